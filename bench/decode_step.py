@@ -1,0 +1,191 @@
+"""How long is one decode step of the 8B shape, next to the bytes it must read and to Hugging Face?
+
+Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token a step, fed back on the
+device. Contenders, each in its own process:
+
+    jsparse             the decode step with the policy of --policy
+    hf-eager            transformers, StaticCache, SDPA
+    hf-compile          the same under torch.compile
+    hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
+
+The floor is (weights + K and V held) / 4.4 TB/s, what an H200 was measured to read.
+
+    python -m bench.decode_step --json bench/results/decode_step.json
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.children import run_child, spread
+from bench.environment import describe
+from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model
+
+CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
+WARM_UP, STEPS, RUNS = 5, 20, 5
+
+
+def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
+    """Times the package's own step and sampler at a nearly full cache."""
+    import jax
+    import jax.numpy as jnp
+
+    from jsparse import cache as kv_cache
+    from jsparse.generate import _sample, _step
+    from jsparse.models.transformer import Decoder, random_weights
+    from jsparse.policies import parse
+    from jsparse.sampling import Sampling
+
+    decoder, method = Decoder(LLAMA_8B, dtype=jnp.bfloat16), parse(policy)
+    weights = random_weights(LLAMA_8B, jnp.bfloat16)
+    spec = kv_cache.CacheSpec(
+        LLAMA_8B.num_layers,
+        batch,
+        LLAMA_8B.num_heads,
+        LLAMA_8B.num_kv_heads,
+        LLAMA_8B.head_dim,
+        16,
+        context // 16,
+        "bfloat16",
+    )
+    held = context - WARM_UP - STEPS * RUNS - 1
+    random_pages = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1)
+    cache = kv_cache.init(spec, fields=method.needs)
+    cache = cache._replace(
+        layers=tuple(
+            layer._replace(
+                k=random_pages(jax.random.key(2 * i), layer.k),
+                v=random_pages(jax.random.key(2 * i + 1), layer.v),
+                lengths=jnp.full_like(layer.lengths, held),
+            )
+            for i, layer in enumerate(cache.layers)
+        ),
+        positions=jnp.full_like(cache.positions, held),
+    )
+    state, tokens = method.init(spec), jnp.ones(batch, jnp.int32)
+    key, greedy = jax.random.key(0), Sampling()
+    began = time.perf_counter()
+
+    def step(tokens, cache, state):
+        logits, cache, state, _ = _step(decoder, method, weights, tokens, cache, state)
+        return _sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state
+
+    tokens, cache, state = step(tokens, cache, state)
+    tokens.block_until_ready()
+    compiled = time.perf_counter() - began
+    for _ in range(WARM_UP - 1):
+        tokens, cache, state = step(tokens, cache, state)
+    times = []
+    for _ in range(RUNS):
+        tokens.block_until_ready()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            tokens, cache, state = step(tokens, cache, state)
+        tokens.block_until_ready()
+        times.append((time.perf_counter() - began) / STEPS)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "seconds": spread(times),
+        "compile_seconds": compiled,
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
+        "embedding_bytes": weights["params"]["embed"].nbytes,
+        "cache_bytes": spec.nbytes,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "retraced": _step._cache_size() - 1,
+    }
+
+
+def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
+    """Times transformers' forward with a static cache at the same place."""
+    import torch
+    from transformers import StaticCache
+
+    model = huggingface_model()
+    cache = StaticCache(config=model.config, max_cache_len=context)
+    forward = {
+        "hf-eager": lambda f: f,
+        "hf-compile": torch.compile,
+        "hf-cudagraphs": lambda f: torch.compile(f, mode="reduce-overhead"),
+    }[mode](model.forward)
+    ids = torch.ones((batch, 1), dtype=torch.long, device="cuda")
+    position = torch.full((batch, 1), context - 8, device="cuda")
+
+    @torch.no_grad()
+    def step(ids):
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = forward(input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True).logits
+        return logits[:, -1:].argmax(-1)
+
+    began = time.perf_counter()
+    for _ in range(WARM_UP):
+        ids = step(ids).clone()
+    torch.cuda.synchronize()
+    compiled = time.perf_counter() - began
+    steps = 4 if mode == "hf-eager" else STEPS
+    times = []
+    for _ in range(RUNS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            ids = step(ids).clone()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / steps)
+    return {
+        "seconds": spread(times),
+        "compile_seconds": compiled,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def main() -> None:
+    """Runs every contender on every case and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--policy", default="dense")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "CASE"), help="measure one here, print a JSON line")
+    args = parser.parse_args()
+    if args.child:
+        name, case = args.child
+        batch, context = map(int, case.split("x"))
+        run = jsparse_step(batch, context, args.policy) if name == "jsparse" else huggingface_step(batch, context, name)
+        print(json.dumps(run))
+        return
+    environment, rows = describe(), []
+    for case in args.cases:
+        for name in args.only:
+            try:
+                row = run_child("bench.decode_step", ["--child", name, case, "--policy", args.policy], timeout_s=400)
+            except Exception as error:  # a peer that fails is a row of the table, not the end of it
+                row = {"error": str(error)[-600:]}
+            rows.append({"case": case, "name": name, **row})
+            if "weight_bytes" in row:
+                # of the input embedding a step reads one row
+                read = row["weight_bytes"] - row["embedding_bytes"] + row["cache_bytes"]
+                rows[-1]["floor_seconds"] = read / READ_BANDWIDTH
+                rows[-1]["over_floor"] = row["seconds"]["median"] / rows[-1]["floor_seconds"]
+            print(summary(rows[-1]), flush=True)
+    if args.json:
+        settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS, "policy": args.policy}
+        report = {"benchmark": "decode_step", "environment": environment, "settings": settings, "results": rows}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    if "error" in row:
+        return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
+    seconds = row["seconds"]
+    median, least, most = (seconds[key] * 1e3 for key in ("median", "min", "max"))
+    text = f"{row['case']:>10} {row['name']:14} {median:8.2f} ms ({least:.2f}-{most:.2f})"
+    if "floor_seconds" in row:
+        text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"
+    return text + f"  compile {row['compile_seconds']:.0f} s"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The shape that GPU benchmarks share, Llama 3.1 8B, with random weights: right for speed, never for quality."""
+
+from jsparse.models.config import Llama3Rope, ModelConfig
+
+LLAMA_8B = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rope_theta=500000.0,
+    rope_scaling=Llama3Rope(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+)
+
+# What one H200 was measured to read (2 GB summed by XLA), bytes/s: floors are bytes over this.
+READ_BANDWIDTH = 4.4e12
+
+
+def huggingface_model():
+    """The same shape in transformers, random bf16 weights on the GPU, attention through PyTorch's SDPA."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=LLAMA_8B.vocab_size,
+        hidden_size=LLAMA_8B.hidden_size,
+        intermediate_size=LLAMA_8B.intermediate_size,
+        num_hidden_layers=LLAMA_8B.num_layers,
+        num_attention_heads=LLAMA_8B.num_heads,
+        num_key_value_heads=LLAMA_8B.num_kv_heads,
+        head_dim=LLAMA_8B.head_dim,
+        max_position_embeddings=LLAMA_8B.max_position_embeddings,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).eval()

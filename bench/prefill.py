@@ -1,0 +1,137 @@
+"""How fast is a long prompt taken in, next to Hugging Face, and how much memory does it need beside weights and cache?
+
+Llama 3.1 8B's shape, random bf16 weights, random ids, batch 1. jsparse works in chunks, as `generate` does; Hugging
+Face takes the prompt in one piece through SDPA's flash attention, with a DynamicCache, logits of the last token only.
+Each contender runs in its own process; one warm-up, which also compiles.
+
+    python -m bench.prefill --json bench/results/prefill.json
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.children import run_child, spread
+from bench.environment import describe
+from bench.llama_8b import LLAMA_8B, huggingface_model
+
+CONTENDERS = ("jsparse", "hf")
+
+
+def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
+    """Times generate's own prefill, cache allocation and first logits included."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jsparse.cache import CacheSpec
+    from jsparse.generate import _prefill
+    from jsparse.models.checkpoint import Params
+    from jsparse.models.transformer import random_weights
+    from jsparse.policy import dense
+
+    weights = random_weights(LLAMA_8B, jnp.bfloat16)
+    params = Params(weights, LLAMA_8B, None, {}, "random 8B")
+    spec = CacheSpec(
+        LLAMA_8B.num_layers,
+        1,
+        LLAMA_8B.num_heads,
+        LLAMA_8B.num_kv_heads,
+        LLAMA_8B.head_dim,
+        16,
+        context // 16,
+        params.dtype,
+    )
+    ids = np.random.default_rng(0).integers(LLAMA_8B.vocab_size, size=context).tolist()
+
+    def once() -> float:
+        began = time.perf_counter()
+        _prefill(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
+        return time.perf_counter() - began
+
+    warm_up = once()
+    times = [once() for _ in range(runs)]
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    peak = (jax.local_devices()[0].memory_stats() or {})["peak_bytes_in_use"]
+    return {
+        "seconds": spread(times),
+        "warm_up_seconds": warm_up,
+        "weight_bytes": weight_bytes,
+        "cache_bytes": spec.nbytes,
+        "peak_bytes": peak,
+        "beside_bytes": peak - weight_bytes - spec.nbytes,
+    }
+
+
+def huggingface_prefill(context: int, runs: int) -> dict[str, Any]:
+    """Times transformers' forward over the whole prompt."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import DynamicCache
+
+    model = huggingface_model()
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    ids = torch.randint(LLAMA_8B.vocab_size, (1, context), device="cuda")
+
+    @torch.no_grad()
+    def once() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    warm_up = once()
+    times = [once() for _ in range(runs)]
+    return {
+        "seconds": spread(times),
+        "warm_up_seconds": warm_up,
+        "weight_bytes": weight_bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def main() -> None:
+    """Runs both contenders on every length and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.prefill", description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "CONTEXT"), help="measure one here, print a JSON line")
+    args = parser.parse_args()
+    if args.child:
+        run = {"jsparse": jsparse_prefill, "hf": huggingface_prefill}[args.child[0]]
+        print(json.dumps(run(int(args.child[1]), args.runs)))
+        return
+    environment, rows = describe(), []
+    for context in args.contexts:
+        for name in args.only:
+            arguments = ["--child", name, str(context), "--runs", str(args.runs)]
+            row = {"context": context, "name": name, **run_child("bench.prefill", arguments, timeout_s=500)}
+            row["tokens_per_second"] = context / row["seconds"]["median"]
+            rows.append(row)
+            print(summary(row), flush=True)
+    if args.json:
+        settings = {"warm_ups": 1, "runs": args.runs}
+        report = {"benchmark": "prefill", "environment": environment, "settings": settings, "results": rows}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    seconds = row["seconds"]
+    text = (
+        f"{row['context']:>7} {row['name']:8} {row['tokens_per_second']:8.0f} tokens/s, {seconds['median']:.2f} s "
+        f"({seconds['min']:.2f}-{seconds['max']:.2f}), peak {row['peak_bytes'] / 1e9:.1f} GB"
+    )
+    beside = row.get("beside_bytes")
+    return text if beside is None else text + f", {beside / 1e9:.2f} GB beside weights and cache"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Keeping compiled programs on disk, so that the next process starts fast."""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def keep_compilations() -> None:
+    """Turns jax's persistent compilation cache on, unless the user has set it up already.
+
+    It lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache) under jsparse/jax.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("JSPARSE_CACHE_DIR") or Path(home) / "jsparse" / "jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

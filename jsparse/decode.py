@@ -1,0 +1,90 @@
+"""The decode step: append, select, attend, update. It runs every method and names none."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jsparse.cache import KVCache, append
+from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.partials import AttentionOut, merge
+from jsparse.policy import Policy, State
+from jsparse.selection import attended_tokens, everything, read_tokens
+from jsparse.shapes import Queries, Rows
+
+ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
+
+
+class StepStats(NamedTuple):
+    """Means over layers and KV heads of one step, as shares of the positions so far.
+
+    Attributes:
+        attended: tokens that attention used.
+        read: tokens whose K and V it read; whole pages, whatever their bits.
+    """
+
+    attended: Float32[Array, "B"]
+    read: Float32[Array, "B"]
+
+
+def decode_step(
+    decoder: Decoder, policy: Policy, weights: Weights, tokens: Rows, cache: KVCache, state: State
+) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
+    """One token of every row through the model.
+
+    Args:
+        decoder: the model's definition; static.
+        policy: the method; static.
+        weights: the model's weights.
+        tokens: the newest token of each row, whose K and V the cache does not hold yet.
+        cache: K and V of everything before.
+        state: the method's.
+
+    Returns:
+        The logits that follow `tokens`, the cache and state with them taken in, and what was attended.
+    """
+    positions = cache.positions[:, None]
+    one = jnp.ones_like(cache.positions)
+    attended, read = [], []
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal cache, state
+        cache = append(cache, layer, k, v, positions, one)
+        state = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
+        out, state, used = attend_layer(policy, layer, q[:, 0], cache, state)
+        state = policy.update(state, layer, out.stats, cache)
+        attended.append(used.attended)
+        read.append(used.read)
+        return out.o[:, None]
+
+    hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend)
+    logits = to_logits(decoder, weights, hidden[:, 0])
+    cache = cache._replace(positions=cache.positions + 1)
+    shares = StepStats(*(sum(parts) / len(parts) / cache.positions for parts in (attended, read)))
+    return logits, cache, state, shares
+
+
+def attend_layer(
+    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+) -> tuple[AttentionOut, State, StepStats]:
+    """Selection and attention of one layer, or neither where the policy falls back to dense."""
+    held = cache.layers[layer]
+
+    def attend(selection, summary, state):
+        out = ATTENTION[selection.granularity](q, held, selection, stats=policy.stats(layer))
+        if summary is not None:
+            out = AttentionOut(*merge(out.o, out.lse, *summary), out.stats)
+        counts = (count(selection, held.lengths, held.page_size) for count in (attended_tokens, read_tokens))
+        return out, state, StepStats(*(jnp.mean(n.astype(jnp.float32), axis=1) for n in counts))
+
+    def sparse(state):
+        return attend(*policy.select(state, layer, q, cache))
+
+    if policy.fallback is None:
+        return sparse(state)
+    return jax.lax.cond(
+        policy.fallback(state, layer, cache), lambda s: attend(everything(held.lengths), None, s), sparse, state
+    )

@@ -1,0 +1,39 @@
+"""How much memory there is, and the cache capacities that are asked of it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from jsparse.cache import CacheSpec
+from jsparse.policy import Policy
+
+
+def available_bytes() -> int:
+    """Bytes that can still be allocated on the default device (or of the host's memory, on a CPU)."""
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return psutil.virtual_memory().available
+
+
+def bucket(tokens: int, page_size: int) -> int:
+    """A capacity of at least `tokens`, in steps of an eighth of its power of two, so that few sizes are compiled."""
+    step = max(64, page_size, 2 ** (tokens.bit_length() - 1) // 8)
+    return -(-tokens // step) * step
+
+
+def require_fit(spec: CacheSpec, policy: Policy) -> None:
+    """Raises ValueError before anything is allocated where the cache and the policy's state do not fit in memory."""
+    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec))))
+    wanted, there = spec.nbytes + state, available_bytes()
+    if wanted > there:
+        raise ValueError(
+            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {wanted / 2**30:.2f} GiB of cache: "
+            f"must fit in the {there / 2**30:.2f} GiB that are free"
+        )
+
+
+def _nbytes(leaf: Any) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize

@@ -1,0 +1,57 @@
+"""Attention partials (o, lse), the one way to combine them, and what attention can report besides."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+StatsKind = Literal["page_mass", "token_logits"]
+
+
+class Stats(NamedTuple):
+    """How the mean query of each group saw what was read.
+
+    Attributes:
+        scores: "page_mass": float32[B, K, M], the un-normalised logsumexp of each logical page's attended slots;
+            "token_logits": float32[B, K, S], the logit of each slot. -inf for what was not read.
+        lse: the logsumexp over everything attended; a page's share of the mass is exp(scores - lse).
+    """
+
+    scores: Float32[Array, "B K units"]
+    lse: Float32[Array, "B K"]
+
+
+class AttentionOut(NamedTuple):
+    """A partial result. A head that attended to nothing has o = 0 and lse = -inf."""
+
+    o: Float32[Array, "B N H"]
+    lse: Float32[Array, "B N"]
+    stats: Stats | None = None
+
+
+def merge(
+    o1: Float32[Array, "*rows H"],
+    lse1: Float32[Array, "*rows"],
+    o2: Float32[Array, "*rows H"],
+    lse2: Float32[Array, "*rows"],
+) -> tuple[Float32[Array, "*rows H"], Float32[Array, "*rows"]]:
+    """Attention over the union of two disjoint sets, from the attention over each.
+
+    Splits, tiers, shards and summary tokens are all merged by this. An empty partial (lse = -inf) changes nothing; two
+    of them give an empty one, never NaN.
+    """
+    lse = jnp.logaddexp(lse1, lse2)
+    top = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    w1, w2 = jnp.exp(lse1 - top)[..., None], jnp.exp(lse2 - top)[..., None]
+    return jnp.where(w1 > 0, w1 * o1, 0.0) + jnp.where(w2 > 0, w2 * o2, 0.0), lse
+
+
+def softmax_partial(
+    logits: Float32[Array, "*rows S"],
+) -> tuple[Float32[Array, "*rows S"], Float32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """exp(logits - max), its sum and the logsumexp; -inf marks what is not attended, and a row may be all -inf."""
+    top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, -1)
+    return weights, total, jnp.log(total) + top[..., 0]

@@ -1,0 +1,24 @@
+"""StreamingLLM: attend to the first few tokens and the newest ones, drop the middle.
+
+Paper: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.), arXiv:2309.17453. Where we differ:
+keys keep the rotary positions they had in the text (the paper re-numbers them inside the window), and what lies in the
+middle stays in the cache, unread.
+"""
+
+from jsparse.cache import KVCache
+from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.selection import window
+
+
+@builder
+def streaming(sink: int = 4, recent: int = 512) -> Policy:
+    """The first `sink` and the last `recent` tokens, exactly: pages with bits."""
+    whole_number("sink", sink, 0)
+    whole_number("recent", recent, 1)
+
+    def select(state: State, layer: int, q, cache: KVCache):
+        held = cache.layers[layer]
+        chosen = window(held.lengths, sink=sink, recent=recent, num_pages=held.num_pages, page_size=held.page_size)
+        return chosen, None, state
+
+    return Policy(select, full={"sink": 0, "recent": 2**30})

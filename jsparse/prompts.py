@@ -1,0 +1,75 @@
+"""What may be passed as a prompt, and the token ids it becomes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jsparse.models.checkpoint import Params
+from jsparse.models.tokenizer import Tokenizer
+
+
+def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
+    """Token ids of every prompt, and whether one alone was given (not a list of them).
+
+    Args:
+        params: the model; its tokenizer turns text into ids.
+        prompt: text, chat messages (dicts with role and content), token ids (a list or an integer array), or a list of
+            any of these; a 2-D integer array is a list of rows.
+
+    Raises:
+        ValueError: a prompt is empty, of another kind, or has ids outside the vocabulary.
+    """
+    alone = _is_one(prompt)
+    prompts = [prompt] if alone else list(prompt)
+    if not prompts:
+        raise ValueError("prompt=[]: must hold at least one prompt")
+    rows = [_ids(params, p) for p in prompts]
+    for row, ids in enumerate(rows):
+        name = "prompt" if alone else f"prompt[{row}]"
+        if not ids:
+            raise ValueError(f"{name} is empty: must give at least one token")
+        wrong = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name} has token id {wrong}: must be from 0 to {params.config.vocab_size - 1}")
+    return rows, alone
+
+
+def tokenizer_of(params: Params, purpose: str) -> Tokenizer:
+    """The model's tokenizer; ValueError where it came without one."""
+    if params.tokenizer is None:
+        raise ValueError(f"{purpose} needs a tokenizer, and model {params.name!r} has none: give token ids")
+    return params.tokenizer
+
+
+def _is_one(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return True
+    if hasattr(prompt, "ndim"):
+        if prompt.ndim not in (1, 2):
+            raise ValueError(f"prompt is an array of {prompt.ndim} axes: must have 1 (ids) or 2 (rows of ids)")
+        return prompt.ndim == 1
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them")
+    return bool(prompt) and all(_is_id(item) or isinstance(item, dict) for item in prompt)
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+
+
+def _ids(params: Params, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer_of(params, "a text prompt").encode(prompt)
+    if hasattr(prompt, "ndim"):
+        array = np.asarray(prompt)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"prompt is an array of {array.dtype}: token ids must be integers, one row a prompt")
+        return array.tolist()
+    if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
+        return [int(item) for item in prompt]
+    if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):
+        tokenizer = tokenizer_of(params, "a chat")
+        text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+    raise ValueError(f"prompt={prompt!r}: must be text, chat messages or token ids")

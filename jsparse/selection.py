@@ -1,0 +1,211 @@
+"""Selection: what each KV head attends to. Every method's pages, tokens, clusters and head roles end as one."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jsparse.shapes import Bits, HeadFlags, Ids, Lengths
+from jsparse.threshold import compact
+
+Granularity = Literal["page", "token"]
+MAX_BITS_PAGE = 32
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("ids", "count", "bits", "dense"),
+    meta_fields=("granularity",),
+)
+@dataclass(frozen=True)
+class Selection:
+    """The slots each KV head attends to.
+
+    Attributes:
+        ids: logical page ids or token slots; the first `count` of each head are valid, distinct and ascending, the rest
+            are 0. C is static.
+        count: how many are valid.
+        bits: pages only, P ≤ 32: bit t set means token t of that page is attended. None: all of them. Bits save
+            arithmetic, not bytes: a page with one bit set is read whole.
+        dense: heads that attend to everything they hold; their list is not read, and no wrapper may prune them.
+        granularity: what `ids` count.
+
+    A head that attends to anything also attends to its newest token, listed or not. A head with count 0 that is not
+    dense attends to nothing: o = 0, lse = -inf.
+    """
+
+    ids: Ids
+    count: Lengths
+    bits: Bits | None = None
+    dense: HeadFlags | None = None
+    granularity: Granularity = "page"
+
+
+def everything(lengths: Lengths) -> Selection:
+    """Every head attends to all it holds."""
+    ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
+    return Selection(ids, jnp.zeros_like(lengths), dense=jnp.ones(lengths.shape, jnp.bool_))
+
+
+def nothing(lengths: Lengths, granularity: Granularity = "page") -> Selection:
+    """No head attends to anything."""
+    ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
+    return Selection(ids, jnp.zeros_like(lengths), granularity=granularity)
+
+
+def from_token_mask(
+    mask: Bool[Array, "B K S"], capacity: int, *, page_size: int, granularity: Granularity = "token"
+) -> Selection:
+    """The marked slots as a list of tokens, or of pages with bits. `mask` must fit: at most `capacity` ids a head."""
+    if granularity == "token":
+        ids, count = compact(mask, capacity)
+        return Selection(ids, count, granularity="token")
+    paged = mask.reshape(*mask.shape[:2], -1, page_size)
+    ids, count = compact(paged.any(-1), capacity)
+    chosen = jnp.take_along_axis(pack_bits(paged), ids, axis=2)
+    valid = jnp.arange(capacity) < count[..., None]
+    return Selection(ids, count, bits=jnp.where(valid, chosen, jnp.uint32(0)))
+
+
+def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
+    """The marked pages, whole. `mask` must fit: at most `capacity` pages a head."""
+    ids, count = compact(mask, capacity)
+    return Selection(ids, count)
+
+
+def window(
+    lengths: Lengths, *, sink: int, recent: int, num_pages: int, page_size: int, granularity: Granularity = "page"
+) -> Selection:
+    """The first `sink` and the last `recent` slots of each head: C is what they need at most, whatever the length."""
+    unit = page_size if granularity == "page" else 1
+    num_units = num_pages * page_size // unit
+    sink_units = min(-(-sink // unit), num_units)
+    # recent tokens that do not start on a page's edge touch one page more
+    recent_units = min(-(-recent // unit) + (unit > 1 and recent > 0), num_units)
+    used = -(-lengths // unit)
+    sink_count = jnp.minimum(used, sink_units)
+    start = jnp.maximum(jnp.maximum(lengths - recent, 0) // unit, sink_count) if recent else used
+    nth = jnp.arange(min(sink_units + recent_units, num_units), dtype=jnp.int32)
+    count = jnp.minimum(sink_count + used - start, nth.size)
+    ids = jnp.where(nth < sink_count[..., None], nth, start[..., None] + nth - sink_count[..., None])
+    ids = jnp.where(nth < count[..., None], ids, 0)
+    if granularity == "token":
+        return Selection(ids, count, granularity="token")
+    slot = ids[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    length = lengths[..., None, None]
+    inside = (slot < sink) | ((slot >= length - recent) & (slot < length))
+    inside &= (nth < count[..., None])[..., None]
+    return Selection(ids, count, bits=pack_bits(inside))
+
+
+def union(a: Selection, b: Selection, num_units: int) -> Selection:
+    """What either selects. `num_units` is M (pages) or S (tokens), the most a head can list."""
+    if a.granularity != b.granularity:
+        raise ValueError(f"granularity={b.granularity!r}: must equal the other selection's, {a.granularity!r}")
+    dense = a.dense if b.dense is None else b.dense if a.dense is None else a.dense | b.dense
+    if a.ids.shape[-1] + b.ids.shape[-1] == 0:
+        return Selection(a.ids, a.count, dense=dense, granularity=a.granularity)
+    far = jnp.int32(2**31 - 1)
+
+    def both(field):
+        return jnp.concatenate([field(a), field(b)], axis=-1)
+
+    ids = both(lambda s: jnp.where(_valid(s), s.ids, far))
+    bits = None
+    if a.bits is not None or b.bits is not None:
+        bits = both(lambda s: jnp.where(_valid(s), _bits(s), jnp.uint32(0)))
+        ids, bits = jax.lax.sort((ids, bits), num_keys=1)
+        same = ids[..., :-1] == ids[..., 1:]
+        bits = bits.at[..., :-1].set(jnp.where(same, bits[..., :-1] | bits[..., 1:], bits[..., :-1]))
+    else:
+        ids = jnp.sort(ids)
+    first = (ids != far).at[..., 1:].set((ids[..., 1:] != ids[..., :-1]) & (ids[..., 1:] != far))
+    at, count = compact(first, min(ids.shape[-1], num_units))
+    valid = jnp.arange(at.shape[-1]) < count[..., None]
+    ids = jnp.where(valid, jnp.take_along_axis(ids, at, -1), 0)
+    if bits is not None:
+        bits = jnp.where(valid, jnp.take_along_axis(bits, at, -1), jnp.uint32(0))
+    return Selection(ids, count, bits=bits, dense=dense, granularity=a.granularity)
+
+
+def token_mask(selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int) -> Bool[Array, "B K S"]:
+    """The meaning of a selection: which slots of each head are attended, the newest token's rule included."""
+    slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
+    valid = _valid(selection)
+    row, head = (i[..., None] for i in jnp.indices(lengths.shape))
+    if selection.granularity == "token":
+        at = jnp.where(valid, selection.ids, slots.size)
+        listed = jnp.zeros((*lengths.shape, slots.size), jnp.bool_).at[row, head, at].set(True, mode="drop")
+    else:
+        at = jnp.where(valid, selection.ids, num_pages)
+        paged = jnp.zeros((*lengths.shape, num_pages, page_size), jnp.bool_)
+        marks = unpack_bits(_bits(selection), page_size) if selection.bits is not None else jnp.bool_(True)
+        listed = paged.at[row, head, at].set(marks, mode="drop").reshape(*lengths.shape, slots.size)
+    newest = slots == lengths[..., None] - 1
+    mask = listed | (newest & (selection.count > 0)[..., None])
+    if selection.dense is not None:
+        mask |= selection.dense[..., None]
+    return mask & (slots < lengths[..., None])
+
+
+def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
+    """How many slots each head attends to, from the list alone."""
+    last_page = (lengths - 1) // page_size
+    valid = _valid(selection)
+    if selection.granularity == "token":
+        inside = valid & (selection.ids < lengths[..., None])
+        has_newest = jnp.any(inside & (selection.ids == lengths[..., None] - 1), -1)
+        total = jnp.sum(inside, -1, dtype=jnp.int32)
+    else:
+        room = jnp.clip(lengths[..., None] - selection.ids * page_size, 0, page_size)
+        on_last = valid & (selection.ids == last_page[..., None])
+        if selection.bits is None:
+            total = jnp.sum(jnp.where(valid, room, 0), -1, dtype=jnp.int32)
+            has_newest = jnp.any(on_last, -1)
+        else:
+            inside = selection.bits & _low_bits(room)
+            total = jnp.sum(jnp.where(valid, jax.lax.population_count(inside), 0), -1, dtype=jnp.int32)
+            newest_bit = jnp.uint32(1) << ((lengths - 1) % page_size).astype(jnp.uint32)
+            has_newest = jnp.any(on_last & (selection.bits & newest_bit[..., None] != 0), -1)
+    total += ((selection.count > 0) & ~has_newest & (lengths > 0)).astype(jnp.int32)
+    return total if selection.dense is None else jnp.where(selection.dense, lengths, total)
+
+
+def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
+    """How many slots' K and V are read: whole pages, up to what the head holds. Bits save none of it."""
+    return attended_tokens(_without_bits(selection), lengths, page_size)
+
+
+def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
+    """P ≤ 32 flags as one word, flag t at bit t."""
+    size = mask.shape[-1]
+    if size > MAX_BITS_PAGE:
+        raise ValueError(f"page_size={size}: must be at most {MAX_BITS_PAGE} where pages carry token bits")
+    return jnp.sum(mask.astype(jnp.uint32) << jnp.arange(size, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+
+
+def unpack_bits(bits: UInt32[Array, "*batch"], page_size: int) -> Bool[Array, "*batch P"]:
+    """The flags of `pack_bits`."""
+    return (bits[..., None] >> jnp.arange(page_size, dtype=jnp.uint32)) & 1 == 1
+
+
+def _valid(selection: Selection) -> Bool[Array, "B K C"]:
+    return jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
+
+
+def _bits(selection: Selection) -> UInt32[Array, "B K C"]:
+    if selection.bits is None:
+        return jnp.full(selection.ids.shape, 0xFFFFFFFF, jnp.uint32)
+    return selection.bits
+
+
+def _without_bits(selection: Selection) -> Selection:
+    return Selection(selection.ids, selection.count, dense=selection.dense, granularity=selection.granularity)
+
+
+def _low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
+    full = jnp.uint32(0xFFFFFFFF)
+    return jnp.where(count >= 32, full, (jnp.uint32(1) << count.astype(jnp.uint32)) - 1)

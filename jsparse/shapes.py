@@ -1,0 +1,26 @@
+"""The axis legend. Every signature of the package spells its array shapes with these letters.
+
+    B batch            T query length      S cached length (slots)     V vocabulary
+    N query heads      K KV heads          G = N / K heads a group     H head dimension
+    D model dimension  F MLP dimension     L layers
+    P tokens a page    M pages of a head   C capacity of a selection   W prompt-end queries kept
+
+"slot" is where a token lies in its head's cache; "position" is where it stood in the text, which RoPE needs. They are
+the same until a policy compacts a head.
+"""
+
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+Queries = Float[Array, "B N H"]
+ChunkQueries = Float[Array, "B T N H"]
+ChunkKV = Float[Array, "B T K H"]
+Pages = Float[Array, "pages P H"]
+BlockTable = Int32[Array, "B K M"]
+Lengths = Int32[Array, "B K"]
+Rows = Int32[Array, "B"]
+Tokens = Int32[Array, "B T"]
+Partial = tuple[Float32[Array, "B N H"], Float32[Array, "B N"]]
+HeadFlags = Bool[Array, "B K"]
+Ids = Int32[Array, "B K C"]
+Bits = UInt32[Array, "B K C"]
+Scores = Float32[Array, "B K S"]

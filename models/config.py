@@ -1,0 +1,137 @@
+"""What a decoder is made of: sizes and switches, validated once, hashable, free of I/O."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's frequency scaling (`rope_type: llama3`): long wavelengths are stretched by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one decoder.
+
+    Attributes:
+        family: "llama", "qwen2" or "qwen3"; picks the name maps when loading.
+        rope_scaling: Llama 3.1's rule, or None.
+        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store the same rule; or None.
+        qkv_bias: the q, k and v projections carry a bias (Qwen2).
+        qk_norm: queries and keys are RMS-normalised per head before RoPE (Qwen3).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Rope | None = None
+    rope_factors: tuple[float, ...] | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even, since RoPE rotates pairs")
+        if not self.rope_theta > 0:
+            raise ValueError(f"rope_theta={self.rope_theta}: must be positive")
+        if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
+            raise ValueError(
+                f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = {self.head_dim // 2}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G, the query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def cache_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V that one token of one sequence takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def require(config: dict[str, Any], key: str) -> Any:
+    """Returns config[key], or raises a ValueError that says which field a model's config lacks."""
+    if config.get(key) is None:
+        raise ValueError(f"config field {key!r} is missing: every model config must state it")
+    return config[key]
+
+
+def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    """Raises ValueError where a field asks for something that the decoder does not do."""
+    value = config.get(key)
+    if value is not None and value not in allowed:
+        raise ValueError(f"config field {key}={value!r} is not supported: must be one of {list(allowed)}")
+
+
+def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields that every family's config.json states alike, under ModelConfig's names."""
+    refuse(config, "hidden_act", ("silu",))
+    hidden, heads = require(config, "hidden_size"), require(config, "num_attention_heads")
+    return {
+        "vocab_size": require(config, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": require(config, "intermediate_size"),
+        "num_layers": require(config, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "max_position_embeddings": require(config, "max_position_embeddings"),
+        "rms_norm_eps": require(config, "rms_norm_eps"),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **rope_from_hf(config),
+    }
+
+
+def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE's fields from either style of config.
+
+    transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside `rope_scaling`.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": float(theta)}
+    if kind != "llama3":
+        raise ValueError(f"rope_type={kind!r} is not supported: must be 'default' or 'llama3'")
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": Llama3Rope(
+            factor=float(require(scaling, "factor")),
+            low_freq_factor=float(require(scaling, "low_freq_factor")),
+            high_freq_factor=float(require(scaling, "high_freq_factor")),
+            original_max_position_embeddings=int(require(scaling, "original_max_position_embeddings")),
+        ),
+    }

@@ -1,0 +1,84 @@
+"""What tells one model family from another when loading: its config's fields and its tensors' names.
+
+Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"), each with the tensors that a checkpoint
+stores for it, in the order in which they are joined.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from jsparse.models.config import ModelConfig, refuse, require
+
+Names = dict[str, tuple[str, ...]]
+
+
+class Family(NamedTuple):
+    """One model family.
+
+    Attributes:
+        config_from_hf: the ModelConfig of a parsed config.json.
+        config_from_gguf: the ModelConfig of a GGUF file's metadata and tensor names.
+        hf_names, gguf_names: a name or more per weight; those of a tied lm_head or an absent bias are not used.
+        gguf_interleaved: GGUF stores the rows of q and k for a rotation of neighbours, not of halves.
+    """
+
+    config_from_hf: Callable[[dict[str, Any]], ModelConfig]
+    config_from_gguf: Callable[[Mapping[str, Any], Collection[str]], ModelConfig]
+    hf_names: Names
+    gguf_names: Names
+    gguf_interleaved: bool = False
+
+
+HF_NAMES: Names = {
+    "embed": ("model.embed_tokens.weight",),
+    "lm_head": ("lm_head.weight",),
+    "final_norm/scale": ("model.norm.weight",),
+    "layers_{i}/attention_norm/scale": ("model.layers.{i}.input_layernorm.weight",),
+    "layers_{i}/attention/qkv/kernel": tuple(f"model.layers.{{i}}.self_attn.{p}_proj.weight" for p in "qkv"),
+    "layers_{i}/attention/o/kernel": ("model.layers.{i}.self_attn.o_proj.weight",),
+    "layers_{i}/mlp_norm/scale": ("model.layers.{i}.post_attention_layernorm.weight",),
+    "layers_{i}/mlp/gate_up/kernel": ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
+    "layers_{i}/mlp/down/kernel": ("model.layers.{i}.mlp.down_proj.weight",),
+}
+
+GGUF_NAMES: Names = {
+    "embed": ("token_embd.weight",),
+    "lm_head": ("output.weight",),
+    "final_norm/scale": ("output_norm.weight",),
+    "layers_{i}/attention_norm/scale": ("blk.{i}.attn_norm.weight",),
+    "layers_{i}/attention/qkv/kernel": tuple(f"blk.{{i}}.attn_{p}.weight" for p in "qkv"),
+    "layers_{i}/attention/o/kernel": ("blk.{i}.attn_output.weight",),
+    "layers_{i}/mlp_norm/scale": ("blk.{i}.ffn_norm.weight",),
+    "layers_{i}/mlp/gate_up/kernel": ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"),
+    "layers_{i}/mlp/down/kernel": ("blk.{i}.ffn_down.weight",),
+}
+
+
+def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
+    """The fields that every family's GGUF metadata states alike, under ModelConfig's names.
+
+    Whether the embedding is tied is told by the tensors alone: then there is no `output.weight`.
+    """
+    prefix = f"{metadata['general.architecture']}."
+    fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    refuse(fields, "expert_count", (0,))
+    refuse(fields, "rope.scaling.type", ("none",))
+    refuse(fields, "rope.scale_linear", (1.0,))
+    hidden, heads = require(fields, "embedding_length"), require(fields, "attention.head_count")
+    head_dim = fields.get("attention.key_length") or hidden // heads
+    refuse(fields, "attention.value_length", (head_dim,))
+    refuse(fields, "rope.dimension_count", (head_dim,))
+    fields.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
+    return {
+        "vocab_size": require(fields, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": require(fields, "feed_forward_length"),
+        "num_layers": require(fields, "block_count"),
+        "num_heads": heads,
+        "num_kv_heads": fields.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": require(fields, "context_length"),
+        "rms_norm_eps": require(fields, "attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+    }

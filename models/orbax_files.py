@@ -1,0 +1,70 @@
+"""Weights as an orbax checkpoint, the format in which jsparse saves models.
+
+orbax is imported where it is used: it takes a second, which loading other formats need not wait for.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jsparse.models.config import ModelConfig
+from jsparse.models.families import Names
+from jsparse.models.transformer import Weights
+from jsparse.models.weights import OnProgress, list_weights, tree
+
+
+def save_weights(weights: Weights, folder: Path) -> None:
+    """Writes the tree into `folder`, which must not exist yet."""
+    from orbax.checkpoint import StandardCheckpointer
+
+    with StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), weights)
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, names: Names, dtype: Any, on_progress: OnProgress | None
+) -> Weights:
+    """Reads the tree of `config` from `folder` to the default device, cast to `dtype`.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If it is no orbax checkpoint, is damaged, or holds other arrays than the config asks for.
+    """
+    from orbax.checkpoint import StandardCheckpointer
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
+    with StandardCheckpointer() as checkpointer:
+        stored = _shapes(checkpointer, folder)
+        wanted = {weight.path: weight.shape for weight in list_weights(folder, len(stored), config, names)}
+        if stored.keys() != wanted.keys():
+            raise ValueError(f"{folder}: {min(stored.keys() ^ wanted.keys())} is missing or not in the config")
+        for path, shape in wanted.items():
+            if stored[path] != shape:
+                raise ValueError(f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}")
+        sharding = jnp.zeros(()).sharding  # the default device, which may be set
+        target = tree({path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in wanted.items()})
+        try:
+            weights = checkpointer.restore(folder.absolute(), target)
+        except Exception as error:  # orbax raises bare ones too
+            raise ValueError(f"{folder} is damaged: {_first_line(error)}") from error
+    if on_progress is not None:
+        total = sum(array.nbytes for array in jax.tree.leaves(weights))
+        on_progress(total, total)
+    return weights
+
+
+def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape by path of the stored arrays."""
+    found = checkpointer.metadata(folder.absolute()).item_metadata  # None where orbax makes nothing of the folder
+    params = found.tree.get("params") if found is not None else None
+    if params is None:
+        raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

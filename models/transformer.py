@@ -1,0 +1,130 @@
+"""The one decoder: Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3 differ only in its configuration.
+
+Attention is a callable that is passed in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain full pass are
+three such callables; the decoder knows neither the cache nor how much of it is read.
+
+Weights are a plain pytree. The q, k and v projections are one matrix, columns ordered q | k | v, and so are gate | up.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from jsparse.models.config import ModelConfig
+from jsparse.models.layers import MLP, Linear, RMSNorm, apply_rope, rope_frequencies, rope_table
+
+Weights = dict[str, Any]
+Attend = Callable[
+    [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
+]
+
+
+class Attention(nn.Module):
+    """Projections and RoPE around the attention that the caller supplies."""
+
+    config: ModelConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
+        c = self.config
+        shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        qkv = Linear(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(x).reshape(shape)
+        q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        if c.qk_norm:
+            q, k = RMSNorm(c.rms_norm_eps, name="q_norm")(q), RMSNorm(c.rms_norm_eps, name="k_norm")(k)
+        o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
+        o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
+        return Linear(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+
+    config: ModelConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
+        c = self.config
+        normed = RMSNorm(c.rms_norm_eps, name="attention_norm")(x)
+        x = x + Attention(c, self.layer, name="attention")(normed, table, attend)
+        return x + MLP(c.intermediate_size, name="mlp")(RMSNorm(c.rms_norm_eps, name="mlp_norm")(x))
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states to logits; called through `hidden_states` and `to_logits`.
+
+    Attributes:
+        config: sizes and switches.
+        dtype: of the weights and of everything between them.
+    """
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.initializers.normal(0.02)
+        self.embed = self.param("embed", init, (c.vocab_size, c.hidden_size), self.dtype)
+        self.layers = [Block(c, layer) for layer in range(c.num_layers)]
+        self.final_norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", init, (c.hidden_size, c.vocab_size), self.dtype)
+
+    def hidden(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+        """The last layer's normalised hidden states."""
+        x = self.embed[tokens]
+        table = rope_table(positions, rope_frequencies(self.config))
+        for layer in self.layers:
+            x = layer(x, table, attend)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+        """float32 logits of hidden states."""
+        if self.config.tie_word_embeddings:
+            return jnp.einsum("...d,vd->...v", hidden, self.embed, preferred_element_type=jnp.float32)
+        return jnp.einsum("...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32)
+
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend):
+        """logits(hidden(…)): one full pass."""
+        return self.logits(self.hidden(tokens, positions, attend))
+
+
+def hidden_states(
+    decoder: Decoder, weights: Weights, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+) -> Float[Array, "B T D"]:
+    """`Decoder.hidden` as a pure function of the weights."""
+    return cast(Array, decoder.apply(weights, tokens, positions, attend, method="hidden"))
+
+
+def to_logits(decoder: Decoder, weights: Weights, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
+    """`Decoder.logits` as a pure function of the weights."""
+    return cast(Array, decoder.apply(weights, hidden, method="logits"))
+
+
+def weight_shapes(config: ModelConfig, dtype: Any) -> Weights:
+    """The weights' tree with a jax.ShapeDtypeStruct for each array: what a loader has to fill."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def init(tokens):
+        return Decoder(config, dtype=dtype).init(jax.random.key(0), tokens, tokens, lambda layer, q, k, v: q)
+
+    return jax.eval_shape(init, tokens)
+
+
+def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
+    """Random weights of the true shapes (matrices of deviation 0.02, norms 1), to measure speed and memory with."""
+    leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(tree, [_random(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _random(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.ones(shape, dtype) if len(shape) == 1 else (0.02 * jax.random.normal(key, shape)).astype(dtype)

@@ -1,0 +1,182 @@
+"""From a checkpoint's tensors to the decoder's tree: which are needed, of what shape, and how they are joined.
+
+Checkpoints store a linear map as [out, in] and q, k, v (gate, up) apart; the decoder wants [in, out], joined. Tensors
+are checked by name and shape before the first is read, then go to the device one weight at a time, where they are
+joined, transposed and cast: the host never holds more than one weight.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.models.config import ModelConfig
+from jsparse.models.families import Names
+from jsparse.models.transformer import Weights
+
+OnProgress = Callable[[int, int], None]
+
+
+class TensorStore(Protocol):
+    """Tensors of a checkpoint, by name; opening it has checked that all lie inside their files."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def nbytes(self, name: str) -> int:
+        """The tensor's size in its file."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor's values as float32, float16 or bfloat16, in an array of its own."""
+        ...
+
+
+class Source(NamedTuple):
+    """A tensor to read; `interleaved_heads` > 0 where its rows stand in llama.cpp's order."""
+
+    name: str
+    shape: tuple[int, ...]
+    interleaved_heads: int
+
+
+class Weight(NamedTuple):
+    """One array of the tree: its path below "params", and the tensors it is joined from along their first axis."""
+
+    path: str
+    sources: tuple[Source, ...]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a linear map, which the decoder wants [in, out]."""
+        return self.path.endswith("kernel") or self.path == "lm_head"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape in the tree."""
+        joined = (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+        return joined[::-1] if self.transposed else joined
+
+
+def list_weights(
+    path: Path, num_tensors: int, config: ModelConfig, names: Names, *, interleaved: bool = False
+) -> list[Weight]:
+    """Lists a decoder's weights and the tensors they come from; the largest are first.
+
+    Args:
+        path: the checkpoint, for messages.
+        num_tensors: how many tensors it holds, so that an absurd num_layers ends here.
+        config: the sizes.
+        names: a family's tensor names in the format that is read.
+        interleaved: q and k rows stand in llama.cpp's order, to be undone.
+
+    Raises:
+        ValueError: If there are fewer tensors than layers.
+    """
+    if config.num_layers > num_tensors:
+        raise ValueError(f"{path} holds {num_tensors} tensors: too few for num_layers={config.num_layers}")
+    weights = []
+    for template, shapes in _tensor_shapes(config).items():
+        is_interleaved = interleaved and template.endswith("qkv/kernel")
+        heads = (config.num_heads, config.num_kv_heads, 0) if is_interleaved else (0,) * len(shapes)
+        for i in range(config.num_layers if "{i}" in template else 1):
+            found = (name.format(i=i) for name in names[template])
+            weights.append(Weight(template.format(i=i), tuple(map(Source, found, shapes, heads))))
+    return weights
+
+
+def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Per weight, the shapes of its tensors; plain products, so that absurd sizes cost nothing."""
+    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {"embed": ((c.vocab_size, d),)}
+    if not c.tie_word_embeddings:
+        shapes["lm_head"] = ((c.vocab_size, d),)
+    shapes |= {
+        "final_norm/scale": ((d,),),
+        "layers_{i}/attention_norm/scale": ((d,),),
+        "layers_{i}/attention/qkv/kernel": ((q, d), (kv, d), (kv, d)),
+        "layers_{i}/attention/o/kernel": ((d, q),),
+        "layers_{i}/mlp_norm/scale": ((d,),),
+        "layers_{i}/mlp/gate_up/kernel": ((f, d), (f, d)),
+        "layers_{i}/mlp/down/kernel": ((d, f),),
+    }
+    if c.qkv_bias:
+        shapes["layers_{i}/attention/qkv/bias"] = ((q,), (kv,), (kv,))
+    if c.qk_norm:
+        shapes |= {f"layers_{{i}}/attention/{which}_norm/scale": ((c.head_dim,),) for which in "qk"}
+    return shapes
+
+
+def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collection[str]) -> None:
+    """Checks that the store holds the tensors of `weights`, of their shapes, and no others.
+
+    Args:
+        weights: what will be read.
+        store: where from.
+        harmless: names that may be there without being used.
+
+    Raises:
+        ValueError: naming the tensors that are missing, misshapen or unknown.
+    """
+    wanted = {source.name: source.shape for weight in weights for source in weight.sources}
+    if missing := wanted.keys() - store.shapes.keys():
+        raise ValueError(f"{store.path} lacks {_some(missing)}: the config asks for {len(wanted)} tensors")
+    for name, shape in wanted.items():
+        if store.shapes[name] != shape:
+            raise ValueError(f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}")
+    extra = {name for name in store.shapes.keys() - wanted.keys() if not name.endswith("rotary_emb.inv_freq")}
+    if extra := extra - set(harmless):
+        raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:4]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+
+
+def read_weights(weights: list[Weight], store: TensorStore, dtype: Any, on_progress: OnProgress | None) -> Weights:
+    """Reads every tensor and returns the tree on the default device."""
+    sources = [source for weight in weights for source in weight.sources]
+    total, done = sum(store.nbytes(source.name) for source in sources), 0
+    arrays: dict[str, jax.Array] = {}
+    for weight in weights:
+        parts = []
+        for source in weight.sources:
+            parts.append(jax.device_put(_read(source, store)))
+            done += store.nbytes(source.name)
+            if on_progress is not None:
+                on_progress(done, total)
+        # Waiting keeps the host from running ahead of the copies and holding many tensors at once.
+        arrays[weight.path] = jax.block_until_ready(_join(tuple(parts), weight.transposed, dtype))
+    return tree(arrays)
+
+
+def tree(leaves: Mapping[str, Any]) -> Weights:
+    """The decoder's tree of leaves given by path."""
+    params: Weights = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        node = params
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return {"params": params}
+
+
+def _read(source: Source, store: TensorStore) -> np.ndarray:
+    tensor = store.read(source.name)
+    if not source.interleaved_heads:
+        return tensor
+    # llama.cpp stores a head's rows as 0, H/2, 1, H/2 + 1, ...
+    pairs = tensor.reshape(source.interleaved_heads, -1, 2, tensor.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _join(parts: tuple[jax.Array, ...], transposed: bool, dtype: Any) -> jax.Array:
+    whole = jnp.concatenate(parts)
+    return (whole.T if transposed else whole).astype(dtype)

@@ -1,0 +1,5 @@
+"""Decode attention over pages: see `api.block_sparse_decode`."""
+
+from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
+
+__all__ = ["block_sparse_decode"]

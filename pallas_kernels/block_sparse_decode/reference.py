@@ -1,0 +1,118 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jsparse.cache import LayerCache, read_heads, read_pages, read_slots
+from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.selection import Selection, token_mask, unpack_bits
+
+
+def block_sparse_decode(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    sm_scale: Float32[Array, ""],
+    stats: StatsKind | None,
+) -> AttentionOut:
+    """See api. With dense heads every slot is read and masked; without, only the listed pages are gathered."""
+    run = gathered if selection.dense is None else masked
+    return run(q, layer, selection, sm_scale, stats)
+
+
+def masked(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    sm_scale: Float32[Array, ""],
+    stats: StatsKind | None,
+) -> AttentionOut:
+    """Reads every slot and masks what is not selected: any selection, whatever its granularity."""
+    mask = token_mask(selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size)
+    bias = None if layer.bias is None else read_heads(layer.bias, layer)
+    o, lse, mean_logits = attend(q, read_heads(layer.k, layer), read_heads(layer.v, layer), mask, bias, sm_scale)
+    return AttentionOut(o, lse, _report(mean_logits, layer, stats))
+
+
+def gathered(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    sm_scale: Float32[Array, ""],
+    stats: StatsKind | None,
+) -> AttentionOut:
+    """Reads what is listed and no more; the newest token rides behind the list where that lacks it."""
+    lengths = layer.lengths[..., None]
+    slots, listed = _listed_slots(layer, selection)
+    newest = lengths - 1
+    missing = (selection.count > 0) & ~jnp.any(listed & (slots == newest), -1)
+    slots = jnp.concatenate([slots, jnp.maximum(newest, 0)], axis=-1)
+    mask = jnp.concatenate([listed & (slots[..., :-1] < lengths), missing[..., None] & (newest >= 0)], axis=-1)
+
+    def rows(pool: Array) -> Array:
+        return _read(pool, layer, selection, slots)
+
+    bias = None if layer.bias is None else rows(layer.bias)
+    o, lse, mean_logits = attend(q, rows(layer.k), rows(layer.v), mask, bias, sm_scale)
+    if stats is None:
+        return AttentionOut(o, lse)
+    row, head = (i[..., None] for i in jnp.indices(layer.lengths.shape))
+    everywhere = jnp.full((*mask.shape[:2], layer.capacity), -jnp.inf)
+    everywhere = everywhere.at[row, head, jnp.where(mask, slots, layer.capacity)].set(mean_logits, mode="drop")
+    return AttentionOut(o, lse, _report(everywhere, layer, stats))
+
+
+def _listed_slots(layer: LayerCache, selection: Selection) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
+    """Every slot that the list names, and which of them count."""
+    valid = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
+    if selection.granularity == "token":
+        return selection.ids, valid
+    size = layer.page_size
+    slots = selection.ids[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+    marks = jnp.broadcast_to(valid[..., None], slots.shape)
+    if selection.bits is not None:
+        marks &= unpack_bits(selection.bits, size)
+    return slots.reshape(*valid.shape[:2], -1), marks.reshape(*valid.shape[:2], -1)
+
+
+def _read(pool: Array, layer: LayerCache, selection: Selection, slots: Int32[Array, "B K n"]) -> Array:
+    """The listed rows, whole pages at once where the list is of pages, and the newest token's behind them."""
+    if selection.granularity == "token":
+        return read_slots(pool, layer, slots)
+    pages = read_pages(pool, layer, selection.ids)
+    pages = pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])
+    return jnp.concatenate([pages, read_slots(pool, layer, slots[..., -1:])], axis=2)
+
+
+def attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B K S"],
+    bias: Float32[Array, "B K S"] | None,
+    sm_scale: Float32[Array, ""],
+) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
+    """o, lse and the logits of the mean query of each group (which are the mean of the group's logits)."""
+    batch, heads, head_dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], -1, head_dim)
+    logits = sm_scale * jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias[:, :, None]
+    logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
+    weights, total, lse = softmax_partial(logits)
+    o = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    return o.reshape(batch, heads, head_dim), lse.reshape(batch, heads), jnp.mean(logits, axis=2)
+
+
+def _report(mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: StatsKind | None) -> Stats | None:
+    if stats is None:
+        return None
+    lse = softmax_partial(mean_logits)[2]
+    if stats == "token_logits":
+        return Stats(mean_logits, lse)
+    if stats == "page_mass":
+        paged = mean_logits.reshape(*mean_logits.shape[:2], layer.num_pages, layer.page_size)
+        return Stats(softmax_partial(paged)[2], lse)
+    raise ValueError(f"stats={stats!r}: must be None, 'page_mass' or 'token_logits'")

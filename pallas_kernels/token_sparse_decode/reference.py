@@ -1,0 +1,21 @@
+"""Plain jnp: tokens are pages of one."""
+
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
+from jsparse.partials import AttentionOut, StatsKind
+from jsparse.selection import Selection
+
+
+def token_sparse_decode(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    sm_scale: Float32[Array, ""],
+    stats: StatsKind | None,
+) -> AttentionOut:
+    """See api. With dense heads every slot is read and masked; without, only the listed slots are gathered."""
+    run = gathered if selection.dense is None else masked
+    return run(q, layer, selection, sm_scale, stats)

@@ -1,0 +1,251 @@
+"""GGUF files: every tensor type gives the values of the gguf package, and headers that lie are refused."""
+
+import struct
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from writers import assert_refused, expected_weights, gguf_name, hf_config, hf_tensors, write_gguf
+
+from jsparse.models.checkpoint import load
+from jsparse.models.gguf import QUANTISATIONS, GGUFFile
+
+# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored in plain order.
+WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
+PACKAGE_CAN = [
+    kind
+    for kind in gguf.GGML_QUANT_SIZES
+    if kind.name in ("F32", "F16") or kind in gguf.quants._type_traits  # the package has no public list
+]
+
+SMALL = hf_config("llama", num_hidden_layers=1)
+TENSORS = hf_tensors(SMALL)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_gguf(tmp_path / "model.gguf", SMALL, TENSORS)
+
+
+def encode(values, kind, rng):
+    """Bytes of `kind` for an array: quantised by the package where it can, else random ones of finite values."""
+    try:
+        data = gguf.quants.quantize(values, kind)
+        return data if kind in (Kind.F32, Kind.F16) else data.view(np.uint8)
+    except NotImplementedError:
+        pass
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = np.zeros((values.size // block, block_bytes), np.uint8)
+    broken = np.ones(len(data), bool)
+    while broken.any():
+        data[broken] = rng.integers(0, 256, (broken.sum(), block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            broken = ~np.isfinite(gguf.quants.dequantize(data, kind)).all(axis=1)
+    return data.reshape(len(values), -1)
+
+
+@pytest.mark.parametrize("kind", PACKAGE_CAN, ids=lambda kind: kind.name)
+def test_every_type_gives_the_values_of_the_package(kind, tmp_path):
+    rng = np.random.default_rng(int(kind))
+    tensors = hf_tensors(WIDE)
+    raw = {name: (encode(values, kind, rng), kind) for name, values in tensors.items() if values.ndim == 2}
+    loaded = load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
+    values = tensors | {name: gguf.quants.dequantize(data, kind) for name, (data, _) in raw.items()}
+    expected = expected_weights(WIDE, values)
+    assert np.ptp(expected["params"]["embed"]) > 0
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected)
+
+
+def test_types_are_all_that_the_package_can_undo():
+    assert set(QUANTISATIONS) == set(PACKAGE_CAN)
+
+
+@pytest.mark.parametrize("kind", sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)), ids=lambda kind: kind.name)
+def test_other_types_are_refused(kind, tmp_path):
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = hf_tensors(WIDE)
+    raw = {name: (np.zeros((256, 256 // block * block_bytes), np.uint8), kind)}
+    with pytest.raises(ValueError, match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16"):
+        load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
+
+
+def test_long_tensors_are_dequantised_piece_by_piece(monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(40, 256)).astype(np.float32)
+    data = gguf.quants.quantize(values, Kind.Q8_0)
+    raw = {"model.embed_tokens.weight": (data, Kind.Q8_0)}
+    store = GGUFFile(write_gguf(tmp_path / "m.gguf", WIDE, hf_tensors(WIDE), raw=raw))
+    monkeypatch.setattr("jsparse.models.gguf._VALUES_AT_ONCE", 7 * 256)
+    np.testing.assert_array_equal(store.read("token_embd.weight"), gguf.quants.dequantize(data, Kind.Q8_0))
+
+
+def test_metadata_are_those_of_the_package(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    written = {
+        "u8": (7, writer.add_uint8), "i8": (-7, writer.add_int8), "u16": (65535, writer.add_uint16),
+        "i16": (-9, writer.add_int16), "u32": (2**32 - 1, writer.add_uint32), "i32": (-3, writer.add_int32),
+        "u64": (2**64 - 1, writer.add_uint64), "i64": (-(2**63), writer.add_int64), "f32": (0.5, writer.add_float32),
+        "f64": (0.1, writer.add_float64), "yes": (True, writer.add_bool), "text": ("Ġ\n\0é", writer.add_string),
+        "words": (["", "a", "日本"], writer.add_array), "numbers": ([1, -2], writer.add_array),
+        "floats": ([0.5, -1.0], writer.add_array), "flags": ([True, False], writer.add_array),
+    }  # fmt: skip
+    for key, (value, add) in written.items():
+        add(f"x.{key}", value)
+    writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    store = GGUFFile(path)
+    assert store.metadata == {"general.architecture": "llama"} | {f"x.{k}": value for k, (value, _) in written.items()}
+    np.testing.assert_array_equal(store.read("t"), np.arange(6).reshape(2, 3))
+
+
+def patched(path, old, new, after=b""):
+    """Replaces the bytes `old` behind the first `after` in a file."""
+    data = path.read_bytes()
+    start = data.index(old, data.index(after))
+    path.write_bytes(data[:start] + new + data[start + len(old) :])
+    return path
+
+
+def u32(value):
+    return struct.pack("<I", value)
+
+
+def u64(value):
+    return struct.pack("<Q", value)
+
+
+def refuses(path, match):
+    """Checks that loading raises an error of one line that matches and names the file."""
+    assert str(path) in assert_refused(path, match)
+
+
+@pytest.mark.parametrize("count", [10**6, 2**31, 2**63, 2**64 - 1])
+def test_counts_that_lie_are_refused(count, file):
+    data = file.read_bytes()
+    for at, what in ((8, "tensors"), (16, "metadata entries")):
+        file.write_bytes(data[:at] + u64(count) + data[at + 8 :])
+        refuses(file, f"{count} {what}")
+    file.write_bytes(data)
+    refuses(patched(file, u64(len("llama")), u64(count), b"general.architecture"), "asks for")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "after", "match"),
+    [
+        (b"GGUF", b"GGML", b"", "begins with b'GGML'"),
+        (u32(3), u32(1), b"GGUF", "version 1"),
+        (u32(3), struct.pack(">I", 3), b"GGUF", "little-endian"),
+        (u32(8), u32(13), b"general.architecture", "unknown type 13"),
+        (b"llama", b"\xff\xfe\xff\xff\xff", b"general.architecture", "not UTF-8"),
+        (b"llama.context_length", b"llama.embeddi_length", b"", "context_length"),
+        (b"llama.vocab_size", b"llama.block_coun", b"", "vocab_size"),
+        (b"blk.0.attn_k.weight", b"blk.0.attn_q.weight", b"", "twice"),
+        (u32(2), u32(0), b"token_embd.weight", "0 dimensions"),
+        (u32(2), u32(2**32 - 1), b"token_embd.weight", "4294967295 dimensions"),
+        (u64(32) + u64(40), u64(40) + u64(32), b"token_embd.weight", r"shape \(32, 40\)"),
+        (u64(32) + u64(40), u64(32) + u64(0), b"token_embd.weight", "must be positive"),
+        (u64(32) + u64(40), u64(2**63) + u64(2**63), b"token_embd.weight", "truncated or damaged"),
+        (u64(40) + u32(0), u64(40) + u32(99), b"token_embd.weight", "type 99"),
+        (u64(40) + u32(0), u64(40) + u32(12), b"token_embd.weight", "a multiple of 256"),
+        (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(32), b"token_embd.weight", "overlap"),
+        (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(1), b"token_embd.weight", "multiple of 32"),
+        (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(2**63), b"token_embd.weight", "truncated or damaged"),
+    ],
+)
+def test_fields_that_lie_are_refused(old, new, after, match, file):
+    refuses(patched(file, old, new, after), match)
+
+
+def test_lying_arrays_are_refused(tmp_path):
+    def write(array_kind, count):
+        entry = u64(1) + b"x" + u32(9) + u32(array_kind) + u64(count)
+        path = tmp_path / "m.gguf"
+        path.write_bytes(b"GGUF" + u32(3) + u64(0) + u64(1) + entry + bytes(64))
+        return path
+
+    for array_kind in (0, 4, 8, 12):
+        refuses(write(array_kind, 1000), "1000 .* in an array")
+        refuses(write(array_kind, 2**64 - 1), "in an array")
+    for array_kind in (9, 13):
+        refuses(write(array_kind, 1), f"array of type {array_kind}")
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 2**32 - 1])
+def test_an_odd_alignment_is_refused(alignment, file):
+    # The entry takes the place of context_length, whose key is as long.
+    key = b"general.alignment"
+    old = u64(len(b"llama.context_length")) + b"llama.context_length" + u32(4) + u32(128)
+    refuses(patched(file, old, u64(len(key)) + key + u32(4) + u32(alignment)), "general.alignment")
+
+
+@pytest.mark.parametrize("size", [0, 4, 23, 24, 100, 1000, -1, -4000])
+def test_truncated_files_are_refused(size, file):
+    file.write_bytes(file.read_bytes()[:size])
+    refuses(file, "bytes")
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_refused(file):
+    store = GGUFFile(file)
+    file.write_bytes(file.read_bytes()[:-8])
+    last = gguf_name(SMALL, list(TENSORS)[-1])
+    with pytest.raises(ValueError, match=f"{last} ends after"):
+        store.read(last)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"block_count": 2}, "lacks blk.1"),
+        ({"block_count": 2**32 - 1}, "num_layers=4294967295"),
+        ({"vocab_size": 41}, "token_embd.weight has shape"),
+        ({"feed_forward_length": 47}, "ffn_gate"),
+        ({"attention.head_count_kv": 4}, "attn_k"),
+    ],
+)
+def test_metadata_that_lie_about_the_tensors_are_refused(change, match, tmp_path):
+    refuses(write_gguf(tmp_path / "m.gguf", SMALL, TENSORS, metadata=change), match)
+
+
+def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
+    bias = {"blk.0.ffn_up.bias": np.zeros(48, np.float32)}
+    refuses(write_gguf(tmp_path / "bias.gguf", SMALL, TENSORS, extra=bias), "blk.0.ffn_up.bias")
+    factors = {"rope_freqs.weight": np.ones(5, np.float32)}
+    refuses(write_gguf(tmp_path / "rope.gguf", SMALL, TENSORS, extra=factors), "rope_factors has 5 entries")
+
+
+def test_a_split_file_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    refuses(tmp_path / "m-00001-of-00002.gguf", "one of 2 files")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(4, 1500), value=st.integers(0, 2**64 - 1), width=st.sampled_from([1, 4, 8]))
+@example(at=8, value=2**40, width=8)
+def test_changed_bytes_never_crash(at, value, width, file):
+    write_gguf(file, SMALL, TENSORS)
+    data = bytearray(file.read_bytes())
+    data[at : at + width] = u64(value)[:width]
+    file.write_bytes(data)
+    try:
+        load(file)
+    except ValueError as error:
+        assert str(file) in str(error)
+
+
+def test_a_tokenizer_is_optional_but_must_be_sound(tmp_path):
+    assert load(write_gguf(tmp_path / "without.gguf", SMALL, TENSORS)).tokenizer is None
+    # A vocabulary that does not say what kind of tokenizer it is for.
+    assert_refused(write_gguf(tmp_path / "with.gguf", SMALL, TENSORS, tokens=["a"] * 40), "tokenizer")

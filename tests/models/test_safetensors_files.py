@@ -1,0 +1,162 @@
+"""safetensors: headers, indices and folders that are damaged or lie are refused before a tensor is read."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from writers import assert_refused, hf_config, hf_tensors, write_folder, write_raw_safetensors
+
+from jsparse.models.checkpoint import load
+
+CONFIG = hf_config("llama", num_hidden_layers=1)
+TENSORS = hf_tensors(CONFIG)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAME = "model.norm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "model", CONFIG, TENSORS)
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 9, 200, -1])
+def test_truncated_files_are_refused(size, folder):
+    file = folder / SINGLE
+    file.write_bytes(file.read_bytes()[:size])
+    assert_refused(folder, "model.safetensors.*(header|truncated)")
+
+
+@pytest.mark.parametrize(
+    ("header", "match"),
+    [
+        (b"not json", "JSON"),
+        (b"\xff\xfe{}", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "JSON"),
+        ([1], "object"),
+        ({NAME: 3}, NAME),
+        ({NAME: {"dtype": "F32", "shape": [2, 2]}}, "data_offsets"),
+        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16, 32]}}, "data_offsets"),
+        ({NAME: {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "integers"),
+        ({NAME: {"dtype": "F32", "shape": [2.0, 2], "data_offsets": [0, 16]}}, "integers"),
+        ({NAME: {"dtype": "F32", "shape": [True, 4], "data_offsets": [0, 16]}}, "integers"),
+        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [-16, 0]}}, "integers"),
+        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]}}, "-16 bytes"),
+        ({NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}}, "16 bytes.*takes 24"),
+        ({NAME: {"dtype": "F16", "shape": [2, 2], "data_offsets": [0, 16]}}, "takes 8"),
+        ({NAME: {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 2**82]}}, "truncated"),
+        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}}, "truncated"),
+        ({NAME: {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16]}}, "dtype 'F8_E4M3'"),
+        ({NAME: {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, "dtype"),
+        (
+            {
+                NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+                "b": {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]},
+            },
+            "b overlaps model.norm.weight",
+        ),
+    ],
+)
+def test_headers_that_lie_are_refused(header, match, folder):
+    write_raw_safetensors(folder / SINGLE, header, values=bytes(64))
+    assert_refused(folder, match)
+
+
+@pytest.mark.parametrize("length", [10_000, 2**31, 2**64 - 1])
+def test_a_header_longer_than_the_file_is_refused(length, folder):
+    write_raw_safetensors(folder / SINGLE, {}, length=length)
+    assert_refused(folder, f"header of {length} bytes")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 1200), byte=st.integers(0, 255))
+def test_a_changed_byte_never_crashes(at, byte, folder):
+    file = folder / SINGLE
+    save_file(TENSORS, file)
+    data = bytearray(file.read_bytes())
+    data[at] = byte
+    file.write_bytes(data)
+    try:
+        load(folder)
+    except ValueError as error:
+        assert str(file.parent) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_hidden_layers": 2}, "lacks model.layers.1.*and 5 more"),
+        ({"num_hidden_layers": 10**12}, "num_layers=1000000000000"),
+        ({"hidden_size": 10**15}, "shape .* asks for"),
+        ({"vocab_size": 41}, r"embed_tokens.weight has shape \(40, 32\): the config asks for \(41, 32\)"),
+        ({"intermediate_size": 32}, "gate_proj"),
+        ({"num_key_value_heads": 4}, "k_proj"),
+        ({"head_dim": 16}, "q_proj"),
+        ({"model_type": "qwen2"}, "lacks .*bias"),
+    ],
+)
+def test_a_config_that_lies_about_the_tensors_is_refused(change, match, folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | change))
+    assert_refused(folder, match)
+
+
+def test_unknown_tensors_are_refused_and_harmless_ones_are_not(tmp_path):
+    tied = CONFIG | {"tie_word_embeddings": True}
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    params = load(write_folder(tmp_path / "tied", tied, TENSORS | harmless))
+    assert "lm_head" not in params.weights["params"]
+    bias = {"model.layers.0.mlp.up_proj.bias": np.zeros(48, np.float32)}
+    assert_refused(write_folder(tmp_path / "bias", CONFIG, TENSORS | bias), "mlp.up_proj.bias")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return write_folder(tmp_path / "sharded", CONFIG, TENSORS, num_shards=2)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\0b"])
+def test_shards_outside_the_folder_are_refused(shard, sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"][NAME] = shard
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert_refused(sharded, "must be the name of a file in the same folder")
+
+
+def test_an_index_that_lies_is_refused(sharded):
+    good = json.loads((sharded / INDEX).read_text())["weight_map"]
+    first, second = sorted(set(good.values()))
+    other = {first: second, second: first}
+
+    def with_map(weight_map):
+        (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        return sharded
+
+    assert_refused(with_map(good | {NAME: other[good[NAME]]}), "does not hold it")
+    assert_refused(with_map(good | {"no.such.weight": first}), "no.such.weight")
+    assert_refused(with_map({name: shard for name, shard in good.items() if name != NAME}), NAME)
+    assert_refused(with_map([1]), "weight_map")
+    assert_refused(with_map({NAME: 3}), "weight_map")
+    (sharded / second).unlink()
+    assert_refused(with_map(good), second, FileNotFoundError)
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "weights.pkl", "consolidated.00.pth"])
+def test_pickles_are_never_loaded(pickle, folder):
+    (folder / SINGLE).rename(folder / pickle)
+    assert_refused(folder, f"{pickle}: pickle")
+    assert_refused(folder / pickle, "pickle")
+
+
+def test_incomplete_folders_are_refused(folder, tmp_path):
+    assert_refused(tmp_path / "nowhere", "nowhere", FileNotFoundError)
+    assert_refused(folder / SINGLE, "pass its folder")
+    assert_refused(folder / "config.json", "must be a .gguf file or a folder")
+    (folder / SINGLE).unlink()
+    assert_refused(folder, "no safetensors", FileNotFoundError)
+    (folder / "config.json").write_text("{")
+    assert_refused(folder, "config.json is not valid JSON")
+    (folder / "config.json").unlink()
+    assert_refused(folder, "config.json does not exist", FileNotFoundError)

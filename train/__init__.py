@@ -1,0 +1,1 @@
+"""Training of what methods learn; nothing is trained yet."""
