@@ -39,8 +39,8 @@ NUM_NEW = 64
 VOCAB = 49152
 CHILD_TIMEOUT_S = 1800
 
-# One timed generation: (seconds of prefill, decode tokens/s).
-Run = tuple[float, float]
+# One timed generation: (seconds of prefill, decode tokens/s, the new ids).
+Run = tuple[float, float, list[int]]
 
 
 def prompt_ids() -> list[int]:
@@ -64,8 +64,10 @@ def jsparse_runner() -> tuple[Callable[[], Run], int]:
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
 
     def run() -> Run:
-        stats = jsparse.generate(params, prompt_ids(), max_new_tokens=NUM_NEW, eos_token_id=[]).stats
-        return stats.prefill_seconds, stats.decode_tokens_per_second
+        out = jsparse.generate(params, prompt_ids(), max_new_tokens=NUM_NEW, eos_token_id=[])
+        rate = out.stats.decode_tokens_per_second
+        assert rate is not None and len(out.token_ids) == NUM_NEW
+        return out.stats.prefill_seconds, rate, out.token_ids
 
     return run, weight_bytes
 
@@ -95,11 +97,13 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
         start = time.perf_counter()
         logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(-1, keepdim=True)
+        new_ids = [int(ids)]
         prefilled = time.perf_counter()
         for position in range(PROMPT_LEN, PROMPT_LEN + NUM_NEW - 1):
             logits = step(ids, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
-        return prefilled - start, (NUM_NEW - 1) / (time.perf_counter() - prefilled)
+            new_ids.append(int(ids))
+        return prefilled - start, (NUM_NEW - 1) / (time.perf_counter() - prefilled), new_ids
 
     return run, weight_bytes
 
@@ -113,12 +117,12 @@ def run_child(name: str, gguf: Path, num_runs: int) -> dict:
         run, weight_bytes = hf_runner(gguf, compiled=name == "hf-compiled")
     loaded = time.perf_counter()
     loaded_peak = peak_rss_bytes()
-    run()
+    _, _, new_ids = run()
     warm_up_seconds = time.perf_counter() - loaded
     runs = []
     for _ in range(num_runs):
         began = time.perf_counter()
-        prefill_seconds, decode_rate = run()
+        prefill_seconds, decode_rate, new_ids = run()
         runs.append(
             {
                 "prefill_seconds": prefill_seconds,
@@ -134,6 +138,7 @@ def run_child(name: str, gguf: Path, num_runs: int) -> dict:
         "load_seconds": loaded - start,
         "warm_up_seconds": warm_up_seconds,
         "runs": runs,
+        "new_ids": new_ids,
         "weight_bytes": weight_bytes,
         "peak_rss_after_load_bytes": loaded_peak,
         "peak_rss_bytes": peak_rss_bytes(),
@@ -153,12 +158,17 @@ def start_child(name: str, python: str, gguf: Path, num_runs: int) -> dict:
     return result
 
 
+def same_first_ids(a: list[int], b: list[int]) -> int:
+    """Returns how many ids agree before the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
 def ratios(results: list[dict]) -> list[dict]:
     """Compares jsparse with each other contender; all are "jsparse over the other"."""
     ours = [r for r in results if r["name"] == "jsparse"]
     timed = ("decode_tokens_per_second", "prefill_seconds", "whole_run_seconds")
     return [
-        {"against": other["name"]}
+        {"against": other["name"], "same_first_ids": same_first_ids(mine["new_ids"], other["new_ids"])}
         | {key: mine[key]["median"] / other[key]["median"] for key in timed}
         | {"peak_rss_bytes": mine["peak_rss_bytes"] / other["peak_rss_bytes"]}
         for mine in ours
@@ -182,7 +192,7 @@ def print_report(report: dict) -> None:
         f"{environment['cpu']}, {environment['cores']} cores (load {environment['load_average']} before); "
         f"median (min-max) of {settings['runs']} runs"
     )
-    table = Table("", "decode tok/s", "prefill s", "whole run s", "peak MB", "at load", "weights MB")
+    table = Table("", "decode tok/s", "prefill s", "whole run s", "peak MB", "at load")
     for r in report["results"]:
         table.add_row(
             r["name"],
@@ -191,16 +201,16 @@ def print_report(report: dict) -> None:
             spread(r["whole_run_seconds"], 2),
             f"{r['peak_rss_bytes'] / 1e6:.0f}",
             f"{r['peak_rss_after_load_bytes'] / 1e6:.0f}",
-            f"{r['weight_bytes'] / 1e6:.0f}",
         )
     console.print(table)
     for r in report["results"]:
-        console.print(f"{r['name']}: Python {r['python']}, " + ", ".join(f"{k} {v}" for k, v in r["versions"].items()))
+        versions = ", ".join(f"{package} {version}" for package, version in r["versions"].items())
+        console.print(f"{r['name']}: {r['weight_bytes'] / 1e6:.0f} MB of weights; Python {r['python']}, {versions}")
     for ratio in report["ratios"]:
         console.print(
             f"jsparse / {ratio['against']}: decode {ratio['decode_tokens_per_second']:.2f}x, time of prefill "
             f"{ratio['prefill_seconds']:.2f}x, whole run {ratio['whole_run_seconds']:.2f}x, "
-            f"peak memory {ratio['peak_rss_bytes']:.2f}x"
+            f"peak memory {ratio['peak_rss_bytes']:.2f}x; first {ratio['same_first_ids']} ids of {NUM_NEW} agree"
         )
 
 

@@ -15,6 +15,7 @@ The floor is (weights + K and V held) / 4.4 TB/s, what an H200 was measured to r
 
 import argparse
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,6 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         "embedding_bytes": weights["params"]["embed"].nbytes,
         "cache_bytes": spec.nbytes,
         "peak_bytes": stats.get("peak_bytes_in_use"),
-        "retraced": _step._cache_size() - 1,
     }
 
 
@@ -141,7 +141,9 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every contender on every case and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode_step", description="Time one decode step of the 8B shape."
+    )
     parser.add_argument("--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--policy", default="dense")
@@ -157,22 +159,26 @@ def main() -> None:
     environment, rows = describe(), []
     for case in args.cases:
         for name in args.only:
-            try:
-                row = run_child("bench.decode_step", ["--child", name, case, "--policy", args.policy], timeout_s=400)
-            except Exception as error:  # a peer that fails is a row of the table, not the end of it
-                row = {"error": str(error)[-600:]}
-            rows.append({"case": case, "name": name, **row})
-            if "weight_bytes" in row:
-                # of the input embedding a step reads one row
-                read = row["weight_bytes"] - row["embedding_bytes"] + row["cache_bytes"]
-                rows[-1]["floor_seconds"] = read / READ_BANDWIDTH
-                rows[-1]["over_floor"] = row["seconds"]["median"] / rows[-1]["floor_seconds"]
+            rows.append({"case": case, "name": name, **measure(name, case, args.policy)})
             print(summary(rows[-1]), flush=True)
     if args.json:
         settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS, "policy": args.policy}
         report = {"benchmark": "decode_step", "environment": environment, "settings": settings, "results": rows}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def measure(name: str, case: str, policy: str) -> dict[str, Any]:
+    """One row of the table, from a child process; a contender that fails is a row with its error."""
+    try:
+        row = run_child("bench.decode_step", ["--child", name, case, "--policy", policy], timeout_s=400)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)[-600:]}
+    if "weight_bytes" in row:
+        # of the input embedding a step reads one row
+        row["floor_seconds"] = (row["weight_bytes"] - row["embedding_bytes"] + row["cache_bytes"]) / READ_BANDWIDTH
+        row["over_floor"] = row["seconds"]["median"] / row["floor_seconds"]
+    return row
 
 
 def summary(row: dict[str, Any]) -> str:

@@ -96,7 +96,7 @@ def huggingface_prefill(context: int, runs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs both contenders on every length and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.prefill", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.prefill", description="Time prefill of the 8B shape.")
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--runs", type=int, default=3)

@@ -38,8 +38,12 @@ class CacheSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of K and V over all layers."""
-        tokens = self.batch * self.num_kv_heads * self.capacity
-        return 2 * self.num_layers * tokens * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return 2 * self.num_slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all heads of all rows and layers."""
+        return self.num_layers * self.batch * self.num_kv_heads * self.capacity
 
 
 class FreeList(NamedTuple):
@@ -53,7 +57,8 @@ class LayerCache(NamedTuple):
     """One layer's K and V.
 
     Attributes:
-        k, v: the page pool, flattened over rows and heads.
+        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not: attention may multiply
+            what it does not attend to by 0.
         lengths: tokens held per row and head.
         block_table: physical page of each logical one; None is the identity.
         free: the unused pages, where there is a table; the identity frees nothing.
@@ -109,7 +114,7 @@ def init(spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | Non
     """
     heads = (spec.batch, spec.num_kv_heads)
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
-    if pages < 2:
+    if pool_pages is not None and pool_pages < 2:
         raise ValueError(f"pool_pages={pool_pages}: must be at least 2, one page and the scratch page")
     unknown = set(fields) - set(OPTIONAL_FIELDS)
     if unknown:
@@ -161,7 +166,8 @@ def append(
 ) -> KVCache:
     """Writes the first `valid[b]` of T new tokens behind what each head of row b holds.
 
-    A token that finds no room is not written anywhere a head can read it, and sets `cache.overflow`.
+    A token that finds no room sets `cache.overflow`, and what its own head gives from then on is not to be used; no
+    other head's tokens are touched.
     """
     layer = cache.layers[layer_idx]
     lengths = layer.lengths + valid[:, None]

@@ -297,18 +297,18 @@ def _decode(
     params: Params, policy: Policy, options: Sampling, rows: list[list[int]], primed: _Primed, seed: int, run: _Run
 ) -> None:
     logits, cache, state = primed
-    stats, overflow = None, cache.overflow
-    decoder, key = params.decoder, jax.random.key(seed)
+    stats = None
+    # a key takes 32 bits of a seed: the upper ones are folded in
+    decoder, key = params.decoder, jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
     seen = _seen(rows, params.config.vocab_size) if options.repetition_penalty != 1.0 else None
     recent: deque[Array] = deque(maxlen=policy.correct_every or 1)
     for step in range(run.max_new_tokens):
         tokens, logprobs = _sample(options, logits, key, jnp.int32(step), seen)
-        run.push(_Step(tokens, logprobs, stats, overflow + False))
+        run.push(_Step(tokens, logprobs, stats, cache.overflow + False))  # a copy: the cache is donated below
         if run.finished or step + 1 == run.max_new_tokens:
             break
         seen = _mark_seen(seen, tokens)
         logits, cache, state, stats = _step(decoder, policy, params.weights, tokens, cache, state)
-        overflow = cache.overflow
         recent.append(tokens)
         if policy.correct_every and (step + 1) % policy.correct_every == 0:
             newest = jnp.stack(recent, axis=1)
@@ -341,6 +341,8 @@ def _sampling(params: Params, temperature, top_k, top_p, min_p, repetition_penal
 
 
 def _stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(stop, Sequence):
+        raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stop:
         if not isinstance(text, str) or not text:
@@ -355,7 +357,7 @@ def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> fro
         eos_token_id = params.generation_defaults.get("eos_token_id")
     if eos_token_id is None:
         return frozenset(params.tokenizer.eos_token_ids if params.tokenizer else ())
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < params.config.vocab_size:
             raise ValueError(f"eos_token_id={token!r}: must be token ids from 0 to {params.config.vocab_size - 1}")
@@ -367,9 +369,11 @@ def _spec(
 ) -> CacheSpec:
     """The cache's sizes; ValueError where prompt and new tokens do not fit the model or the capacity asked for."""
     for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if name == "max_length" and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
-    if page_size not in PAGE_SIZES:
+    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
         raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
     config, longest = params.config, max(map(len, rows))
     needed = longest + max_new_tokens

@@ -27,12 +27,22 @@ def bucket(tokens: int, page_size: int) -> int:
 def require_fit(spec: CacheSpec, policy: Policy) -> None:
     """Raises ValueError before anything is allocated where the cache and the policy's state do not fit in memory."""
     state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec))))
-    wanted, there = spec.nbytes + state, available_bytes()
+    optional = len(policy.needs) * 4 * spec.num_slots
+    wanted, there = spec.nbytes + optional + state, available_bytes()
     if wanted > there:
         raise ValueError(
-            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {wanted / 2**30:.2f} GiB of cache: "
-            f"must fit in the {there / 2**30:.2f} GiB that are free"
+            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {size(wanted)} of cache: "
+            f"must fit in the {size(there)} that are free"
         )
+
+
+def size(nbytes: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
 
 
 def _nbytes(leaf: Any) -> int:

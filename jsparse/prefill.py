@@ -125,7 +125,12 @@ def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, vali
 
 
 def flash(
-    q: ChunkQueries, k: ChunkKV, v: ChunkKV, *, causal: bool = False, kv_lengths: Rows | None = None
+    q: ChunkQueries,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = False,
+    kv_lengths: Rows | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
     """(o, lse) of one block: cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere."""
     o, lse = jax.nn.dot_product_attention(

@@ -8,6 +8,8 @@ import numpy as np
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 
+BYTES = bytes | bytearray | memoryview
+
 
 def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     """Token ids of every prompt, and whether one alone was given (not a list of them).
@@ -49,7 +51,7 @@ def _is_one(prompt: Any) -> bool:
         if prompt.ndim not in (1, 2):
             raise ValueError(f"prompt is an array of {prompt.ndim} axes: must have 1 (ids) or 2 (rows of ids)")
         return prompt.ndim == 1
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
         raise ValueError(f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them")
     return bool(prompt) and all(_is_id(item) or isinstance(item, dict) for item in prompt)
 
@@ -66,6 +68,8 @@ def _ids(params: Params, prompt: Any) -> list[int]:
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"prompt is an array of {array.dtype}: token ids must be integers, one row a prompt")
         return array.tolist()
+    if isinstance(prompt, BYTES):  # a sequence of integers, but of no vocabulary's
+        raise ValueError(f"prompt={prompt!r}: must be text, not bytes")
     if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
         return [int(item) for item in prompt]
     if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):

@@ -25,7 +25,7 @@ class Sampling(NamedTuple):
         """Returns self; raises ValueError for a value outside its range."""
         rules = {
             "temperature": (self.temperature >= 0, "a number of at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0 and int(self.top_k) == self.top_k, "an integer of at least 0 (0 is off)"),
+            "top_k": (self.top_k >= 0 and self.top_k % 1 == 0, "an integer of at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
             "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1 (0 is off)"),
             "repetition_penalty": (self.repetition_penalty > 0, "a number above 0 (1 is off)"),
@@ -73,7 +73,7 @@ def truncated(sampling: Sampling, logits: Float32[Array, "B V"]) -> Float32[Arra
 
     top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token id.
     """
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature  # no overflow, however cold
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = jnp.where(top_k_mask(logits, sampling.top_k), logits, -jnp.inf)
     if sampling.top_p < 1:

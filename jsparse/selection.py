@@ -28,8 +28,8 @@ class Selection:
         ids: logical page ids or token slots; the first `count` of each head are valid, distinct and ascending, the rest
             are 0. C is static.
         count: how many are valid.
-        bits: pages only, P ≤ 32: bit t set means token t of that page is attended. None: all of them. Bits save
-            arithmetic, not bytes: a page with one bit set is read whole.
+        bits: pages only, P ≤ 32: bit t set means token t of that page is attended, if the head holds it. None: all
+            of them. Bits save arithmetic, not bytes: a page with one bit set is read whole.
         dense: heads that attend to everything they hold; their list is not read, and no wrapper may prune them.
         granularity: what `ids` count.
 
@@ -79,7 +79,11 @@ def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
 def window(
     lengths: Lengths, *, sink: int, recent: int, num_pages: int, page_size: int, granularity: Granularity = "page"
 ) -> Selection:
-    """The first `sink` and the last `recent` slots of each head: C is what they need at most, whatever the length."""
+    """The first `sink` and the last `recent` slots of each head: C is what they need at most, whatever the length.
+
+    Pages of more than 32 tokens carry no bits and are taken whole, so some slots besides are attended.
+    """
+    sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)
     unit = page_size if granularity == "page" else 1
     num_units = num_pages * page_size // unit
     sink_units = min(-(-sink // unit), num_units)
@@ -94,9 +98,11 @@ def window(
     ids = jnp.where(nth < count[..., None], ids, 0)
     if granularity == "token":
         return Selection(ids, count, granularity="token")
+    if page_size > MAX_BITS_PAGE:
+        return Selection(ids, count)
     slot = ids[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
     length = lengths[..., None, None]
-    inside = (slot < sink) | ((slot >= length - recent) & (slot < length))
+    inside = ((slot < sink) | (slot >= length - recent)) & (slot < length)
     inside &= (nth < count[..., None])[..., None]
     return Selection(ids, count, bits=pack_bits(inside))
 
@@ -175,8 +181,16 @@ def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> L
 
 
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """How many slots' K and V are read: whole pages, up to what the head holds. Bits save none of it."""
-    return attended_tokens(_without_bits(selection), lengths, page_size)
+    """How many slots' K and V are read: whole pages, the newest token's too, up to what the head holds."""
+    total = attended_tokens(_without_bits(selection), lengths, page_size)
+    if selection.granularity == "token":
+        return total
+    newest = lengths - 1
+    listed = jnp.any(_valid(selection) & (selection.ids == (newest // page_size)[..., None]), -1)
+    alone = (selection.count > 0) & ~listed & (lengths > 0)
+    if selection.dense is not None:
+        alone &= ~selection.dense
+    return total + jnp.where(alone, newest % page_size, 0)  # the newest token itself is counted above
 
 
 def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:

@@ -46,8 +46,9 @@ class TextStream:
         grown = self._tokenizer.decode(self._ids[self._context :])
         if final or not grown.endswith(UNFINISHED):
             self._text += grown[len(known) :]
-            if self._settled < len(self._ids):
-                self._context, self._settled = self._settled, len(self._ids)
+            if len(grown) > len(known):  # ids without text are no context: a decoder may drop a leading space
+                self._context = self._settled
+            self._settled = len(self._ids)
         self._cut()
         safe = len(self._text) if final or self.stopped else len(self._text) - self._held_back()
         piece, self._emitted = self._text[self._emitted : safe], max(safe, self._emitted)

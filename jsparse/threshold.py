@@ -36,7 +36,8 @@ def top_p_mask(weights: Float[Array, "*rows S"], p: Float[Array, "*#rows"] | flo
     keys = _ordered(weights)
 
     def enough(above: Array) -> Array:
-        return jnp.sum(jnp.where(above, weights, 0.0), -1) >= wanted
+        mass = jnp.sum(jnp.where(above, weights, 0.0), -1)
+        return (mass >= wanted) & (mass > 0)  # p times the sum can underflow to 0
 
     least = _largest(keys, enough)
     above, ties = keys > least[..., None], keys == least[..., None]

@@ -188,7 +188,8 @@ def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
     try:
         return make()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        message, _, _ = str(error).partition("\n")
+        raise ValueError(f"{path}: {message}") from None
 
 
 def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:

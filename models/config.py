@@ -1,5 +1,6 @@
 """What a decoder is made of: sizes and switches, validated once, hashable, free of I/O."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,14 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            _positive(name, getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor}: must be above low_freq_factor={self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,10 @@ class ModelConfig:
             raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even, since RoPE rotates pairs")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta={self.rope_theta}: must be positive")
+        for name in ("rms_norm_eps", "rope_theta"):
+            _positive(name, getattr(self, name))
+        for i, factor in enumerate(self.rope_factors or ()):
+            _positive(f"rope_factors[{i}]", factor)
         if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
             raise ValueError(
                 f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = {self.head_dim // 2}"
@@ -81,11 +92,23 @@ _SIZES = (
 )
 
 
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be a number above 0")
+
+
 def require(config: dict[str, Any], key: str) -> Any:
     """Returns config[key], or raises a ValueError that says which field a model's config lacks."""
     if config.get(key) is None:
         raise ValueError(f"config field {key!r} is missing: every model config must state it")
     return config[key]
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = require(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
+    return value
 
 
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
@@ -98,15 +121,16 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that every family's config.json states alike, under ModelConfig's names."""
     refuse(config, "hidden_act", ("silu",))
-    hidden, heads = require(config, "hidden_size"), require(config, "num_attention_heads")
+    hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     return {
         "vocab_size": require(config, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": require(config, "intermediate_size"),
         "num_layers": require(config, "num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": hidden // heads if head_dim is None else head_dim,
         "max_position_embeddings": require(config, "max_position_embeddings"),
         "rms_norm_eps": require(config, "rms_norm_eps"),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),

@@ -76,5 +76,5 @@ def _download(repo_id: str, revision: str | None) -> Path:
             "go online, or pass a folder that holds the model"
         ) from None
     except Exception as error:  # those of the HTTP client below it are no part of the library's interface
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error

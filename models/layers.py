@@ -1,6 +1,4 @@
-"""The decoder's building blocks: RMSNorm, rotary embedding, a linear map, the gated MLP."""
-
-from functools import partial
+"""The decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
 
 import flax.linen as nn
 import jax
@@ -24,9 +22,6 @@ class RMSNorm(nn.Module):
         return scale * normed.astype(x.dtype)
 
 
-Linear = partial(nn.Dense, kernel_init=nn.initializers.normal(0.02), promote_dtype=lambda *arrays, **_: arrays)
-
-
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)); gate and up are one matrix, so that a decode step reads it in one product."""
 
@@ -35,9 +30,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         gate, up = jnp.split(
-            Linear(2 * self.intermediate_size, use_bias=False, param_dtype=x.dtype, name="gate_up")(x), 2, axis=-1
+            nn.Dense(2 * self.intermediate_size, use_bias=False, param_dtype=x.dtype, name="gate_up")(x), 2, axis=-1
         )
-        return Linear(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")(nn.silu(gate) * up)
+        return nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")(nn.silu(gate) * up)
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

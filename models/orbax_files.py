@@ -49,7 +49,8 @@ def load_weights(
         try:
             weights = checkpointer.restore(folder.absolute(), target)
         except Exception as error:  # orbax raises bare ones too
-            raise ValueError(f"{folder} is damaged: {_first_line(error)}") from error
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"{folder} is damaged: {reason}") from error
     if on_progress is not None:
         total = sum(array.nbytes for array in jax.tree.leaves(weights))
         on_progress(total, total)
@@ -64,7 +65,3 @@ def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

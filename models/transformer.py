@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jsparse.models.config import ModelConfig
-from jsparse.models.layers import MLP, Linear, RMSNorm, apply_rope, rope_frequencies, rope_table
+from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_table
 
 Weights = dict[str, Any]
 Attend = Callable[
@@ -34,13 +34,13 @@ class Attention(nn.Module):
     def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
         c = self.config
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qkv = Linear(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(x).reshape(shape)
+        qkv = nn.Dense(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(x).reshape(shape)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
             q, k = RMSNorm(c.rms_norm_eps, name="q_norm")(q), RMSNorm(c.rms_norm_eps, name="k_norm")(k)
         o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
-        return Linear(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
+        return nn.Dense(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
 
 
 class Block(nn.Module):
@@ -122,7 +122,9 @@ def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
     """Random weights of the true shapes (matrices of deviation 0.02, norms 1), to measure speed and memory with."""
     leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(tree, [_random(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+    return jax.tree.unflatten(
+        tree, [_random(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    )
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))

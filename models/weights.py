@@ -8,7 +8,7 @@ joined, transposed and cast: the host never holds more than one weight.
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jsparse.models.transformer import Weights
 OnProgress = Callable[[int, int], None]
 
 
+@runtime_checkable
 class TensorStore(Protocol):
     """Tensors of a checkpoint, by name; opening it has checked that all lie inside their files."""
 

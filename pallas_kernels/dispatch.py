@@ -5,11 +5,12 @@ A named backend runs or raises; None picks by device when tracing, and says whic
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
+from jsparse.partials import StatsKind
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
 logger = logging.getLogger("jsparse.kernels")
@@ -31,6 +32,8 @@ def choose(op: str, implementation: str | None, backends: Mapping[str, Callable[
 
 def check_shapes(op: str, granularity: str, q: Float[Array, "B N H"], layer: LayerCache, selection: Selection) -> None:
     """Raises ValueError where queries, cache and selection do not fit together."""
+    if q.ndim != 3:
+        raise ValueError(f"q.shape={q.shape}: must be [B, N, H]")
     batch, heads, head_dim = q.shape
     if selection.granularity != granularity:
         raise ValueError(f"granularity={selection.granularity!r}: {op} takes {granularity!r}")
@@ -42,5 +45,18 @@ def check_shapes(op: str, granularity: str, q: Float[Array, "B N H"], layer: Lay
         raise ValueError(f"q.shape={q.shape}: the last axis must equal the cache's head dimension, {layer.k.shape[-1]}")
     if selection.ids.shape[:2] != layer.lengths.shape:
         raise ValueError(f"selection.ids.shape={selection.ids.shape}: must begin with [B, K] = {layer.lengths.shape}")
+    for name in ("count", "dense"):
+        field = getattr(selection, name)
+        if field is not None and field.shape != layer.lengths.shape:
+            raise ValueError(f"selection.{name}.shape={field.shape}: must be [B, K] = {layer.lengths.shape}")
+    if selection.bits is not None and selection.bits.shape != selection.ids.shape:
+        raise ValueError(f"selection.bits.shape={selection.bits.shape}: must be that of ids, {selection.ids.shape}")
     if selection.bits is not None and layer.page_size > MAX_BITS_PAGE:
         raise ValueError(f"page_size={layer.page_size}: must be at most {MAX_BITS_PAGE} where pages carry token bits")
+
+
+def check_stats(stats: str | None) -> None:
+    """Raises ValueError for a report that no backend makes."""
+    kinds = get_args(StatsKind)
+    if stats is not None and stats not in kinds:
+        raise ValueError(f"stats={stats!r}: must be None or one of {list(kinds)}")

@@ -24,8 +24,9 @@ def parse(expression: str) -> Policy:
     Raises:
         ValueError: it does not parse, names an unknown policy or argument, or an argument's value is refused.
     """
+    expression = expression.strip()
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
+        tree = ast.parse(expression, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"policy={expression!r}: must be an expression such as streaming(sink=4, recent=512)"
@@ -45,12 +46,15 @@ def as_policy(policy: Policy | str) -> Policy:
 def _build(node: ast.expr, expression: str) -> Policy:
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
     if not isinstance(call.func, ast.Name):
-        raise ValueError(f"policy={expression!r}: {ast.unparse(call.func)} must be the plain name of a policy")
+        raise ValueError(f"policy={expression!r}: {_source(expression, call.func)} must be the plain name of a policy")
     name = call.func.id
     if name not in POLICIES:
         raise ValueError(f"policy={expression!r}: unknown policy {name!r}, must be one of {', '.join(POLICIES)}")
     if any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"policy={expression!r}: arguments of {name} must be written out, without **")
+    names = [keyword.arg for keyword in call.keywords]
+    if len(set(names)) < len(names):
+        raise ValueError(f"policy={expression!r}: an argument of {name} is given twice")
     args = [_value(arg, expression) for arg in call.args]
     kwargs = {str(keyword.arg): _value(keyword.value, expression) for keyword in call.keywords}
     signature = inspect.signature(POLICIES[name])
@@ -71,5 +75,10 @@ def _value(node: ast.expr, expression: str) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(
-            f"policy={expression!r}: {ast.unparse(node)} must be a literal or one of {', '.join(POLICIES)}"
+            f"policy={expression!r}: {_source(expression, node)} must be a literal or one of {', '.join(POLICIES)}"
         ) from error
+
+
+def _source(expression: str, node: ast.expr) -> str:
+    """The piece of the expression that a node stands for; unlike `ast.unparse` it takes any depth."""
+    return repr(ast.get_source_segment(expression, node))

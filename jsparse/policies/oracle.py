@@ -30,9 +30,10 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         unit = _unit(granularity, held.page_size)
         scores = _per_unit(weights, unit).max(axis=2)
         seen = _per_unit((_slots(held) < held.lengths[..., None]).astype(jnp.float32), unit) > 0
+        capacity = _capacity(budget, held.capacity, unit)
         # an attended slot's weight can underflow to 0, which still ranks above an empty one
-        mask = top_k_mask(jnp.where(seen, scores, -jnp.inf), max(budget // unit, 1))
-        return _listed(mask, _capacity(budget, held.capacity, unit), granularity), None, state
+        mask = top_k_mask(jnp.where(seen, scores, -jnp.inf), capacity)
+        return _listed(mask, capacity, granularity), None, state
 
     return Policy(select, full={"budget": 2**30})
 

@@ -7,18 +7,25 @@ middle stays in the cache, unread.
 
 from jsparse.cache import KVCache
 from jsparse.policy import Policy, State, builder, whole_number
-from jsparse.selection import window
+from jsparse.selection import MAX_BITS_PAGE, window
 
 
 @builder
 def streaming(sink: int = 4, recent: int = 512) -> Policy:
-    """The first `sink` and the last `recent` tokens, exactly: pages with bits."""
+    """The first `sink` and the last `recent` tokens, exactly: pages with bits, or tokens where pages are too long."""
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 1)
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        chosen = window(held.lengths, sink=sink, recent=recent, num_pages=held.num_pages, page_size=held.page_size)
+        chosen = window(
+            held.lengths,
+            sink=sink,
+            recent=recent,
+            num_pages=held.num_pages,
+            page_size=held.page_size,
+            granularity="page" if held.page_size <= MAX_BITS_PAGE else "token",
+        )
         return chosen, None, state
 
     return Policy(select, full={"sink": 0, "recent": 2**30})

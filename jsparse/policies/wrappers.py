@@ -8,11 +8,16 @@ from jsparse.selection import everything, union, window
 @builder
 def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
     """What `policy` selects, and always the first `sink` and the last `recent` tokens of each head."""
+    _require_policy(policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
 
     def select(state: State, layer: int, q, cache: KVCache):
         chosen, summary, state = policy.select(state, layer, q, cache)
+        if summary is not None:
+            raise ValueError(
+                f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens that are kept"
+            )
         held = cache.layers[layer]
         units = held.num_pages if chosen.granularity == "page" else held.capacity
         always = window(
@@ -23,14 +28,15 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
             page_size=held.page_size,
             granularity=chosen.granularity,
         )
-        return union(chosen, always, units), summary, state
+        return union(chosen, always, units), None, state
 
-    return policy._replace(select=select)
+    return policy._replace(select=select, full={"recent": 2**30})
 
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
     """`policy`, but the first `n` layers attend to everything; there its state is still kept, and select not called."""
+    _require_policy(policy)
     whole_number("n", n, 0)
 
     def select(state: State, layer: int, q, cache: KVCache):
@@ -38,4 +44,9 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
             return everything(cache.layers[layer].lengths), None, state
         return policy.select(state, layer, q, cache)
 
-    return policy._replace(select=select)
+    return policy._replace(select=select, full={"n": 2**30})
+
+
+def _require_policy(policy: object) -> None:
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy={policy!r}: must be a policy")

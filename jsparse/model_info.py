@@ -1,0 +1,131 @@
+"""What a model is and what it takes, told from its files' headers without reading the weights."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from jsparse import memory
+from jsparse.models.checkpoint import FAMILIES, load
+from jsparse.models.config import ModelConfig
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.hub import locate
+from jsparse.models.safetensors_files import read_json
+from jsparse.models.weights import list_weights
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def describe(model: str, *, dtype: str, context: int | None = None, revision: str | None = None) -> dict[str, Any]:
+    """Sizes of a model and of its cache, and how much context there is memory for.
+
+    What fits is the cache beside the weights, in the memory that is free now; what a step computes with is not counted.
+
+    Args:
+        model: as for `jsparse.load`.
+        dtype: of weights and cache, a key of ITEM_BYTES.
+        context: tokens a prompt for which the largest batch is told; None is the model's maximum.
+        revision: of a Hub id.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: it is of no supported kind, or `context` is out of its range.
+    """
+    config = read_config(locate(model, revision), model)
+    limit = config.max_position_embeddings
+    context = limit if context is None else context
+    if not 1 <= context <= limit:
+        raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
+    parameters = num_parameters(config)
+    per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
+    free = memory.available_bytes()
+    tokens = max(free - parameters * ITEM_BYTES[dtype], 0) // per_token
+    return {
+        "model": model,
+        "config": dataclasses.asdict(config),
+        "parameters": parameters,
+        "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
+        "dtype": dtype,
+        "cache_bytes_per_token": per_token,
+        "free_bytes": free,
+        "longest_context": min(tokens, limit),
+        "context": context,
+        "largest_batch": tokens // context,
+    }
+
+
+def read_config(path: Path, model: str) -> ModelConfig:
+    """The config of a folder or a GGUF file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is malformed, or the model of no supported family.
+    """
+    if path.is_dir():
+        fields = read_json(path / "config.json")
+        if "family" in fields:  # a saved model: its weights are checked with its config
+            return load(model).config
+        name, source = fields.get("model_type"), path / "config.json"
+    elif path.suffix == ".gguf":
+        store = GGUFFile(path)
+        name, source = store.metadata.get("general.architecture"), path
+    else:
+        raise ValueError(f"model={model!r}: must be a .gguf file or a folder")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"{source}: the model's kind is {name!r}: must be one of {list(FAMILIES)}")
+    family = FAMILIES[name]
+    try:
+        if path.is_dir():
+            return family.config_from_hf(fields)
+        config = family.config_from_gguf(store.metadata, store.shapes)
+        if "rope_freqs.weight" in store.shapes:
+            factors = tuple(store.read("rope_freqs.weight").astype(float).ravel().tolist())
+            config = dataclasses.replace(config, rope_factors=factors)
+        return config
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:  # a config may hold values of any type
+        raise ValueError(f"{source}: {error}") from None
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Values in the weights; a tied embedding counts once."""
+    names = FAMILIES[config.family].hf_names
+
+    def count(layers: int) -> int:
+        shallow = dataclasses.replace(config, num_layers=layers)
+        return sum(math.prod(weight.shape) for weight in list_weights(Path(), layers, shallow, names))
+
+    # layers are alike: listing all of an absurd number of them would take forever
+    return count(1) + (config.num_layers - 1) * (count(2) - count(1))
+
+
+def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of a table that says the same to a reader."""
+    c, dtype = info["config"], info["dtype"]
+    extras = [name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on]
+    short = info["weight_bytes"]["bfloat16"]
+    return [
+        ("family", c["family"] + "".join(f", {extra}" for extra in extras)),
+        ("layers", str(c["num_layers"])),
+        ("heads", f"{c['num_heads']} query, {c['num_kv_heads']} KV, of {c['head_dim']} dimensions"),
+        ("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}"),
+        ("vocabulary", f"{c['vocab_size']}, " + ("tied" if c["tie_word_embeddings"] else "untied") + " embeddings"),
+        ("RoPE", _rope(c)),
+        ("longest text", f"{c['max_position_embeddings']} tokens"),
+        ("parameters", f"{info['parameters']:,}"),
+        (
+            "weights",
+            f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in bfloat16 and float16",
+        ),
+        ("cache a token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        ("memory free now", memory.size(info["free_bytes"])),
+        ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
+        ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),
+    ]
+
+
+def _rope(config: dict[str, Any]) -> str:
+    theta = f"theta {config['rope_theta']:g}"
+    scaling = config["rope_scaling"]
+    if scaling is not None:
+        return f"{theta}, llama3 scaling by {scaling['factor']:g}"
+    return theta if config["rope_factors"] is None else f"{theta}, llama3 scaling by the file's factors"

@@ -1,0 +1,197 @@
+"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+
+A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a cache always is: a
+weight of 0 times NaN would be NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.cache import LayerCache
+from jsparse.selection import Granularity, Selection
+
+JUNK = 1e30
+
+
+class Inputs(NamedTuple):
+    """What an op is called with."""
+
+    q: jnp.ndarray
+    layer: LayerCache
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and contents of one call; letters as in jsparse.shapes.
+
+    Attributes:
+        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty one and one of a
+            single token among them; "one", a single token everywhere.
+        listed: ids of each head: "some" of what it holds; "none"; "all" there are, past its length too; "first", which
+            leaves the newest token to the rule; "newest" alone.
+        capacity: C; None is as many ids as a head can list.
+        bits: pages carry token bits, some of them none.
+        dense: heads that attend to everything.
+        table: where pages lie; "shared" lets heads have pages in common.
+        spread: standard deviation of the logits. From 100 on everything is a whole number, so that logits are exact.
+    """
+
+    name: str
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 4
+    head_dim: int = 64
+    page_size: int = 16
+    num_pages: int = 6
+    lengths: Literal["full", "ragged", "one"] = "ragged"
+    listed: Literal["some", "none", "all", "first", "newest"] = "some"
+    capacity: int | None = None
+    granularity: Granularity = "page"
+    bits: bool = False
+    dense: Literal["none", "mixed", "all"] = "none"
+    table: Literal["identity", "scrambled", "shared"] = "identity"
+    bias: bool = False
+    sm_scale: float | None = None
+    spread: float = 1.0
+    dtype: str = "float32"
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.num_pages * self.page_size
+
+    @property
+    def unit(self) -> int:
+        """Slots an id stands for."""
+        return self.page_size if self.granularity == "page" else 1
+
+    def build(self, seed: int = 0) -> Inputs:
+        """The inputs; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        lengths = _lengths(self, rng)
+        table, pool_pages = _table(self, rng)
+        selection = _selection(self, rng, lengths)
+        unread = _unread(self, lengths, table, pool_pages, selection)
+        whole = np.rint if self.spread >= 100 else np.asarray
+        shape = (pool_pages, self.page_size, self.head_dim)
+        k, v = whole(rng.normal(size=shape) * self.spread), rng.normal(size=shape)
+        k[unread], v[unread] = JUNK, -JUNK
+        bias = rng.normal(size=shape[:2]) if self.bias else None
+        q = whole(rng.normal(size=(self.batch, self.kv_heads * self.group, self.head_dim)))
+        layer = LayerCache(
+            k=jnp.asarray(k, self.dtype),
+            v=jnp.asarray(v, self.dtype),
+            lengths=jnp.asarray(lengths),
+            block_table=None if self.table == "identity" else jnp.asarray(table),
+            bias=None if bias is None else jnp.asarray(bias, jnp.float32),
+        )
+        return Inputs(jnp.asarray(q, self.dtype), layer, selection)
+
+
+def _lengths(case: Case, rng: np.random.Generator) -> np.ndarray:
+    heads = (case.batch, case.kv_heads)
+    if case.lengths == "one":
+        return np.ones(heads, np.int32)
+    if case.lengths == "full":
+        return np.full(heads, case.slots, np.int32)
+    lengths = rng.integers(1, case.slots + 1, case.batch * case.kv_heads)
+    edges = [case.slots, 0, 1][: lengths.size - 1]
+    lengths[: len(edges)] = edges
+    return lengths.reshape(heads).astype(np.int32)
+
+
+def _table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """The physical page of each logical one, and how many there are."""
+    shape = (case.batch, case.kv_heads, case.num_pages)
+    size = int(np.prod(shape))
+    if case.table == "identity":
+        return np.arange(size, dtype=np.int32).reshape(shape), size
+    if case.table == "scrambled":
+        return rng.permutation(size + 3)[:size].astype(np.int32).reshape(shape), size + 3
+    return rng.integers(0, size // 2, shape).astype(np.int32), size // 2
+
+
+def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Selection:
+    units = case.slots // case.unit
+    capacity = units if case.capacity is None else case.capacity
+    pick: dict[str, Callable[[int], np.ndarray]] = {
+        "some": lambda used: rng.choice(used, min(used, int(rng.integers(1, capacity + 1))), replace=False),
+        "none": lambda used: np.arange(0),
+        "all": lambda used: np.arange(units),
+        "first": lambda used: np.arange(min(used, 1)),
+        "newest": lambda used: np.arange(used)[-1:],
+    }
+    ids = np.zeros((*lengths.shape, capacity), np.int32)
+    count = np.zeros(lengths.shape, np.int32)
+    for head in np.ndindex(*lengths.shape):
+        chosen = np.sort(pick[case.listed](-(-int(lengths[head]) // case.unit)))
+        ids[head][: chosen.size], count[head] = chosen, chosen.size
+    bits = None
+    if case.bits:
+        bits = rng.integers(0, 2**case.page_size, ids.shape).astype(np.uint32)
+        bits[rng.random(ids.shape) < 0.1] = 0
+    dense = {"none": None, "all": np.ones(lengths.shape, bool), "mixed": np.arange(lengths.size) % 2 == 0}[case.dense]
+    return Selection(
+        jnp.asarray(ids),
+        jnp.asarray(count),
+        bits=None if bits is None else jnp.asarray(bits),
+        dense=None if dense is None else jnp.asarray(dense.reshape(lengths.shape)),
+        granularity=case.granularity,
+    )
+
+
+def _unread(case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection) -> np.ndarray:
+    """Which slots of the pool no head attends to."""
+    unread = np.ones((pool_pages, case.page_size), bool)
+    ids, count = np.asarray(selection.ids), np.asarray(selection.count)
+    for head in np.ndindex(*lengths.shape):
+        dense = selection.dense is not None and bool(selection.dense[head])
+        listed = np.arange(case.slots // case.unit) if dense else ids[head][: count[head]]
+        mask = np.zeros((case.slots // case.unit, case.unit), bool)
+        mask[listed] = True
+        if selection.bits is not None and not dense:
+            words = np.asarray(selection.bits)[head][: count[head], None]
+            mask[listed] = (words >> np.arange(case.page_size, dtype=np.uint32)) & 1 == 1
+        mask = mask.reshape(-1) & (np.arange(case.slots) < lengths[head])
+        if listed.size and lengths[head]:
+            mask[lengths[head] - 1] = True
+        at = np.flatnonzero(mask)
+        unread[table[head][at // case.page_size], at % case.page_size] = False
+    return unread
+
+
+CASES = (
+    Case("pages"),
+    Case("one_row_one_head", batch=1, kv_heads=1, group=1, lengths="full"),
+    Case("few_listed", capacity=2, num_pages=9),
+    Case("all_listed", listed="all"),
+    Case("nothing_listed", listed="none"),
+    Case("empty_list", listed="none", capacity=0),
+    Case("newest_only", listed="newest"),
+    Case("newest_unlisted", listed="first", lengths="full"),
+    Case("one_token", lengths="one"),
+    Case("head_dim_96", head_dim=96, group=3, page_size=8),
+    Case("head_dim_128", head_dim=128, group=1, page_size=32, num_pages=3),
+    Case("head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
+    Case("group_of_7", group=7, kv_heads=4, batch=3),
+    Case("bits_8", bits=True, page_size=8),
+    Case("bits_16", bits=True, bias=True, table="scrambled"),
+    Case("bits_32", bits=True, page_size=32, listed="all", num_pages=3),
+    Case("bits_newest_unlisted", bits=True, listed="first", lengths="full"),
+    Case("dense_and_sparse", dense="mixed"),
+    Case("dense_and_bits", dense="mixed", bits=True, table="scrambled"),
+    Case("dense_and_nothing", dense="mixed", listed="none", capacity=0),
+    Case("all_dense", dense="all", listed="none", capacity=0, bias=True),
+    Case("scrambled", table="scrambled"),
+    Case("shared_pages", table="shared", batch=3),
+    Case("bias", bias=True),
+    Case("sm_scale", sm_scale=0.3),
+    Case("huge_logits", spread=1e4),
+    Case("huge_logits_dense", spread=1e4, dense="mixed"),
+    Case("bfloat16", dtype="bfloat16", table="scrambled", bits=True),
+)

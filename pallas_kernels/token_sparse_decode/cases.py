@@ -1,0 +1,29 @@
+"""The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
+
+from functools import partial
+
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+
+_case = partial(Case, granularity="token")
+
+CASES = (
+    _case("tokens"),
+    _case("one_row_one_head", batch=1, kv_heads=1, group=1, lengths="full"),
+    _case("few_listed", capacity=5, num_pages=9),
+    _case("all_listed", listed="all"),
+    _case("nothing_listed", listed="none", capacity=7),
+    _case("empty_list", listed="none", capacity=0),
+    _case("newest_only", listed="newest", capacity=3),
+    _case("newest_unlisted", listed="first", lengths="full", capacity=3),
+    _case("one_token", lengths="one"),
+    _case("head_dim_96", head_dim=96, group=3, page_size=8),
+    _case("head_dim_128", head_dim=128, group=1, page_size=32, num_pages=3),
+    _case("head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
+    _case("dense_and_sparse", dense="mixed", capacity=20),
+    _case("all_dense", dense="all", listed="none", capacity=0),
+    _case("scrambled", table="scrambled", bias=True),
+    _case("shared_pages", table="shared", batch=3),
+    _case("sm_scale", sm_scale=0.3),
+    _case("huge_logits", spread=1e4),
+    _case("bfloat16", dtype="bfloat16", table="scrambled"),
+)

@@ -1,0 +1,23 @@
+"""What all tests share: array shapes are checked against their annotations, and hypothesis is repeatable."""
+
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# The modules that take arrays. The others take what users write, and say themselves what is wrong with it.
+ARRAY_MODULES = (
+    "cache",
+    "decode",
+    "models.layers",
+    "models.transformer",
+    "pallas_kernels.block_sparse_decode.reference",
+    "pallas_kernels.token_sparse_decode.reference",
+    "partials",
+    "prefill",
+    "scoring",
+    "selection",
+    "threshold",
+)
+install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
+
+settings.register_profile("jsparse", deadline=None, derandomize=True)
+settings.load_profile("jsparse")

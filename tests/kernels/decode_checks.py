@@ -1,0 +1,37 @@
+"""What every backend of a decode op must do for every case."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from dense_attention import expected
+
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+
+
+def tolerance(case: Case) -> dict[str, Any]:
+    """bfloat16 weights are off by up to 2^-9; with logits of 1e4, float32 is off by 1e-3."""
+    return {"rtol": 2e-2, "atol": 2e-2} if case.dtype == "bfloat16" else {"rtol": 1e-5, "atol": 2e-5}
+
+
+def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
+    """`op(q, layer, selection, sm_scale=…, stats=…)` gives o, lse and both stats of the slow dense computation."""
+    inputs = case.build(seed)
+    want = expected(inputs, case.sm_scale)
+
+    @jax.jit
+    def run(inputs):
+        return [op(*inputs, sm_scale=case.sm_scale, stats=stats) for stats in (None, "page_mass", "token_logits")]
+
+    plain, by_page, by_token = run(inputs)
+    close = tolerance(case)
+    for out in (plain, by_page, by_token):
+        assert (out.o.dtype, out.lse.dtype) == (np.float32, np.float32)
+        np.testing.assert_allclose(out.o, want.o, **close)
+        np.testing.assert_allclose(out.lse, want.lse, **close)
+        np.testing.assert_array_equal(np.isneginf(out.lse), np.isneginf(want.lse))
+        np.testing.assert_array_equal(np.asarray(out.o)[np.isneginf(want.lse)], 0)
+    assert plain.stats is None
+    for out, scores in ((by_page, want.page_mass), (by_token, want.token_logits)):
+        np.testing.assert_allclose(out.stats.scores, scores, **close)
+        np.testing.assert_allclose(out.stats.lse, want.stats_lse, **close)

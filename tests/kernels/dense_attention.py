@@ -1,0 +1,73 @@
+"""The oracle of every decode op: dense K and V rebuilt slot by slot, and softmax attention in float64."""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jsparse.pallas_kernels.block_sparse_decode.cases import Inputs
+
+
+class Expected(NamedTuple):
+    o: np.ndarray
+    lse: np.ndarray
+    token_logits: np.ndarray
+    page_mass: np.ndarray
+    stats_lse: np.ndarray
+
+
+def attended_slots(chosen, head, length: int, page_size: int) -> list[int]:
+    """What one head attends to, read off the Selection's fields one by one."""
+    if chosen.dense is not None and chosen.dense[head]:
+        return list(range(length))
+    slots = set()
+    for at in range(int(chosen.count[head])):
+        unit = int(chosen.ids[head][at])
+        if chosen.granularity == "token":
+            slots.add(unit)
+            continue
+        word = None if chosen.bits is None else int(chosen.bits[head][at])
+        slots |= {unit * page_size + t for t in range(page_size) if word is None or word >> t & 1}
+    if chosen.count[head] and length:
+        slots.add(length - 1)
+    return sorted(slot for slot in slots if slot < length)
+
+
+def logsumexp(x: np.ndarray) -> float:
+    top = x.max(initial=-np.inf)
+    return top if np.isneginf(top) else top + np.log(np.exp(x - top).sum())
+
+
+def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
+    """Attention of every query head over what its KV head attends to, and the stats of each group's mean query."""
+    q = np.asarray(inputs.q, np.float64)
+    layer = SimpleNamespace(**{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields})
+    fields = {name: jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "bits", "dense")}
+    chosen = SimpleNamespace(**fields, granularity=inputs.selection.granularity)
+    (batch, heads), size, num_pages = layer.lengths.shape, layer.k.shape[1], inputs.layer.num_pages
+    group, scale = q.shape[1] // heads, q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    o, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    logits_of_mean = np.full((batch, heads, num_pages * size), -np.inf)
+    for b, k in np.ndindex(batch, heads):
+        slots = attended_slots(chosen, (b, k), int(layer.lengths[b, k]), size)
+        first = (b * heads + k) * num_pages
+        lies = [first + m if layer.block_table is None else layer.block_table[b, k, m] for m in range(num_pages)]
+        keys = np.array([layer.k[lies[s // size], s % size] for s in slots], np.float64).reshape(-1, q.shape[2])
+        values = np.array([layer.v[lies[s // size], s % size] for s in slots], np.float64).reshape(-1, q.shape[2])
+        bias = np.zeros(len(slots))
+        if layer.bias is not None:
+            bias += [layer.bias[lies[s // size], s % size] for s in slots]
+        for n in range(k * group, (k + 1) * group):
+            logits = scale * keys @ q[b, n] + bias
+            lse[b, n] = logsumexp(logits)
+            o[b, n] = np.exp(logits - lse[b, n]) @ values if slots else 0.0
+        logits_of_mean[b, k, slots] = scale * keys @ q[b, k * group : (k + 1) * group].mean(0) + bias
+    pages = logits_of_mean.reshape(batch, heads, num_pages, size)
+    return Expected(
+        o,
+        lse,
+        logits_of_mean,
+        np.apply_along_axis(logsumexp, -1, pages),
+        np.apply_along_axis(logsumexp, -1, logits_of_mean),
+    )

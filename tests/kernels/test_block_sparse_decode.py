@@ -1,0 +1,121 @@
+"""block_sparse_decode against dense attention in float64, case by case."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_checks import assert_matches_dense, tolerance
+
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
+from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
+from jsparse.partials import merge
+from jsparse.selection import Selection, everything, nothing
+
+by_name = {case.name: case for case in CASES}
+SPARSE = [case for case in CASES if case.dense == "none"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_dense_attention(case):
+    assert_matches_dense(block_sparse_decode, case)
+
+
+@pytest.mark.parametrize("case", SPARSE[::3], ids=lambda case: case.name)
+def test_reading_all_and_masking_is_reading_what_is_listed(case):
+    inputs, scale = case.build(1), jnp.float32(0.1)
+
+    @jax.jit
+    def both(inputs):
+        return [f(inputs.q, inputs.layer, inputs.selection, scale, "token_logits") for f in (masked, gathered)]
+
+    a, b = both(inputs)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, **tolerance(case))
+
+
+def test_cases_are_what_they_say():
+    assert len(by_name) == len(CASES)
+    for case in CASES:
+        q, layer, selection = case.build(3)
+        assert q.shape == (case.batch, case.kv_heads * case.group, case.head_dim)
+        assert (layer.num_pages, layer.page_size) == (case.num_pages, case.page_size)
+        assert bool((layer.lengths <= case.slots).all())
+        assert bool((selection.count <= selection.ids.shape[-1]).all())
+        np.testing.assert_array_equal(q, case.build(3).q)
+    ragged = np.asarray(by_name["pages"].build().layer.lengths)
+    assert {0, 1, by_name["pages"].slots} <= set(ragged.flat)
+    assert bool((by_name["few_listed"].build().layer.k == JUNK).any())
+    logits = np.asarray(by_name["huge_logits"].build().layer.k)
+    assert np.abs(logits[logits != JUNK]).max() > 1e4
+    shared = by_name["shared_pages"].build().layer.block_table
+    assert shared is not None
+    assert len(np.unique(shared)) < shared.size
+
+
+def test_pages_that_two_heads_share_are_read_by_both():
+    """Two heads with one table row see the same K: equal queries get equal results."""
+    _, layer, _ = Case("", batch=1, group=1, lengths="full", listed="all").build()
+    table = jnp.broadcast_to(jnp.array([3, 0, 5, 1, 1, 7], jnp.int32), (1, 2, 6))
+    q = jnp.broadcast_to(jnp.linspace(-1, 1, 64), (1, 2, 64))
+    out = block_sparse_decode(q, layer._replace(block_table=table), everything(layer.lengths))
+    np.testing.assert_array_equal(out.o[0, 0], out.o[0, 1])
+
+
+def test_partials_of_two_halves_merge_to_the_whole():
+    case = Case("", listed="all", lengths="full", num_pages=6)
+    q, layer, _ = case.build()
+    halves = [jnp.broadcast_to(jnp.arange(n, n + 3, dtype=jnp.int32), (2, 2, 3)) for n in (0, 3)]
+    count = jnp.full((2, 2), 3, jnp.int32)
+    # cut short, the first half does not take the newest token too
+    first = block_sparse_decode(q, layer._replace(lengths=layer.lengths // 2), Selection(halves[0], count))
+    second = block_sparse_decode(q, layer, Selection(halves[1], count))
+    whole = block_sparse_decode(q, layer, everything(layer.lengths))
+    o, lse = merge(first.o, first.lse, second.o, second.lse)
+    np.testing.assert_allclose(o, whole.o, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(lse, whole.lse, rtol=1e-5, atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    q, layer, selection = Case("", table="scrambled", lengths="full", batch=3).build()
+    run = jax.jit(block_sparse_decode)
+    whole = run(q, layer, selection)
+    changed = run(q.at[1:].set(7.0), layer._replace(lengths=layer.lengths.at[1:].set(3)), selection)
+    np.testing.assert_array_equal(whole.o[0], changed.o[0])
+    np.testing.assert_array_equal(whole.lse[0], changed.lse[0])
+
+
+def wrong_calls():
+    q, layer, selection = Case("").build()
+    ids, count = selection.ids, selection.count
+    small = layer._replace(lengths=layer.lengths[:1])
+    large = Case("", page_size=64).build()
+    bits = jnp.zeros(large.selection.ids.shape, jnp.uint32)
+    return {
+        "axes of q": ((q[0], layer, selection), {}, r"q.shape=\(8, 64\): must be \[B, N, H\]"),
+        "heads of q": ((q[:, :5], layer, selection), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
+        "rows of q": ((q[:1], layer, selection), {}, r"q.shape=\(1, 8, 64\)"),
+        "head dimension": ((q[..., :32], layer, selection), {}, "must equal the cache's head dimension, 64"),
+        "rows of the cache": ((q, small, selection), {}, "must be"),
+        "rows of ids": ((q, layer, Selection(ids[:1], count[:1])), {}, r"selection.ids.shape=\(1, 2, 6\)"),
+        "granularity": ((q, layer, nothing(layer.lengths, "token")), {}, "granularity='token'.*takes 'page'"),
+        "bits of a large page": (
+            (large.q, large.layer, Selection(large.selection.ids, large.selection.count, bits)),
+            {},
+            "page_size=64: must be at most 32",
+        ),
+        "backend": (
+            (q, layer, selection),
+            {"implementation": "abacus"},
+            "implementation='abacus': block_sparse_decode has",
+        ),
+        "stats": ((q, layer, selection), {"stats": "all"}, r"stats='all': must be None or one of \['page_mass'"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_wrong_calls_are_refused(name):
+    args, kwargs, message = wrong_calls()[name]
+    with pytest.raises(ValueError, match=message) as error:
+        block_sparse_decode(*args, **kwargs)
+    assert "\n" not in str(error.value)

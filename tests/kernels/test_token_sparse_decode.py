@@ -1,0 +1,43 @@
+"""token_sparse_decode against dense attention in float64, and against the op over pages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_checks import assert_matches_dense
+
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
+from jsparse.selection import from_token_mask, nothing, token_mask
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_dense_attention(case):
+    assert_matches_dense(token_sparse_decode, case)
+
+
+def test_tokens_and_pages_with_bits_say_the_same():
+    q, layer, selection = Case("", bits=True, table="scrambled", bias=True).build()
+    mask = token_mask(selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size)
+    tokens = from_token_mask(mask, 40, page_size=16)
+    by_page = jax.jit(lambda: block_sparse_decode(q, layer, selection, stats="page_mass"))()
+    by_token = jax.jit(lambda: token_sparse_decode(q, layer, tokens, stats="page_mass"))()
+    for a, b in zip(jax.tree.leaves(by_page), jax.tree.leaves(by_token), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_cases_list_tokens_and_have_names_of_their_own():
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.granularity == "token" for case in CASES)
+
+
+def test_wrong_calls_are_refused():
+    q, layer, selection = Case("", granularity="token").build()
+    with pytest.raises(ValueError, match=r"granularity='page'.*token_sparse_decode takes 'token'"):
+        token_sparse_decode(q, layer, nothing(layer.lengths))
+    with pytest.raises(ValueError, match="implementation='abacus': token_sparse_decode has"):
+        token_sparse_decode(q, layer, selection, implementation="abacus")
+    with pytest.raises(ValueError, match="head dimension"):
+        token_sparse_decode(jnp.zeros((2, 8, 32)), layer, selection)

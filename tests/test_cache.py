@@ -1,0 +1,247 @@
+"""The cache against a model of it made of dicts of lists: what is read back, who owns which page, what overflows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse import cache as kv
+
+B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
+S = P * M
+SPEC = kv.CacheSpec(
+    num_layers=2, batch=B, num_heads=4, num_kv_heads=K, head_dim=H, page_size=P, num_pages=M, dtype=jnp.float32
+)
+FIELDS = kv.OPTIONAL_FIELDS
+HEADS = list(np.ndindex(B, K))
+
+append = jax.jit(kv.append, static_argnums=1)
+truncate = jax.jit(kv.truncate)
+write = jax.jit(kv.write)
+
+valid_counts = st.tuples(st.just("append"), st.lists(st.integers(0, T), min_size=B, max_size=B))
+cuts = st.tuples(st.just("truncate"), st.lists(st.integers(0, S), min_size=B * K, max_size=B * K))
+rewrites = st.tuples(st.just("write"), st.lists(st.integers(0, T), min_size=B, max_size=B))
+histories = st.lists(valid_counts | cuts | rewrites, min_size=1, max_size=12)
+
+
+class Pair:
+    """The cache and its model, a list of (k, v, bias, position) for each head, driven by the same operations."""
+
+    def __init__(self, pool_pages: int | None):
+        self.cache = kv.init(SPEC, fields=FIELDS, pool_pages=pool_pages)
+        self.heads = {head: [] for head in HEADS}
+        self.pool_pages = pool_pages
+        self.written = 0
+
+    @property
+    def layer(self) -> Any:
+        return self.cache.layers[1]
+
+    def new_tokens(self):
+        size = B * T * K * H
+        k = np.arange(self.written, self.written + size, dtype=np.float32).reshape(B, T, K, H) + 1
+        self.written += size
+        positions = np.arange(self.written, self.written + B * T, dtype=np.int32).reshape(B, T)
+        return k, -k, positions
+
+    def append(self, valid):
+        k, v, positions = self.new_tokens()
+        self.cache = append(self.cache, 1, k, v, positions, np.array(valid, np.int32))
+        for b, n in HEADS:
+            rows = [(k[b, t, n], v[b, t, n], 0.0, positions[b, t]) for t in range(valid[b])]
+            self.heads[b, n] += rows
+
+    def fits(self, valid) -> bool:
+        lengths = {head: len(rows) + valid[head[0]] for head, rows in self.heads.items()}
+        if max(lengths.values()) > S:
+            return False
+        return self.pool_pages is None or sum(-(-n // P) for n in lengths.values()) <= self.pool_pages - 1
+
+    def truncate(self, lengths):
+        self.cache = kv.replace_layer(self.cache, 1, truncate(self.layer, np.array(lengths, np.int32).reshape(B, K)))
+        for (b, n), rows in self.heads.items():
+            del rows[lengths[b * K + n] :]
+
+    def rewrite(self, valid):
+        """Writes the newest tokens once more, as many as each row's shortest head has."""
+        count = [min(valid[b], *(len(self.heads[b, n]) for n in range(K))) for b in range(B)]
+        k, v, positions = self.new_tokens()
+        first = np.array(self.layer.lengths) - np.array(count, np.int32)[:, None]
+        self.cache = kv.replace_layer(
+            self.cache, 1, write(self.layer, k, v, positions, np.array(count, np.int32), first)
+        )
+        for b, n in HEADS:
+            rows = self.heads[b, n]
+            for t in range(count[b]):
+                rows[len(rows) - count[b] + t] = (k[b, t, n], v[b, t, n], 0.0, positions[b, t])
+
+    def check(self):
+        layer = self.layer
+        held = [np.asarray(kv.read_heads(pool, layer)) for pool in (layer.k, layer.v, layer.bias, layer.slot_positions)]
+        for (b, n), rows in self.heads.items():
+            assert int(layer.lengths[b, n]) == len(rows)
+            for column, got in enumerate(held):
+                expected = np.array([row[column] for row in rows]).reshape(len(rows), *got.shape[3:])
+                np.testing.assert_array_equal(got[b, n, : len(rows)], expected)
+        untouched = self.cache.layers[0]
+        assert not untouched.k.any()
+        assert not untouched.lengths.any()
+
+    def check_pages(self):
+        assert self.pool_pages is not None
+        layer, scratch = self.layer, self.pool_pages - 1
+        table, free = np.asarray(layer.block_table), np.asarray(layer.free.pages)[: int(layer.free.count)]
+        owned = [page for b, n in HEADS for page in table[b, n, : -(-int(layer.lengths[b, n]) // P)].tolist()]
+        assert sorted(owned + free.tolist()) == list(range(scratch))  # each page has one owner, or is free
+        for b, n in HEADS:
+            assert (table[b, n, -(-int(layer.lengths[b, n]) // P) :] == scratch).all()
+
+
+@pytest.mark.parametrize("pool_pages", [None, 8])
+@settings(max_examples=80)
+@given(history=histories)
+def test_any_history_reads_back_as_written(pool_pages, history):
+    pair = Pair(pool_pages)
+    for name, numbers in history:
+        if name == "append" and not pair.fits(numbers):
+            pair.append(numbers)
+            assert bool(pair.cache.overflow)
+            return
+        getattr(pair, "rewrite" if name == "write" else name)(numbers)
+        assert not bool(pair.cache.overflow)
+        pair.check()
+        if pool_pages is not None:
+            pair.check_pages()
+
+
+@pytest.mark.parametrize("pool_pages", [None, 8])
+@settings(max_examples=40)
+@given(history=st.lists(valid_counts, min_size=2, max_size=8))
+def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
+    pair = Pair(pool_pages)
+    for _, valid in history:
+        held = {head: len(rows) for head, rows in pair.heads.items()}
+        fitted = pair.fits(valid)
+        pair.append(valid)
+        assert bool(pair.cache.overflow) == (not fitted)
+        if not fitted:
+            break
+    keys = np.asarray(kv.read_heads(pair.layer.k, pair.layer))
+    for (b, n), rows in pair.heads.items():
+        expected = np.array([row[0] for row in rows[: held[b, n]]]).reshape(-1, H)
+        np.testing.assert_array_equal(keys[b, n, : held[b, n]], expected)
+    if pool_pages is None:
+        whole = [row[0] for rows in pair.heads.values() for row in (rows + [(np.zeros(H),)] * S)[:S]]
+        np.testing.assert_array_equal(keys.reshape(-1, H), whole)  # what fits is written, the rest nowhere
+
+
+def test_overflow_stays_set():
+    pair = Pair(None)
+    for _ in range(3):
+        pair.append([T, 0])
+    assert bool(pair.cache.overflow)
+    pair.truncate([0] * (B * K))
+    pair.append([1, 1])
+    assert bool(pair.cache.overflow)
+
+
+def test_a_pool_can_be_filled_to_its_last_page():
+    pair = Pair(9)
+    for valid in ([T, 2], [2, T], [0, 0]):
+        pair.append(valid)
+        assert not bool(pair.cache.overflow)
+        pair.check()
+        pair.check_pages()
+    assert int(pair.layer.free.count) == 0
+    pair.append([0, 1])
+    assert bool(pair.cache.overflow)
+
+
+def test_freed_pages_are_reused():
+    pair = Pair(8)
+    for _ in range(20):
+        pair.append([T, 0])
+        pair.check_pages()
+        pair.truncate([0] * (B * K))
+        pair.check_pages()
+    assert not bool(pair.cache.overflow)
+    assert int(pair.layer.free.count) == 7
+
+
+def test_truncate_never_lengthens():
+    for pool_pages in (None, 8):
+        pair = Pair(pool_pages)
+        pair.append([3, 5])
+        pair.truncate([2, S, 5, 4])
+        np.testing.assert_array_equal(pair.layer.lengths, [[2, 3], [5, 4]])
+        pair.check()
+
+
+def test_append_writes_over_a_bias():
+    pair = Pair(None)
+    pair.append([2, 2])
+    layer = pair.layer._replace(bias=jnp.ones_like(pair.layer.bias))
+    pair.cache = kv.replace_layer(pair.cache, 1, layer)
+    pair.append([1, 1])
+    np.testing.assert_array_equal(kv.read_heads(pair.layer.bias, pair.layer)[0, 0, :4], [1, 1, 0, 1])
+
+
+def test_slots_are_positions_unless_they_are_kept():
+    plain = kv.init(SPEC).layers[0]
+    assert (plain.bias, plain.slot_positions, plain.free, plain.block_table) == (None,) * 4
+    np.testing.assert_array_equal(kv.slot_positions(plain), np.broadcast_to(np.arange(S), (B, K, S)))
+    pair = Pair(8)
+    pair.append([2, 1])
+    positions = np.asarray(kv.slot_positions(pair.layer))
+    assert positions[0, 1, :2].tolist() == [row[3] for row in pair.heads[0, 1]]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_pages_slots_and_heads_read_the_same(paged):
+    rng = np.random.default_rng(0)
+    pool = jnp.asarray(rng.normal(size=(B * K * M, P, H)), jnp.float32)
+    table = jnp.asarray(rng.permutation(B * K * M).reshape(B, K, M), jnp.int32) if paged else None
+    layer = kv.LayerCache(pool, pool, jnp.full((B, K), S, jnp.int32), table)
+    heads = np.asarray(kv.read_heads(pool, layer))
+    logical = jnp.asarray(rng.integers(0, M, (B, K, 4)), jnp.int32)
+    slots = jnp.asarray(rng.integers(0, S, (B, K, 7)), jnp.int32)
+    pages, rows = kv.read_pages(pool, layer, logical), kv.read_slots(pool, layer, slots)
+    for b, k in HEADS:
+        whole = heads[b, k].reshape(M, P, H)
+        lies = range((b * K + k) * M, (b * K + k + 1) * M) if table is None else table[b, k].tolist()
+        np.testing.assert_array_equal(whole, np.asarray(pool)[np.array(lies)])
+        np.testing.assert_array_equal(pages[b, k], whole[logical[b, k]])
+        np.testing.assert_array_equal(rows[b, k], heads[b, k][slots[b, k]])
+    assert (layer.page_size, layer.num_pages, layer.capacity) == (P, M, S)
+
+
+def test_tokens_are_rounded_once_on_store():
+    cache = kv.init(SPEC._replace(dtype=jnp.bfloat16))
+    k = jnp.full((B, 1, K, H), 1.00390625 + 1e-4, jnp.float32)
+    cache = kv.append(cache, 0, k, k, jnp.zeros((B, 1), jnp.int32), jnp.ones(B, jnp.int32))
+    assert cache.layers[0].k.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(cache.layers[0].k[0, 0], k[0, 0, 0].astype(jnp.bfloat16))
+
+
+def test_spec_states_sizes():
+    assert (SPEC.capacity, SPEC.group_size) == (12, 2)
+    cache = kv.init(SPEC)
+    assert SPEC.nbytes == sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fields": ("bias", "age")}, r"unknown \['age'\], must be among"),
+        ({"pool_pages": 1}, "pool_pages=1: must be at least 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        functools.partial(kv.init, SPEC, **arguments)()

@@ -1,0 +1,485 @@
+"""generate(): stop rules, streaming, sampling, defaults, statistics, compilations, and every refusal."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import engine, random_prompts, tiny_params, traces
+
+import jsparse
+from jsparse import memory, prefill
+from jsparse.policy import dense
+
+GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
+PROMPTS = random_prompts((37, 18, 3))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """A model without a tokenizer."""
+    return tiny_params(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """A model with a tokenizer of bytes and a few merges; 128 positions."""
+    return jsparse.load(GGUF, dtype="float32")
+
+
+def with_defaults(params, **defaults):
+    return dataclasses.replace(params, generation_defaults=defaults)
+
+
+def forced(params, rows, monkeypatch, prompt=None, **options):
+    """generate() with the tokens of `rows` (texts or ids) in place of the model's choice."""
+    ids = [params.tokenizer.encode(r, add_special_tokens=False) if isinstance(r, str) else list(r) for r in rows]
+    steps = max(map(len, ids))
+    table = np.array([r + [5] * (steps - len(r)) for r in ids], np.int32)
+
+    def sample(_, logits, key, step, seen):
+        return jnp.asarray(table[:, int(step)]), jnp.zeros(len(rows))
+
+    monkeypatch.setattr(engine, "_sample", sample)
+    prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
+    return jsparse.generate(params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options))
+
+
+# Shapes of results
+
+
+def test_a_list_of_prompts_gives_a_list(params):
+    alone = jsparse.generate(params, PROMPTS[2], max_new_tokens=4)
+    assert isinstance(alone, jsparse.Generation)
+    assert len(alone.token_ids) == 4
+    assert alone.logprobs is None
+    assert alone.text == ""
+    listed = jsparse.generate(params, [PROMPTS[2]], max_new_tokens=4)
+    assert [out.token_ids for out in listed] == [alone.token_ids]
+    rows = np.array([PROMPTS[2]] * 2)
+    assert [o.token_ids for o in jsparse.generate(params, rows, max_new_tokens=4)] == [alone.token_ids] * 2
+    assert jsparse.generate(params, jnp.asarray(rows[0]), max_new_tokens=4).token_ids == alone.token_ids
+
+
+def test_text_and_its_ids_are_the_same_prompt(texts):
+    ids = texts.tokenizer.encode("the cat")
+    by_text, by_ids = (jsparse.generate(texts, p, max_new_tokens=6, eos_token_id=[]) for p in ("the cat", ids))
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.stats.prompt_tokens == len(ids)
+    assert by_text.text == texts.tokenizer.decode(by_text.token_ids)
+
+
+# When it ends
+
+
+def test_greedy_ends_by_length(params):
+    out = jsparse.generate(params, PROMPTS[1], max_new_tokens=9, eos_token_id=[])
+    assert out.finish_reason == "length"
+    assert len(out.token_ids) == 9
+    text = list(PROMPTS[1])
+    for token in out.token_ids:
+        assert token == int(jnp.argmax(jsparse.logits(params, text)[0, -1]))
+        text.append(token)
+
+
+@pytest.mark.parametrize("given", ["int", "list", "defaults"])
+def test_an_end_token_stops_its_row_and_is_kept(params, given):
+    free = jsparse.generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])
+    # an id that comes up in the middle of row 0, and its first place in every row
+    end = free[0].token_ids[4]
+    if given == "defaults":
+        outs = jsparse.generate(with_defaults(params, eos_token_id=[end, 299]), PROMPTS, max_new_tokens=12)
+    else:
+        ends = end if given == "int" else [298, end]
+        outs = jsparse.generate(params, PROMPTS, max_new_tokens=12, eos_token_id=ends)
+    for out, whole in zip(outs, free, strict=True):
+        ids = whole.token_ids
+        stop = next((i for i, t in enumerate(ids) if t in ([end, 299] if given == "defaults" else [end])), None)
+        assert out.token_ids == (ids if stop is None else ids[: stop + 1])
+        assert out.finish_reason == ("length" if stop is None else "stop")
+        assert out.stats.new_tokens == len(out.token_ids)
+    assert outs[0].finish_reason == "stop"
+
+
+def test_no_end_tokens_never_stop(params):
+    free = jsparse.generate(params, PROMPTS[0], max_new_tokens=12, eos_token_id=[])
+    stopping = with_defaults(params, eos_token_id=free.token_ids[0])
+    assert len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12).token_ids) == 1
+    assert len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).token_ids) == 12
+
+
+def test_the_tokenizer_s_end_tokens_are_taken_by_default(texts, monkeypatch):
+    end = texts.tokenizer.eos_token_ids[0]
+    word = texts.tokenizer.encode("the", add_special_tokens=False)
+    (out,) = forced(texts, [[*word, end, *word]], monkeypatch, eos_token_id=None)
+    assert out.token_ids == [*word, end]
+    assert out.finish_reason == "stop"
+    assert out.text == "the"
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one. two. three", "two", "one. "),
+        ("one. two. three", ["zzz", "o. t", "e. t"], "on"),
+        ("aaab", "aab", "a"),
+        ("the cat in the hat", ("hat",), "the cat in the "),
+        ("the cat in the ha", "hat", "the cat in the ha"),
+        ("caf\N{LATIN SMALL LETTER E WITH ACUTE}\n\nnext", "\n\n", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"),
+        ("stop", "stop", ""),
+        ("no stop at all", [], "no stop at all"),
+    ],
+)
+def test_stop_strings_are_cut_off_even_across_tokens(texts, text, stop, expected, monkeypatch):
+    pieces = []
+    (out,) = forced(texts, [text], monkeypatch, stop=stop, streamer=[pieces.append])
+    assert out.text == expected
+    assert out.finish_reason == ("length" if expected == text else "stop")
+    assert "".join(pieces) == expected
+    assert texts.tokenizer.decode(out.token_ids).startswith(expected)
+
+
+def test_stopping_is_as_early_as_the_text_allows(texts, monkeypatch):
+    (out,) = forced(texts, ["ab. cdefgh"], monkeypatch, stop=". c")
+    assert texts.tokenizer.decode(out.token_ids) == "ab. c"
+
+
+def test_pieces_come_as_the_text_is_made_and_never_in_halves(texts, monkeypatch):
+    text = "\N{GREEK SMALL LETTER ALPHA}\N{SNOWMAN} the end\N{GRINNING FACE}s"
+    streams = [[], []]
+    outs = forced(texts, [text, "w on"], monkeypatch, streamer=[s.append for s in streams])
+    assert outs[0].text == text
+    for pieces, out in zip(streams, outs, strict=True):
+        assert "".join(pieces) == out.text
+        assert all(pieces)
+    assert len(streams[0]) > 5
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(streams[0])
+
+
+def test_an_unfinished_character_at_the_end_is_shown(texts, monkeypatch):
+    pieces = []
+    ids = texts.tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)[:-1]
+    (out,) = forced(texts, [ids], monkeypatch, streamer=[pieces.append])
+    assert out.text == texts.tokenizer.decode(ids) == "".join(pieces)
+    assert out.text.startswith("a\N{REPLACEMENT CHARACTER}")
+
+
+def test_random_text_streams_whole(texts):
+    streams = [[], [], []]
+    prompts = ["the cat", "a", "or so"]
+    outs = jsparse.generate(
+        texts, prompts, max_new_tokens=30, temperature=1.5, eos_token_id=[], streamer=[s.append for s in streams]
+    )
+    for pieces, out in zip(streams, outs, strict=True):
+        assert "".join(pieces) == out.text == texts.tokenizer.decode(out.token_ids)
+
+
+# Sampling
+
+
+def test_logprobs_are_those_of_the_dense_model(params):
+    """Of the model's own softmax, whatever the sampling options."""
+    outs = jsparse.generate(
+        params, PROMPTS, max_new_tokens=8, temperature=0.7, top_k=9, repetition_penalty=1.3, logprobs=True,
+        eos_token_id=[],
+    )  # fmt: skip
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        logits = np.asarray(jsparse.logits(params, [*prompt, *out.token_ids])[0], np.float64)
+        for i, token in enumerate(out.token_ids):
+            row = logits[len(prompt) - 1 + i]
+            expected = row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+            assert out.logprobs[i] == pytest.approx(expected, abs=1e-4)
+
+
+def test_seeds_repeat_and_differ(params):
+    def run(seed):
+        return jsparse.generate(params, PROMPTS[1], max_new_tokens=12, temperature=2.0, seed=seed).token_ids
+
+    assert run(3) == run(3)
+    assert len({tuple(run(seed)) for seed in (0, 1, 2, 3)}) == 4
+    # the upper half of a long seed counts too
+    assert run(2**40) != run(0)
+    assert run(2**63 - 1) != run(2**32 - 1)
+
+
+def test_a_row_s_draws_do_not_depend_on_the_other_rows(params):
+    options = {"max_new_tokens": 10, "temperature": 2.0, "seed": 7, "eos_token_id": []}
+    one = jsparse.generate(params, PROMPTS, **options)
+    two = jsparse.generate(params, [PROMPTS[0][:5], PROMPTS[1], PROMPTS[0]], **options)
+    assert one[1].token_ids == two[1].token_ids
+    assert one[0].token_ids != two[0].token_ids
+    same = jsparse.generate(params, [PROMPTS[1]] * 3, **options)
+    assert len({tuple(out.token_ids) for out in same}) == 3
+
+
+def test_choices_of_one_are_greedy(params):
+    greedy = jsparse.generate(params, PROMPTS[0], max_new_tokens=8).token_ids
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        out = jsparse.generate(params, PROMPTS[0], max_new_tokens=8, temperature=1.0, seed=5, **options)
+        assert out.token_ids == greedy, options
+
+
+def penalised_greedy(params, prompt, steps, penalty):
+    text = list(prompt)
+    for _ in range(steps):
+        logits = np.asarray(jsparse.logits(params, text)[0, -1])
+        for token in set(text):
+            logits = logits.copy()
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        text.append(int(logits.argmax()))
+    return text[len(prompt) :]
+
+
+def test_repetition_penalty_counts_prompt_and_new_tokens(params):
+    # a short prompt, so that greedy text would fall into a loop
+    prompt = PROMPTS[2]
+    expected = penalised_greedy(params, prompt, 10, 3.0)
+    out = jsparse.generate(params, [prompt, PROMPTS[1]], max_new_tokens=10, repetition_penalty=3.0, eos_token_id=[])
+    assert out[0].token_ids == expected
+    again = jsparse.generate(params, [out[0].token_ids * 2, prompt], max_new_tokens=10, repetition_penalty=50.0)
+    assert not set(again[0].token_ids) & set(out[0].token_ids)
+    assert len(set(again[0].token_ids)) == 10
+
+
+def test_generation_defaults_are_used_and_overruled(params):
+    prompt = PROMPTS[2]
+    model = with_defaults(params, temperature=1.5, top_k=20, repetition_penalty=2.0)
+    plain = jsparse.generate(params, prompt, max_new_tokens=10).token_ids
+    by_default = jsparse.generate(model, prompt, max_new_tokens=10, seed=4).token_ids
+    given = jsparse.generate(
+        params, prompt, max_new_tokens=10, seed=4, temperature=1.5, top_k=20, repetition_penalty=2.0
+    ).token_ids
+    assert by_default == given != plain
+    off = jsparse.generate(model, prompt, max_new_tokens=10, temperature=0, repetition_penalty=1.0)
+    assert off.token_ids == plain
+
+
+# Statistics
+
+
+def test_statistics_of_dense(params):
+    out = jsparse.generate(params, PROMPTS, max_new_tokens=6, eos_token_id=[])
+    for row, prompt in zip(out, PROMPTS, strict=True):
+        assert (row.stats.prompt_tokens, row.stats.new_tokens) == (len(prompt), 6)
+        assert row.stats.attended_fraction == row.stats.read_fraction == 1.0
+        assert row.stats.prefill_seconds > 0
+        assert row.stats.decode_tokens_per_second > 0
+    one = jsparse.generate(params, PROMPTS, max_new_tokens=1)[0].stats
+    assert one.attended_fraction is one.read_fraction is one.decode_tokens_per_second is None
+
+
+def test_statistics_of_streaming_are_those_of_hand_counting(params):
+    """Of the steps that made this row's tokens alone: rows that stop early count no further ones."""
+    sink, recent, page, steps = 3, 10, 8, 9
+    policy = f"streaming(sink={sink}, recent={recent})"
+    free = jsparse.generate(params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=[])
+    ends = free[0].token_ids[4]
+    outs = jsparse.generate(params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=ends)
+    assert len({len(out.token_ids) for out in outs}) > 1
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        attended, read = [], []
+        for length in range(len(prompt) + 1, len(prompt) + len(out.token_ids)):
+            slots = {s for s in range(length) if s < sink or s >= length - recent}
+            attended.append(len(slots) / length)
+            read.append(sum(min(page, length - page * p) for p in {s // page for s in slots}) / length)
+        assert out.stats.attended_fraction == pytest.approx(np.mean(attended))
+        assert out.stats.read_fraction == pytest.approx(np.mean(read))
+    assert outs[0].stats.attended_fraction < 0.5
+
+
+def test_progress_counts_up_to_the_end(params):
+    calls = []
+    jsparse.generate(params, PROMPTS, max_new_tokens=5, eos_token_id=[], on_progress=lambda *call: calls.append(call))
+    assert [c for c in calls if c[0] == "prefill"][-1] == ("prefill", 37, 37)
+    assert [c for c in calls if c[0] == "decode"] == [("decode", n, 5) for n in range(1, 6)]
+
+
+# Schedules
+
+
+def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
+    """11 tokens are 10 steps: maintained after steps 3, 6, 9; corrected after 4 and 8 with the newest 4 tokens."""
+    calls = []
+
+    def maintain(state, cache):
+        jax.debug.callback(lambda at: calls.append(("maintain", int(at))), cache.positions[0])
+        return state, cache
+
+    correct = prefill.correct
+
+    def watched(decoder, policy, weights, tokens, cache, state):
+        calls.append(("correct", int(cache.positions[0])))
+        newest.append(np.asarray(tokens))
+        return correct(decoder, policy, weights, tokens, cache, state)
+
+    newest = []
+    monkeypatch.setattr(prefill, "correct", watched)
+    policy = dense()._replace(maintain=maintain, period=3, correct_every=4)
+    out = jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
+    jax.effects_barrier()
+    assert sorted(at - 18 for what, at in calls if what == "maintain") == [3, 6, 9]
+    assert [at - 18 for what, at in calls if what == "correct"] == [4, 8]
+    assert [t[0].tolist() for t in newest] == [out.token_ids[:4], out.token_ids[4:8]]
+    assert out.token_ids == jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids
+
+
+def test_a_pool_that_ran_dry_is_an_error(params):
+    def maintain(state, cache):
+        return state, cache._replace(overflow=jnp.bool_(True))
+
+    policy = dense()._replace(maintain=maintain, period=2)
+    with pytest.raises(RuntimeError, match="ran out"):
+        jsparse.generate(params, PROMPTS[2], max_new_tokens=9, policy=policy, eos_token_id=[])
+
+
+# Compilations
+
+
+def compilations():
+    return traces(engine._step, engine._sample, engine._logits, engine._empty, engine._mark_seen, prefill.prefill_chunk)
+
+
+def test_other_prompts_of_the_same_size_compile_nothing(params):
+    def run(prompts, policy, **options):
+        return jsparse.generate(params, prompts, policy=policy, max_new_tokens=20, **options)
+
+    run(PROMPTS, "streaming(sink=4, recent=11)")
+    before = compilations()
+    # another seed and end, other lengths in the same bucket, the same policy in other words
+    run(random_prompts((33, 5, 40), seed=9), "streaming( recent = 11 )", seed=8, eos_token_id=[1])
+    run(PROMPTS, jsparse.streaming(recent=11), stop=())
+    run(PROMPTS, jsparse.parse_policy("streaming(4, 11)"))
+    assert compilations() == before
+    run(PROMPTS, "streaming(sink=5, recent=11)")
+    assert compilations() != before
+
+
+def test_a_model_loaded_twice_shares_its_compilations(texts):
+    jsparse.generate(texts, "the", max_new_tokens=4)
+    before = compilations()
+    jsparse.generate(jsparse.load(GGUF, dtype="float32"), "the", max_new_tokens=4)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 500, 513, 5000, 100_000])
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_buckets_are_few_and_close(tokens, page_size):
+    size = memory.bucket(tokens, page_size)
+    assert size >= tokens
+    assert size % page_size == 0
+    assert size <= max(tokens + 64, tokens * 1.25)
+
+
+def test_max_length_is_the_capacity(params, monkeypatch):
+    specs = []
+    monkeypatch.setattr(memory, "require_fit", lambda spec, policy: specs.append(spec))
+    jsparse.generate(params, PROMPTS[2], max_new_tokens=2, max_length=100, page_size=16)
+    jsparse.generate(params, PROMPTS[2], max_new_tokens=2, page_size=64)
+    assert [(s.page_size, s.num_pages, s.capacity) for s in specs] == [(16, 7, 112), (64, 1, 64)]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ([], {}, ["prompt", "at least one prompt"]),
+        ([[]], {}, ["prompt[0]", "empty", "at least one token"]),
+        (np.zeros(0, np.int32), {}, ["prompt", "empty"]),
+        ([[1], []], {}, ["prompt[1]", "empty"]),
+        ([1, 300], {}, ["prompt", "300", "0 to 299"]),
+        ([[1], [2, -1]], {}, ["prompt[1]", "-1", "0 to 299"]),
+        (np.array([1.0, 2.0]), {}, ["prompt", "float64", "integers"]),
+        (np.zeros((1, 1, 1), np.int32), {}, ["prompt", "3 axes"]),
+        (7, {}, ["prompt=7", "text"]),
+        ([1, "a"], {}, ["prompt=1", "token ids"]),
+        ([True], {}, ["prompt=True", "token ids"]),
+        ("text", {}, ["tokenizer", "tiny"]),
+        ([{"role": "user", "content": "x"}], {}, ["tokenizer", "tiny"]),
+        ([1] * 500, {"max_new_tokens": 13}, ["500", "max_new_tokens=13", "513", "at most 512"]),
+        ([1] * 9, {"max_length": 16, "max_new_tokens": 8}, ["9 tokens", "max_new_tokens=8", "17", "at most 16"]),
+        ([1], {"max_length": 0}, ["max_length=0", "at least 1"]),
+        ([1], {"max_length": 12.5}, ["max_length=12.5", "integer"]),
+        ([1], {"max_new_tokens": 0}, ["max_new_tokens=0", "at least 1"]),
+        ([1], {"max_new_tokens": True}, ["max_new_tokens=True", "integer"]),
+        ([1], {"max_new_tokens": None}, ["max_new_tokens=None", "integer"]),
+        ([1], {"page_size": 12}, ["page_size=12", "8, 16, 32, 64"]),
+        ([1], {"page_size": 16.0}, ["page_size=16.0", "8, 16, 32, 64"]),
+        ([1], {"temperature": -0.1}, ["temperature=-0.1", "at least 0"]),
+        ([1], {"temperature": float("nan")}, ["temperature=nan", "number"]),
+        ([1], {"temperature": "hot"}, ["temperature='hot'", "number"]),
+        ([1], {"top_k": -1}, ["top_k=-1", "integer"]),
+        ([1], {"top_k": 2.5}, ["top_k=2.5", "integer"]),
+        ([1], {"top_k": float("inf")}, ["top_k=inf", "integer"]),
+        ([1], {"top_p": 0}, ["top_p=0", "above 0"]),
+        ([1], {"top_p": 1.1}, ["top_p=1.1", "at most 1"]),
+        ([1], {"min_p": 1.5}, ["min_p=1.5", "0 to 1"]),
+        ([1], {"repetition_penalty": 0}, ["repetition_penalty=0", "above 0"]),
+        ([1], {"repetition_penalty": float("inf")}, ["repetition_penalty=inf", "number"]),
+        ([1], {"seed": -1}, ["seed=-1", "0 to 2^63 - 1"]),
+        ([1], {"seed": 2**63}, [f"seed={2**63}", "2^63"]),
+        ([1], {"seed": 1.0}, ["seed=1.0", "integer"]),
+        ([1], {"eos_token_id": 300}, ["eos_token_id=300", "0 to 299"]),
+        ([1], {"eos_token_id": [1, -2]}, ["eos_token_id=-2", "0 to 299"]),
+        ([1], {"eos_token_id": "x"}, ["eos_token_id='x'", "token ids"]),
+        ([1], {"eos_token_id": 1.5}, ["eos_token_id=1.5", "token ids"]),
+        ([1], {"stop": "x"}, ["stop", "tokenizer"]),
+        ([1], {"stop": [""]}, ["stop=['']", "at least one character"]),
+        ([1], {"stop": 3}, ["stop=3", "strings"]),
+        ([1], {"streamer": 3}, ["streamer=3", "callable"]),
+        ([[1], [2]], {"streamer": [print]}, ["streamer", "each of the 2"]),
+        ([1], {"policy": "nonesuch(3)"}, ["policy='nonesuch(3)'", "unknown policy 'nonesuch'", "streaming"]),
+        ([1], {"policy": "streaming(sink=-1)"}, ["sink=-1", "at least 0"]),
+        ([1], {"policy": "streaming(window=3)"}, ["policy='streaming(window=3)'", "window", "sink"]),
+        ([1], {"policy": "streaming(sink=4"}, ["policy='streaming(sink=4'", "expression"]),
+        ([1], {"policy": "__import__('os')"}, ["policy=", "unknown policy"]),
+        ([1], {"policy": 5}, ["policy=5", "expression"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(params, prompt, options, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        jsparse.generate(params, prompt, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in said:
+        assert part in message, message
+
+
+def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(engine, "_empty", lambda *_: pytest.fail("allocated"))
+    # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 16 rows
+    with pytest.raises(ValueError, match=r"max_length=512 for 16 prompt\(s\) takes \S+ MiB .* free"):
+        jsparse.generate(params, [[1]] * 16, max_new_tokens=2, max_length=512)
+
+
+def test_memory_counts_the_policy_s_state(params, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
+    jsparse.generate(params, [1], max_new_tokens=2, max_length=512)
+    heavy = dense()._replace(init=lambda spec: jnp.zeros((1024, 1024)))
+    with pytest.raises(ValueError, match="must fit"):
+        jsparse.generate(params, [1], max_new_tokens=2, max_length=512, policy=heavy)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([], ["(1, 0)", "at least one"]),
+        ([[[1]]], ["(1, 1, 1)", "[B, T]"]),
+        ([1.0], ["float64", "integers"]),
+        ([1, 300], ["300", "0 … 299"]),
+        ([-1], ["-1", "0 … 299"]),
+        ([1] * 513, ["513", "512"]),
+    ],
+)
+def test_bad_tokens_for_logits_are_refused(params, tokens, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        jsparse.logits(params, tokens)
+    for part in ["tokens", *said]:
+        assert part in str(error.value)

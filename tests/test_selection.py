@@ -1,0 +1,262 @@
+"""A selection means its token mask; counting, windows, unions and bits all agree with it."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jsparse.selection import (
+    Selection,
+    attended_tokens,
+    everything,
+    from_page_mask,
+    from_token_mask,
+    nothing,
+    pack_bits,
+    read_tokens,
+    token_mask,
+    union,
+    unpack_bits,
+    window,
+)
+
+B, K, P, M = 2, 2, 8, 5
+S = P * M
+KINDS = ("token", "page", "bits")
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: bool) -> Selection:
+    """Any list that is allowed: distinct, ascending, zeros behind; ids may lie past a head's length, bits may be 0."""
+    units = S if kind == "token" else M
+    ids = np.zeros((B, K, capacity), np.int32)
+    count = rng.integers(0, min(capacity, units) + 1, (B, K)).astype(np.int32)
+    for b, k in np.ndindex(B, K):
+        ids[b, k, : count[b, k]] = np.sort(rng.choice(units, count[b, k], replace=False))
+    bits = rng.integers(0, 2**P, ids.shape).astype(np.uint32) if kind == "bits" else None
+    if bits is not None:
+        bits[rng.random(ids.shape) < 0.2] = 0
+    flags = rng.random((B, K)) < 0.4 if dense else None
+    granularity = "token" if kind == "token" else "page"
+    return Selection(
+        jnp.asarray(ids),
+        jnp.asarray(count),
+        bits=None if bits is None else jnp.asarray(bits),
+        dense=None if flags is None else jnp.asarray(flags),
+        granularity=granularity,
+    )
+
+
+def on_host(selection: Selection) -> SimpleNamespace:
+    """Its fields as numpy arrays, which a loop reads fast."""
+    fields = {name: getattr(selection, name) for name in ("ids", "count", "bits", "dense")}
+    return SimpleNamespace(**jax.device_get(fields), granularity=selection.granularity)
+
+
+def random_lengths(rng: np.random.Generator) -> jax.Array:
+    edges = np.array([0, 1, P - 1, P, P + 1, S - 1, S])
+    free = rng.integers(0, S + 1, (B, K))
+    return jnp.asarray(np.where(rng.random((B, K)) < 0.5, rng.choice(edges, (B, K)), free), jnp.int32)
+
+
+def slow_mask(selection: Selection, lengths, *, page_size: int = P, slots: int = S) -> np.ndarray:
+    chosen, lengths = on_host(selection), np.asarray(lengths)
+    mask = np.zeros((*lengths.shape, slots), bool)
+    for b, k in np.ndindex(*lengths.shape):
+        n = int(chosen.count[b, k])
+        for at in range(n):
+            unit = int(chosen.ids[b, k, at])
+            if chosen.granularity == "token":
+                mask[b, k, unit] = True
+                continue
+            for t in range(page_size):
+                if chosen.bits is None or int(chosen.bits[b, k, at]) >> t & 1:
+                    mask[b, k, unit * page_size + t] = True
+        length = int(lengths[b, k])
+        if n and length:
+            mask[b, k, length - 1] = True
+        if chosen.dense is not None and chosen.dense[b, k]:
+            mask[b, k] = True
+        mask[b, k, length:] = False
+    return mask
+
+
+def slow_read(selection: Selection, lengths) -> np.ndarray:
+    """Tokens of every page that holds an attended or a listed token."""
+    chosen, lengths = on_host(selection), np.asarray(lengths)
+    total = np.zeros(lengths.shape, int)
+    for b, k in np.ndindex(*lengths.shape):
+        length, n = int(lengths[b, k]), int(chosen.count[b, k])
+        pages = set(np.asarray(chosen.ids[b, k, :n]).tolist()) | ({(length - 1) // P} if n and length else set())
+        total[b, k] = sum(min(max(length - page * P, 0), P) for page in pages)
+        if chosen.dense is not None and chosen.dense[b, k]:
+            total[b, k] = length
+    return total
+
+
+mask_of = jax.jit(functools.partial(token_mask, num_pages=M, page_size=P))
+attended = jax.jit(functools.partial(attended_tokens, page_size=P))
+read = jax.jit(functools.partial(read_tokens, page_size=P))
+join = jax.jit(union, static_argnums=2)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
+@given(seed=seeds)
+def test_mask_and_counts(kind, dense, seed):
+    rng = np.random.default_rng(seed)
+    selection, lengths = random_selection(rng, kind, 4, dense), random_lengths(rng)
+    expected = slow_mask(selection, lengths)
+    np.testing.assert_array_equal(mask_of(selection, lengths), expected)
+    np.testing.assert_array_equal(attended(selection, lengths), expected.sum(-1))
+    if kind == "token":
+        np.testing.assert_array_equal(read(selection, lengths), expected.sum(-1))
+    else:
+        np.testing.assert_array_equal(read(selection, lengths), slow_read(selection, lengths))
+
+
+def test_newest_token_only_rides_with_a_list():
+    lengths = jnp.array([[11]], jnp.int32)
+    listed = Selection(jnp.array([[[0]]], jnp.int32), jnp.array([[1]], jnp.int32), jnp.array([[[0b10]]], jnp.uint32))
+    assert np.flatnonzero(token_mask(listed, lengths, num_pages=2, page_size=8)).tolist() == [1, 10]
+    assert attended_tokens(listed, lengths, 8).item() == 2
+    assert read_tokens(listed, lengths, 8).item() == 8 + 3  # the newest token's page holds three
+    assert not token_mask(nothing(lengths), lengths, num_pages=2, page_size=8).any()
+    assert attended_tokens(nothing(lengths), lengths, 8).item() == 0
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+def test_nothing_and_everything(granularity):
+    lengths = jnp.array([[0, 1], [S, 13]], jnp.int32)
+    assert not mask_of(nothing(lengths, granularity), lengths).any()
+    np.testing.assert_array_equal(mask_of(everything(lengths), lengths), np.arange(S) < lengths[..., None])
+    for count in (attended, read):
+        np.testing.assert_array_equal(count(nothing(lengths, granularity), lengths), 0)
+        np.testing.assert_array_equal(count(everything(lengths), lengths), lengths)
+
+
+@pytest.mark.parametrize(("page_size", "granularity"), [(8, "page"), (32, "page"), (8, "token")])
+@pytest.mark.parametrize(
+    ("sink", "recent"),
+    [(0, 1), (4, 0), (0, 0), (4, 20), (8, 8), (9, 17), (40, 40), (100, 0), (0, 2**30), (2**40, 2**40)],
+)
+def test_window_is_the_obvious_mask(sink, recent, page_size, granularity):
+    num_pages = 96 // page_size
+
+    @jax.jit
+    def run(lengths):
+        chosen = window(
+            lengths, sink=sink, recent=recent, num_pages=num_pages, page_size=page_size, granularity=granularity
+        )
+        mask = token_mask(chosen, lengths, num_pages=num_pages, page_size=page_size)
+        return chosen, mask, attended_tokens(chosen, lengths, page_size)
+
+    lengths = np.arange(0, 97, dtype=np.int32).reshape(1, -1)  # every length there is
+    chosen, got, attended = run(lengths)
+    slot, length = np.arange(96), lengths.astype(np.int64)[..., None]
+    expected = (slot < length) & ((slot < sink) | (slot >= length - recent))
+    expected |= (slot == length - 1) & expected.any(-1, keepdims=True)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(attended, expected.sum(-1))
+    assert_well_formed(chosen)
+    most = -(-sink // page_size) + -(-recent // page_size) + 1 if granularity == "page" else sink + recent
+    assert chosen.ids.shape[-1] <= min(most, 96)
+
+
+def assert_well_formed(selection: Selection) -> None:
+    chosen = on_host(selection)
+    for b, k in np.ndindex(*chosen.count.shape):
+        n, ids = int(chosen.count[b, k]), chosen.ids[b, k]
+        assert (np.diff(ids[:n]) > 0).all(), ids
+        assert not ids[n:].any(), ids
+        if chosen.bits is not None:
+            assert not chosen.bits[b, k, n:].any()
+
+
+@pytest.mark.parametrize("dense", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("kinds", [("token", "token"), ("page", "page"), ("bits", "page"), ("bits", "bits")])
+@settings(max_examples=25)
+@given(seed=seeds)
+def test_union_is_the_or_of_the_masks(kinds, dense, seed):
+    rng = np.random.default_rng(seed)
+    a, b = (random_selection(rng, kind, n, d) for kind, n, d in zip(kinds, (4, 3), dense, strict=True))
+    units = S if kinds[0] == "token" else M
+    lengths = random_lengths(rng)
+    both = join(a, b, units)
+    np.testing.assert_array_equal(mask_of(both, lengths), slow_mask(a, lengths) | slow_mask(b, lengths))
+    assert both.ids.shape[-1] <= units
+    assert_well_formed(both)
+
+
+def test_union_of_empty_lists_keeps_dense_heads():
+    lengths = jnp.array([[3, 9]], jnp.int32)
+    both = union(nothing(lengths), everything(lengths), M)
+    np.testing.assert_array_equal(mask_of(both, lengths), np.arange(S) < lengths[..., None])
+
+
+def test_union_of_pages_and_tokens_is_refused():
+    lengths = jnp.array([[3]], jnp.int32)
+    with pytest.raises(ValueError, match="granularity='token': must equal"):
+        union(nothing(lengths), nothing(lengths, "token"), M)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 31, 32])
+def test_bits_round_trip(page_size):
+    marks = np.random.default_rng(page_size).random((3, 4, page_size)) < 0.5
+    marks[0, 0], marks[0, 1] = True, False
+    words = np.asarray(pack_bits(jnp.asarray(marks)))
+    assert words.dtype == np.uint32
+    for at in np.ndindex(3, 4):
+        assert int(words[at]) == sum(1 << t for t in range(page_size) if marks[at][t])
+    np.testing.assert_array_equal(unpack_bits(jnp.asarray(words), page_size), marks)
+
+
+def test_bits_of_a_large_page_are_refused():
+    with pytest.raises(ValueError, match="page_size=33: must be at most 32"):
+        pack_bits(jnp.zeros((1, 33), bool))
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+@settings(max_examples=40)
+@given(seed=seeds)
+@example(seed=0)
+def test_token_masks_round_trip(granularity, seed):
+    rng = np.random.default_rng(seed)
+    marks = rng.random((B, K, S)) < rng.choice([0.0, 0.05, 0.5, 1.0], (B, K, 1))
+    lengths = jnp.full((B, K), S, jnp.int32)
+    selection = from_token_mask(
+        jnp.asarray(marks), S if granularity == "token" else M, page_size=P, granularity=granularity
+    )
+    expected = marks.copy()
+    expected[..., -1] |= marks.any(-1)
+    np.testing.assert_array_equal(mask_of(selection, lengths), expected)
+    assert_well_formed(selection)
+
+
+def test_full_words_survive_a_page_of_32():
+    marks = jnp.ones((1, 1, 64), bool)
+    lengths = jnp.array([[61]], jnp.int32)
+    selection = from_token_mask(marks, 2, page_size=32, granularity="page")
+    assert selection.bits is not None
+    assert selection.bits.tolist() == [[[0xFFFFFFFF, 0xFFFFFFFF]]]
+    assert attended_tokens(selection, lengths, 32).item() == 61
+    np.testing.assert_array_equal(
+        token_mask(selection, lengths, num_pages=2, page_size=32), slow_mask(selection, lengths, page_size=32, slots=64)
+    )
+
+
+@settings(max_examples=25)
+@given(seed=seeds)
+def test_page_masks_round_trip(seed):
+    marks = np.random.default_rng(seed).random((B, K, M)) < 0.5
+    marks[..., -1] |= marks.any(-1)  # the newest token's page
+    selection = from_page_mask(jnp.asarray(marks), M)
+    got = mask_of(selection, jnp.full((B, K), S, jnp.int32))
+    np.testing.assert_array_equal(got, np.repeat(marks, P, axis=-1))
+    assert_well_formed(selection)

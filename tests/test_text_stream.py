@@ -1,0 +1,124 @@
+"""Text in pieces: whatever the tokens and stop strings, the pieces add up to the text."""
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jsparse.text_stream import TextStream
+
+SPECIAL = -1
+
+
+class ByteTokenizer:
+    """Ids are bytes; like a byte-level BPE, what is no character becomes U+FFFD. SPECIAL has no text."""
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i != SPECIAL).decode("utf-8", errors="replace")
+
+
+class WordTokenizer:
+    """Ids name pieces; like sentencepiece, one leading space of what is decoded is dropped."""
+
+    def __init__(self, *pieces: str):
+        self.pieces = pieces
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids if i != SPECIAL).removeprefix(" ")
+
+
+def run(tokenizer: Any, ids, stop=()):
+    """The pieces in order (the flush last), the stream, and how many ids it took."""
+    stream, pieces = TextStream(tokenizer, tuple(stop)), []
+    for token in ids:
+        if not stream.stopped:
+            pieces.append(stream.push(token))
+    taken = len(pieces)
+    pieces.append(stream.finish())
+    return pieces, stream, taken
+
+
+def test_a_character_over_several_tokens_waits_for_its_end():
+    pieces, stream, _ = run(ByteTokenizer(), "né→🙂!".encode())
+    assert pieces == ["n", "", "é", "", "", "→", "", "", "", "🙂", "!", ""]
+    assert stream.text == "né→🙂!"
+
+
+def test_an_unfinished_character_comes_with_the_flush():
+    pieces, stream, _ = run(ByteTokenizer(), b"a" + "→".encode()[:2])
+    assert pieces == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert stream.text == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_spaces_survive_decoders_that_strip():
+    tokenizer = WordTokenizer(" one", " two", "!")
+    assert run(tokenizer, [0, 1, 2, 0])[0] == ["one", " two", "!", " one", ""]
+    assert run(tokenizer, [0, SPECIAL, 1, SPECIAL, SPECIAL, 1])[1].text == "one two two"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected", "text"),
+    [
+        (["ab", "ST", "OP", "cd"], ["STOP"], ["ab", "", "", ""], "ab"),
+        (["ab", "ST", "art"], ["STOP"], ["ab", "", "STart", ""], "abSTart"),
+        (["ab", "ST"], ["STOP"], ["ab", "", "ST"], "abST"),
+        (["abSTOPcd"], ["STOP"], ["ab", ""], "ab"),
+        (["STOP"], ["STOP"], ["", ""], ""),
+        (["x", "aa", "ab"], ["aab"], ["x", "", "a", ""], "xa"),  # the match begins in the middle of another start
+        (["a", "bc"], ["abcd", "bc"], ["", "a", ""], "a"),
+        (["ab", "cd"], ["cd", "bc"], ["a", "", ""], "a"),  # of several, the one that begins first
+        (["ab", "c"], ["b", "abc"], ["a", ""], "a"),
+        (["1\n", "\n2"], ["\n\n"], ["1", "", ""], "1"),
+        (["one", "two"], [], ["one", "two", ""], "onetwo"),
+    ],
+)
+def test_stop_strings(pieces, stop, expected, text):
+    got, stream, _ = run(WordTokenizer(*pieces), range(len(pieces)), stop)
+    assert (got, stream.text) == (expected, text)
+    assert stream.stopped == (text != "".join(pieces))
+
+
+letters = st.sampled_from(["a", "b", "ab", "ba", "aab", "é", "→", "🙂", " "])
+stops = st.lists(st.text("abé", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=400)
+@given(st.lists(letters, max_size=10), stops)
+@example(["a", "a", "b"], ["ab", "aab"])
+def test_pieces_add_up_and_stop_where_they_should(words, stop):
+    ids = list("".join(words).encode())
+    pieces, stream, taken = run(ByteTokenizer(), ids, stop)
+    assert "".join(pieces) == stream.text
+    # the slow way: decode all anew after each id, and look for the first stop string
+    for n in range(len(ids) + 1):
+        text = bytes(ids[:n]).decode("utf-8", errors="ignore")
+        found = [text.find(s) for s in stop if s in text]
+        if found:
+            assert (stream.text, stream.stopped, taken) == (text[: min(found)], True, n)
+            return
+    assert (stream.text, stream.stopped) == ("".join(words), False)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from([*"aé→🙂".encode(), 0xFF, 0xC3, SPECIAL]), max_size=14))
+@example([*"\N{REPLACEMENT CHARACTER}".encode(), 0x61])
+def test_any_bytes_become_the_text_of_all_ids(ids):
+    pieces, stream, _ = run(ByteTokenizer(), ids)
+    assert "".join(pieces) == stream.text == ByteTokenizer().decode(ids)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([0, 1, 2, 3, SPECIAL]), max_size=12), stops)
+def test_words_become_the_text_of_all_ids(ids, stop):
+    tokenizer = WordTokenizer(" a", " b", "ab", "é ")
+    pieces, stream, taken = run(tokenizer, ids, stop)
+    assert "".join(pieces) == stream.text
+    whole = tokenizer.decode(ids[:taken])
+    assert whole.startswith(stream.text)
+    assert stream.stopped or stream.text == whole
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    pieces, stream, _ = run(None, [1, 2], ())
+    assert (pieces, stream.text, stream.stopped) == (["", "", ""], "", False)

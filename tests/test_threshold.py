@@ -1,0 +1,130 @@
+"""top-k, top-p and compaction against slow numpy loops."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse.threshold import compact, top_k_mask, top_p_mask
+
+SIZE = 12
+TINY = float(np.finfo(np.float32).tiny)
+top_k = jax.jit(top_k_mask)
+top_p = jax.jit(top_p_mask)
+
+odd = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, TINY, -TINY])
+plain = st.floats(width=32, allow_subnormal=False)
+few = st.sampled_from([0.25, 0.5, 1.0])
+scores_rows = st.lists(st.lists(odd | plain | few, min_size=SIZE, max_size=SIZE), min_size=2, max_size=2)
+weight = st.floats(0, 1, width=32, allow_subnormal=False) | few | st.sampled_from([0.0, TINY, 1e-20, 1e-7])
+weight_rows = st.lists(st.lists(weight, min_size=SIZE, max_size=SIZE), min_size=2, max_size=2)
+
+
+def slow_top_k(row: np.ndarray, k: int) -> np.ndarray:
+    wanted = [i for i in range(row.size) if not np.isnan(row[i]) and row[i] > -np.inf]
+    wanted.sort(key=lambda i: (-row[i], i))  # -0.0 == 0.0, as it should be
+    mask = np.zeros(row.size, bool)
+    mask[wanted[:k]] = True
+    return mask
+
+
+def slow_compact(row: np.ndarray, capacity: int) -> tuple[list[int], int]:
+    ids = [i for i in range(row.size) if row[i]][:capacity]
+    return ids + [0] * (capacity - len(ids)), len(ids)
+
+
+@settings(max_examples=300)
+@given(scores_rows, st.lists(st.integers(-1, SIZE + 3), min_size=2, max_size=2))
+def test_top_k_is_the_sorted_prefix(rows, k):
+    scores = np.array(rows, np.float32)
+    expected = np.stack([slow_top_k(row, max(n, 0)) for row, n in zip(scores, k, strict=True)])
+    np.testing.assert_array_equal(top_k(scores, np.array(k, np.int32)), expected)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(-3, 3), min_size=SIZE, max_size=SIZE), st.integers(0, SIZE))
+def test_top_k_breaks_ties_by_index(row, k):
+    scores = np.array([row], np.float32)
+    np.testing.assert_array_equal(top_k(scores, np.int32(k))[0], slow_top_k(scores[0], k))
+
+
+def test_top_k_takes_one_k_for_all_rows_and_low_precision():
+    scores = np.random.default_rng(0).normal(size=(2, 3, 40)).astype(np.float32)
+    got = top_k_mask(jax.numpy.asarray(scores, "bfloat16"), 7)
+    rounded = np.asarray(jax.numpy.asarray(scores, "bfloat16").astype("float32"))
+    np.testing.assert_array_equal(got, [[slow_top_k(row, 7) for row in rows] for rows in rounded])
+
+
+def test_top_k_takes_subnormals_for_zeros_or_for_themselves():
+    """Some devices flush them to 0; either way k entries are marked, the largest first."""
+    scores = np.array([[0.0, 1e-40, -1e-40, 2e-40, -1.0, 1.0]], np.float32)
+    mask = np.asarray(top_k(scores, np.int32(3)))[0]
+    assert mask.sum() == 3
+    assert mask[5]
+    assert not mask[4]
+
+
+def assert_smallest_set(weights: np.ndarray, p: float, mask: np.ndarray) -> None:
+    exact = weights.astype(np.float64)
+    slack = 1e-6 * exact.sum()
+    chosen = exact[mask]
+    if exact.sum() == 0:
+        assert not mask.any()
+        return
+    assert chosen.size
+    assert (chosen > 0).all()
+    assert chosen.sum() >= p * exact.sum() - slack
+    if p >= 1:
+        np.testing.assert_array_equal(mask, exact > 0)
+    elif chosen.size > 1:
+        assert chosen.sum() - chosen.min() < p * exact.sum() + slack
+    # the likeliest are chosen, and of equals the first
+    order = sorted(range(exact.size), key=lambda i: (-exact[i], i))
+    np.testing.assert_array_equal(np.sort(order[: chosen.size]), np.flatnonzero(mask))
+
+
+@settings(max_examples=300)
+@given(weight_rows, st.lists(st.floats(0, 1, width=32) | st.sampled_from([1e-45, 1e-38, 0.5]), min_size=2, max_size=2))
+def test_top_p_is_the_smallest_set(rows, p):
+    weights = np.array(rows, np.float32)
+    got = np.asarray(top_p(weights, np.array(p, np.float32)))
+    for row, share, mask in zip(weights, p, got, strict=True):
+        assert_smallest_set(row, share, mask)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.75, 1.0])
+def test_top_p_of_equal_weights_counts_them(p):
+    weights = np.full((1, 8), 0.125, np.float32)  # sums of these are exact
+    expected = np.arange(8) < np.ceil(8 * p)
+    np.testing.assert_array_equal(top_p(weights, np.float32(p))[0], expected)
+
+
+def test_top_p_over_many_orders_of_magnitude():
+    weights = (10.0 ** -np.arange(36)).astype(np.float32)[None]
+    for p, count in ((0.5, 1), (0.95, 2), (0.995, 3), (1.0, 36)):
+        assert np.asarray(top_p(weights, np.float32(p)))[0].sum() == count
+
+
+def test_top_p_of_a_long_softmax_keeps_its_mass():
+    logits = np.random.default_rng(1).normal(size=(4, 20_000)) * 3
+    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float32)
+    for row, mask in zip(weights, np.asarray(top_p(weights, np.float32(0.9))), strict=True):
+        assert_smallest_set(row, 0.9, mask)
+
+
+def test_no_weight_marks_nothing_and_tiny_p_marks_one():
+    weights = np.array([[0, 0, 0, 0], [0, 0.5, 0.25, 0.5]], np.float32)
+    for p in (0.0, 1e-45, 1e-38, 1e-9):
+        np.testing.assert_array_equal(top_p(weights, np.float32(p)), [[0, 0, 0, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(top_p(weights, np.float32(1.0)), [[0, 0, 0, 0], [0, 1, 1, 1]])
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.booleans(), min_size=SIZE, max_size=SIZE), min_size=3, max_size=3), st.integers(0, 2))
+def test_compact_lists_the_marked(rows, which):
+    capacity = (1, 5, SIZE + 2)[which]
+    mask = np.array(rows)
+    ids, count = jax.jit(compact, static_argnums=1)(mask, capacity)
+    for row, got, n in zip(mask, np.asarray(ids), np.asarray(count), strict=True):
+        assert (got.tolist(), n) == slow_compact(row, capacity)

@@ -1,0 +1,101 @@
+"""A tiny random model, and ways to run the engine on forced tokens and look at every step's logits."""
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.cache import CacheSpec
+from jsparse.models.checkpoint import Params
+from jsparse.models.config import ModelConfig
+from jsparse.models.transformer import weight_shapes
+from jsparse.policy import Policy
+
+# `jsparse.generate` is the function; the module of that name has to be asked for
+engine = importlib.import_module("jsparse.generate")
+VOCAB = 300
+
+
+@cache
+def tiny_params(num_layers: int = 3, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0) -> Params:
+    """A model whose weights are so large that attention is peaked and every mistake moves the logits."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if leaf.ndim == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+        gain = 1.0 if "embed" in jax.tree_util.keystr(path) else 1.7 * leaf.shape[0] ** -0.5
+        return jnp.asarray(gain * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    weights = jax.tree_util.tree_map_with_path(draw, weight_shapes(config, jnp.float32))
+    return Params(weights, config, None, {}, "tiny")
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    """One prompt of random ids for each length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(VOCAB, size=n).tolist() for n in lengths]
+
+
+def random_tokens(rows: int, steps: int, seed: int = 2) -> np.ndarray:
+    """Ids to force on the engine, int32[rows, steps]."""
+    return np.random.default_rng(seed).integers(VOCAB, size=(rows, steps)).astype(np.int32)
+
+
+def engine_logits(
+    params: Params, policy: Policy | str, prompts: list[list[int]], forced: np.ndarray, *, chunk: int = 512, **options
+) -> np.ndarray:
+    """Runs `generate` itself with `forced` in place of what it would sample; float32[steps, B, V].
+
+    Entry i holds the logits after the prompt and the first i forced tokens. Prompts are read in pieces of `chunk`.
+    """
+    seen = []
+
+    def sample(_, logits, key, step, mask):
+        seen.append(np.asarray(logits))
+        return jnp.asarray(forced[:, int(step)]), jnp.zeros(len(prompts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_sample", sample)
+        patch.setattr(engine, "prefill_chunk_tokens", lambda batch: chunk)
+        steps = forced.shape[1]
+        engine.generate(params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options)
+    return np.stack(seen)
+
+
+def traces(*jitted: Any) -> list[int]:
+    """How often each jitted function has been traced so far."""
+    return [function._cache_size() for function in jitted]
+
+
+def spec_of(params: Params, batch: int, *, page_size: int = 8, num_pages: int = 16) -> CacheSpec:
+    """The cache's sizes for this model."""
+    c = params.config
+    return CacheSpec(
+        c.num_layers, batch, c.num_heads, c.num_kv_heads, c.head_dim, page_size, num_pages, jnp.dtype(params.dtype)
+    )
+
+
+def assert_close(actual, expected, *, rtol: float = 2e-4, **at) -> None:
+    """Compares logits by their largest difference over the largest logit; says where it lies."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, at
+    error = np.abs(actual - expected) / np.abs(expected).max()
+    assert np.isfinite(actual).all(), at
+    assert error.max() <= rtol, (error.max(), np.unravel_index(error.argmax(), error.shape), at)
