@@ -34,7 +34,7 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jsparse import cache as kv_cache
-    from jsparse.generate import _sample, _step
+    from jsparse import loop
     from jsparse.models.transformer import Decoder, random_weights
     from jsparse.policies import parse
     from jsparse.sampling import Sampling
@@ -70,8 +70,8 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     began = time.perf_counter()
 
     def step(tokens, cache, state):
-        logits, cache, state, _ = _step(decoder, method, weights, tokens, cache, state)
-        return _sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state
+        logits, cache, state, _ = loop.step(decoder, method, weights, tokens, cache, state)
+        return loop.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state
 
     tokens, cache, state = step(tokens, cache, state)
     tokens.block_until_ready()

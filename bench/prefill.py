@@ -26,8 +26,8 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
+    from jsparse import loop
     from jsparse.cache import CacheSpec
-    from jsparse.generate import _prefill
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.policy import dense
@@ -48,7 +48,7 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
 
     def once() -> float:
         began = time.perf_counter()
-        _prefill(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
+        loop.prime(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
         return time.perf_counter() - began
 
     warm_up = once()

@@ -5,24 +5,44 @@ out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
 print(out.text)
 """
 
-from importlib.metadata import PackageNotFoundError, version
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from jsparse.cache import KVCache
-from jsparse.generate import Generation, GenerationStats, generate
-from jsparse.models.checkpoint import Params, load, save
-from jsparse.policies import parse as parse_policy
-from jsparse.policies.oracle import oracle_top_k, oracle_top_p
-from jsparse.policies.streaming import streaming
-from jsparse.policies.wrappers import dense_layers, keep
-from jsparse.policy import Policy, dense
-from jsparse.scoring import logits
-from jsparse.selection import Selection
+if TYPE_CHECKING:
+    from jsparse.cache import KVCache
+    from jsparse.generation import generate
+    from jsparse.models.checkpoint import Params, load, save
+    from jsparse.output import Generation, GenerationStats
+    from jsparse.policies import parse as parse_policy
+    from jsparse.policies.oracle import oracle_top_k, oracle_top_p
+    from jsparse.policies.streaming import streaming
+    from jsparse.policies.wrappers import dense_layers, keep
+    from jsparse.policy import Policy, dense
+    from jsparse.scoring import logits
+    from jsparse.selection import Selection
 
-try:
-    __version__ = version("jsparse")
-except PackageNotFoundError:  # a bare checkout on PYTHONPATH
-    __version__ = "0.0.0+checkout"
+    __version__: str
 
+# Where each name is found when it is first used: jax takes seconds to import, and `jsparse --help` needs none of it.
+_HOMES = {
+    "Generation": "jsparse.output",
+    "GenerationStats": "jsparse.output",
+    "KVCache": "jsparse.cache",
+    "Params": "jsparse.models.checkpoint",
+    "Policy": "jsparse.policy",
+    "Selection": "jsparse.selection",
+    "dense": "jsparse.policy",
+    "dense_layers": "jsparse.policies.wrappers",
+    "generate": "jsparse.generation",
+    "keep": "jsparse.policies.wrappers",
+    "load": "jsparse.models.checkpoint",
+    "logits": "jsparse.scoring",
+    "oracle_top_k": "jsparse.policies.oracle",
+    "oracle_top_p": "jsparse.policies.oracle",
+    "parse_policy": "jsparse.policies",
+    "save": "jsparse.models.checkpoint",
+    "streaming": "jsparse.policies.streaming",
+}
 __all__ = [
     "Generation",
     "GenerationStats",
@@ -43,3 +63,27 @@ __all__ = [
     "save",
     "streaming",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value = _version()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), "parse" if name == "parse_policy" else name)
+    else:
+        raise AttributeError(f"module 'jsparse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("jsparse")
+    except PackageNotFoundError:  # a bare checkout on PYTHONPATH
+        return "0.0.0+checkout"

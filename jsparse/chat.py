@@ -43,7 +43,7 @@ class Chat:
         Raises:
             ValueError: as `jsparse.generate`; the message is then forgotten.
         """
-        from jsparse.generate import generate
+        from jsparse.generation import generate
 
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         output = TextOutput(self._bars)

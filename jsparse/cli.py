@@ -20,8 +20,8 @@ from jsparse.console import Bars, TextOutput, print_error, print_stats, quiet_ja
 from jsparse.generation_options import DtypeName, GenerationOptions, takes_generation_options
 
 if TYPE_CHECKING:
-    from jsparse.generate import Generation
     from jsparse.models.checkpoint import Params
+    from jsparse.output import Generation
 
 
 class _Commands(TyperGroup):
@@ -153,7 +153,7 @@ def policies() -> None:
         parameters = inspect.signature(build).parameters.values()
         shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
         summary = (inspect.getdoc(build) or "").partition("\n\n")[0].replace("\n", " ")
-        table.add_row(f"{name}({shown})" if shown else name, summary or "everything: the exact model")
+        table.add_row(f"{name}({shown})" if shown else name, summary)
     Console(highlight=False).print(table)
 
 
@@ -175,7 +175,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def _generate_text(params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars) -> None:
     """Streams the text, as far as it comes."""
-    from jsparse.generate import generate
+    from jsparse.generation import generate
 
     output = TextOutput(bars, shown)
     try:
@@ -189,7 +189,7 @@ def _generate_text(params: "Params", prompt: Any, shown: str, options: Generatio
 
 def _generate_json(params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars) -> None:
     """Prints the result; of an interrupted run the text so far."""
-    from jsparse.generate import generate
+    from jsparse.generation import generate
 
     pieces: list[str] = []
     made = None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 if TYPE_CHECKING:
-    from jsparse.generate import GenerationStats
+    from jsparse.output import GenerationStats
 
 
 def quiet_jax() -> None:

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jsparse import memory
-from jsparse.models.checkpoint import FAMILIES, load
+from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
-from jsparse.models.gguf import GGUFFile
-from jsparse.models.hub import locate
-from jsparse.models.safetensors_files import read_json
 from jsparse.models.weights import list_weights
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -31,7 +28,7 @@ def describe(model: str, *, dtype: str, context: int | None = None, revision: st
         FileNotFoundError: there is no such model.
         ValueError: it is of no supported kind, or `context` is out of its range.
     """
-    config = read_config(locate(model, revision), model)
+    config = read_config(model, revision=revision)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:
@@ -52,38 +49,6 @@ def describe(model: str, *, dtype: str, context: int | None = None, revision: st
         "context": context,
         "largest_batch": tokens // context,
     }
-
-
-def read_config(path: Path, model: str) -> ModelConfig:
-    """The config of a folder or a GGUF file.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is malformed, or the model of no supported family.
-    """
-    if path.is_dir():
-        fields = read_json(path / "config.json")
-        if "family" in fields:  # a saved model: its weights are checked with its config
-            return load(model).config
-        name, source = fields.get("model_type"), path / "config.json"
-    elif path.suffix == ".gguf":
-        store = GGUFFile(path)
-        name, source = store.metadata.get("general.architecture"), path
-    else:
-        raise ValueError(f"model={model!r}: must be a .gguf file or a folder")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{source}: the model's kind is {name!r}: must be one of {list(FAMILIES)}")
-    family = FAMILIES[name]
-    try:
-        if path.is_dir():
-            return family.config_from_hf(fields)
-        config = family.config_from_gguf(store.metadata, store.shapes)
-        if "rope_freqs.weight" in store.shapes:
-            factors = tuple(store.read("rope_freqs.weight").astype(float).ravel().tolist())
-            config = dataclasses.replace(config, rope_factors=factors)
-        return config
-    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:  # a config may hold values of any type
-        raise ValueError(f"{source}: {error}") from None
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -13,6 +13,9 @@ Per decode step and layer        append(state, layer, k, v, tokens, positions, c
                                  select(state, layer, q, cache) -> (Selection, summary | None, state)
                                  [attention; `summary` is an (o, lse) partial that is merged into its result]
                                  update(state, layer, stats, cache) -> state
+While a token is taken in, `cache.positions` is still its own position (of several, the first's), and the lengths of a
+layer count it from `append` on.
+
 Every `period` steps             maintain(state, cache) -> (state, cache), a jitted call of its own
 Every `correct_every` steps      the engine computes the last tokens again as one dense chunk, overwrites their K and V
                                  and calls `append` for them once more: writing a position again replaces it.
@@ -100,10 +103,12 @@ class Policy(NamedTuple):
         prefill, append, update, maintain: see the module's docstring; by default they change nothing.
         stats: layer -> what attention must report there: None, "page_mass" or "token_logits".
         fallback: (state, layer, cache) -> bool[], computed on the device: where true this step's layer is dense, and
-            neither select nor sparse attention runs. None: never.
+            neither select nor sparse attention runs. None: never. It speaks for the whole batch: where rows differ,
+            select must make the rows that it concerns dense itself.
         period: steps between calls of maintain; 0 is never.
         window: W, the last prompt queries that prefill wants.
-        correct_every: steps between corrections; 0 is never.
+        correct_every: steps between corrections; 0 is never. Not for methods whose maintain truncates heads: a
+            correction takes all heads of a row to hold the same tokens.
         needs: optional fields of the cache that it uses (jsparse.cache.OPTIONAL_FIELDS).
         full: hyper-parameters at which the method equals dense attention; None where no such exist.
         name: the expression that builds it.
@@ -176,7 +181,7 @@ def fraction(name: str, value: Any) -> None:
 
 @builder
 def dense() -> Policy:
-    """Every head attends to everything: the exact model, and the example of the contract."""
+    """Everything: the exact model."""
 
     def select(state: State, layer: int, q: Array, cache: KVCache):
         return everything(cache.layers[layer].lengths), None, state

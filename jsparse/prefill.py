@@ -6,7 +6,7 @@ No more than one chunk × one block of scores ever exists, and one compilation s
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
+
+# Tokens of a chunk, and of a block of the cache that it attends to: with flash attention nothing of that size squared
+# is stored, without it the scores are.
+FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
 
 
 class PrefillCarry(NamedTuple):
@@ -87,6 +91,7 @@ def correct(
     """
     count = tokens.shape[1]
     first = cache.positions - count
+    cache = cache._replace(positions=first)  # as they stood before the first of these tokens
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
     all_valid = jnp.full_like(first, count)
 
@@ -100,7 +105,7 @@ def correct(
         return o
 
     hidden_states(decoder, weights, tokens, positions, attend)
-    return cache, state
+    return cache._replace(positions=first + count), state
 
 
 def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows) -> ChunkQueries:
@@ -110,7 +115,7 @@ def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, vali
     many tokens, as they do unless a policy has compacted them.
     """
     lengths = held.lengths[:, 0] - valid
-    pages = _block_pages(held, max(q.shape[1], 8192 if _has_cudnn(q) else 512))
+    pages = _block_pages(held, max(q.shape[1], FLASH_CHUNK if _has_cudnn(q.shape[-1], q.dtype) else PLAIN_CHUNK))
     block = pages * held.page_size
 
     def step(i: Array, partial_: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -139,7 +144,7 @@ def flash(
         v.astype(q.dtype),
         is_causal=causal,
         key_value_seq_lengths=kv_lengths,
-        implementation="cudnn" if _has_cudnn(q) else "xla",
+        implementation="cudnn" if _has_cudnn(q.shape[-1], q.dtype) else "xla",
         return_residual=True,
     )
     o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)
@@ -149,8 +154,8 @@ def flash(
     return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
 
 
-def _has_cudnn(q: ChunkQueries) -> bool:
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.dtype in (jnp.bfloat16, jnp.float16)
+def _has_cudnn(head_dim: int, dtype: Any) -> bool:
+    fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
     return fits and jax.default_backend() == "gpu"
 
 
@@ -170,6 +175,12 @@ def _shift_in(window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows) -> 
     newest = valid[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
     joined = jnp.concatenate([window, q.astype(window.dtype)], axis=1)
     return jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
+
+
+def chunk_tokens(decoder: Decoder, batch: int) -> int:
+    """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores stay small."""
+    most = FLASH_CHUNK if _has_cudnn(decoder.config.head_dim, decoder.dtype) else PLAIN_CHUNK
+    return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 
 def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:

@@ -1,8 +1,8 @@
 """Selection: what each KV head attends to. Every method's pages, tokens, clusters and head roles end as one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,10 @@ from jsparse.threshold import compact
 
 Granularity = Literal["page", "token"]
 MAX_BITS_PAGE = 32
+_ARRAYS = ("ids", "count", "bits", "dense")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("ids", "count", "bits", "dense"),
-    meta_fields=("granularity",),
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Selection:
     """The slots each KV head attends to.
@@ -42,6 +39,18 @@ class Selection:
     bits: Bits | None = None
     dense: HeadFlags | None = None
     granularity: Granularity = "page"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Granularity]:
+        """The arrays; the granularity is static."""
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _ARRAYS], self.granularity
+
+    @classmethod
+    def tree_unflatten(cls, granularity: Granularity, arrays: Sequence[Any]) -> "Selection":
+        """Takes whatever stands for the arrays in a tree that is being mapped, shapes and placeholders included."""
+        made = object.__new__(cls)
+        for name, value in zip((*_ARRAYS, "granularity"), (*arrays, granularity), strict=True):
+            object.__setattr__(made, name, value)
+        return made
 
 
 def everything(lengths: Lengths) -> Selection:

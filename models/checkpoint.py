@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 _DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _WEIGHTS = "weights"
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +84,29 @@ def load(
         ValueError: If a file is damaged or lies about its contents, or the model is of a kind that is not supported.
     """
     wanted = _parse_dtype(dtype)
-    path = locate(model, revision)
-    if path.is_dir():
-        return _load_folder(path, str(model), wanted, on_progress)
+    path = _loadable(locate(model, revision), model)
+    load_path = _load_folder if path.is_dir() else _load_gguf
+    return load_path(path, str(model), wanted, on_progress)
+
+
+def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
+    """A model's sizes, from its files' headers alone; of a Hub id the weights are not downloaded.
+
+    Arguments and errors are those of `load`.
+    """
+    path = _loadable(locate(model, revision, weights=False), model)
+    return _folder_config(path)[0] if path.is_dir() else _gguf_config(GGUFFile(path))
+
+
+def _loadable(path: Path, model: str | os.PathLike[str]) -> Path:
+    """Raises ValueError unless the path is a folder or a GGUF file."""
+    if path.is_dir() or path.suffix == ".gguf":
+        return path
     if path.suffix in _PICKLES:
         raise ValueError(f"model={str(model)!r} is a pickle: these run code when read and are never loaded")
     if path.suffix == ".safetensors":
         raise ValueError(f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has config.json")
-    if path.suffix != ".gguf":
-        raise ValueError(f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder")
-    return _load_gguf(path, str(model), wanted, on_progress)
+    raise ValueError(f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder")
 
 
 def save(params: Params, path: str | os.PathLike[str]) -> None:
@@ -131,13 +145,8 @@ def _parse_dtype(dtype: Any) -> Any:
 
 
 def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
-    """A folder of safetensors, or one that `save` wrote: its config states a family where others state a model_type."""
-    file = folder / "config.json"
-    fields = read_json(file)
-    is_saved = "family" in fields
-    field = "family" if is_saved else "model_type"
-    family = _family(fields.get(field), f"{file}: {field}")
-    config = _make_config(file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields))
+    config, is_saved = _folder_config(folder)
+    family = FAMILIES[config.family]
     defaults = read_generation_config(folder)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     if is_saved:
@@ -145,6 +154,17 @@ def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | 
     else:
         weights = _load_safetensors(folder, config, family, dtype, on_progress)
     return Params(weights, config, tokenizer, defaults, name)
+
+
+def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:
+    """A folder's config, and whether `save` wrote it: that states a family where others state a model_type."""
+    file = folder / "config.json"
+    fields = read_json(file)
+    is_saved = "family" in fields
+    field = "family" if is_saved else "model_type"
+    family = _family(fields.get(field), f"{file}: {field}")
+    config = _make_config(file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields))
+    return config, is_saved
 
 
 def _load_safetensors(
@@ -164,17 +184,23 @@ def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None
     store = GGUFFile(path)
     if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split")
-    family = _family(store.metadata.get("general.architecture"), f"{path}: general.architecture")
-    config = _make_config(path, lambda: family.config_from_gguf(store.metadata, store.shapes))
+    config = _gguf_config(store)
+    family = FAMILIES[config.family]
     interleaved = family.gguf_interleaved
     weights = list_weights(path, len(store.shapes), config, family.gguf_names, interleaved=interleaved)
-    check_tensors(weights, store, harmless=("rope_freqs.weight",))
-    if "rope_freqs.weight" in store.shapes:
-        factors = tuple(store.read("rope_freqs.weight").astype(float).ravel().tolist())
-        config = _make_config(path, lambda: dataclasses.replace(config, rope_factors=factors))
+    check_tensors(weights, store, harmless=(_ROPE_FACTORS,))
     has_tokenizer = "tokenizer.ggml.tokens" in store.metadata
     tokenizer = Tokenizer.from_gguf(store.metadata) if has_tokenizer else None
     return Params(read_weights(weights, store, dtype, on_progress), config, tokenizer, {}, name)
+
+
+def _gguf_config(store: GGUFFile) -> ModelConfig:
+    family = _family(store.metadata.get("general.architecture"), f"{store.path}: general.architecture")
+    config = _make_config(store.path, lambda: family.config_from_gguf(store.metadata, store.shapes))
+    if _ROPE_FACTORS not in store.shapes:
+        return config
+    factors = tuple(store.read(_ROPE_FACTORS).astype(float).ravel().tolist())
+    return _make_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
 
 
 def _family(name: Any, field: str) -> Family:

@@ -9,18 +9,19 @@ import huggingface_hub
 from huggingface_hub import errors
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_SMALL, _WEIGHTS = ["*.json", "*.jinja", "tokenizer*"], ["*.safetensors"]
 # Subfolders and "consolidated" files repeat the weights in other formats.
 _UNWANTED = ["*/*", "consolidated*"]
 _ACCEPTED = 'must be "smollm2", a folder, a .gguf file, or a Hub id like "org/name"'
 
 
-def locate(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+def locate(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
     """Returns the folder or file that `model` means, after downloading it where that is needed.
 
     Args:
         model: "smollm2", a path, or a Hub id.
         revision: a branch, tag or commit of a Hub id.
+        weights: False downloads all but the weights.
 
     Raises:
         FileNotFoundError: If nothing is there.
@@ -36,7 +37,7 @@ def locate(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     if model == "smollm2":
         return _find_smollm2()
     if is_hub_id:
-        return _download(str(model), revision)
+        return _download(str(model), revision, weights)
     if not os.path.exists(path):
         if path.suffix == ".gguf" or len(path.parts) > 1 or not isinstance(model, str):
             raise FileNotFoundError(f"model={str(model)!r} does not exist: {_ACCEPTED}")
@@ -56,11 +57,14 @@ def _find_smollm2() -> Path:
     )
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     named = f"model={repo_id!r}" + (f" at revision={revision!r}" if revision is not None else "")
     try:
         folder = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            repo_id,
+            revision=revision,
+            allow_patterns=_SMALL + _WEIGHTS if weights else _SMALL,
+            ignore_patterns=_UNWANTED,
         )
         return Path(folder)
     except errors.GatedRepoError:

@@ -1,5 +1,8 @@
 """What all tests share: array shapes are checked against their annotations, and hypothesis is repeatable."""
 
+import os
+import tempfile
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -17,6 +20,9 @@ ARRAY_MODULES = (
     "selection",
     "threshold",
 )
+# compilations of tests are no use to the next run, and not to be left in the user's folder
+os.environ["JSPARSE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jsparse-tests-")
+
 install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
 
 settings.register_profile("jsparse", deadline=None, derandomize=True)

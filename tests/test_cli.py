@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse import console
+from jsparse import console, generation
 from jsparse.cli import app
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
@@ -48,13 +48,13 @@ def chat_model(tmp_path_factory):
 
 def asked(monkeypatch):
     """Replaces the engine; returns the prompts it is called with."""
-    calls, real = [], sys.modules["jsparse.generate"].generate
+    calls, real = [], generation.generate
 
     def spy(params, prompt, **options):
         calls.append(prompt)
         return real(params, prompt, **options)
 
-    monkeypatch.setattr(sys.modules["jsparse.generate"], "generate", spy)
+    monkeypatch.setattr(generation, "generate", spy)
     return calls
 
 
@@ -65,7 +65,7 @@ def interrupt(monkeypatch):
         streamer("so far")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["jsparse.generate"], "generate", interrupted)
+    monkeypatch.setattr(generation, "generate", interrupted)
 
 
 def test_smollm2_says_what_gravity_is():
@@ -105,9 +105,7 @@ def test_prompts_come_from_files_and_standard_input_too(expected, tmp_path):
 
 def test_every_option_reaches_the_engine(monkeypatch):
     seen = {}
-    monkeypatch.setattr(
-        sys.modules["jsparse.generate"], "generate", lambda p, x, **options: seen.update(options) or 1 / 0
-    )
+    monkeypatch.setattr(generation, "generate", lambda p, x, **options: seen.update(options) or 1 / 0)
     given = {
         "policy": "dense", "max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.1, "seed": 4, "max_length": 64, "page_size": 8,

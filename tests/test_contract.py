@@ -1,6 +1,5 @@
 """The contract carries five methods: toy policies run by the engine against slow models of the same rules."""
 
-import importlib
 from functools import cache
 
 import jax
@@ -14,8 +13,8 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 from jsparse import cache as kv_cache
 from jsparse import prefill
 from jsparse.decode import decode_step
+from jsparse.policy import dense
 
-engine = importlib.import_module("jsparse.generate")
 PAGE = 8
 LENGTHS = (37, 18, 3)
 STEPS = 27
@@ -334,7 +333,7 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         return state + jnp.max(jnp.abs(rows - k.swapaxes(1, 2))) + jnp.max(jnp.abs(slots - positions[:, None]))
 
     policy = inherit()._replace(
-        select=engine.as_policy("dense").select,
+        select=dense().select,
         init=lambda spec: jnp.float32(0),
         append=append,
         update=lambda state, *_: state,

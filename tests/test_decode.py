@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import assert_close, engine, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -200,4 +200,3 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     expected = engine_logits(params, "dense", PROMPTS, FORCED)
     error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert 1e-4 < error < 0.08
-    assert engine.prefill_chunk_tokens(1) >= 64

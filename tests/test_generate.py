@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import engine, random_prompts, tiny_params, traces
+from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import memory, prefill
+from jsparse import loop, memory, prefill
 from jsparse.policy import dense
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
@@ -42,7 +42,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     def sample(_, logits, key, step, seen):
         return jnp.asarray(table[:, int(step)]), jnp.zeros(len(rows))
 
-    monkeypatch.setattr(engine, "_sample", sample)
+    monkeypatch.setattr(loop, "sample", sample)
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     return jsparse.generate(params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options))
 
@@ -341,7 +341,7 @@ def test_a_pool_that_ran_dry_is_an_error(params):
 
 
 def compilations():
-    return traces(engine._step, engine._sample, engine._logits, engine._empty, engine._mark_seen, prefill.prefill_chunk)
+    return traces(loop.step, loop.sample, loop.first_logits, loop.empty, loop._mark_seen, prefill.prefill_chunk)
 
 
 def test_other_prompts_of_the_same_size_compile_nothing(params):
@@ -453,7 +453,7 @@ def test_bad_input_is_refused(params, prompt, options, said):
 
 def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
-    monkeypatch.setattr(engine, "_empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(loop, "empty", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 16 rows
     with pytest.raises(ValueError, match=r"max_length=512 for 16 prompt\(s\) takes \S+ MiB .* free"):
         jsparse.generate(params, [[1]] * 16, max_new_tokens=2, max_length=512)

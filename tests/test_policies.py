@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policy_table import TABLE, at_full, outermost
-from tiny import assert_close, engine, engine_logits, random_prompts, random_tokens, spec_of, tiny_params, traces
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params, traces
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
-from jsparse import prefill
+from jsparse import loop, prefill
 from jsparse.decode import decode_step
 from jsparse.policies import POLICIES, parse
 from jsparse.policy import Policy, builder
@@ -132,7 +132,7 @@ def test_jit_equals_eager(expression):
 @every_policy
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
-    jitted = (engine._step, engine._maintain, prefill.correct, prefill.prefill_chunk)
+    jitted = (loop.step, loop.maintain, prefill.correct, prefill.prefill_chunk)
     engine_logits(params(), expression, PROMPTS[1:], FORCED[:1, :2], page_size=PAGE, max_length=64)
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")

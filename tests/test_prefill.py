@@ -196,3 +196,9 @@ def test_block_pages_tile_the_cache():
 )  # fmt: skip
 def test_chunk_sizes(length, chunk, sizes):
     assert prefill.chunk_sizes(length, chunk) == sizes
+
+
+def test_chunks_shrink_with_the_batch_and_stay_powers_of_two():
+    decoder = tiny_params().decoder
+    sizes = [prefill.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
+    assert sizes == [512, 256, 128, 64, 64]

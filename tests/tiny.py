@@ -1,6 +1,5 @@
 """A tiny random model, and ways to run the engine on forced tokens and look at every step's logits."""
 
-import importlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jsparse
+from jsparse import loop, prefill
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -17,7 +18,6 @@ from jsparse.models.transformer import weight_shapes
 from jsparse.policy import Policy
 
 # `jsparse.generate` is the function; the module of that name has to be asked for
-engine = importlib.import_module("jsparse.generate")
 VOCAB = 300
 
 
@@ -72,10 +72,10 @@ def engine_logits(
         return jnp.asarray(forced[:, int(step)]), jnp.zeros(len(prompts))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_sample", sample)
-        patch.setattr(engine, "prefill_chunk_tokens", lambda batch: chunk)
+        patch.setattr(loop, "sample", sample)
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         steps = forced.shape[1]
-        engine.generate(params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options)
+        jsparse.generate(params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options)
     return np.stack(seen)
 
 

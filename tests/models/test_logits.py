@@ -1,6 +1,5 @@
 """Logits and greedy text against those that Hugging Face's models gave for the same weights (fixtures/hf)."""
 
-import importlib
 import importlib.util
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse import loop
 from jsparse.models.checkpoint import load
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -101,7 +101,6 @@ def test_decoding_gives_the_logits_of_one_pass(name):
     """The last stored position is reached by prefill and 20 decode steps, beyond RoPE's original maximum in llama3."""
     expected = expected_of(name)
     params, tokens = load(HF / name, dtype="float32"), expected["tokens"]
-    engine = importlib.import_module("jsparse.generate")
     forced, seen = tokens[:, -20:], []
 
     def sample(_, logits, key, step, mask):
@@ -109,8 +108,8 @@ def test_decoding_gives_the_logits_of_one_pass(name):
         return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(len(tokens))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_sample", sample)
-        engine.generate(params, tokens[:, :-20], max_new_tokens=21, eos_token_id=[])
+        patch.setattr(loop, "sample", sample)
+        jsparse.generate(params, tokens[:, :-20], max_new_tokens=21, eos_token_id=[])
     assert int(expected["positions"][-1]) == tokens.shape[1] - 1
     assert worst(seen[-1], expected["logits"][:, -1]) < RTOL
     for step, position in enumerate(range(tokens.shape[1] - 21, tokens.shape[1])):
