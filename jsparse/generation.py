@@ -81,8 +81,9 @@ def generate(
     report = on_progress or (lambda *_: None)
     reader = Reader([Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers], max_new_tokens, report)
     began = time.perf_counter()
-    primed = loop.prime(params, chosen, rows, spec, report)
-    loop.decode(params, chosen, options, rows, primed, seed, reader)
+    with loop.settled():
+        primed = loop.prime(params, chosen, rows, spec, report)
+        loop.decode(params, chosen, options, rows, primed, seed, reader)
     outs = [reader.generation(i, len(ids), began, logprobs) for i, ids in enumerate(rows)]
     return outs[0] if alone else outs
 

@@ -4,6 +4,8 @@ The host runs ahead: it never waits for a step before it dispatches the next (se
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -98,6 +100,17 @@ def decode(
         if policy.period and (i + 1) % policy.period == 0:
             cache, state = maintain(policy, cache, state)
     reader.drain()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Waits, in the end, for whatever is still running: a process that exits under a running step is aborted."""
+    try:
+        yield
+    finally:
+        for array in jax.live_arrays():
+            if not array.is_deleted():
+                array.block_until_ready()
 
 
 def _seen(rows: list[list[int]], vocab_size: int) -> Array:
