@@ -4,6 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from bench.environment import REPOSITORY
@@ -20,6 +21,13 @@ def run_child(module: str, arguments: list[str], *, python: str = sys.executable
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """Writes what there is so far, so that a run that is cut short leaves its rows; None writes nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -24,20 +24,18 @@ import argparse
 import importlib.util
 import json
 import resource
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.environment import REPOSITORY, available_cores, describe
+from bench.children import run_child, spread, write_report
+from bench.environment import available_cores, describe
 
 CONTENDERS = ("jsparse", "hf", "hf-compiled")
 PROMPT_LEN = 512
 NUM_NEW = 64
 VOCAB = 49152
-CHILD_TIMEOUT_S = 1800
 
 # One timed generation: (seconds of prefill, decode tokens/s, the new ids).
 Run = tuple[float, float, list[int]]
@@ -108,7 +106,7 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
     return run, weight_bytes
 
 
-def run_child(name: str, gguf: Path, num_runs: int) -> dict:
+def measure(name: str, gguf: Path, num_runs: int) -> dict:
     """Measures one contender in this process; returns what the parent needs, ready for JSON."""
     start = time.perf_counter()
     if name == "jsparse":
@@ -147,14 +145,10 @@ def run_child(name: str, gguf: Path, num_runs: int) -> dict:
 
 def start_child(name: str, python: str, gguf: Path, num_runs: int) -> dict:
     """Runs one contender in a process of its own; returns its result with median, min and max added."""
-    command = [python, "-m", "bench.cpu_generate", "--child", name, "--gguf", str(gguf), "--runs", str(num_runs)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"contender {name!r} failed under {python}:\n{done.stderr[-2000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
+    arguments = ["--child", name, "--gguf", str(gguf), "--runs", str(num_runs)]
+    result = run_child("bench.cpu_generate", arguments, python=python)
     for key in result["runs"][0]:
-        values = [run[key] for run in result["runs"]]
-        result[key] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        result[key] = spread([run[key] for run in result["runs"]])
     return result
 
 
@@ -182,7 +176,7 @@ def print_report(report: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def spread(value: dict, digits: int) -> str:
+    def shown(value: dict, digits: int) -> str:
         return f"{value['median']:.{digits}f} ({value['min']:.{digits}f}-{value['max']:.{digits}f})"
 
     environment, settings = report["environment"], report["settings"]
@@ -196,9 +190,9 @@ def print_report(report: dict) -> None:
     for r in report["results"]:
         table.add_row(
             r["name"],
-            spread(r["decode_tokens_per_second"], 1),
-            spread(r["prefill_seconds"], 2),
-            spread(r["whole_run_seconds"], 2),
+            shown(r["decode_tokens_per_second"], 1),
+            shown(r["prefill_seconds"], 2),
+            shown(r["whole_run_seconds"], 2),
             f"{r['peak_rss_bytes'] / 1e6:.0f}",
             f"{r['peak_rss_after_load_bytes'] / 1e6:.0f}",
         )
@@ -245,7 +239,7 @@ def main() -> None:
     args = parse_args()
     gguf = (args.gguf or find_gguf()).resolve()
     if args.child:
-        print(json.dumps(run_child(args.child, gguf, args.runs)))
+        print(json.dumps(measure(args.child, gguf, args.runs)))
         return
     # Described before anything runs, so that the load it shows is that of others.
     environment = describe()
@@ -269,9 +263,7 @@ def main() -> None:
         "ratios": ratios(results),
     }
     print_report(report)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(args.json, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread
+from bench.children import run_child, spread, write_report
 from bench.environment import describe
 from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model
 
@@ -156,16 +156,14 @@ def main() -> None:
         run = jsparse_step(batch, context, args.policy) if name == "jsparse" else huggingface_step(batch, context, name)
         print(json.dumps(run))
         return
-    environment, rows = describe(), []
+    settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS, "policy": args.policy}
+    report = {"benchmark": "decode_step", "environment": describe(), "settings": settings, "results": []}
     for case in args.cases:
         for name in args.only:
-            rows.append({"case": case, "name": name, **measure(name, case, args.policy)})
-            print(summary(rows[-1]), flush=True)
-    if args.json:
-        settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS, "policy": args.policy}
-        report = {"benchmark": "decode_step", "environment": environment, "settings": settings, "results": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+            row = {"case": case, "name": name, **measure(name, case, args.policy)}
+            report["results"].append(row)
+            print(summary(row), flush=True)
+            write_report(args.json, report)
 
 
 def measure(name: str, case: str, policy: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread
+from bench.children import run_child, spread, write_report
 from bench.environment import describe
 from bench.llama_8b import LLAMA_8B, huggingface_model
 
@@ -107,19 +107,16 @@ def main() -> None:
         run = {"jsparse": jsparse_prefill, "hf": huggingface_prefill}[args.child[0]]
         print(json.dumps(run(int(args.child[1]), args.runs)))
         return
-    environment, rows = describe(), []
+    settings = {"warm_ups": 1, "runs": args.runs}
+    report = {"benchmark": "prefill", "environment": describe(), "settings": settings, "results": []}
     for context in args.contexts:
         for name in args.only:
             arguments = ["--child", name, str(context), "--runs", str(args.runs)]
             row = {"context": context, "name": name, **run_child("bench.prefill", arguments, timeout_s=500)}
             row["tokens_per_second"] = context / row["seconds"]["median"]
-            rows.append(row)
+            report["results"].append(row)
             print(summary(row), flush=True)
-    if args.json:
-        settings = {"warm_ups": 1, "runs": args.runs}
-        report = {"benchmark": "prefill", "environment": environment, "settings": settings, "results": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_report(args.json, report)
 
 
 def summary(row: dict[str, Any]) -> str:
