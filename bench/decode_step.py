@@ -3,12 +3,12 @@
 Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token a step, fed back on the
 device. Contenders, each in its own process:
 
-    jsparse             the decode step with the policy of --policy
+    jsparse             the decode step, once for each policy of --policy
     hf-eager            transformers, StaticCache, SDPA
     hf-compile          the same under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
-The floor is (weights + K and V held) / 4.4 TB/s, what an H200 was measured to read.
+The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s, what an H200 was measured to read.
 
     python -m bench.decode_step --json bench/results/decode_step.json
 """
@@ -70,20 +70,20 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     began = time.perf_counter()
 
     def step(tokens, cache, state):
-        logits, cache, state, _ = loop.step(decoder, method, weights, tokens, cache, state)
-        return loop.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state
+        logits, cache, state, shares = loop.step(decoder, method, weights, tokens, cache, state)
+        return loop.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state, shares
 
-    tokens, cache, state = step(tokens, cache, state)
+    tokens, cache, state, shares = step(tokens, cache, state)
     tokens.block_until_ready()
     compiled = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
-        tokens, cache, state = step(tokens, cache, state)
+        tokens, cache, state, shares = step(tokens, cache, state)
     times = []
     for _ in range(RUNS):
         tokens.block_until_ready()
         began = time.perf_counter()
         for _ in range(STEPS):
-            tokens, cache, state = step(tokens, cache, state)
+            tokens, cache, state, shares = step(tokens, cache, state)
         tokens.block_until_ready()
         times.append((time.perf_counter() - began) / STEPS)
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -93,6 +93,8 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
         "embedding_bytes": weights["params"]["embed"].nbytes,
         "cache_bytes": spec.nbytes,
+        "attended_fraction": float(shares.attended.mean()),
+        "read_fraction": float(shares.read.mean()),
         "peak_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -111,6 +113,8 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
     }[mode](model.forward)
     ids = torch.ones((batch, 1), dtype=torch.long, device="cuda")
     position = torch.full((batch, 1), context - 8, device="cuda")
+    with torch.no_grad():  # the cache allocates itself when first used, which must not be inside a CUDA graph
+        model(input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True)
 
     @torch.no_grad()
     def step(ids):
@@ -146,35 +150,37 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--policy", default="dense")
+    parser.add_argument("--policy", nargs="+", default=["dense", "streaming(sink=4, recent=4092)"])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=2, metavar=("NAME", "CASE"), help="measure one here, print a JSON line")
+    parser.add_argument("--child", nargs=3, metavar=("NAME", "CASE", "POLICY"), help="measure one, print a JSON line")
     args = parser.parse_args()
     if args.child:
-        name, case = args.child
+        name, case, policy = args.child
         batch, context = map(int, case.split("x"))
-        run = jsparse_step(batch, context, args.policy) if name == "jsparse" else huggingface_step(batch, context, name)
+        run = jsparse_step(batch, context, policy) if name == "jsparse" else huggingface_step(batch, context, name)
         print(json.dumps(run))
         return
-    settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS, "policy": args.policy}
+    settings = {"warm_up": WARM_UP, "steps": STEPS, "runs": RUNS}
     report = {"benchmark": "decode_step", "environment": describe(), "settings": settings, "results": []}
     for case in args.cases:
         for name in args.only:
-            row = {"case": case, "name": name, **measure(name, case, args.policy)}
-            report["results"].append(row)
-            print(summary(row), flush=True)
-            write_report(args.json, report)
+            for policy in args.policy if name == "jsparse" else ["dense"]:
+                row = {"case": case, "name": name, "policy": policy, **measure(name, case, policy)}
+                report["results"].append(row)
+                print(summary(row), flush=True)
+                write_report(args.json, report)
 
 
 def measure(name: str, case: str, policy: str) -> dict[str, Any]:
     """One row of the table, from a child process; a contender that fails is a row with its error."""
     try:
-        row = run_child("bench.decode_step", ["--child", name, case, "--policy", policy], timeout_s=400)
+        row = run_child("bench.decode_step", ["--child", name, case, policy], timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)[-600:]}
     if "weight_bytes" in row:
+        attended = row["cache_bytes"] * row["attended_fraction"]
         # of the input embedding a step reads one row
-        row["floor_seconds"] = (row["weight_bytes"] - row["embedding_bytes"] + row["cache_bytes"]) / READ_BANDWIDTH
+        row["floor_seconds"] = (row["weight_bytes"] - row["embedding_bytes"] + attended) / READ_BANDWIDTH
         row["over_floor"] = row["seconds"]["median"] / row["floor_seconds"]
     return row
 
@@ -185,7 +191,7 @@ def summary(row: dict[str, Any]) -> str:
         return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
     seconds = row["seconds"]
     median, least, most = (seconds[key] * 1e3 for key in ("median", "min", "max"))
-    text = f"{row['case']:>10} {row['name']:14} {median:8.2f} ms ({least:.2f}-{most:.2f})"
+    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {median:8.2f} ms ({least:.2f}-{most:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"
     return text + f"  compile {row['compile_seconds']:.0f} s"

@@ -168,7 +168,7 @@ def test_the_fallback_is_dense_and_skips_the_selection():
     assert_close(logits[:5], expected[:5], rtol=1e-6)
     assert np.abs(logits[5] - expected[5]).max() > 0.1
     attended = [float(s.attended[0]) for s in stats]
-    assert attended[:5] == [1.0] * 5
+    assert attended[:5] == pytest.approx([1.0] * 5)
     assert attended[5:] == pytest.approx([1 / (LENGTHS[0] + i + 1) for i in range(5, FORCED.shape[1])])
 
 
