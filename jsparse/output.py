@@ -28,7 +28,7 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens, new_tokens: of this prompt.
-        prefill_seconds: until the first token of the batch was known, compilation included.
+        prefill_seconds: until the first token of the batch was known; prefill's compilation included, if there was any.
         decode_tokens_per_second: of all rows together, from the second token on, so without compilation; None for fewer
             than three tokens.
         attended_fraction: tokens attended over positions so far, mean over steps, layers and KV heads; None where no
@@ -121,7 +121,8 @@ class Reader:
         for array in jax.tree.leaves(step):
             array.copy_to_host_async()
         self.pending.append(step)
-        while len(self.pending) > HOST_LAG:
+        # the first token is waited for: nobody should see it only after the decode step has compiled
+        while len(self.pending) > (HOST_LAG if self.times else 0):
             self._read()
 
     def drain(self) -> None:

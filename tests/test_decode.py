@@ -38,9 +38,7 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"])
 def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
-    """Greedy tokens and their log-probabilities; 64-token pages carry no bits."""
-    if policy.startswith("streaming") and page_size == 64:
-        pytest.skip("pages of more than 32 tokens have no bits")
+    """Greedy tokens and their log-probabilities."""
     params, options = tiny_params(), {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size}
     together = jsparse.generate(params, PROMPTS, **options)
     row = (8, 16, 32, 64).index(page_size) % 3
@@ -200,3 +198,21 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     expected = engine_logits(params, "dense", PROMPTS, FORCED)
     error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert 1e-4 < error < 0.08
+
+
+@pytest.mark.parametrize("policy", ["streaming(sink=2, recent=7)", "keep(oracle_top_k(budget=5), sink=2, recent=7)"])
+def test_the_page_size_does_not_change_what_tokens_are_attended(policy):
+    """Pages of 64 tokens carry no bits, and must not widen a list of tokens for that."""
+    outs = [
+        jsparse.generate(tiny_params(), PROMPTS, max_new_tokens=8, logprobs=True, policy=policy, page_size=size)
+        for size in (16, 64)
+    ]
+    for small, large in zip(*outs, strict=True):
+        np.testing.assert_allclose(small.logprobs, large.logprobs, atol=1e-4)
+        assert small.stats.attended_fraction == pytest.approx(large.stats.attended_fraction)
+
+
+def test_pages_without_bits_are_kept_whole():
+    policy = "keep(oracle_top_k(budget=64, granularity='page'), sink=1, recent=1)"
+    out = jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=8, policy=policy, page_size=64)
+    assert out.stats.attended_fraction == pytest.approx(1.0)

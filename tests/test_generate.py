@@ -11,7 +11,8 @@ from tiny import random_prompts, tiny_params, traces
 
 import jsparse
 from jsparse import loop, memory, prefill
-from jsparse.policy import dense
+from jsparse.policy import Policy, dense
+from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
 PROMPTS = random_prompts((37, 18, 3))
@@ -167,6 +168,13 @@ def test_an_unfinished_character_at_the_end_is_shown(texts, monkeypatch):
     (out,) = forced(texts, [ids], monkeypatch, streamer=[pieces.append])
     assert out.text == texts.tokenizer.decode(ids) == "".join(pieces)
     assert out.text.startswith("a\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_stop_string_that_only_the_end_shows_still_stops(texts, monkeypatch):
+    """The text's end is held back as an unfinished character; it is the stop string itself."""
+    ids = texts.tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)[:-1]
+    (out,) = forced(texts, [ids], monkeypatch, stop="\N{REPLACEMENT CHARACTER}")
+    assert (out.text, out.finish_reason) == ("a", "stop")
 
 
 def test_random_text_streams_whole(texts):
@@ -465,6 +473,17 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
     heavy = dense()._replace(init=lambda spec: jnp.zeros((1024, 1024)))
     with pytest.raises(ValueError, match="must fit"):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512, policy=heavy)
+
+
+def test_a_policy_s_state_may_hold_a_selection(params):
+    def init(spec):
+        return everything(jnp.zeros((spec.batch, spec.num_kv_heads), jnp.int32))
+
+    def select(state, layer, q, cache):
+        return state, None, state
+
+    remembered = jsparse.generate(params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init))
+    assert remembered.token_ids == jsparse.generate(params, PROMPTS[0], max_new_tokens=4).token_ids
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from policy_table import TABLE, at_full, outermost
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params, traces
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
+import jsparse
 from jsparse import cache as kv_cache
 from jsparse import loop, prefill
 from jsparse.decode import decode_step
 from jsparse.policies import POLICIES, parse
+from jsparse.policies.wrappers import keep
 from jsparse.policy import Policy, builder
 from jsparse.selection import Granularity, nothing
 
@@ -219,3 +221,9 @@ def test_a_head_with_nothing_selected_gives_zero(granularity, summary, kind):
     assert (np.asarray(stats.attended) == 0).all()
     assert (np.asarray(stats.read) == 0).all()
     assert np.abs(logits - dense_logits()[1]).max() > 0.1
+
+
+def test_keep_refuses_what_it_cannot_mean():
+    """A summary may stand for tokens that would be kept, and then they would count twice."""
+    with pytest.raises(ValueError, match=r"keep cannot wrap it"):
+        jsparse.generate(params(), PROMPTS[0], max_new_tokens=2, policy=keep(blind("page", True)))
