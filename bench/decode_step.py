@@ -52,7 +52,10 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         "bfloat16",
     )
     held = context - WARM_UP - STEPS * RUNS - 1
-    random_pages = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1)
+    # keep_unused: else jit drops `like`, and its memory is not given up for the result
+    random_pages = jax.jit(
+        lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1, keep_unused=True
+    )
     cache = kv_cache.init(spec, fields=method.needs)
     cache = cache._replace(
         layers=tuple(

@@ -31,11 +31,6 @@ class CacheSpec(NamedTuple):
         return self.num_pages * self.page_size
 
     @property
-    def group_size(self) -> int:
-        """G, query heads a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def nbytes(self) -> int:
         """Bytes of K and V over all layers."""
         return 2 * self.num_slots * self.head_dim * jnp.dtype(self.dtype).itemsize

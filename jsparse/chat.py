@@ -47,17 +47,16 @@ class Chat:
 
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         output = TextOutput(self._bars)
-        stats = None
+        made = None
         try:
             with suppress(KeyboardInterrupt):
                 made = generate(self._params, asked, streamer=output, on_progress=self._bars.prefill, **self._arguments)
-                stats = made.stats
         finally:
             self._bars.close()
         output.close()
         self.messages = [*asked, {"role": "assistant", "content": output.text}]
-        if stats is not None:
-            print_stats(stats)
+        if made is not None:
+            print_stats(made)
 
 
 def run(chat: Chat) -> None:

@@ -184,7 +184,7 @@ def _generate_text(params: "Params", prompt: Any, shown: str, options: Generatio
         output.close()
         raise
     output.close()
-    print_stats(made.stats)
+    print_stats(made)
 
 
 def _generate_json(params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars) -> None:

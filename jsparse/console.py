@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 if TYPE_CHECKING:
-    from jsparse.output import GenerationStats
+    from jsparse.output import Generation
 
 
 def quiet_jax() -> None:
@@ -108,11 +108,12 @@ class TextOutput:
             self._prompt = ""
 
 
-def print_stats(stats: "GenerationStats") -> None:
+def print_stats(made: "Generation") -> None:
     """Prints counts and speed in one dim line, if standard error is a terminal."""
     if not sys.stderr.isatty():
         return
-    parts = [f"{stats.new_tokens} tokens"]
+    stats = made.stats
+    parts = [f"{stats.new_tokens} tokens" + (", cut at --max-new-tokens" if made.finish_reason == "length" else "")]
     if stats.decode_tokens_per_second is not None:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")
     if stats.attended_fraction is not None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,6 +41,9 @@ def generate(
     on_progress: OnProgress | None = None,
 ) -> Any:  # Generation | list[Generation]
     """Continues a prompt, or a batch of them.
+
+    The decode step is compiled once for each batch size, capacity and policy, prefill also for each size of its last
+    chunk, a power of two; other prompts and options then compile nothing anew.
 
     Args:
         params: what `jsparse.load` returned.
@@ -81,7 +85,7 @@ def generate(
     report = on_progress or (lambda *_: None)
     reader = Reader([Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers], max_new_tokens, report)
     began = time.perf_counter()
-    with loop.settled():
+    with memory.exhaustion(spec):
         primed = loop.prime(params, chosen, rows, spec, report)
         loop.decode(params, chosen, options, rows, primed, seed, reader)
     outs = [reader.generation(i, len(ids), began, logprobs) for i, ids in enumerate(rows)]
@@ -96,11 +100,19 @@ def _sampling(params: Params, temperature, top_k, top_p, min_p, repetition_penal
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{name}={value!r}: must be a number")
-    defaults = {k: v for k, v in params.generation_defaults.items() if k in Sampling._fields}
-    return Sampling(**(defaults | {k: v for k, v in given.items() if v is not None})).validate()
+    chosen = {name: _number(name, value) for name, value in given.items() if value is not None}
+    defaults = {name: value for name, value in params.generation_defaults.items() if name in Sampling._fields}
+    return Sampling(**(defaults | chosen)).validate()
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be a number that fits in a float") from None
+    return int(number) if isinstance(value, Integral) else number
 
 
 def _stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:

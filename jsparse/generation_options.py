@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DtypeName = Literal["float32", "bfloat16", "float16"]
 OnBytes = Callable[[int, int], None]
 
-_NOT_SAMPLING = ("model", "dtype", "revision")
+_LOADING = ("model", "dtype", "revision")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GenerationOptions:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `jsparse.generate`."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SAMPLING}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOADING}
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
 
 

@@ -4,10 +4,8 @@ The host runs ahead: it never waits for a step before it dispatches the next (se
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +59,23 @@ def prime(params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec
     lengths = np.array([len(ids) for ids in rows], np.int32)
     carry = prefill.start(params.decoder, policy, *empty(spec, policy))
     done = 0
-    for size in sizes:
-        carry = prefill.prefill_chunk(
-            params.decoder,
-            policy,
-            params.weights,
-            jnp.asarray(tokens[:, done : done + size]),
-            jnp.asarray(np.clip(lengths - done, 0, size)),
-            carry,
-            last=done + size >= longest,
-        )
-        done += size
-        report("prefill", min(done, longest), longest)
-    return Primed(first_logits(params.decoder, params.weights, carry.last_hidden), carry.cache, carry.state)
+    try:
+        for size in sizes:
+            carry = prefill.prefill_chunk(
+                params.decoder,
+                policy,
+                params.weights,
+                jnp.asarray(tokens[:, done : done + size]),
+                jnp.asarray(np.clip(lengths - done, 0, size)),
+                carry,
+                last=done + size >= longest,
+            )
+            done += size
+            report("prefill", min(done, longest), longest)
+        return Primed(first_logits(params.decoder, params.weights, carry.last_hidden), carry.cache, carry.state)
+    except BaseException:
+        _settle(carry)
+        raise
 
 
 def decode(
@@ -86,31 +88,30 @@ def decode(
     decoder, key = params.decoder, jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
     seen = _seen(rows, params.config.vocab_size) if options.repetition_penalty != 1.0 else None
     recent: deque[Array] = deque(maxlen=policy.correct_every or 1)
-    for i in range(reader.max_new_tokens):
-        tokens, logprobs = sample(options, logits, key, jnp.int32(i), seen)
-        reader.push(Step(tokens, logprobs, stats, cache.overflow + False))  # a copy: the cache is donated below
-        if reader.finished or i + 1 == reader.max_new_tokens:
-            break
-        seen = _mark_seen(seen, tokens)
-        logits, cache, state, stats = step(decoder, policy, params.weights, tokens, cache, state)
-        recent.append(tokens)
-        if policy.correct_every and (i + 1) % policy.correct_every == 0:
-            newest = jnp.stack(recent, axis=1)
-            cache, state = prefill.correct(decoder, policy, params.weights, newest, cache, state)
-        if policy.period and (i + 1) % policy.period == 0:
-            cache, state = maintain(policy, cache, state)
-    reader.drain()
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """Waits, in the end, for whatever is still running: a process that exits under a running step is aborted."""
     try:
-        yield
+        for i in range(reader.max_new_tokens):
+            tokens, logprobs = sample(options, logits, key, jnp.int32(i), seen)
+            reader.push(Step(tokens, logprobs, stats, cache.overflow + False))  # a copy: the cache is donated below
+            if reader.finished or i + 1 == reader.max_new_tokens:
+                break
+            seen = _mark_seen(seen, tokens)
+            logits, cache, state, stats = step(decoder, policy, params.weights, tokens, cache, state)
+            recent.append(tokens)
+            if policy.correct_every and (i + 1) % policy.correct_every == 0:
+                newest = jnp.stack(recent, axis=1)
+                cache, state = prefill.correct(decoder, policy, params.weights, newest, cache, state)
+            if policy.period and (i + 1) % policy.period == 0:
+                cache, state = maintain(policy, cache, state)
+        reader.drain()
     finally:
-        for array in jax.live_arrays():
-            if not array.is_deleted():
-                array.block_until_ready()
+        _settle(logits, cache, state)
+
+
+def _settle(*running: Any) -> None:
+    """Waits for what is still running: a process that exits under a running step is aborted."""
+    for array in jax.tree.leaves(running):
+        if isinstance(array, jax.Array) and not array.is_deleted():
+            array.block_until_ready()
 
 
 def _seen(rows: list[list[int]], vocab_size: int) -> Array:

@@ -1,5 +1,7 @@
 """How much memory there is, and the cache capacities that are asked of it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -34,6 +36,20 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {size(wanted)} of cache: "
             f"must fit in the {size(there)} that are free"
         )
+
+
+@contextmanager
+def exhaustion(spec: CacheSpec) -> Iterator[None]:
+    """Turns the device's running out of memory into a ValueError with both numbers: activations come on top."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {size(spec.nbytes)} of cache and activations "
+            f"besides: must fit in the device's memory, of which {size(available_bytes())} are free now"
+        ) from error
 
 
 def size(nbytes: float) -> str:

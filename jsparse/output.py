@@ -150,7 +150,8 @@ class Reader:
     def generation(self, index: int, prompt_tokens: int, began: float, logprobs: bool) -> Generation:
         row, times = self.rows[index], self.times
         # the first interval holds the compilation of the step
-        rate = len(self.rows) * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
+        made = sum(max(len(row.ids) - 2, 0) for row in self.rows)
+        rate = made / (times[-1] - times[1]) if len(times) > 2 else None
         stats = GenerationStats(
             prompt_tokens=prompt_tokens,
             new_tokens=len(row.ids),

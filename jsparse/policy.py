@@ -159,8 +159,8 @@ def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for key, value in bound.arguments.items():
-            if not isinstance(value, int | float | str | tuple | Policy | None):
-                raise ValueError(f"{key}={value!r}: must be a number, a string, a tuple or a policy")
+            if not isinstance(value, int | float | str | Policy | None):
+                raise ValueError(f"{key}={value!r}: must be a number, a string or a policy")
         # 1, 1.0 and True are equal as keys; their types tell them apart
         return once(tuple((key, type(value), value) for key, value in bound.arguments.items()))
 

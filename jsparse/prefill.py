@@ -115,14 +115,17 @@ def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, vali
     many tokens, as they do unless a policy has compacted them.
     """
     lengths = held.lengths[:, 0] - valid
-    pages = _block_pages(held, max(q.shape[1], FLASH_CHUNK if _has_cudnn(q.shape[-1], q.dtype) else PLAIN_CHUNK))
+    pages = min(max(q.shape[1], _flash_tokens(q.shape[-1], q.dtype) // q.shape[0]) // held.page_size, held.num_pages)
+    pages = max(pages, 1)
     block = pages * held.page_size
 
-    def step(i: Array, partial_: tuple[Array, Array]) -> tuple[Array, Array]:
-        logical = jnp.broadcast_to(i * pages + jnp.arange(pages, dtype=jnp.int32), (*held.lengths.shape, pages))
+    def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        # the last block may stick out behind the last page: what it reads there again lies beyond every length
+        logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
+        logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
         keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
         seen = jnp.clip(lengths - i * block, 0, block)
-        return merge(*partial_, *flash(q, keys, values, kv_lengths=seen))
+        return merge(*so_far, *flash(q, keys, values, kv_lengths=seen))
 
     blocks = (jnp.max(lengths) + block - 1) // block
     o, _ = jax.lax.fori_loop(0, blocks, step, flash(q, k, v, causal=True))
@@ -144,7 +147,7 @@ def flash(
         v.astype(q.dtype),
         is_causal=causal,
         key_value_seq_lengths=kv_lengths,
-        implementation="cudnn" if _has_cudnn(q.shape[-1], q.dtype) else "xla",
+        implementation="cudnn" if has_flash(q.shape[-1], q.dtype) else "xla",
         return_residual=True,
     )
     o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)
@@ -154,15 +157,14 @@ def flash(
     return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
 
 
-def _has_cudnn(head_dim: int, dtype: Any) -> bool:
+def has_flash(head_dim: int, dtype: Any) -> bool:
+    """Whether cuDNN's flash attention serves this head dimension and dtype on the default device."""
     fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
     return fits and jax.default_backend() == "gpu"
 
 
-def _block_pages(held: LayerCache, tokens: int) -> int:
-    """Pages of a block: the largest divisor of M within so many tokens, so that blocks tile the cache."""
-    most = max(tokens // held.page_size, 1)
-    return max(n for n in range(1, most + 1) if held.num_pages % n == 0)
+def _flash_tokens(head_dim: int, dtype: Any) -> int:
+    return FLASH_CHUNK if has_flash(head_dim, dtype) else PLAIN_CHUNK
 
 
 def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
@@ -179,7 +181,7 @@ def _shift_in(window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows) -> 
 
 def chunk_tokens(decoder: Decoder, batch: int) -> int:
     """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores stay small."""
-    most = FLASH_CHUNK if _has_cudnn(decoder.config.head_dim, decoder.dtype) else PLAIN_CHUNK
+    most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
     return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from jsparse import memory
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
-from jsparse.prefill import flash
+from jsparse.prefill import flash, has_flash
 from jsparse.shapes import Tokens
 
 
@@ -24,7 +25,10 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
     Raises:
         ValueError: ids of another shape or kind, outside the vocabulary, or longer than the model's maximum.
     """
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise ValueError(f"tokens: must be integers [B, T], all rows of one length ({error})") from None
     ids = ids[None] if ids.ndim == 1 else ids
     config = params.config
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -35,7 +39,19 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
         raise ValueError(
             f"tokens has {ids.shape[1]} a row: must be at most {config.max_position_embeddings}, the model's maximum"
         )
+    _require_room(params, *ids.shape)
     return full_pass(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))
+
+
+def _require_room(params: Params, batch: int, length: int) -> None:
+    config = params.config
+    scores = 0 if has_flash(config.head_dim, params.dtype) else 2 * config.num_heads * length
+    needed, there = 4 * batch * length * (config.vocab_size + scores), memory.available_bytes()
+    if needed > there:
+        raise ValueError(
+            f"tokens of shape {(batch, length)} take {memory.size(needed)} of logits and scores: "
+            f"must fit in the {memory.size(there)} that are free"
+        )
 
 
 @partial(jax.jit, static_argnames=("decoder",))

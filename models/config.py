@@ -70,11 +70,6 @@ class ModelConfig:
                 f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = {self.head_dim // 2}"
             )
 
-    @property
-    def group_size(self) -> int:
-        """G, the query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token of one sequence takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
@@ -121,6 +116,11 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that every family's config.json states alike, under ModelConfig's names."""
     refuse(config, "hidden_act", ("silu",))
+    refuse(config, "use_sliding_window", (False,))
+    for fields in (config, config.get("rope_parameters") or {}):
+        refuse(fields, "partial_rotary_factor", (1, 1.0))
+    for kind in config.get("layer_types") or ():
+        refuse({"layer_types": kind}, "layer_types", ("full_attention",))
     hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     return {

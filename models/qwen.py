@@ -9,7 +9,6 @@ from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_ggu
 
 def qwen2_from_hf(config: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a config.json with `model_type: qwen2`, which takes the biases for granted."""
-    refuse(config, "use_sliding_window", (False,))
     return ModelConfig(family="qwen2", qkv_bias=True, **sizes_from_hf(config))
 
 
@@ -20,7 +19,6 @@ def qwen2_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
 
 def qwen3_from_hf(config: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a config.json with `model_type: qwen3`; its head_dim does not follow from hidden_size."""
-    refuse(config, "use_sliding_window", (False,))
     refuse(config, "attention_bias", (False,))
     require(config, "head_dim")
     return ModelConfig(family="qwen3", qk_norm=True, **sizes_from_hf(config))

@@ -5,6 +5,7 @@ are checked by name and shape before the first is read, then go to the device on
 joined, transposed and cast: the host never holds more than one weight.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jsparse import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
 from jsparse.models.transformer import Weights
@@ -140,7 +142,17 @@ def _some(names: Collection[str]) -> str:
 
 
 def read_weights(weights: list[Weight], store: TensorStore, dtype: Any, on_progress: OnProgress | None) -> Weights:
-    """Reads every tensor and returns the tree on the default device."""
+    """Reads every tensor and returns the tree on the default device.
+
+    Raises:
+        ValueError: If they do not fit in its memory.
+    """
+    needed = sum(math.prod(weight.shape) for weight in weights) * np.dtype(dtype).itemsize
+    if needed > (there := memory.available_bytes()):
+        raise ValueError(
+            f"{store.path} takes {memory.size(needed)} in {np.dtype(dtype).name}: "
+            f"must fit in the {memory.size(there)} that are free"
+        )
     sources = [source for weight in weights for source in weight.sources]
     total, done = sum(store.nbytes(source.name) for source in sources), 0
     arrays: dict[str, jax.Array] = {}

@@ -1,6 +1,6 @@
 """What every decode op does before it runs: check shapes, choose a backend.
 
-A named backend runs or raises; None picks by device when tracing, and says which in the log.
+A named backend runs or raises; None takes the first that the op lists, and the log says which.
 """
 
 import logging

@@ -230,7 +230,7 @@ def test_tokens_are_rounded_once_on_store():
 
 
 def test_spec_states_sizes():
-    assert (SPEC.capacity, SPEC.group_size) == (12, 2)
+    assert SPEC.capacity == 12
     cache = kv.init(SPEC)
     assert SPEC.nbytes == sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 

@@ -10,7 +10,7 @@ import pytest
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import loop, memory, prefill
+from jsparse import loop, memory, output, prefill
 from jsparse.policy import Policy, dense
 from jsparse.selection import everything
 
@@ -473,6 +473,25 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
     heavy = dense()._replace(init=lambda spec: jnp.zeros((1024, 1024)))
     with pytest.raises(ValueError, match="must fit"):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512, policy=heavy)
+
+
+def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
+    """One row ends at once, the other goes on: a second per step, so a token a second."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(output.time, "perf_counter", lambda: float(next(clock)))
+    free = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])
+    assert free[0].stats.decode_tokens_per_second == pytest.approx(2.0)
+    end = free[0].token_ids[0]
+    assert end not in free[1].token_ids
+    outs = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=end)
+    assert [len(out.token_ids) for out in outs] == [1, 12]
+    assert outs[0].stats.decode_tokens_per_second == pytest.approx(1.0)
+
+
+def test_logits_that_do_not_fit_are_refused(params, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
+    with pytest.raises(ValueError, match=r"tokens of shape \(1, 64\) take .* must fit in the 64.00 KiB"):
+        jsparse.logits(params, [1] * 64)
 
 
 def test_a_policy_s_state_may_hold_a_selection(params):

@@ -17,7 +17,6 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policy import Policy
 
-# `jsparse.generate` is the function; the module of that name has to be asked for
 VOCAB = 300
 
 
