@@ -1,12 +1,16 @@
-"""What every decode op does before it runs: check shapes, choose a backend.
+"""What every op does before it runs: check its arguments, choose a backend.
 
-A named backend runs or raises; None takes the first that the op lists, and the log says which.
+A named backend runs or raises; None takes the first that the op lists and that can run here, and the log says which.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, get_args
 
+import jax
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
@@ -16,18 +20,69 @@ from jsparse.selection import MAX_BITS_PAGE, Selection
 logger = logging.getLogger("jsparse.kernels")
 
 
-def choose(op: str, implementation: str | None, backends: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The backend to trace. `backends` maps the names that this op has to functions, best first.
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an op.
+
+    Attributes:
+        name: "mosaic", "triton" or "reference".
+        load: imports the kernel and returns it: what a machine lacks is then never imported there.
+        refusal: from the op's own arguments, the reason why this backend cannot run them here, or None.
+    """
+
+    name: str
+    load: Callable[[], Callable[..., Any]]
+    refusal: Callable[..., str | None] = lambda *_, **__: None
+
+
+def choose(op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any) -> Any:
+    """Runs the op on the backend that is named, or on the first of `backends` that takes these arguments here.
 
     Raises:
-        ValueError: `implementation` names a backend that the op does not have.
+        ValueError: `implementation` names a backend that the op does not have, or that cannot run these arguments here.
     """
-    if implementation is None:
-        implementation = next(iter(backends))
-        logger.debug("%s: %s", op, implementation)
-    if implementation not in backends:
-        raise ValueError(f"implementation={implementation!r}: {op} has {list(backends)}")
-    return backends[implementation]
+    names = [backend.name for backend in backends]
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"implementation={implementation!r}: {op} has {names}")
+    for backend in backends:
+        if implementation not in (None, backend.name):
+            continue
+        reason = backend.refusal(*args, **kwargs)
+        if reason is None:
+            logger.debug("%s: %s", op, backend.name)
+            return backend.load()(*args, **kwargs)
+        if implementation is not None:
+            raise ValueError(f"implementation={implementation!r}: {op} on this backend {reason}")
+        logger.debug("%s: not %s, which %s", op, backend.name, reason)
+    raise ValueError(f"implementation={implementation!r}: none of {names} can run {op} here")
+
+
+@cache
+def compute_capability() -> tuple[int, int] | None:
+    """(major, minor) of the default device, None where that is no NVIDIA GPU."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def no_mosaic(major: int = 9) -> str | None:
+    """Why Mosaic GPU kernels cannot run here, or None."""
+    here = compute_capability()
+    if here is None:
+        return "needs an NVIDIA GPU"
+    if here[0] < major:
+        return f"needs compute capability {major}.0 or more, this GPU has {here[0]}.{here[1]}"
+    return None
+
+
+def no_triton() -> str | None:
+    """Why jax-triton kernels cannot run here, or None."""
+    if compute_capability() is None:
+        return "needs an NVIDIA GPU"
+    missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
+    return f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]" if missing else None
 
 
 def check_shapes(op: str, granularity: str, q: Float[Array, "B N H"], layer: LayerCache, selection: Selection) -> None:

@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import jax
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -27,3 +29,11 @@ install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.bea
 
 settings.register_profile("jsparse", deadline=None, derandomize=True)
 settings.load_profile("jsparse")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of the mark `gpu` need one."""
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,13 +1,14 @@
 """One new query a head against the pages that a Selection names."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
-from jsparse.pallas_kernels.dispatch import check_shapes, check_stats, choose
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
+
+BACKENDS = (Backend("reference", lambda: reference.block_sparse_decode),)
 
 
 def block_sparse_decode(
@@ -37,6 +38,7 @@ def block_sparse_decode(
     """
     check_shapes("block_sparse_decode", "page", q, layer, selection)
     check_stats(stats)
-    run = choose("block_sparse_decode", implementation, {"reference": reference.block_sparse_decode})
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    return run(q, layer, selection, sm_scale=jnp.float32(scale), stats=stats)
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return choose(
+        "block_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats
+    )

@@ -13,7 +13,7 @@ def block_sparse_decode(
     layer: LayerCache,
     selection: Selection,
     *,
-    sm_scale: Float32[Array, ""],
+    sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
     """See api. With dense heads every slot is read and masked; without, only the listed pages are gathered."""
@@ -25,7 +25,7 @@ def masked(
     q: Float[Array, "B N H"],
     layer: LayerCache,
     selection: Selection,
-    sm_scale: Float32[Array, ""],
+    sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
     """Reads every slot and masks what is not selected: any selection, whatever its granularity."""
@@ -39,7 +39,7 @@ def gathered(
     q: Float[Array, "B N H"],
     layer: LayerCache,
     selection: Selection,
-    sm_scale: Float32[Array, ""],
+    sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
     """Reads what is listed and no more; the newest token rides behind the list where that lacks it."""
@@ -91,7 +91,7 @@ def attend(
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B K S"],
     bias: Float32[Array, "B K S"] | None,
-    sm_scale: Float32[Array, ""],
+    sm_scale: float,
 ) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
     """o, lse and the logits of the mean query of each group (which are the mean of the group's logits)."""
     batch, heads, head_dim = q.shape

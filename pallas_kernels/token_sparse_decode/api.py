@@ -1,13 +1,14 @@
 """One new query a head against the single tokens that a Selection lists."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import check_shapes, check_stats, choose
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
+
+BACKENDS = (Backend("reference", lambda: reference.token_sparse_decode),)
 
 
 def token_sparse_decode(
@@ -25,6 +26,7 @@ def token_sparse_decode(
     """
     check_shapes("token_sparse_decode", "token", q, layer, selection)
     check_stats(stats)
-    run = choose("token_sparse_decode", implementation, {"reference": reference.token_sparse_decode})
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    return run(q, layer, selection, sm_scale=jnp.float32(scale), stats=stats)
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return choose(
+        "token_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats
+    )

@@ -1,6 +1,6 @@
 """Plain jnp: tokens are pages of one."""
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
@@ -13,7 +13,7 @@ def token_sparse_decode(
     layer: LayerCache,
     selection: Selection,
     *,
-    sm_scale: Float32[Array, ""],
+    sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
     """See api. With dense heads every slot is read and masked; without, only the listed slots are gathered."""

@@ -23,7 +23,7 @@ def test_matches_dense_attention(case):
 
 @pytest.mark.parametrize("case", SPARSE[::3], ids=lambda case: case.name)
 def test_reading_all_and_masking_is_reading_what_is_listed(case):
-    inputs, scale = case.build(1), jnp.float32(0.1)
+    inputs, scale = case.build(1), 0.1
 
     @jax.jit
     def both(inputs):
