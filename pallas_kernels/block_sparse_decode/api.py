@@ -1,14 +1,43 @@
 """One new query a head against the pages that a Selection names."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose, no_mosaic
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
 
-BACKENDS = (Backend("reference", lambda: reference.block_sparse_decode),)
+
+def _mosaic():
+    from jsparse.pallas_kernels.block_sparse_decode import mosaic
+
+    return mosaic.block_sparse_decode
+
+
+def _not_mosaic(q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, **_: Any) -> str | None:
+    reason = no_mosaic()
+    head_dim, size = layer.k.shape[-1], layer.page_size
+    if reason is None and not (q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)):
+        reason = f"takes bfloat16 or float16, not {q.dtype} with {layer.k.dtype}"
+    elif reason is None and (head_dim % 32 or not 64 <= head_dim <= 256):
+        reason = f"takes head dimensions of 64 to 256 that 32 divides, not {head_dim}"
+    elif reason is None and size not in ((8, 16, 32, 64) if head_dim <= 128 else (8, 16, 32)):
+        reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
+    elif reason is None and q.shape[1] // layer.lengths.shape[1] > 16:
+        reason = f"takes at most 16 query heads for a KV head, not {q.shape[1] // layer.lengths.shape[1]}"
+    elif reason is None and layer.bias is not None:
+        reason = "takes no bias"
+    return reason
+
+
+BACKENDS = (
+    Backend("mosaic", _mosaic, _not_mosaic),
+    Backend("reference", lambda: reference.block_sparse_decode),
+)
 
 
 def block_sparse_decode(
@@ -28,7 +57,8 @@ def block_sparse_decode(
         selection: granularity "page"; what its fields mean is said there.
         sm_scale: multiplies q·k; None is 1/√H.
         stats: what to report of the mean query of each group, or None.
-        implementation: "reference", or None to pick.
+        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16; no bias), "reference", or None for
+            the first of them that can run.
 
     Returns:
         float32 o and lse, and stats if asked for.
@@ -39,6 +69,4 @@ def block_sparse_decode(
     check_shapes("block_sparse_decode", "page", q, layer, selection)
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose(
-        "block_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats
-    )
+    return choose("block_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats)

@@ -26,4 +26,9 @@ CASES = (
     _case("sm_scale", sm_scale=0.3),
     _case("huge_logits", spread=1e4),
     _case("bfloat16", dtype="bfloat16", table="scrambled"),
+    _case("bfloat16_96", dtype="bfloat16", head_dim=96, group=1, dense="mixed"),
+    _case("bfloat16_128", dtype="bfloat16", head_dim=128, group=7, page_size=32, num_pages=3, bias=True),
+    _case("bfloat16_256", dtype="bfloat16", head_dim=256, group=16, kv_heads=1, page_size=64, num_pages=2),
+    _case("long_lists", num_pages=24, table="scrambled"),
+    _case("long_lists_of_all", num_pages=24, listed="all", dense="mixed"),
 )

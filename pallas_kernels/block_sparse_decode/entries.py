@@ -1,0 +1,66 @@
+"""The entries of a head's tiles: which page each is, and which of its tokens count."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jsparse.pallas_kernels.block_sparse_decode import schedule
+from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
+
+
+class Head(NamedTuple):
+    """What is loaded of a pair, from the plan, its cache and its list."""
+
+    splits: Any
+    tiles: Any
+    kind: Any
+    length: Any
+    count: Any
+
+
+class Entries(NamedTuple):
+    """The pages of a head in the order of its tiles: as listed, or all of a dense head; then the newest, if missing."""
+
+    p: Problem
+    g: dict
+    h: Any
+    head: Head
+
+    def fetch(self, entry):
+        """The logical and physical number of an entry and its bits, as they are stored."""
+        p, g = self.p, self.g
+        h, page, bits = jnp.minimum(self.h, p.pairs - 1), entry, jnp.int32(-1)
+        if p.capacity:
+            at = jnp.minimum(entry, p.capacity - 1)  # past the count stand zeros
+            page = g["ids"][h, at]
+            bits = g["bits"][h, at] if p.has_bits else bits
+            page = jnp.where(self.head.kind == schedule.DENSE, entry, page) if p.has_dense else page
+        page = jnp.minimum(page, p.num_pages - 1)
+        return page, g["table"][h, page] if p.has_table else h * p.num_pages + page, bits
+
+    def resolve(self, entry, missing, page, physical, chosen):
+        """The physical page of an entry, and its tokens that count as the bits of words."""
+        p, head = self.p, self.head
+        newest_page, newest = lax.div(head.length - 1, p.page_size), lax.rem(head.length - 1, p.page_size)
+        last = missing & (entry == head.count)
+        listed = entry < head.count
+        if p.has_dense:
+            dense = head.kind == schedule.DENSE
+            # the last tile may have more entries than the head has pages
+            listed = jnp.where(dense, entry * p.page_size < head.length, listed)
+            chosen = jnp.where(dense, -1, chosen)
+        page = jnp.where(last, newest_page, page)
+        moved = self.g["table"][self.h, newest_page] if p.has_table else self.h * p.num_pages + newest_page
+        held, words = head.length - page * p.page_size, []
+        for w in range(0, p.page_size, WORD):
+            word = jnp.where(listed, chosen & _lowest_bits(held - w, min(p.page_size, WORD)), 0)
+            at_newest = (page == newest_page) & (lax.div(newest, WORD) == w // WORD) & (listed | last)
+            words.append(word | jnp.where(at_newest, lax.shift_left(jnp.int32(1), newest & (WORD - 1)), 0))
+        return jnp.where(last, moved, physical), words
+
+
+def _lowest_bits(n, most: int):
+    """A word whose lowest min(n, most) bits are set; n may be negative."""
+    n = jnp.clip(n, 0, most)
+    return jnp.where(n >= 32, -1, lax.shift_left(jnp.int32(1), n & 31) - 1)

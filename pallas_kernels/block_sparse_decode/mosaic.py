@@ -1,0 +1,178 @@
+# pyright: reportAbstractUsage=false
+"""Mosaic GPU, Hopper and later: one persistent launch over the pages of all heads, then one that merges the splits.
+
+Each head's pages are cut into tiles of 64 tokens and these, by a rule that knows nothing of other heads, into splits
+(`schedule`). Every team of two warpgroups takes an equal share of all tiles, rounded to whole splits, which it finds by
+itself: one copies pages by TMA and writes down which tokens of a tile count (`producer`), the other multiplies
+(`consumer`). The mean query of a group, where asked for, is one more row of the padded product.
+"""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode import schedule
+from jsparse.pallas_kernels.block_sparse_decode.consumer import consume
+from jsparse.pallas_kernels.block_sparse_decode.problem import M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.producer import produce
+from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
+from jsparse.pallas_kernels.merge_splits.api import merge_splits
+from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.selection import Selection
+
+
+def block_sparse_decode(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    sm_scale: float,
+    stats: StatsKind | None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> AttentionOut:
+    """See api. `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly, for tests."""
+    batch, heads, head_dim = q.shape
+    pairs = layer.lengths.size
+    group = batch * heads // pairs
+    rows = -(-(group + (stats is not None)) // 8) * 8
+    problem = Problem(
+        pairs,
+        group,
+        rows,
+        head_dim,
+        layer.page_size,
+        layer.num_pages,
+        selection.ids.shape[-1],
+        selection.bits is not None and selection.ids.shape[-1] > 0,
+        selection.dense is not None,
+        layer.block_table is not None,
+        stats is not None,
+        layer.k.dtype,
+        sm_scale,
+        schedule.tiles(head_dim) if tiles is None else tiles,
+        interpret,
+    )
+    grouped = q.reshape(pairs, group, head_dim).astype(layer.k.dtype)
+    if stats is not None:
+        mean = jnp.mean(grouped, axis=1, keepdims=True, dtype=jnp.float32)
+        grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
+    grouped = jnp.pad(grouped, ((0, 0), (0, rows - grouped.shape[1]), (0, 0)))
+    plan = schedule.plan(layer, selection, problem.tiles)
+    operands = [grouped, layer.k, layer.v, plan, layer.lengths.reshape(-1), selection.count.reshape(-1)]
+    if problem.capacity:
+        operands.append(selection.ids.reshape(pairs, -1))
+    if problem.has_bits and selection.bits is not None:
+        operands.append(lax.bitcast_convert_type(selection.bits, jnp.int32).reshape(pairs, -1))
+    if layer.block_table is not None:
+        operands.append(layer.block_table.reshape(pairs, -1))
+    o, lse, *logits = _kernel(problem)(*operands)
+    o, lse = merge_splits(o, lse, plan.reshape(-1), group + (stats is not None))
+    out, out_lse = o[:, -group:].reshape(q.shape), lse[:, -group:].reshape(batch, heads)
+    if stats is None:
+        return AttentionOut(out, out_lse)
+    mean_lse = lse[:, 0].reshape(layer.lengths.shape)
+    return AttentionOut(out, out_lse, _stats(logits[0], mean_lse, layer, selection, stats))
+
+
+@cache
+def _kernel(problem: Problem):
+    """The launch, its outputs: o and lse of each split, and the mean query's logits where wanted."""
+    p, t = problem, problem.tiles
+    splits = schedule.max_splits(p.max_tiles, t)
+    out = [
+        jax.ShapeDtypeStruct((p.pairs, splits, p.rows, p.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((p.pairs, splits, p.rows), jnp.float32),
+    ]
+    if p.logits:
+        out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
+    lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
+    storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
+    float_storage = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    rings = (t.teams, t.stages, t.tokens, p.head_dim)
+    ring, runs = partial(plgpu.Barrier, num_barriers=t.teams * t.stages), plgpu.Barrier(num_barriers=t.teams * p.runs)
+    scratch = {
+        # windows of M rows that overlap: only the first `rows` of each are anything, or matter
+        "q_s": plgpu.SMEM((M + (t.teams * p.runs - 1) * p.rows, p.head_dim), p.dtype, transforms=storage),
+        "k_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
+        "v_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
+        "o_s": plgpu.SMEM((t.teams, M, p.head_dim), jnp.float32, transforms=float_storage),
+        "lse_s": plgpu.SMEM((t.teams, M), jnp.float32),
+        "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
+        "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),
+        "words_s": plgpu.SMEM((t.teams * t.stages, 8), jnp.int32),
+        "shared": plgpu.Barrier(),
+        "q_full": runs,
+        "run_full": runs,
+        "run_free": runs,
+        "k_full": ring(num_arrivals=p.pages_a_tile),
+        "v_full": ring(num_arrivals=p.pages_a_tile),
+        "k_free": ring(),
+        "v_free": ring(),
+    }
+    names = ["q", "k", "v", "plan", "lengths", "count"]
+    names += [name for name, there in (("ids", p.capacity), ("bits", p.has_bits), ("table", p.has_table)) if there]
+    names += ["o", "lse"] + ["logits"] * p.logits
+
+    def body(*refs, **scratch):
+        gmem = dict(zip(names, refs, strict=True))
+
+        @pl.when(lax.axis_index("warpgroup") < t.teams)
+        def _():
+            plgpu.set_max_registers(208, action="increase")
+            consume(p, gmem, scratch)
+
+        @pl.when(lax.axis_index("warpgroup") >= t.teams)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            produce(p, gmem, scratch)
+
+    body.__name__ = "block_sparse_decode"
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(t.blocks,),
+        grid_names=("block",),
+        num_threads=2 * t.teams,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if p.interpret else None,
+    )
+
+
+def _stats(
+    logits: Float32[Array, "pairs slots"],
+    lse: Float32[Array, "B K"],
+    layer: LayerCache,
+    selection: Selection,
+    stats: StatsKind,
+) -> Stats:
+    """The mean query's logits, which lie in the order of the tiles, put where the pages are."""
+    shape, size, pages = layer.lengths.shape, layer.page_size, layer.num_pages
+    logits = logits.reshape(*shape, -1, size)
+    everywhere = jnp.full((*shape, pages, size), -jnp.inf)
+    capacity = selection.ids.shape[-1]
+    if capacity:
+        entry = jnp.arange(capacity + 1, dtype=jnp.int32)
+        count, newest = selection.count[..., None], ((layer.lengths - 1) // size)[..., None]
+        ids = jnp.where(entry[:-1] < count, selection.ids, pages)
+        missing = ~jnp.any(ids == newest, axis=-1, keepdims=True)
+        ids = jnp.concatenate([ids, jnp.full_like(newest, pages)], axis=-1)
+        ids = jnp.where((entry == count) & missing & (count > 0) & (newest >= 0), newest, ids)
+        ids = jnp.where((newest >= 0), ids, pages)
+        row, head = (i[..., None] for i in jnp.indices(shape))
+        everywhere = everywhere.at[row, head, ids].set(logits[:, :, : capacity + 1], mode="drop")
+    if selection.dense is not None:
+        held = jnp.arange(pages * size).reshape(pages, size) < layer.lengths[..., None, None]
+        read = jnp.where(held, logits[:, :, :pages], -jnp.inf)
+        everywhere = jnp.where(selection.dense[..., None, None], read, everywhere)
+    if stats == "page_mass":
+        return Stats(softmax_partial(everywhere)[2], lse)
+    return Stats(everywhere.reshape(*shape, -1), lse)

@@ -1,0 +1,55 @@
+"""What is static of one call of the Mosaic GPU kernel, and what its parts share."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
+
+M = 64  # rows of a wgmma; a group's queries are padded to it
+WARPS = 4  # of a warpgroup
+WORD = 32  # tokens, at most, whose bits one word holds
+
+
+class Problem(NamedTuple):
+    """What is static of one call.
+
+    Attributes:
+        pairs: B·K.
+        rows: the group's queries, and their mean where its logits are wanted, padded to a multiple of 8.
+        capacity: C.
+        logits: whether the mean query's logits are wanted.
+        interpret: run by the interpreter, on any machine.
+    """
+
+    pairs: int
+    group: int
+    rows: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    capacity: int
+    has_bits: bool
+    has_dense: bool
+    has_table: bool
+    logits: bool
+    dtype: jnp.dtype
+    scale: float
+    tiles: Tiles
+    interpret: bool
+
+    @property
+    def pages_a_tile(self) -> int:
+        return self.tiles.tokens // self.page_size
+
+    @property
+    def runs(self) -> int:
+        """Runs that a team is told of at once; with many query heads there is room for the queries of one."""
+        return 2 if self.rows <= 16 else 1
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles that a head can have; one more than listed, where the newest page is not."""
+        listed = -(-(self.capacity + 1) // self.pages_a_tile) if self.capacity else 0
+        dense = -(-self.num_pages // self.pages_a_tile) if self.has_dense else 0
+        return max(listed, dense)

@@ -1,0 +1,194 @@
+# pyright: reportAssignmentType=false
+"""The warpgroup that copies: it finds its team's splits and sends their tiles."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jsparse.pallas_kernels.block_sparse_decode import schedule
+from jsparse.pallas_kernels.block_sparse_decode.entries import Entries, Head
+from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
+
+AHEAD = 2  # tiles whose entries are on their way from memory
+
+
+def produce(p: Problem, g: dict, s: dict) -> None:
+    """Finds the block's splits and sends their tiles: pages by TMA, and a bit for each token that counts.
+
+    The splits of one head that a block takes are a run. Whatever the next tile and the next run need from memory is
+    loaded one of them ahead; the warps share the pages of a tile.
+    """
+    per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
+    _share_out(p, g, s, team)
+    first, base, start, end = (s["share_s"][team, i] for i in range(4))
+
+    def load(h):
+        h = jnp.minimum(h, p.pairs - 1)
+        return Head(g["plan"][0, h], g["plan"][1, h], g["plan"][2, h], g["lengths"][h], g["count"][h])
+
+    def settle(h, base, head, ahead):
+        """The next head that has any tiles, from this one on."""
+
+        def step(c):
+            h, base, _, ahead = c
+            return h + 1, base, ahead, load(h + 2)
+
+        return lax.while_loop(lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead))
+
+    def fetch(h, head, split):
+        """All pages of a split's first tile."""
+        pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
+        return tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
+
+    def announce(n, *values):
+        """Tells the consumers of the n-th run; its queries follow."""
+        slot = team * p.runs + lax.rem(n, p.runs)
+
+        @pl.when(n >= p.runs)
+        def _():
+            plgpu.barrier_wait(s["run_free"].at[slot])
+
+        for i, value in enumerate(values):
+            s["run_s"][slot, i] = value
+        plgpu.barrier_arrive(s["run_full"].at[slot])
+        window = s["q_s"].at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
+        plgpu.copy_gmem_to_smem(g["q"].at[values[0]], window, s["q_full"].at[slot])
+
+    def send(carry):
+        n, sent, (h, base, head, ahead), split, found = carry
+        following = settle(h + 1, base + head.tiles, ahead, load(h + 2))
+        found_next = fetch(following[0], following[2], 0)
+        splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
+        missing = jnp.bool_(False)
+        if p.capacity:
+            search = head.kind == schedule.SEARCH
+            missing = lax.cond(search, lambda: _not_found(p, g, h, head), lambda: head.kind == schedule.MISSING)
+            missing = missing & (splits == head.splits)
+        t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
+        extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
+        announce(n, h, split, splits, head.tiles, head.splits, extra, sent)
+
+        entries = Entries(p, g, h, head)
+        plgpu.warp_map(lambda warp: _send_tiles(p, s, team, warp, entries, missing, sent, t0, t1 + extra, found))
+
+        return n + 1, sent + t1 + extra - t0, following, jnp.int32(0), found_next
+
+    def more(carry):
+        h, base, *_ = carry[2]
+        return (h < p.pairs) & (base < end)
+
+    # of the first head, the splits that begin at `start` or later; it may have none
+    head, ahead = load(first), load(first + 1)
+    split = schedule.beginning(head.tiles, head.splits, start - base)
+    none = split >= head.splits
+    head, ahead, base, first, split = jax.tree.map(
+        lambda a, b: jnp.where(none, a, b),
+        (ahead, load(first + 2), base + head.tiles, first + 1, jnp.int32(0)),
+        (head, ahead, base, first, split),
+    )
+    state, zero = settle(first, base, head, ahead), jnp.int32(0)
+    n, sent, *_ = lax.while_loop(more, send, (zero, zero, state, split, fetch(state[0], state[2], split)))
+    announce(n, *[zero] * 7)
+
+    if p.runs == 2:  # the last run has been used
+
+        @pl.when(n >= 1)
+        def _():
+            plgpu.barrier_wait(s["run_free"].at[team * p.runs + lax.rem(n - 1, p.runs)])
+
+    @plgpu.warp_map
+    def _(_warp):
+        for free in ("k_free", "v_free"):
+            for i in range(p.tiles.stages):
+                _wait_for_room(p, s, team, free, sent + i)
+
+
+def _share_out(p: Problem, g: dict, s: dict, team) -> None:
+    """Where each team's share of the tiles begins and ends, and in which head; the first team finds it for all."""
+
+    @pl.when(team == 0)
+    def _():
+        num_tiles = plgpu.load(g["plan"].at[1], layout=schedule.STRIDED((g["plan"].shape[1],), 1))
+        total = jnp.sum(num_tiles)
+        first = lax.axis_index("block") * p.tiles.teams
+        edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
+        heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1])
+        for i in range(p.tiles.teams):
+            for j, value in enumerate((heads[i], bases[i], edges[i], edges[i + 1])):
+                s["share_s"][i, j] = value
+        plgpu.barrier_arrive(s["shared"])
+
+    plgpu.barrier_wait(s["shared"])
+
+
+def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
+    """Until what the nth tile of a team overwrites has been used."""
+
+    @pl.when(nth >= p.tiles.stages)
+    def _():
+        plgpu.barrier_wait(s[free].at[team * p.tiles.stages + lax.rem(nth, p.tiles.stages)])
+
+
+def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, found) -> None:
+    """One warp's part of a split: of four pages a tile or more, K and V of every fourth; of fewer, K or V of one."""
+    stages, n = p.tiles.stages, p.pages_a_tile
+    mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]
+    copies_k = warp < n
+    copies_v = warp >= 0 if n >= WARPS else (warp >= n) & (warp < 2 * n)
+
+    def first(j):
+        """found[j]; j is known to the warp alone."""
+        choice = found[0]
+        for k in range(1, n):
+            choice = tuple(jnp.where(j == k, new, old) for new, old in zip(found[k], choice, strict=True))
+        return choice
+
+    def fetch(tile):
+        return tuple(pages.fetch(jnp.minimum(tile, t1 - 1) * n + j) for j in mine)
+
+    def tile(i, ahead):
+        found, *ahead = ahead
+        slot = lax.rem(sent + i, stages)
+        ahead.append(fetch(t0 + i + AHEAD))
+        resolved = [pages.resolve((t0 + i) * n + j, missing, *f) for j, f in zip(mine, found, strict=True)]
+
+        def copy(j, page, pool, smem, full):
+            target = s[smem].at[team, slot, pl.ds(j * p.page_size, p.page_size)]
+            plgpu.copy_gmem_to_smem(pages.g[pool].at[page], target, s[full].at[team * stages + slot])
+
+        _wait_for_room(p, s, team, "k_free", sent + i)
+
+        @pl.when(copies_k)
+        def _():
+            for j, (page, words) in zip(mine, resolved, strict=True):
+                for w, word in enumerate(words):
+                    s["words_s"][team * stages + slot, j + w] = word
+                copy(j, page, "k", "k_s", "k_full")
+
+        _wait_for_room(p, s, team, "v_free", sent + i)
+
+        @pl.when(copies_v)
+        def _():
+            for j, (page, _) in zip(mine, resolved, strict=True):
+                copy(j, page, "v", "v_s", "v_full")
+
+        return tuple(ahead)
+
+    ahead = (tuple(first(j) for j in mine), *(fetch(t0 + i) for i in range(1, AHEAD)))
+    lax.fori_loop(0, t1 - t0, tile, ahead)
+
+
+def _not_found(p: Problem, g: dict, h, head: Head):
+    """Searches a list that ends past what its head holds for the page of the newest token."""
+    newest = lax.div(head.length - 1, p.page_size)
+
+    def halve(bounds):
+        low, high = bounds  # ids[low - 1] ≤ newest < ids[high]
+        middle = lax.div(low + high, 2)
+        beyond = g["ids"][h, middle] > newest
+        return jnp.where(beyond, low, middle + 1), jnp.where(beyond, middle, high)
+
+    low, _ = lax.while_loop(lambda b: b[0] < b[1], halve, (jnp.int32(0), head.count))
+    return (low == 0) | (g["ids"][h, jnp.maximum(low - 1, 0)] != newest)

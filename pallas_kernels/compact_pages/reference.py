@@ -1,0 +1,28 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jsparse.cache import LayerCache, physical_pages, read_slots
+from jsparse.shapes import Ids, Lengths
+
+
+def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
+    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k]; lengths and tables stay.
+
+    All that is listed is read before anything is written.
+    """
+    slots = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    listed = slots < moved[..., None]
+    pages = physical_pages(layer, jnp.where(listed, slots // layer.page_size, 0))
+    at = (jnp.where(listed, pages, layer.k.shape[0]), slots % layer.page_size)  # out of range: dropped
+
+    def move(pool: Array) -> Array:
+        return pool.at[at].set(read_slots(pool, layer, jnp.where(listed, ids, 0)), mode="drop")
+
+    return layer._replace(
+        k=move(layer.k),
+        v=move(layer.v),
+        bias=None if layer.bias is None else move(layer.bias),
+        slot_positions=None if layer.slot_positions is None else move(layer.slot_positions),
+    )

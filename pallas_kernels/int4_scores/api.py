@@ -1,0 +1,69 @@
+"""Estimated logits from a 4-bit copy of K: what Twilight prunes by."""
+
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, choose, no_triton
+from jsparse.pallas_kernels.int4_scores import reference
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
+from jsparse.selection import Selection, nothing
+
+MAX_TRITON_PAGE = 128
+
+
+def _triton_refuses(q: Array, layer: LayerCache, *_: object, **__: object) -> str | None:
+    size, head_dim = layer.page_size, q.shape[-1]
+    if size & (size - 1) or size > MAX_TRITON_PAGE:
+        return f"takes pages of a power of two up to {MAX_TRITON_PAGE} tokens, not {size}"
+    if head_dim % 8:
+        return f"takes head dimensions that are multiples of 8, not {head_dim}"
+    return no_triton()
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.int4_scores import triton
+
+    return triton.int4_scores
+
+
+BACKENDS = (Backend("triton", _load_triton, _triton_refuses), Backend("reference", lambda: reference.int4_scores))
+
+
+def int4_scores(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    keys: Int4Keys,
+    selection: Selection | None,
+    *,
+    sm_scale: float | None = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B N slots"]:
+    """The logit of every query head for every slot that its KV head holds, or for those of listed pages.
+
+    The estimate is sm_scale · q·(scale · code + zero), without the layer's bias.
+
+    Args:
+        q: the queries, after RoPE.
+        layer: says where pages lie and how many slots each head holds; its K and V are not read.
+        keys: the 4-bit copy of the layer's K.
+        selection: granularity "page": only its pages are read. None: all of them.
+        sm_scale: multiplies the dot product; None is 1/√H.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        float32[B, N, S], by slot; with a selection float32[B, N, C·P], slot t of the page `ids[…, i]` at i·P + t. Query
+        heads are not reduced. -inf: at and behind the head's length, behind the list's count, where a bit is off. The
+        list alone counts: `dense` is not looked at (a dense head scores what it lists, in general nothing), and the
+        newest token has a score only where its page is listed.
+
+    Raises:
+        ValueError: shapes, granularity or page size do not fit together.
+    """
+    check_shapes("int4_scores", "page", q, layer, nothing(layer.lengths) if selection is None else selection)
+    pages, size, head_dim = layer.k.shape
+    wanted = {"packed": (pages, size, head_dim // 2), "scale": (pages, size), "zero": (pages, size)}
+    for name, shape in wanted.items():
+        if getattr(keys, name).shape != shape:
+            raise ValueError(f"keys.{name}.shape={getattr(keys, name).shape}: must be {shape}, to fit the cache's K")
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return choose("int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale)

@@ -1,0 +1,41 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from jsparse.cache import LayerCache, read_heads, read_pages
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, dequantise
+from jsparse.selection import Selection, unpack_bits
+
+
+def int4_scores(
+    q: Float[Array, "B N H"], layer: LayerCache, keys: Int4Keys, selection: Selection | None, *, sm_scale: float
+) -> Float32[Array, "B N slots"]:
+    """See api."""
+    batch, heads, head_dim = q.shape
+    if selection is None:
+        packed, scale, zero = (read_heads(pool, layer) for pool in keys)
+        seen = jnp.arange(layer.capacity, dtype=jnp.int32) < layer.lengths[..., None]
+    else:
+        packed, scale, zero = (_flat(read_pages(pool, layer, selection.ids)) for pool in keys)
+        seen = _listed(layer, selection)
+    k = dequantise(packed, scale, zero)
+    grouped = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, head_dim)
+    scores = sm_scale * jnp.einsum("bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(seen[:, :, None], scores, -jnp.inf).reshape(batch, heads, seen.shape[-1])
+
+
+def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
+    """Which slots of the listed pages count."""
+    slots = selection.ids[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
+    listed = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
+    seen = (slots < layer.lengths[..., None, None]) & listed[..., None]
+    if selection.bits is not None:
+        seen &= unpack_bits(selection.bits, layer.page_size)
+    return _flat(seen)
+
+
+def _flat(pages: Array) -> Array:
+    """[B, K, C, P, …] to [B, K, C·P, …]."""
+    return pages.reshape(*pages.shape[:2], pages.shape[2] * pages.shape[3], *pages.shape[4:])

@@ -1,0 +1,5 @@
+"""The end of every split attention: see `api.merge_splits`."""
+
+from jsparse.pallas_kernels.merge_splits.api import merge_splits
+
+__all__ = ["merge_splits"]

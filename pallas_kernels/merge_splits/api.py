@@ -1,0 +1,53 @@
+"""Attention over a whole head from the attention over its splits."""
+
+from jaxtyping import Array, Float32, Int32
+
+from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.merge_splits import reference
+
+
+def _triton():
+    from jsparse.pallas_kernels.merge_splits import triton
+
+    return triton.merge_splits
+
+
+BACKENDS = (
+    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("reference", lambda: reference.merge_splits),
+)
+
+
+def merge_splits(
+    o: Float32[Array, "pairs splits R H"],
+    lse: Float32[Array, "pairs splits R"],
+    used: Int32[Array, "at_least_pairs"],
+    rows: int,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+    """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever they hold.
+
+    Args:
+        o: the partial results.
+        lse: theirs; an empty partial has o = 0 and lse = -inf.
+        used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf. Entries past the
+            pairs are not read.
+        rows: how many of the R rows are wanted, the first ones.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    if (
+        o.ndim != 4
+        or lse.shape != o.shape[:3]
+        or used.ndim != 1
+        or used.size < o.shape[0]
+        or not 0 < rows <= o.shape[2]
+    ):
+        raise ValueError(
+            f"o.shape={o.shape}, lse.shape={lse.shape}, used.shape={used.shape}, rows={rows}: must be "
+            "[pairs, splits, R, H], [pairs, splits, R], at least [pairs] and at most R"
+        )
+    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows)

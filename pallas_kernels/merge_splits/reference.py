@@ -1,0 +1,22 @@
+"""Plain jnp."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+
+def merge_splits(
+    o: Float32[Array, "pairs splits R H"],
+    lse: Float32[Array, "pairs splits R"],
+    used: Int32[Array, "at_least_pairs"],
+    rows: int,
+) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+    """See api."""
+    counts = (jnp.arange(o.shape[1]) < used[: o.shape[0], None])[..., None]
+    lse = jnp.where(counts, lse[:, :, :rows], -jnp.inf)
+    top = jnp.max(lse, axis=1)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(lse - top[:, None])
+    total = jnp.sum(weights, axis=1)
+    parts = jnp.where(counts[..., None], o[:, :, :rows], 0.0)
+    merged = jnp.sum(weights[..., None] * parts, axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
+    return merged, jnp.log(total) + top

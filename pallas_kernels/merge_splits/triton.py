@@ -1,0 +1,83 @@
+# pyright: reportAttributeAccessIssue=false
+"""jax-triton: a program a pair and row, all splits at once."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float32, Int32
+
+
+@triton.jit
+def _sum(o_ptr, lse_ptr, first, used, R: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """One row of the first `used` ≤ SPLITS splits, all at once; `first` is that row of the first split."""
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    counts = split < used
+    at = first + split * R
+    lse = tl.load(lse_ptr + at, mask=counts, other=float("-inf"))
+    parts = tl.load(o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0)
+    top = tl.max(lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(lse - top)
+    total = tl.sum(weights, 0)
+    return tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total), tl.log(total) + top
+
+
+@triton.jit
+def _merge(
+    o_ptr,  # [pairs, splits, R, H]
+    lse_ptr,  # [pairs, splits, R]
+    used_ptr,  # [≥ pairs]
+    merged_ptr,  # [pairs, rows, H]
+    merged_lse_ptr,  # [pairs, rows]
+    splits: tl.constexpr,
+    R: tl.constexpr,
+    H: tl.constexpr,
+    rows: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    pair, row = tl.program_id(0), tl.program_id(1)
+    used = tl.load(used_ptr + pair)
+    first = pair.to(tl.int64) * splits * R + row
+    if used <= FEW:
+        merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, FEW, WIDTH)
+    else:
+        merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, SPLITS, WIDTH)
+    channel = tl.arange(0, WIDTH)
+    out = pair * rows + row
+    tl.store(merged_ptr + out.to(tl.int64) * H + channel, merged, mask=channel < H)
+    tl.store(merged_lse_ptr + out, lse)
+
+
+def merge_splits(
+    o: Float32[Array, "pairs splits R H"],
+    lse: Float32[Array, "pairs splits R"],
+    used: Int32[Array, "at_least_pairs"],
+    rows: int,
+) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+    """See api."""
+    import jax_triton
+
+    pairs, splits, padded, head_dim = o.shape
+    out = [
+        jax.ShapeDtypeStruct((pairs, rows, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((pairs, rows), jnp.float32),
+    ]
+    return jax_triton.triton_call(
+        o,
+        lse,
+        used,
+        kernel=_merge,
+        out_shape=out,
+        grid=(pairs, rows),
+        num_warps=4,
+        splits=splits,
+        R=padded,
+        H=head_dim,
+        rows=rows,
+        FEW=min(16, triton.next_power_of_2(splits)),
+        SPLITS=triton.next_power_of_2(splits),
+        WIDTH=triton.next_power_of_2(head_dim),
+    )

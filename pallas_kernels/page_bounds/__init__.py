@@ -1,0 +1,5 @@
+"""Upper bounds of whole pages' scores: see `api.page_bounds`."""
+
+from jsparse.pallas_kernels.page_bounds.api import page_bounds
+
+__all__ = ["page_bounds"]

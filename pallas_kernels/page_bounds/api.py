@@ -1,0 +1,64 @@
+"""How much any token of a page can score: what Quest ranks pages by."""
+
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, choose, no_triton
+from jsparse.pallas_kernels.page_bounds import reference
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.selection import nothing
+
+
+def _triton_refuses(q: Array, layer: LayerCache, bounds: PageBounds, **_: object) -> str | None:
+    if q.dtype != bounds.high.dtype:
+        return f"takes queries of the bounds' dtype, {bounds.high.dtype}, not {q.dtype}"
+    return no_triton()
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.page_bounds import triton
+
+    return triton.page_bounds
+
+
+BACKENDS = (Backend("triton", _load_triton, _triton_refuses), Backend("reference", lambda: reference.page_bounds))
+
+
+def page_bounds(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    bounds: PageBounds,
+    *,
+    sm_scale: float | None = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B K M"]:
+    """The greatest logit that any token within a page's bounds could have, for any query head of the KV head's group.
+
+    sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest: Query-Aware Sparsity for Efficient
+    Long-Context LLM Inference" (Tang et al., arXiv:2406.10774). Up to float32 rounding no token of the page scores
+    more, the layer's bias left aside.
+
+    Args:
+        q: the queries, after RoPE.
+        layer: says where pages lie and how many slots each head holds; its K and V are not read.
+        bounds: the least and greatest keys of every page.
+        sm_scale: multiplies the logits, above 0; None is 1/√H.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        float32[B, K, M] by logical page; -inf for pages that hold no token.
+
+    Raises:
+        ValueError: shapes do not fit together, or sm_scale is not above 0.
+    """
+    check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
+    wanted = (layer.k.shape[0], layer.k.shape[2])
+    for name in PageBounds._fields:
+        if getattr(bounds, name).shape != wanted:
+            raise ValueError(
+                f"bounds.{name}.shape={getattr(bounds, name).shape}: must be {wanted}, to fit the cache's K"
+            )
+    if sm_scale is not None and not sm_scale > 0:
+        raise ValueError(f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit")
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return choose("page_bounds", implementation, BACKENDS, q, layer, bounds, sm_scale=sm_scale)

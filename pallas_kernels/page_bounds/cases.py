@@ -1,0 +1,46 @@
+"""The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, append
+
+
+class Inputs(NamedTuple):
+    """What the op is called with."""
+
+    q: jnp.ndarray
+    layer: LayerCache
+    bounds: PageBounds
+
+
+def build(case: Case, seed: int = 0) -> Inputs:
+    """The inputs; pages that hold nothing have bounds of ±JUNK."""
+    q, layer, _ = case.build(seed)
+    junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
+    everything = jnp.full(case.batch, case.slots, jnp.int32)
+    first = jnp.zeros_like(layer.lengths)
+    return Inputs(q, layer, append(PageBounds(junk, -junk), layer, everything, first, max_new=case.slots))
+
+
+_whole = partial(Case, dense="all", listed="none", capacity=0)
+
+CASES = (
+    _whole("ragged"),
+    _whole("full", lengths="full", num_pages=41),
+    _whole("one_row_one_head", batch=1, kv_heads=1, group=1),
+    _whole("one_token", lengths="one"),
+    _whole("scrambled", table="scrambled", num_pages=35),
+    _whole("shared_pages", table="shared", batch=3, lengths="full"),
+    _whole("head_dim_40", head_dim=40, group=3, page_size=24, num_pages=3),
+    _whole("head_dim_96", head_dim=96, group=3, page_size=8),
+    _whole("head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
+    _whole("group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),
+    _whole("sm_scale", sm_scale=0.3),
+    _whole("huge_logits", spread=1e4),
+    _whole("bfloat16", dtype="bfloat16", head_dim=128, num_pages=33),
+)

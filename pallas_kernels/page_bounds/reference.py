@@ -1,0 +1,28 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+
+
+def page_bounds(
+    q: Float[Array, "B N H"], layer: LayerCache, bounds: PageBounds, *, sm_scale: float
+) -> Float32[Array, "B K M"]:
+    """See api."""
+    grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
+
+    def dot(part: Array, pool: Array) -> Array:
+        return jnp.einsum("bkgh,bkmh->bkgm", part, _by_head(pool, layer), precision=jax.lax.Precision.HIGHEST)
+
+    scores = dot(jnp.maximum(grouped, 0), bounds.high) + dot(jnp.minimum(grouped, 0), bounds.low)
+    used = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size < layer.lengths[..., None]
+    return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
+
+
+def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:
+    """What belongs to each logical page of each head; a reshape under the identity table."""
+    shape = (*layer.lengths.shape, layer.num_pages, pool.shape[-1])
+    return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape).astype(jnp.float32)

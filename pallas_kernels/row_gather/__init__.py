@@ -1,0 +1,5 @@
+"""Rows of a pool, listed by index, in one compact array: see `api.row_gather`."""
+
+from jsparse.pallas_kernels.row_gather.api import row_gather
+
+__all__ = ["row_gather"]

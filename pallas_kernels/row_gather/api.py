@@ -1,0 +1,61 @@
+"""Rows, or whole pages, of a pool that lies on the device or in host memory."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.row_gather import reference
+
+_COPIED = ("bfloat16", "float16", "float32", "int8", "int16", "int32", "uint8", "uint16", "uint32")
+
+
+def _triton():
+    from jsparse.pallas_kernels.row_gather import triton
+
+    return triton.row_gather
+
+
+def _refusal(pool: Array, *_) -> str | None:
+    if pool.dtype.name not in _COPIED:
+        return f"takes {', '.join(_COPIED)}, not {pool.dtype.name}"
+    return no_triton()
+
+
+BACKENDS = (Backend("triton", _triton, _refusal), Backend("reference", lambda: reference.row_gather))
+
+
+def row_gather(
+    pool: Shaped[Array, "rows *W"],
+    ids: Int32[Array, "*lists C"],
+    count: Int32[Array, "*lists"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Shaped[Array, "*gathered"]:
+    """The listed rows in the device's memory, in the order of their list.
+
+    Args:
+        pool: what has rows along its first axis: [rows, H], or [pages, P, H], whose rows are pages. It may lie in
+            `pinned_host` memory: inside jit too, the Triton backend then fetches the listed rows over the bus and no
+            others, while the reference copies the whole pool to the device first.
+        ids: rows, in [0, rows): any other id gives the nearest row.
+        count: how many of each list are wanted, the first ones; None is all C. The rows of the others are zeros, and
+            nothing is read for them.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        [*lists, C, *W], of the pool's type.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+    """
+    if pool.ndim < 2:
+        raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
+    if ids.ndim < 1 or ids.dtype != jnp.int32:
+        raise ValueError(f"ids={ids.dtype}{list(ids.shape)}: must be int32[..., C]")
+    if pool.shape[0] == 0 and ids.size:
+        raise ValueError(f"pool.shape={pool.shape}: must have a row where ids lists any")
+    if count is not None and (count.shape != ids.shape[:-1] or count.dtype != jnp.int32):
+        raise ValueError(
+            f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for each list"
+        )
+    return choose("row_gather", implementation, BACKENDS, pool, ids, count)

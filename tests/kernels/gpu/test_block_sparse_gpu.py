@@ -1,0 +1,145 @@
+"""The mosaic backend of block_sparse_decode, and merge_splits in triton, against the float32 reference."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
+from jsparse.pallas_kernels.merge_splits import merge_splits
+from jsparse.selection import Selection
+
+pytestmark = pytest.mark.gpu
+BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
+SHAPES = [
+    replace(BASE, name=f"h{h}_p{p}_g{g}_{dtype}", head_dim=h, page_size=p, group=g, dtype=dtype, dense="mixed")
+    for h, p, g, dtype in [
+        (64, 16, 3, "bfloat16"),
+        (64, 8, 16, "float16"),
+        (96, 16, 7, "bfloat16"),
+        (128, 8, 1, "bfloat16"),
+        (128, 32, 16, "bfloat16"),
+        (128, 64, 5, "float16"),
+        (256, 8, 2, "bfloat16"),
+        (256, 16, 16, "float16"),
+        (256, 32, 4, "bfloat16"),
+    ]
+]
+MANY = replace(BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True)
+LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
+WHOLE = [case for case in CASES if not case.bias and case.page_size in (8, 16, 32, 64) and case.head_dim >= 64]
+
+
+@partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
+def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
+    with jax.default_matmul_precision("highest"):  # else the reference's float32 is TF32
+        return block_sparse_decode(*inputs, sm_scale=sm_scale, stats=stats, implementation=implementation)
+
+
+def cast(inputs: Inputs, dtype) -> Inputs:
+    top = float(jnp.finfo(dtype).max)
+    k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
+    return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
+
+
+def build(case: Case, seed: int = 0) -> Inputs:
+    """Through bfloat16, for float16 has no room for junk."""
+    inputs = replace(case, dtype="bfloat16").build(seed)
+    return cast(inputs, case.dtype) if case.dtype == "float16" else inputs
+
+
+def assert_near(got, want, spread=1.0):
+    error = 2e-2 * max(spread / 1e3, 1.0)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (np.float32, b.shape)
+        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=error)
+
+
+@pytest.mark.parametrize("case", [*WHOLE, *SHAPES, MANY, LONG], ids=lambda case: case.name)
+def test_matches_the_reference(case):
+    inputs = build(case)
+    want = attend(cast(inputs, jnp.float32), "reference", case.sm_scale, "token_logits")
+    plain = attend(inputs, "mosaic", case.sm_scale)
+    stats = attend(inputs, "mosaic", case.sm_scale, "token_logits")
+    assert_near(stats, want, case.spread)
+    assert_near((plain.o, plain.lse), (want.o, want.lse), case.spread)
+
+
+def test_page_mass_is_that_of_the_token_logits():
+    inputs = build(replace(BASE, name="mass", dense="mixed", bits=True))
+    want = attend(cast(inputs, jnp.float32), "reference", None, "page_mass")
+    assert_near(attend(inputs, "mosaic", None, "page_mass"), want)
+
+
+@pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
+def test_the_same_call_gives_the_same_bits(case):
+    inputs = build(case)
+    first = jax.device_get(attend(inputs))
+    for _ in range(50):
+        np.testing.assert_array_equal(jax.device_get(attend(inputs).o), first.o)
+
+
+@pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
+def test_a_row_alone_is_bitwise_the_row_in_a_batch(case):
+    q, layer, selection = build(case)
+    whole = attend(Inputs(q, layer, selection))
+    assert layer.block_table is not None
+    for row in range(0, case.batch, 7):
+        rows = slice(row, row + 1)
+        own = layer._replace(lengths=layer.lengths[rows], block_table=layer.block_table[rows])
+        chosen = Selection(
+            selection.ids[rows],
+            selection.count[rows],
+            None if selection.bits is None else selection.bits[rows],
+            None if selection.dense is None else selection.dense[rows],
+        )
+        alone = attend(Inputs(q[rows], own, chosen))
+        np.testing.assert_array_equal(alone.o, whole.o[rows])
+        np.testing.assert_array_equal(alone.lse, whole.lse[rows])
+
+
+def test_outputs_do_not_show_what_memory_held():
+    inputs = build(MANY)
+    want = jax.device_get(attend(inputs))
+    for _ in range(3):
+        jax.block_until_ready([jnp.full((64 << 20) // 4, jnp.nan) for _ in range(8)])
+        got = jax.device_get(attend(inputs))
+        np.testing.assert_array_equal(got.o, want.o)
+        np.testing.assert_array_equal(got.lse, want.lse)
+
+
+def test_a_pool_of_more_than_2_to_the_31_elements():
+    pages, size, head_dim = (1 << 31) // (16 * 128) + 64, 16, 128
+    pool = jnp.zeros((pages, size, head_dim), jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    small = jnp.asarray(rng.normal(size=(64, size, head_dim)), jnp.bfloat16)
+    table = jnp.asarray(rng.permutation(64).reshape(2, 2, 16), jnp.int32)
+    far = table + pages - 64
+    lengths = jnp.asarray([[256, 100], [17, 1]], jnp.int32)
+    selection = Selection(jnp.zeros((2, 2, 0), jnp.int32), jnp.zeros((2, 2), jnp.int32), dense=jnp.ones((2, 2), bool))
+    q = jnp.asarray(rng.normal(size=(2, 8, head_dim)), jnp.bfloat16)
+    want = attend(Inputs(q, LayerCache(small, small, lengths, table), selection))
+    pool = jax.jit(lambda pool: pool.at[pages - 64 :].set(small), donate_argnums=0)(pool)
+    got = attend(Inputs(q, LayerCache(pool, pool, lengths, far), selection))
+    np.testing.assert_array_equal(got.o, want.o)
+
+
+def test_merge_splits_in_triton():
+    rng = np.random.default_rng(0)
+    for splits in (1, 16, 33, 99):
+        o = jnp.asarray(rng.normal(size=(7, splits, 8, 96)), jnp.float32)
+        lse = jnp.asarray(rng.normal(size=(7, splits, 8)) * 4, jnp.float32)
+        used = jnp.asarray(rng.integers(0, splits + 1, 9), jnp.int32)
+        unused = jnp.arange(splits) >= used[:7, None]
+        o = jnp.where(unused[..., None, None], jnp.nan, o)
+        lse = jnp.where(unused[..., None], jnp.nan, lse)
+        want = merge_splits(o, lse, used, 5, implementation="reference")
+        got = merge_splits(o, lse, used, 5, implementation="triton")
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,115 @@
+"""The Mosaic GPU kernel on any machine: its body interpreted, its code lowered for CUDA, its schedule in numbers."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_attention import expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode import mosaic, schedule
+from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.selection import Selection
+
+# two blocks of two teams, and as many splits as there are tiles
+TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1)
+BASE = Case("base", num_pages=9, dtype="bfloat16")
+CASES = [
+    BASE,
+    replace(BASE, name="bits_dense_scrambled", bits=True, dense="mixed", table="scrambled"),
+    replace(BASE, name="past_the_length", listed="all", head_dim=96, group=3, table="shared"),
+    replace(BASE, name="newest_alone", listed="newest", page_size=8, kv_heads=3),
+    replace(BASE, name="newest_missing", listed="first", page_size=64, num_pages=3, group=16),
+    replace(BASE, name="nothing", listed="none"),
+    replace(BASE, name="wide_dense", head_dim=256, dense="all", page_size=32, num_pages=5),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_interpreted_body_matches_dense_attention(case):
+    inputs = case.build()
+    tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1, tokens=32)
+    stats = "token_logits"
+    out = mosaic.block_sparse_decode(*inputs, sm_scale=0.1, stats=stats, tiles=tiles, interpret=True)
+    want = expected(inputs, 0.1)
+    close = partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2)
+    assert out.stats is not None
+    close(out.o, want.o)
+    close(out.lse, want.lse)
+    np.testing.assert_array_equal(np.asarray(out.o)[np.isneginf(want.lse)], 0)
+    np.testing.assert_array_equal(np.isneginf(out.stats.scores), np.isneginf(want.token_logits))
+    close(out.stats.scores, want.token_logits)
+    close(out.stats.lse, want.stats_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
+def test_lowers_for_cuda(head_dim, page_size, full):
+    """Layouts, alignment and shared memory are checked by the lowering, which needs no GPU."""
+    if head_dim > 128 and page_size == 64:
+        pytest.skip("refused")
+    batch, heads, group, pages, capacity = 3, 2, 16 if full else 3, 40, 7
+    spec = jnp.zeros
+    pool = spec((batch * heads * pages, page_size, head_dim), jnp.float16 if full else jnp.bfloat16)
+    table = spec((batch, heads, pages), jnp.int32) if full else None
+    layer = LayerCache(pool, pool, spec((batch, heads), jnp.int32), table)
+    listed = spec((batch, heads, capacity), jnp.int32)
+    selection = Selection(
+        listed,
+        spec((batch, heads), jnp.int32),
+        spec(listed.shape, jnp.uint32) if full and page_size <= 32 else None,
+        spec((batch, heads), jnp.bool_) if full else None,
+    )
+    tiles = schedule.tiles(head_dim)
+
+    def attend(q, layer, selection):
+        stats = "page_mass" if full else None
+        return mosaic.block_sparse_decode(q, layer, selection, sm_scale=0.1, stats=stats, tiles=tiles)
+
+    q = spec((batch, heads * group, head_dim), pool.dtype)
+    lowered = jax.jit(attend).trace(q, layer, selection).lower(lowering_platforms=("cuda",))
+    assert "block_sparse_decode" in lowered.as_text()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=40), st.integers(1, 50))
+def test_every_split_falls_into_one_share(tiles_of, blocks):
+    t = schedule.Tiles(blocks, splits=(12, 6, 3), least=2)
+    num_tiles = jnp.asarray(tiles_of, jnp.int32)
+    splits = np.asarray(schedule.num_splits(num_tiles, t))
+    total, bases = sum(tiles_of), np.concatenate([[0], np.cumsum(tiles_of)[:-1]])
+    begins = [bases[h] + i * tiles_of[h] // n for h, n in enumerate(splits) for i in range(n)]
+    assert begins == sorted(set(begins)), "a split without tiles"
+    assert max(splits) <= schedule.max_splits(max(tiles_of), t)
+    for h, n in enumerate(splits):
+        for before in (0, 1, tiles_of[h] // 2, tiles_of[h]):
+            expected_count = sum(i * tiles_of[h] // n < before for i in range(n))
+            assert int(schedule.beginning(num_tiles[h], jnp.int32(n), jnp.int32(before))) == expected_count
+    edges = [i * total // t.shares for i in range(t.shares + 1)]
+    taken = [sum(a <= b < e for b in begins) for a, e in pairwise(edges)]
+    assert sum(taken) == len(begins)
+
+
+def test_splits_depend_on_the_head_alone_and_grow_with_it():
+    t = schedule.tiles(128)
+    counts = np.asarray(schedule.num_splits(jnp.arange(5000), t))
+    assert counts[0] == 0
+    assert (np.diff(counts) >= 0).all()
+    assert counts.max() == max(t.splits)
+    assert [schedule.max_splits(n, t) for n in range(1, 500, 7)] == counts[1:500:7].tolist()
+
+
+def test_refusals_name_the_reason():
+    inputs = BASE.build()
+    with pytest.raises(ValueError, match=r"implementation='mosaic': .*needs an NVIDIA GPU"):
+        block_sparse_decode(*inputs, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"implementation='cuda': .*has \['mosaic', 'reference'\]"):
+        block_sparse_decode(*inputs, implementation="cuda")

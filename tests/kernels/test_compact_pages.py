@@ -1,0 +1,140 @@
+"""compact_pages against a loop over rows, case by case."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse import cache
+from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.compact_pages.cases import CASES, Case
+from jsparse.selection import Selection, nothing
+
+by_name = {case.name: case for case in CASES}
+POOLS = ("k", "v", "bias", "slot_positions")
+
+
+def kept_of(inputs, head):
+    """What a head is to hold afterwards, as slots of before, or None where it stays as it is."""
+    stays = inputs.rewrite is not None and not bool(inputs.rewrite[head])
+    stays |= inputs.keep.dense is not None and bool(inputs.keep.dense[head])
+    return None if stays else np.asarray(inputs.keep.ids)[head][: int(inputs.keep.count[head])]
+
+
+def heads_of(layer):
+    """Every pool by head and slot, as a dict of arrays [B, K, S, …]."""
+    pools = {name: getattr(layer, name) for name in POOLS if getattr(layer, name) is not None}
+    return {name: np.asarray(cache.read_heads(pool, layer)) for name, pool in pools.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rows_move_in_order(case):
+    inputs = case.build()
+    out = jax.jit(compact_pages)(inputs.layer, inputs.keep, rewrite=inputs.rewrite)
+    before, after = heads_of(inputs.layer), heads_of(out)
+    assert before.keys() == after.keys()
+    for head in np.ndindex(*inputs.layer.lengths.shape):
+        kept = kept_of(inputs, head)
+        held = int(inputs.layer.lengths[head])
+        if kept is None:
+            kept = np.arange(held)
+        assert int(out.lengths[head]) == kept.size
+        for name, rows in before.items():
+            np.testing.assert_array_equal(after[name][head][: kept.size], rows[head][kept])
+            if inputs.layer.block_table is None:  # what lies behind stays
+                np.testing.assert_array_equal(after[name][head][kept.size :], rows[head][kept.size :])
+
+
+@pytest.mark.parametrize("name", ["scrambled", "newer_half", "every_other_head", "none_kept"])
+def test_emptied_pages_go_back_and_no_other_is_touched(name):
+    inputs = by_name[name].build()
+    before, out = inputs.layer, compact_pages(*inputs[:2], rewrite=inputs.rewrite)
+    assert out.free is not None
+    size, scratch = before.page_size, before.k.shape[0] - 1
+    needed = -(-np.asarray(out.lengths) // size)
+    table = np.asarray(out.block_table)
+    np.testing.assert_array_equal((table != scratch).sum(-1), needed)
+    free = np.asarray(out.free.pages)[: int(out.free.count)]
+    assert sorted([*free, *table[table != scratch]]) == list(range(scratch))
+    untouched = np.setdiff1d(np.arange(scratch + 1), table[table != scratch])
+    np.testing.assert_array_equal(np.asarray(out.k)[untouched], np.asarray(before.k)[untouched])
+
+
+def test_a_compacted_head_takes_new_tokens_where_it_ends():
+    inputs = by_name["scrambled"].build()
+    kv = cache.KVCache((compact_pages(*inputs[:2]),), jnp.zeros(2, jnp.int32), jnp.bool_(False))
+    kept = heads_of(kv.layers[0])["k"]
+    new = jnp.full((2, 1, 2, 64), -7.0)
+    lengths = np.asarray(kv.layers[0].lengths)
+    after = cache.append(kv, 0, new, new, jnp.full((2, 1), 99, jnp.int32), jnp.ones(2, jnp.int32))
+    assert not bool(after.overflow)
+    rows = heads_of(after.layers[0])
+    for head in np.ndindex(*lengths.shape):
+        end = lengths[head]
+        np.testing.assert_array_equal(rows["k"][head][:end], kept[head][:end])
+        np.testing.assert_array_equal(rows["k"][head][end], np.full(64, -7.0))
+        assert (rows["bias"][head][end], rows["slot_positions"][head][end]) == (0, 99)
+
+
+def test_twice_is_the_same_as_once_by_the_composed_list():
+    layer, keep, _ = Case("", lengths="full", kept="last").build()
+    even = jnp.broadcast_to(jnp.arange(0, 48, 2, dtype=jnp.int32), (2, 2, 24))
+    second = Selection(even, jnp.full((2, 2), 24, jnp.int32), granularity="token")
+    twice = compact_pages(compact_pages(layer, keep), second)
+    composed = Selection(keep.ids[..., 0:48:2], second.count, granularity="token")
+    once = compact_pages(layer, composed)
+    np.testing.assert_array_equal(heads_of(twice)["k"][:, :, :24], heads_of(once)["k"][:, :, :24])
+    np.testing.assert_array_equal(twice.lengths, once.lengths)
+
+
+def test_a_donated_layer_is_rewritten_in_place():
+    layer, keep, _ = by_name["few"].build()
+    out = jax.jit(compact_pages, donate_argnums=0)(layer, keep)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([getattr(layer, name) for name in POOLS]))
+    assert out.k.shape == layer.k.shape
+
+
+def test_cases_are_what_they_say():
+    assert len(by_name) == len(CASES)
+    for case in CASES:
+        layer, keep, _ = case.build(3)
+        assert (layer.num_pages, layer.page_size) == (case.num_pages, case.page_size)
+        for head in np.ndindex(*layer.lengths.shape):
+            listed = np.asarray(keep.ids)[head][: int(keep.count[head])]
+            assert (np.diff(listed) > 0).all() and (listed < int(layer.lengths[head])).all()
+        np.testing.assert_array_equal(layer.k, case.build(3).layer.k)
+    assert 0 in np.asarray(by_name["some"].build().layer.lengths)
+
+
+def wrong_calls():
+    layer, keep, _ = Case("").build()
+    ids, count = keep.ids, keep.count
+
+    def tokens(ids=ids, count=count, bits=None, dense=None):
+        return Selection.tree_unflatten("token", (ids, count, bits, dense))  # shapes that do not fit are let through
+
+    return {
+        "pages": ((layer, nothing(layer.lengths)), {}, "keep.granularity='page': compact_pages takes 'token'"),
+        "bits": ((layer, tokens(bits=ids.astype(jnp.uint32))), {}, r"keep.bits.shape=\(2, 2, 96\): must be None"),
+        "rows of ids": ((layer, tokens(ids=ids[:1])), {}, r"keep.ids.shape=\(1, 2, 96\): must be \[B, K, C\]"),
+        "count": ((layer, tokens(count=count[:1])), {}, r"keep.count.shape=\(1, 2\): must be \[B, K\] = \(2, 2\)"),
+        "dense": ((layer, tokens(dense=count[0] > 0)), {}, r"keep.dense.shape=\(2,\): must be"),
+        "rewrite": ((layer, keep), {"rewrite": count[:, :1] > 0}, r"rewrite.shape=\(2, 1\): must be"),
+        "numbers": ((layer, keep), {"rewrite": count}, "rewrite.dtype=int32: must be bool"),
+        "backend": ((layer, keep), {"implementation": "abacus"}, "implementation='abacus': compact_pages has"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_wrong_calls_are_refused(name):
+    args, kwargs, message = wrong_calls()[name]
+    with pytest.raises(ValueError, match=message) as error:
+        compact_pages(*args, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
+def test_a_backend_that_cannot_run_here_says_why():
+    layer, keep, _ = Case("").build()
+    with pytest.raises(ValueError, match="implementation='triton': compact_pages on this backend needs an NVIDIA GPU"):
+        compact_pages(layer, keep, implementation="triton")

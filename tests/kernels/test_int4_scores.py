@@ -1,0 +1,186 @@
+"""int4_scores and its sidecar against slow numpy: what is stored, how far off it is, which slots have a score."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse import cache as kv
+from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.int4_scores.cases import CASES, build
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, append, dequantise, init, quantise
+from jsparse.selection import everything, nothing
+
+by_name = {case.name: case for case in CASES}
+B, K, P, M, H, T = 2, 2, 4, 3, 4, 6
+S = P * M
+SPEC = kv.CacheSpec(
+    num_layers=1, batch=B, num_heads=4, num_kv_heads=K, head_dim=H, page_size=P, num_pages=M, dtype=jnp.float32
+)
+
+
+def channels(keys, page, slot):
+    """One token's channels, nibble by nibble."""
+    packed = np.asarray(keys.packed)[page, slot].astype(int)
+    codes = [packed[d // 2] >> 4 if d % 2 else packed[d // 2] & 15 for d in range(2 * packed.size)]
+    return np.array(codes) * float(keys.scale[page, slot]) + float(keys.zero[page, slot])
+
+
+def slow(q, layer, keys, selection, sm_scale):
+    q, lengths = np.asarray(q, np.float64), np.asarray(layer.lengths)
+    (batch, heads), size = lengths.shape, layer.page_size
+    group, entries = q.shape[1] // heads, layer.num_pages if selection is None else selection.ids.shape[2]
+    keys = Int4Keys(*map(np.asarray, keys))
+    out = np.full((batch, q.shape[1], entries * size), -np.inf)
+    for b, n in np.ndindex(batch, heads):
+        count = entries if selection is None else int(selection.count[b, n])
+        for entry in range(count):
+            page = entry if selection is None else int(selection.ids[b, n, entry])
+            word = -1 if selection is None or selection.bits is None else int(selection.bits[b, n, entry])
+            lies = (b * heads + n) * layer.num_pages + page
+            if layer.block_table is not None:
+                lies = int(layer.block_table[b, n, page])
+            for slot in range(size):
+                if page * size + slot < lengths[b, n] and word >> slot & 1:
+                    key = channels(keys, lies, slot)
+                    for g in range(n * group, (n + 1) * group):
+                        out[b, g, entry * size + slot] = sm_scale * q[b, g] @ key
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_the_slow_formula(case):
+    inputs = build(case)
+    scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
+    out = jax.jit(lambda inputs: int4_scores(*inputs, sm_scale=case.sm_scale))(inputs)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, slow(*inputs, scale), rtol=1e-5, atol=1e-4)
+
+
+def test_the_estimate_is_near_the_true_scores():
+    q, layer, keys, _ = build(by_name["whole_full"])
+    out = int4_scores(q, layer, keys, None)
+    grouped = q.reshape(2, 2, 4, 64)
+    true = jnp.einsum("bkgh,bksh->bkgs", grouped, kv.read_heads(layer.k, layer)).reshape(out.shape) / 8
+    assert float(jnp.abs(out - true).max()) < 0.6
+    assert float(jnp.corrcoef(out.reshape(-1), true.reshape(-1))[0, 1]) > 0.99
+
+
+def test_only_the_list_counts():
+    """Neither dense heads nor the newest token get scores that are not asked for."""
+    q, layer, keys, selection = build(by_name["newest_unlisted"])
+    out = int4_scores(q, layer, keys, selection)
+    assert bool(jnp.isneginf(out[..., layer.page_size :]).all())
+    assert int4_scores(q, layer, keys, everything(layer.lengths)).shape == (2, 8, 0)
+
+
+rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(lambda row: len(row) % 2 == 0)
+
+
+@given(row=rows)
+def test_a_channel_is_off_by_half_a_step(row):
+    k = np.array(row, np.float32)
+    packed, scale, zero = quantise(jnp.asarray(k))
+    back = np.asarray(dequantise(packed, scale, zero))
+    step = (k.max() - k.min()) / 15
+    # scale and zero carry 11 bits; below 2^-14 float16 has fewer
+    slack = 2.0**-11 * (abs(k.min()) + 15 * step) + 16 * 2.0**-24
+    assert np.abs(back - k).max() <= step / 2 + slack
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5, 1e30, -1e30, 1e-30])
+def test_a_row_of_equal_channels_is_finite(value):
+    packed, scale, zero = quantise(jnp.full((3, 8), value))
+    assert bool((scale == 1).all())
+    np.testing.assert_allclose(dequantise(packed, scale, zero), np.clip(value, -65504, 65504), rtol=1e-3, atol=1e-7)
+
+
+def test_rows_beyond_float16_stay_finite():
+    for part in quantise(jnp.array([[-1e30, 1e30], [0.0, 3e38]])):
+        assert bool(jnp.isfinite(part.astype(jnp.float32)).all())
+
+
+def test_neighbours_share_a_byte_the_even_channel_low():
+    packed, scale, zero = quantise(jnp.array([0.0, 15.0, 3.0, 7.0]))
+    assert (packed.tolist(), float(scale), float(zero)) == ([0xF0, 0x73], 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"k.shape=\(2, 3\): the last axis must be even"):
+        quantise(jnp.zeros((2, 3)))
+
+
+counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
+histories = st.lists(st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8)
+
+
+@jax.jit
+def step(cache, keys, k, valid):
+    first = cache.layers[0].lengths
+    cache = kv.append(cache, 0, k, k, jnp.zeros((B, T), jnp.int32), valid)
+    return cache, append(keys, cache.layers[0], k, valid, first)
+
+
+@jax.jit
+def rewrite(cache, keys, k, valid):
+    layer = cache.layers[0]
+    first = layer.lengths - valid[:, None]
+    layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
+    return kv.replace_layer(cache, 0, layer), append(keys, layer, k, valid, first)
+
+
+@settings(max_examples=25)
+@given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
+def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
+    """In chunks, written again, under a table or none: the whole pool agrees, so nothing else was touched."""
+    rng = np.random.default_rng(seed)
+    pool = B * K * M + 1 if paged else None
+    cache, keys = kv.init(SPEC, pool_pages=pool), init(SPEC, pool_pages=pool)
+    for kind, valid in history:
+        lengths = np.asarray(cache.layers[0].lengths)
+        room = S - lengths.max(1) if kind == "append" else lengths.min(1)
+        valid = np.minimum(valid, room).astype(np.int32)
+        k = rng.normal(size=(B, T, K, H)).astype(np.float32)
+        cache, keys = (step if kind == "append" else rewrite)(cache, keys, k, valid)
+        for part, want in zip(keys, jax.jit(quantise)(cache.layers[0].k), strict=True):
+            np.testing.assert_array_equal(part, want)
+
+
+def test_tokens_without_room_are_dropped():
+    cache, keys = kv.init(SPEC), init(SPEC)
+    for _ in range(3):
+        cache, keys = step(cache, keys, jnp.ones((B, T, K, H)), jnp.array([T, 0], jnp.int32))
+    assert bool(cache.overflow)
+    np.testing.assert_array_equal(keys.zero.reshape(B, -1), [[1] * (K * S), [0] * (K * S)])
+
+
+def wrong_calls():
+    q, layer, keys, selection = build(by_name["pages"])
+    return {
+        "head dimension": ((q[..., :32], layer, keys, None), {}, "must equal the cache's head dimension, 64"),
+        "heads of q": ((q[:, :5], layer, keys, selection), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
+        "granularity": ((q, layer, keys, nothing(layer.lengths, "token")), {}, "granularity='token'.*takes 'page'"),
+        "packed": (
+            (q, layer, keys._replace(packed=keys.packed[..., :8]), None),
+            {},
+            r"keys.packed.shape=\(24, 16, 8\): must be \(24, 16, 32\)",
+        ),
+        "scale": ((q, layer, keys._replace(scale=keys.scale[:3]), None), {}, r"keys.scale.shape=\(3, 16\)"),
+        "backend": ((q, layer, keys, None), {"implementation": "abacus"}, "implementation='abacus': int4_scores has"),
+        "page size": (
+            (q, layer._replace(k=layer.k.reshape(32, 12, 64)), Int4Keys(*quantise(layer.k.reshape(32, 12, 64))), None),
+            {"implementation": "triton"},
+            "takes pages of a power of two up to 128 tokens, not 12",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_wrong_calls_are_refused(name):
+    args, kwargs, message = wrong_calls()[name]
+    with pytest.raises(ValueError, match=message) as error:
+        int4_scores(*args, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_cases_have_names_of_their_own():
+    assert len(by_name) == len(CASES)

@@ -1,0 +1,48 @@
+"""merge_splits against the merge of two."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.merge_splits import merge_splits
+from jsparse.partials import merge
+
+
+def partials(pairs=3, splits=5, rows=4, head_dim=8, seed=0):
+    rng = np.random.default_rng(seed)
+    lse = rng.normal(size=(pairs, splits, rows)) * 5
+    lse[0, 1] = -np.inf
+    o = np.where(np.isneginf(lse)[..., None], 0.0, rng.normal(size=(pairs, splits, rows, head_dim)))
+    return jnp.asarray(o, jnp.float32), jnp.asarray(lse, jnp.float32)
+
+
+def test_is_merging_one_by_one():
+    o, lse = partials()
+    used = np.array([5, 0, 2])
+    got, got_lse = merge_splits(o, lse, jnp.asarray([*used, 7]), 3)
+    assert (got.shape, got_lse.shape) == ((3, 3, 8), (3, 3))
+    for pair, n in enumerate(used):
+        want, want_lse = jnp.zeros((3, 8)), jnp.full(3, -jnp.inf)
+        for i in range(n):
+            want, want_lse = merge(want, want_lse, o[pair, i, :3], lse[pair, i, :3])
+        np.testing.assert_allclose(got[pair], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got_lse[pair], want_lse, rtol=1e-6)
+
+
+def test_what_is_not_used_may_be_anything():
+    o, lse = partials()
+    bad = o.at[:, 2:].set(jnp.nan), lse.at[:, 2:].set(jnp.nan)
+    used = jnp.full(3, 2)
+    for a, b in zip(merge_splits(*bad, used, 4), merge_splits(o, lse, used, 4), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_shapes_must_fit():
+    o, lse = partials()
+    for args in (
+        (o[0], lse, jnp.ones(3, jnp.int32), 1),
+        (o, lse, jnp.ones(2, jnp.int32), 1),
+        (o, lse, lse[:, 0, 0], 9),
+    ):
+        with pytest.raises(ValueError, match=r"o.shape="):
+            merge_splits(*args)

@@ -1,0 +1,80 @@
+"""row_gather against numpy, from the device's memory and from the host's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.row_gather.cases import CASES, Case
+
+
+def expected(pool, ids, count):
+    """The listed rows, one by one."""
+    rows = np.zeros((*ids.shape, *pool.shape[1:]), pool.dtype)
+    for at in np.ndindex(*ids.shape):
+        if count is None or at[-1] < count[at[:-1]]:
+            rows[at] = pool[ids[at]]
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rows_are_those_that_the_lists_name(case):
+    inputs = case.build()
+    got = jax.jit(row_gather)(*inputs)
+    assert got.dtype == inputs.pool.dtype
+    np.testing.assert_array_equal(got, expected(*(x if x is None else np.asarray(x) for x in inputs)))
+
+
+def test_cases_are_what_they_say():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        pool, ids, count = case.build(3)
+        assert pool.shape == (case.rows, *case.width)
+        assert ids.shape == (*case.lists, case.capacity)
+        assert (count is None) == (case.count == "all")
+    assert {0, 20} <= set(np.asarray(Case("").build().count).flat)
+    assert int(Case("", far=True).build().ids.max()) == 2**31 - 1
+
+
+def test_ids_out_of_range_give_the_nearest_row():
+    pool = jnp.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(row_gather(pool, jnp.array([-1, 99, 1], jnp.int32)), pool[jnp.array([0, 2, 1])])
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_pool_in_host_memory_gives_rows_on_the_device(jit):
+    pool, ids, count = Case("").build()
+    device = jax.devices()[0]
+    host = jax.device_put(pool, SingleDeviceSharding(device, memory_kind="pinned_host"))
+    got = (jax.jit(row_gather) if jit else row_gather)(host, ids, count)
+    assert got.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(got, row_gather(pool, ids, count))
+
+
+POOL, IDS = jnp.zeros((4, 2)), jnp.zeros((3, 5), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((jnp.zeros(4), IDS), {}, r"pool.shape=\(4,\): must be \[rows, W\]"),
+        ((jnp.zeros((0, 2)), IDS), {}, r"pool.shape=\(0, 2\): must have a row"),
+        ((POOL, IDS.astype(jnp.int16)), {}, r"ids=int16\[3, 5\]: must be int32\[..., C\]"),
+        ((POOL, IDS[0, 0]), {}, r"ids=int32\[\]: must be"),
+        ((POOL, IDS, jnp.zeros(2, jnp.int32)), {}, r"count=int32\[2\]: must be int32\[3\]"),
+        ((POOL, IDS, jnp.zeros(3)), {}, r"count=float32\[3\]: must be int32\[3\]"),
+        ((POOL, IDS), {"implementation": "abacus"}, "implementation='abacus': row_gather has"),
+    ],
+)
+def test_wrong_calls_are_refused(args, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        row_gather(*args, **kwargs)
+
+
+def test_a_type_that_no_kernel_copies_is_the_references():
+    pool = jnp.array([[True, False], [False, True]])
+    np.testing.assert_array_equal(row_gather(pool, jnp.array([1], jnp.int32)), pool[1:])
+    with pytest.raises(ValueError, match="row_gather on this backend takes .*, not bool"):
+        row_gather(pool, IDS, implementation="triton")
