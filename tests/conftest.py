@@ -22,6 +22,7 @@ ARRAY_MODULES = (
     "pallas_kernels.page_bounds.reference",
     "pallas_kernels.page_bounds.sidecar",
     "pallas_kernels.row_gather.reference",
+    "pallas_kernels.select.reference",
     "pallas_kernels.token_sparse_decode.reference",
     "partials",
     "prefill",

@@ -32,7 +32,7 @@ SHAPES = [
 ]
 MANY = replace(BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True)
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
-WHOLE = [case for case in CASES if not case.bias and case.page_size in (8, 16, 32, 64) and case.head_dim >= 64]
+WHOLE = [case for case in CASES if not case.bias and case.page_size <= (64 if case.head_dim <= 128 else 32)]
 
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
@@ -42,7 +42,7 @@ def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
-    top = float(jnp.finfo(dtype).max)
+    top = float(jnp.finfo(dtype).max) / 4  # and no rounding up to infinity on the way
     k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 

@@ -103,7 +103,7 @@ def test_equal_logits_weigh_the_same():
 @pytest.mark.parametrize("case", [MANY_HEADS, LONG], ids=lambda case: case.name)
 def test_a_row_alone_gives_the_same_bits(case):
     q, layer, chosen = case.build()
-    whole = attend(Inputs(q, layer, chosen), stats="page_mass")
+    whole = attend(Inputs(q, layer, chosen), stats="token_logits")
     for row in range(min(case.batch, 3)):
         at = slice(row, row + 1)
         alone = Inputs(
@@ -111,7 +111,7 @@ def test_a_row_alone_gives_the_same_bits(case):
             layer._replace(lengths=layer.lengths[at], block_table=layer.block_table[at]),
             jax.tree.map(lambda x, at=at: x[at], chosen),
         )
-        assert_same(attend(alone, stats="page_mass"), jax.tree.map(lambda x, at=at: x[at], whole))
+        assert_same(attend(alone, stats="token_logits"), jax.tree.map(lambda x, at=at: x[at], whole))
 
 
 @gpu

@@ -1,0 +1,161 @@
+"""The attention cases that bench.kernels times, in NumPy alone, so that every contender builds the same work.
+
+The attention of Llama 3.1 8B unless said: 32 query heads, 8 KV heads of 128 channels, bf16, pages of 16 tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+KV_HEADS, HEAD_DIM, ITEM_BYTES = 8, 128, 2
+ROTATED_BYTES = 256_000_000  # what consecutive calls read together: several times an H200's L2 of 60 MB
+BATCHES, CONTEXTS = (1, 4, 8, 16), (8192, 16384, 32768, 65536, 131072)
+FRACTIONS = (0.5, 0.25, 0.1, 0.05, 0.02)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One case; letters as in jsparse.shapes.
+
+    Attributes:
+        context: tokens that every head holds.
+        tokens: of them a head lists, at random, the newest among them.
+        fewest: where heads differ: counts spread log-uniformly from it to `tokens`.
+        dense: heads that attend to everything instead.
+        page: P. `lists` is what ids count.
+        heads: N.
+        capacity: C, in ids; None is the longest list.
+        flags: heads carry a flag of being dense though none is.
+        small: the reference is timed too.
+    """
+
+    name: str
+    batch: int
+    context: int
+    tokens: int = 0
+    fewest: int | None = None
+    dense: Literal["none", "all", "alternate", "one"] = "none"
+    page: int = 16
+    lists: Literal["page", "token"] = "page"
+    bits: bool = False
+    bias: bool = False
+    stats: Literal["page_mass", "token_logits"] | None = None
+    heads: int = 32
+    capacity: int | None = None
+    flags: bool = False
+    small: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """B·K."""
+        return self.batch * KV_HEADS
+
+    @property
+    def num_pages(self) -> int:
+        """M."""
+        return self.context // self.page
+
+    @property
+    def unit(self) -> int:
+        """Tokens an id stands for."""
+        return self.page if self.lists == "page" else 1
+
+    @property
+    def pool_bytes(self) -> int:
+        """K and V."""
+        return 2 * self.pairs * self.context * HEAD_DIM * ITEM_BYTES
+
+    def dense_heads(self, seed: int = 0) -> np.ndarray:
+        """Which of the pairs are dense; the one that is alone changes with the seed, or it would stay in the cache."""
+        nth = (np.arange(self.pairs) + seed) % self.pairs
+        return {"none": nth < 0, "all": nth >= 0, "alternate": nth % 2 == 1, "one": nth == 0}[self.dense]
+
+    def counts(self, seed: int = 0) -> np.ndarray:
+        """Ids of each pair; none of a dense one."""
+        tokens = np.full(self.pairs, self.tokens)
+        if self.fewest is not None:
+            tokens = np.exp(np.random.default_rng(0).uniform(np.log(self.fewest), np.log(self.tokens), self.pairs))
+        counts = np.maximum(tokens // self.unit, 1 if self.tokens else 0).astype(np.int32)
+        return np.where(self.dense_heads(seed), 0, counts)
+
+    def ids(self, seed: int) -> np.ndarray:
+        """int32[pairs, C]: ascending random ids, the last one that of the newest token; zeros past the count."""
+        rng, counts, units = np.random.default_rng(seed), self.counts(seed), self.context // self.unit
+        ids = np.zeros((self.pairs, int(counts.max()) if self.capacity is None else self.capacity), np.int32)
+        for row, count in zip(ids, counts, strict=True):
+            if count:
+                row[: count - 1] = np.sort(rng.choice(units - 1, count - 1, replace=False))
+                row[count - 1] = units - 1
+        return ids
+
+    @property
+    def bytes(self) -> int:
+        """What a call must read: K and V of whole pages, ids and bits."""
+        counts = self.counts()
+        slots = int(np.where(self.dense_heads(), self.context, counts * self.unit).sum())
+        return 2 * slots * HEAD_DIM * ITEM_BYTES + int(counts.sum()) * (8 if self.bits else 4)
+
+    @property
+    def calls(self) -> int:
+        """In one program: as many as keep what is read from lying in a cache."""
+        return min(max(-(-ROTATED_BYTES // self.bytes), 4), 32)
+
+
+def shrunk(case: Attention) -> Attention:
+    """The same case, small enough for a CPU."""
+    shrink = max(case.context // 256, 1)
+    capacity = None if case.capacity is None else max(case.capacity // shrink, 1)
+    return replace(
+        case,
+        batch=min(case.batch, 2),
+        context=256,
+        tokens=max(case.tokens // shrink, min(case.tokens, 1)),
+        fewest=case.fewest and 1,
+        capacity=capacity,
+    )
+
+
+_TENTH = 131072 // 10
+CASES = (
+    Attention("dense 128K b1", 1, 131072, dense="all"),
+    Attention("dense 128K b8", 8, 131072, dense="all"),
+    Attention("10% of 128K b1", 1, 131072, _TENTH, small=True),
+    Attention("10% of 128K b8", 8, 131072, _TENTH),
+    Attention("10% of 128K b1 P32", 1, 131072, _TENTH, page=32),
+    Attention("10% of 128K b8 P32", 8, 131072, _TENTH, page=32),
+    Attention("10% of 128K b1 P64", 1, 131072, _TENTH, page=64),
+    Attention("10% of 128K b8 P64", 8, 131072, _TENTH, page=64),
+    Attention("10% b8, token bits", 8, 131072, _TENTH, bits=True),
+    Attention("10% b8, page_mass", 8, 131072, _TENTH, stats="page_mass"),
+    Attention("10% b8, token_logits", 8, 131072, _TENTH, stats="token_logits"),
+    Attention("10% b8, bias", 8, 131072, _TENTH, bias=True),
+    Attention("4096 of 128K b1", 1, 131072, 4096, small=True),
+    Attention("4096 of 128K b8", 8, 131072, 4096),
+    Attention("hybrid: half dense b8", 8, 131072, _TENTH, dense="alternate"),
+    Attention("64..16K of 32K b32", 32, 32768, 16384, fewest=64),
+    Attention("1 dense 128K, 255 x 64", 32, 131072, 64, dense="one"),
+    Attention("2% rows of 30K b64", 64, 30000, 600, lists="token"),
+)
+
+
+def grid(limit: int) -> list[Attention]:
+    """Dense and each fraction, of every batch and context whose K and V fit into `limit` bytes, by shape.
+
+    The cases of a shape share one program: lists have room for half the pages, and every head a flag of being dense.
+    """
+    shapes = [(32, batch, context) for batch in BATCHES for context in CONTEXTS]
+    shapes += [(64, 8, context) for context in CONTEXTS]
+    cases = []
+    for heads, batch, context in shapes:
+        same = Attention(f"{heads} heads b{batch} {context // 1024}K", batch, context, heads=heads, flags=True)
+        same = replace(same, capacity=same.num_pages // 2)
+        if same.pool_bytes <= limit:
+            cases += [replace(same, dense="all")] + [replace(same, tokens=round(context * f)) for f in FRACTIONS]
+    return cases
+
+
+def dense_shapes(cases: Sequence[Attention]) -> list[tuple[int, int, int]]:
+    """(heads, batch, context) of each, once."""
+    return list(dict.fromkeys((case.heads, case.batch, case.context) for case in cases))

@@ -1,0 +1,159 @@
+"""What a policy needs besides attention, as programs for bench.kernels: scores, selection, gather, compaction."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from bench.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.kernel_programs import Job, in_turn, random
+from bench.kernel_timing import Program
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.compact_pages.api import compact_pages
+from jsparse.pallas_kernels.int4_scores.api import int4_scores
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
+from jsparse.pallas_kernels.page_bounds.api import page_bounds
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.row_gather.api import row_gather
+from jsparse.pallas_kernels.select.api import select
+from jsparse.pallas_kernels.select.rules import TopK, TopP
+from jsparse.selection import Selection
+
+PAGE, GROUP = 16, 4
+TOP_P, LOGIT_SPREAD = 0.9, 3.0  # of normal logits with this deviation, that share of the mass is 4 % of the tokens
+
+
+def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
+    """All of them; `shrink` divides contexts, rows and pages, for a CPU."""
+    name = "triton" if on_gpu else "reference"
+    context, batch = 131072 // shrink, max(8 // shrink, 1)
+    made = [_bounds(name, batch, context), _int4(name, batch, context), _int4(name, batch, context, quarter=True)]
+    for rows, length, group in ((64, 32768, 1), (256, 32768, 1), (2048, 7680, GROUP)):
+        shape = (max(rows // KV_HEADS // group // shrink, 1), KV_HEADS, group, max(length // shrink, PAGE))
+        made.append(_select(name, f"select: {rows} rows of {length}", shape, most_calls))
+    for pages in (2048, 8192, 32768):
+        for where in ("pinned_host", "device") if on_gpu else ("device",):
+            made.append(_gather(name, where, pages // shrink, 65536 // shrink, most_calls))
+    made.append(_compact(name, batch, 32768 // shrink, 16384 // shrink))
+    return made
+
+
+def _queries(batch: int, calls: int = 4) -> list[jax.Array]:
+    shape = (batch, KV_HEADS * GROUP, HEAD_DIM)
+    return [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in range(calls)]
+
+
+def _unread(batch: int, pages: int) -> LayerCache:
+    """A full cache, for use within a program: K and V are never made, since nothing reads them."""
+    pool = jnp.zeros((batch * KV_HEADS * pages, PAGE, HEAD_DIM), jnp.bfloat16)
+    return LayerCache(pool, pool, jnp.full((batch, KV_HEADS), pages * PAGE, jnp.int32))
+
+
+def _bounds(name: str, batch: int, context: int) -> Job:
+    pages = context // PAGE
+    shape = (batch * KV_HEADS * pages, HEAD_DIM)
+
+    def build():
+        low = random(0, shape)
+        return PageBounds(low, low + jnp.abs(random(1, shape))), _queries(batch)
+
+    def op(bounds, q):
+        return page_bounds(q, _unread(batch, pages), bounds, implementation=name)
+
+    return Job(f"page_bounds 128K b{batch}", 2 * 2 * shape[0] * shape[1], build, {name: in_turn(op)})
+
+
+def _int4(name: str, batch: int, context: int, *, quarter: bool = False) -> Job:
+    pages = context // PAGE
+    rows = (batch * KV_HEADS * pages, PAGE)
+    listed = Attention("", batch, context, context // 4)
+
+    def build():
+        packed = jax.random.bits(jax.random.key(0), (*rows, HEAD_DIM // 2), jnp.uint8)
+        scale = (0.1 + jnp.abs(random(1, rows))).astype(jnp.float16) / 8
+        keys = Int4Keys(packed, scale, random(2, rows).astype(jnp.float16))
+        sets = []
+        for seed, q in enumerate(_queries(batch)):
+            ids = jnp.asarray(listed.ids(seed).reshape(batch, KV_HEADS, -1))
+            count = jnp.full((batch, KV_HEADS), ids.shape[-1], jnp.int32)
+            sets.append((q, Selection(ids, count) if quarter else None))
+        return keys, sets
+
+    def op(keys, one):
+        q, selection = one
+        return int4_scores(q, _unread(batch, pages), keys, selection, implementation=name)
+
+    read, written = rows[0] * PAGE * (HEAD_DIM // 2 + 4), 4 * batch * KV_HEADS * GROUP * context
+    label = f"int4_scores 128K b{batch}, {'a quarter' if quarter else 'all'}"
+    return Job(label, (read + written) // (4 if quarter else 1), build, {name: in_turn(op)})
+
+
+def _select(name: str, case: str, shape: tuple[int, int, int, int], most_calls: int) -> Job:
+    length = shape[-1]
+    size = 4 * int(np.prod(shape))
+    most = max(length // 8, 1)
+    kept = partial(select, capacity=max(length // 4, 1), implementation=name)
+
+    def build():
+        calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+        return None, [LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape) for seed in range(calls)]
+
+    contenders = {
+        f"{name} top-p {TOP_P}": in_turn(lambda _, scores: kept(scores, TopP(TOP_P))),
+        f"{name} top-k {most}": in_turn(lambda _, scores: kept(scores, TopK(most))),
+        f"lax.top_k {most}": in_turn(lambda _, scores: jax.lax.top_k(scores, most)),
+    }
+    return Job(case, size, build, contenders)
+
+
+def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> Job:
+    size = 2 * wanted * PAGE * HEAD_DIM
+    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+
+    def build():
+        pool = random(0, (pages, PAGE, HEAD_DIM))
+        if where != "device":
+            pool = jax.device_put(pool, SingleDeviceSharding(jax.local_devices()[0], memory_kind=where))
+        ids = [np.random.default_rng(seed).choice(pages, wanted, replace=False) for seed in range(calls)]
+        return pool, [jnp.asarray(i.astype(np.int32)) for i in ids]
+
+    def op(pool, ids):
+        return row_gather(pool, ids, implementation=name)
+
+    crosses, moved = ("memory", 2 * size) if where == "device" else ("bus", size)
+    return Job(f"row_gather {wanted}, {where}", moved, build, {name: in_turn(op)}, crosses=crosses)
+
+
+def _compact(name: str, batch: int, context: int, kept: int) -> Job:
+    heads = (batch, KV_HEADS)
+    listed = Attention("", batch, context, kept, lists="token")
+
+    def build():
+        shape = (batch * KV_HEADS * context // PAGE, PAGE, HEAD_DIM)
+        layer = LayerCache(random(0, shape), random(1, shape), jnp.full(heads, context, jnp.int32))
+        count = jnp.full(heads, kept, jnp.int32)
+        ids = [jnp.asarray(listed.ids(seed).reshape(*heads, kept)) for seed in range(4)]
+        return layer, [Selection(i, count, granularity="token") for i in ids]
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(layer, keeps):
+        full = layer.lengths
+        for keep in keeps:
+            layer = compact_pages(layer, keep, implementation=name)._replace(lengths=full)
+        return layer
+
+    def start(layer: LayerCache, keeps: list[Any]) -> Program:
+        held = [jax.tree.map(jnp.copy, layer)]
+
+        def step():
+            held[0] = run(held[0], keeps)
+            return held[0]
+
+        return Program(step, len(keeps))
+
+    moved = int((listed.ids(0) != np.arange(kept)).sum())
+    size = 2 * 2 * 2 * HEAD_DIM * moved  # K and V, read and written, two bytes each
+    return Job(f"compact_pages 64 heads, {kept} of {context}", size, build, {name: start})

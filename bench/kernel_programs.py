@@ -1,0 +1,121 @@
+"""Attention as programs of several calls, for bench.kernels and bench.tune.
+
+A program's calls take turns with their inputs, and each waits for the one before: an optimisation barrier makes its
+inputs depend on the last result, so that XLA neither reorders nor joins anything of two calls.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.kernel_timing import Program
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
+from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
+from jsparse.selection import MAX_BITS_PAGE, Selection
+
+Contender = Callable[[Any, list[Any]], Program]
+PARTS = 64  # of a pool, all alike: quickly made, while attention reads every one of them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case of an op.
+
+    Attributes:
+        bytes: what a call must read, and write where that is as much.
+        build: makes what all calls share, and a list of what each has of its own.
+        contenders: make a program of both; what they compile they keep.
+        crosses: what `bytes` cross: the device's "memory" or the "bus" to the host's.
+        attention: the case, where the op is attention.
+    """
+
+    case: str
+    bytes: int
+    build: Callable[[], tuple[Any, list[Any]]]
+    contenders: Mapping[str, Contender]
+    crosses: str = "memory"
+    attention: Attention | None = None
+
+
+def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
+    """A program of one call for each of the sets."""
+
+    @jax.jit
+    def run(fixed, sets):
+        results, out = [], None
+        for one in sets:
+            one, out = jax.lax.optimization_barrier((one, out))
+            out = op(fixed, one)
+            results.append(out)
+        return results
+
+    return lambda fixed, sets: Program(lambda: run(fixed, sets), len(sets))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Normal numbers, the same in up to PARTS equal parts along the first axis."""
+    parts = min(PARTS, shape[0] & -shape[0])
+    part = jax.random.normal(jax.random.key(seed), (shape[0] // parts, *shape[1:]), dtype)
+    return jnp.broadcast_to(part, (parts, *part.shape)).reshape(shape)
+
+
+def cache(case: Attention) -> LayerCache:
+    """A full one."""
+    shape = (case.pairs * case.num_pages, case.page, HEAD_DIM)
+    bias = jnp.zeros(shape[:2]) if case.bias else None
+    return LayerCache(random(0, shape), random(1, shape), lengths(case), bias=bias)
+
+
+def lengths(case: Attention) -> jax.Array:
+    """Of all heads."""
+    return jnp.full((case.batch, KV_HEADS), case.context, jnp.int32)
+
+
+def inputs(case: Attention, seed: int) -> tuple[jax.Array, jax.Array, Selection]:
+    """What one call has of its own: queries, lengths and selection."""
+    heads = (case.batch, KV_HEADS)
+    ids, dense = case.ids(seed).reshape(*heads, -1), case.dense_heads(seed).reshape(heads)
+    bits = None
+    if case.bits:
+        bits = np.random.default_rng(seed).integers(1, 2 ** min(case.page, MAX_BITS_PAGE), ids.shape, np.uint32)
+    selection = Selection(
+        jnp.asarray(ids),
+        jnp.asarray(case.counts(seed).reshape(heads)),
+        bits=None if bits is None else jnp.asarray(bits),
+        dense=jnp.asarray(dense) if dense.any() or case.flags else None,
+        granularity=case.lists,
+    )
+    q = jax.random.normal(jax.random.key(seed), (case.batch, case.heads, HEAD_DIM), jnp.bfloat16)
+    return q, lengths(case), selection
+
+
+def attention_op(case: Attention, implementation: str | None):
+    """The op that the case's lists want, as `in_turn` takes it."""
+    op = block_sparse_decode if case.lists == "page" else token_sparse_decode
+
+    def attend(layer: LayerCache, one):
+        q, held, selection = one
+        return op(q, layer._replace(lengths=held), selection, stats=case.stats, implementation=implementation)
+
+    return attend
+
+
+def attention_job(case: Attention, *, on_gpu: bool, most_calls: int) -> Job:
+    """A case; on a CPU the reference stands for the kernel."""
+    kernel = {"page": "mosaic", "token": "triton"}[case.lists]
+    names = [kernel] * on_gpu + ["reference"] * (case.small or not on_gpu)
+    return Job(
+        case.name,
+        case.bytes,
+        lambda: (cache(case), [inputs(case, seed) for seed in range(min(case.calls, most_calls))]),
+        {name: in_turn(attention_op(case, name)) for name in names},
+        attention=case,
+    )

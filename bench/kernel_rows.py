@@ -1,0 +1,133 @@
+"""Times jobs: the rows of bench.kernels."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from bench.kernel_cases import HEAD_DIM, Attention
+from bench.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
+from bench.kernel_timing import Program, profile, wall
+from bench.llama_8b import READ_BANDWIDTH
+
+BUS_PAGES = 65536  # 268 MB
+
+
+class Settings(NamedTuple):
+    """How much is timed: calls of a measurement on the host's clock, measurements, and runs under the profiler."""
+
+    calls: int = 200
+    repeats: int = 5
+    runs: int = 8
+
+
+class Bandwidth(NamedTuple):
+    """Bytes a second that this run measured, of the device's memory and of the bus; without a GPU they are one."""
+
+    memory: float
+    bus: float
+
+
+def bandwidth(before: Program, nbytes: int, settings: Settings, *, on_gpu: bool) -> Bandwidth:
+    """`before` reads nbytes of the device's memory."""
+    (found,) = profile([], before, settings.runs)
+    memory = nbytes / (found.get("kernels") or wall(before, settings.calls, settings.repeats))["median"] * 1e6
+    if not on_gpu:
+        return Bandwidth(memory, memory)
+    device = jax.local_devices()[0]
+    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
+    far = jax.device_put(random(0, (BUS_PAGES, 16, HEAD_DIM)), there)
+    copy = Program(lambda: jax.device_put(far, here), 1)
+    return Bandwidth(memory, far.nbytes / wall(copy, settings.calls, settings.repeats)["median"] * 1e6)
+
+
+def warm(job: Job) -> None:
+    """Compiles the job's programs. What fails will fail again when it is timed, and is told there."""
+    made = job.build()
+    for contender in job.contenders.values():
+        try:
+            jax.block_until_ready(contender(*made).run())
+        except Exception:
+            continue
+
+
+def warm_grid(cases: Sequence[Attention], contender: Contender) -> None:
+    """The same for one case of each of the grid's shapes: the others share its program."""
+    for case in {tuple(_shape(case).values()): case for case in reversed(cases)}.values():
+        try:
+            jax.block_until_ready(contender(cache(case), [inputs(case, 0)]).run())
+        except Exception:
+            continue
+
+
+def job_rows(job: Job, before: Program, rate: Bandwidth, settings: Settings) -> list[dict[str, Any]]:
+    """A row for each contender: its times, or why there are none."""
+    made, programs = job.build(), {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, contender in job.contenders.items():
+        try:
+            programs[name] = contender(*made)
+            rows[name] = {"wall": wall(programs[name], settings.calls, settings.repeats)}
+        except Exception as error:
+            rows[name] = _failure(error)
+    timed = [name for name, row in rows.items() if "wall" in row]
+    found = _profiles([programs[name] for name in timed], before, settings.runs)
+    for name, more in zip(timed, found, strict=True):
+        rows[name] |= more
+    case = {"case": job.case, "bytes": job.bytes, "crosses": job.crosses, **_shape(job.attention)}
+    return [_finished({**case, "contender": name, **row}, rate) for name, row in rows.items()]
+
+
+def grid_rows(
+    cases: Sequence[Attention], contender: Contender, before: Program, rate: Bandwidth, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """A row for each case, each of its calls alone and cold: behind `before`, which fills the cache with other things.
+
+    Cases of one shape stand together and share the cache and one profile.
+    """
+    for _, group in groupby(cases, key=_shape):
+        same = list(group)
+        layer = cache(same[0])
+        programs = [contender(layer, [inputs(case, 0)]) for case in same]
+        try:
+            jax.block_until_ready([program.run() for program in programs])
+            found = _profiles(programs, before, settings.runs)
+        except Exception as error:
+            found = [_failure(error)] * len(same)
+        for case, row in zip(same, found, strict=True):
+            fraction = 1.0 if case.dense == "all" else case.tokens / case.context
+            row = {"case": case.name, "fraction": fraction, "bytes": case.bytes, "crosses": "memory", **row}
+            yield _finished({**_shape(case), **row}, rate)
+
+
+def grid_contender(implementation: str) -> Contender:
+    """What runs all cases of the grid."""
+    return in_turn(attention_op(Attention("", 1, 16), implementation))
+
+
+def _shape(case: Attention | None) -> dict[str, int]:
+    return {} if case is None else {"heads": case.heads, "batch": case.batch, "context": case.context}
+
+
+def _profiles(programs: Sequence[Program], before: Program, runs: int) -> list[dict[str, Any]]:
+    try:
+        return profile(programs, before, runs)[1:]
+    except Exception as error:
+        return [{"profile_error": f"{type(error).__name__}: {str(error)[:300]}"}] * len(programs)
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    """An op refuses what it cannot do by a ValueError; one case that fails costs no other its row."""
+    return {"refused" if isinstance(error, ValueError) else "error": f"{type(error).__name__}: {str(error)[:400]}"}
+
+
+def _finished(row: dict[str, Any], rate: Bandwidth) -> dict[str, Any]:
+    """With floors; `us` is what the device took, and where a profile does not say, the host's clock."""
+    row["floor_us"] = row["bytes"] / getattr(rate, row["crosses"]) * 1e6
+    row["floor_at_4400_us"] = row["bytes"] / READ_BANDWIDTH * 1e6
+    us = row.get("device") or row.get("wall")
+    if us:
+        row |= {"us": us, "over_floor": us["median"] / row["floor_us"]}
+    return row

@@ -1,0 +1,66 @@
+"""The table that bench.kernels prints: lines of at most 150 characters out of its report alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+PEER_COLUMNS = ("torch FA2", "torch cuDNN", "FlashInfer CUDA", "FlashInfer tensor")
+SHAPE = ("heads", "batch", "context")
+SHOWN_BATCHES = (1, 8)  # of the grid; the report has all
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """A line for each contender of each case, then one for each shape of the grid."""
+    rate = report["bandwidth"]
+    yield f"read {rate['memory'] / 1e12:.2f} TB/s, bus {rate['bus'] / 1e9:.0f} GB/s; us a call, + is a kernel launch"
+    yield f"{'case':32}{'contender':20}{'us':>8}{'kernels':>12}{'wall':>8}{'floor':>8}{'x':>7}" + "".join(
+        f"{name.replace('FlashInfer', 'FI').replace('torch ', ''):>10}" for name in PEER_COLUMNS
+    )
+    for row in report["results"]:
+        yield _line(row, report["peers"])
+    yield from _grid(report)
+    for peer in report["peers"]:
+        if "error" in peer:
+            where = peer.get("case") or f"{peer['heads']} heads b{peer['batch']} {peer['context']}"
+            yield f"{where:32}{peer['contender']:20}{peer['error']}"[:150]
+
+
+def peer_us(row: dict[str, Any], peers: list[dict[str, Any]], contender: str) -> float | None:
+    """What a peer took for the row's case; PyTorch's dense attention for the row's shape. None where it has no time."""
+    for peer in peers:
+        if peer["contender"] == contender and "us" in peer:
+            keys = ("case",) if "case" in peer else SHAPE
+            if all(peer[key] == row.get(key) for key in keys):
+                return peer["us"]["median"]
+    return None
+
+
+def _line(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
+    text = f"{row['case'][:31]:32}{row['contender'][:19]:20}"
+    failure = row.get("refused") or row.get("error")
+    if failure:
+        return f"{text}{'refused: ' if 'refused' in row else ''}{failure}".replace("\n", " ")[:150]
+    kernels = f"{row['kernels']['median']:.1f}+{row['launches']}" if "kernels" in row else "-"
+    text += f"{row['us']['median']:8.1f}{kernels:>12}{row['wall']['median']:8.1f}{row['floor_us']:8.1f}"
+    text += f"{row['over_floor']:7.2f}" + "".join(f"{_or_dash(peer_us(row, peers, c)):>10}" for c in PEER_COLUMNS)
+    return text + ("  " + row["profile_error"][:20] if "profile_error" in row else "")
+
+
+def _grid(report: dict[str, Any]) -> Iterator[str]:
+    shapes: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(report["grid"], key=lambda row: -row["fraction"]):
+        if row["batch"] in SHOWN_BATCHES:
+            shapes.setdefault(row["case"], []).append(row)
+    for nth, name in enumerate(sorted(shapes, key=lambda name: [shapes[name][0][key] for key in SHAPE])):
+        rows, cells = shapes[name], ""
+        if nth == 0:
+            heading = "".join(f"{row['fraction']:>15.0%}" for row in rows)
+            yield f"{'grid, us (x faster than FA2)':32}{heading}{'FA2':>9}{'cuDNN':>9}"
+        dense, cudnn = (peer_us(rows[0], report["peers"], name) for name in ("torch FA2", "torch cuDNN"))
+        for row in rows:
+            us = row["us"]["median"] if "us" in row else None
+            cells += f"{_or_dash(us) + (f' ({dense / us:.1f}x)' if us and dense else ''):>15}"
+        yield f"{name:32}{cells}{_or_dash(dense):>9}{_or_dash(cudnn):>9}"
+
+
+def _or_dash(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"

@@ -1,0 +1,158 @@
+"""Two clocks for small programs: the host's, amortised over many calls, and the device's own, out of a profile.
+
+A program is a jitted function of some calls, one after the other. Under the profiler every program runs behind a lead,
+a sum over more bytes than any cache holds: the host is then ahead of the device, and what the program reads is cold.
+"""
+
+import gzip
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.children import spread
+
+LEAD_BYTES = 2_000_000_000
+LONGEST = 0.3  # seconds that one measurement may take
+PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; what counts as such in a trace
+
+
+class Program(NamedTuple):
+    """`run` dispatches `calls` calls and returns their results, which need not be there yet."""
+
+    run: Callable[[], Any]
+    calls: int
+
+
+class Event(NamedTuple):
+    """A kernel or a copy on the device: microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+def lead(nbytes: int = LEAD_BYTES) -> Program:
+    """Reads that many bytes once."""
+    x = jnp.ones(nbytes // 2, jnp.bfloat16)
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    jax.block_until_ready(total(x))
+    return Program(lambda: total(x), 1)
+
+
+def wall(program: Program, calls: int, repeats: int) -> dict[str, float]:
+    """Microseconds a call on the host's clock: `repeats` times so many calls, or as many as LONGEST takes, one wait."""
+    jax.block_until_ready(program.run())
+    began = time.perf_counter()
+    jax.block_until_ready(program.run())
+    once = time.perf_counter() - began
+    programs, times = max(min(-(-calls // program.calls), int(LONGEST / once)), 1), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(programs):
+            result = program.run()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - began) / programs / program.calls * 1e6)
+    return spread(times)
+
+
+def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[dict[str, Any]]:
+    """What the device says of each program; see `summary`. Programs must have run before.
+
+    Returns:
+        A dict for `before` itself, then one for each program. All are empty where the profile holds no device, as on a
+        CPU; {"profile_error": …} where a program's kernels cannot be told from the others'.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    folder = tempfile.mkdtemp()
+    try:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for program in (None, *programs):
+                for _ in range(repeats):
+                    result = before.run()
+                    result = (result, program.run()) if program else result
+                jax.block_until_ready(result)
+                time.sleep(PAUSE_SECONDS)
+        events = read_trace(Path(folder))
+    finally:
+        shutil.rmtree(folder)
+    runs = segments(events, PAUSE_US)
+    if not events:
+        return [{} for _ in range(len(programs) + 1)]
+    if len(runs) != len(programs) + 1 or len(runs[0]) % repeats:
+        error = f"{len(runs)} runs of kernels for {len(programs) + 1} programs, {len(runs[0])} kernels in the first"
+        return [{"profile_error": error} for _ in range(len(programs) + 1)]
+    skip = len(runs[0]) // repeats
+    found = [summary(runs[0], repeats, 1, skip=0)]
+    return found + [summary(run, repeats, p.calls, skip) for run, p in zip(runs[1:], programs, strict=True)]
+
+
+def read_trace(folder: Path) -> list[Event]:
+    """Everything that ran on the GPU's streams, by start."""
+    (path,) = folder.rglob("*.trace.json.gz")
+    with gzip.open(path) as file:
+        entries = json.load(file)["traceEvents"]
+    meta = [e for e in entries if e.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in meta if e["name"] == "process_name"}
+    lines = {(e["pid"], e["tid"]): e["args"]["name"] for e in meta if e["name"] == "thread_name"}
+    streams = {line for line, name in lines.items() if "GPU" in processes.get(line[0], "") and "Stream" in name}
+    found = [
+        Event(e["name"], e["ts"], e.get("dur", 0.0))
+        for e in entries
+        if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams
+    ]
+    return sorted(found, key=lambda event: event.start)
+
+
+def segments(events: Sequence[Event], pause: float) -> list[list[Event]]:
+    """The events parted where nothing ran for that long."""
+    parts: list[list[Event]] = []
+    end = 0.0
+    for event in events:
+        if not parts or event.start - end > pause:
+            parts.append([])
+        parts[-1].append(event)
+        end = max(end, event.end)
+    return parts
+
+
+def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dict[str, Any]:
+    """`repeats` runs of `calls` calls, each run behind `skip` events of the lead, as microseconds a call.
+
+    Returns:
+        device: from the start of one call's first kernel to that of the next call's, launch gaps included; to the end
+            of its last kernel where a run is one call. kernels: the sum of its kernels' durations. launches: how many
+            these are. by_kernel: both for each name, most time first.
+    """
+    each, left = divmod(len(events), repeats)
+    if left or (each - skip) % calls or each <= skip:
+        return {"profile_error": f"{len(events)} kernels in {repeats} runs of {calls} calls, {skip} of each the lead's"}
+    launches = (each - skip) // calls
+    device, kernels, names = [], [], defaultdict(list)
+    for run in range(repeats):
+        own = events[run * each + skip : (run + 1) * each]
+        starts = [event.start for event in own[::launches]]
+        device += [after - start for start, after in pairwise(starts)] or [max(e.end for e in own) - starts[0]]
+        for call in range(calls):
+            kernels.append(sum(event.duration for event in own[call * launches : (call + 1) * launches]))
+        for event in own:
+            names[event.name].append(event.duration)
+    by_kernel = {
+        name: {"us": statistics.median(times), "launches": round(len(times) / repeats / calls, 2)}
+        for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))
+    }
+    return {"device": spread(device), "kernels": spread(kernels), "launches": launches, "by_kernel": by_kernel}

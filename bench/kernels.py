@@ -1,0 +1,150 @@
+"""How long does each kernel take, next to the bytes it must move, to PyTorch and to FlashInfer?
+
+Attention of one query a head in the shape of Llama 3.1 8B, dense and over the pages or tokens that lists name, and what
+policies need besides: page bounds, 4-bit scores, selection, gather, compaction. Cases are in kernel_cases and
+kernel_ops, clocks in kernel_timing, PyTorch and FlashInfer in peers. In the table, microseconds a call:
+
+    us          on the device, from the start of its first kernel to that of the next call's
+    kernels     the sum of its kernels' durations + how many these are
+    wall        on the host's clock, amortised over the calls of one program
+    floor       bytes over the bandwidth that this run measures: a sum over 2 GB; from host memory, a copy of 268 MB
+    x           us over floor
+
+PyTorch's times are those of dense attention, whatever the case. `--grid` adds dense and 50 % to 2 % of 8K to 128K
+tokens at batch 1 to 16, each call alone and cold.
+
+    python -m bench.kernels --grid --json bench/results/kernels.json
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bench import kernel_ops, peers
+from bench.children import write_report
+from bench.environment import describe
+from bench.kernel_cases import CASES, Attention, grid, shrunk
+from bench.kernel_programs import Job, attention_job
+from bench.kernel_rows import Settings, bandwidth, grid_contender, grid_rows, job_rows, warm, warm_grid
+from bench.kernel_table import lines
+from bench.kernel_timing import LEAD_BYTES, lead
+from bench.llama_8b import READ_BANDWIDTH
+
+MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grid
+TINY = 512  # by which --tiny shrinks
+PACKAGES = ("triton", "jax-triton", "flashinfer-python")
+
+
+def main() -> None:
+    """Times everything asked for and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Time the kernels.")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
+    parser.add_argument("--grid", action="store_true", help="batch by context by fraction attended, too")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=peers.PEERS, help="with no name: nobody")
+    parser.add_argument("--tiny", action="store_true", help="shapes for a CPU, to see the script run; times are no use")
+    args = parser.parse_args()
+    # arrays come and go, and the peers' process wants memory too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu" and not args.tiny:
+        parser.error("needs a GPU; --tiny shows on a CPU that it runs")
+    report = measure(args.only, args.peers, args.json, with_grid=args.grid, quick=args.quick, tiny=args.tiny)
+    print(*lines(report), sep="\n")
+
+
+def measure(
+    only: Sequence[str] | None,
+    wanted: Sequence[str],
+    path: Path | None = None,
+    *,
+    with_grid: bool = False,
+    quick: bool = False,
+    tiny: bool = False,
+) -> dict[str, Any]:
+    """The report, written to `path` after every case."""
+    on_gpu = jax.default_backend() == "gpu"
+    settings = Settings(calls=40, repeats=2, runs=4) if quick or tiny else Settings()
+    limit = _memory_limit() if with_grid else 0
+    jobs, shapes = _work(only, limit, on_gpu=on_gpu, tiny=tiny)
+    contender = grid_contender("mosaic" if on_gpu else "reference")
+    report = _header(settings)
+    ready = peers.present(wanted, report["left_out"], on_gpu=on_gpu)
+    if "flashinfer" in ready:
+        with _stage("compiling, FlashInfer beside", report), peers.building(report["left_out"]):
+            for job in jobs:
+                warm(job)
+            warm_grid(shapes, contender)
+    with _stage("peers", report):
+        report["peers"] = peers.from_child(ready, only, limit, settings.repeats, report["left_out"])
+    for name, reason in report["left_out"].items():
+        print(f"{name} is left out: {reason}", flush=True)
+    nbytes = LEAD_BYTES // (TINY if tiny else 1)
+    before = lead(nbytes)
+    rate = bandwidth(before, nbytes, settings, on_gpu=on_gpu)
+    report["bandwidth"] = {**rate._asdict(), "assumed_elsewhere": READ_BANDWIDTH}
+    with _stage("cases", report):
+        for job in jobs:
+            report["results"] += job_rows(job, before, rate, settings)
+            write_report(path, report)
+    with _stage("grid", report):
+        report["grid"] += grid_rows(shapes, contender, before, rate, settings)
+    write_report(path, report)
+    return report
+
+
+def _work(only: Sequence[str] | None, limit: int, *, on_gpu: bool, tiny: bool) -> tuple[list[Job], list[Attention]]:
+    """The jobs whose names are asked for, and the grid's cases."""
+    cases, shapes, most_calls = CASES, grid(limit), 2 if tiny else 32
+    if tiny:
+        cases, shapes = [shrunk(case) for case in cases], [shrunk(case) for case in shapes[:12]]
+    jobs = [attention_job(case, on_gpu=on_gpu, most_calls=most_calls) for case in cases]
+    jobs += kernel_ops.jobs(on_gpu=on_gpu, most_calls=most_calls, shrink=TINY if tiny else 1)
+    return [job for job in jobs if only is None or any(name in job.case for name in only)], shapes
+
+
+def _header(settings: Settings) -> dict[str, Any]:
+    environment = describe()
+    for package in PACKAGES:
+        try:
+            environment["versions"][package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "benchmark": "kernels",
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": jax.local_devices()[0].device_kind,
+        "environment": environment,
+        "settings": settings._asdict(),
+        "left_out": {},
+        "seconds": {},
+        "peers": [],
+        "results": [],
+        "grid": [],
+    }
+
+
+def _memory_limit() -> int:
+    """How large the grid's K and V may be."""
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return MOST_POOL_BYTES if memory is None else min(MOST_POOL_BYTES, int(MEMORY_SHARE * memory))
+
+
+@contextmanager
+def _stage(name: str, report: dict[str, Any]) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    report["seconds"][name] = round(time.perf_counter() - began, 1)
+    print(f"({name}: {report['seconds'][name]} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

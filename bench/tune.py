@@ -1,0 +1,161 @@
+"""Which tiling of each op is best on the GPU that is here? It prints; whoever agrees changes the op.
+
+Every choice is timed on the device, on several cases of its op, beside what the op would choose by itself. The best is
+the one whose times, each over the least of its case, have the least geometric mean; it must run on every case.
+
+    python -m bench.tune [--only int4_scores ...] [--json PATH]
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+from unittest.mock import patch
+
+import jax
+
+from bench import kernel_ops
+from bench.children import write_report
+from bench.environment import describe
+from bench.kernel_cases import CASES
+from bench.kernel_programs import Job, attention_job
+from bench.kernel_timing import Program, lead, profile
+
+RUNS = 4
+OWN = "its own"  # choice
+PAGED = ("dense 128K b1", "dense 128K b8", "10% of 128K b1", "10% of 128K b8", "4096 of 128K b1", "64..16K of 32K b32")
+LISTED = ("4096 of 128K b1", "10% of 128K b8", "64..16K of 32K b32", "2% rows of 30K b64")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """An op that takes a tiling.
+
+    Attributes:
+        backend: the module that runs it, which has a function of the op's name.
+        argument: of that function.
+        choices: from that module, what to try besides the op's own choice.
+        jobs: what to try it on, made afresh at each call, since programs keep the choice they were compiled with.
+    """
+
+    backend: str
+    argument: str
+    choices: Callable[[Any], list[Any]]
+    jobs: Callable[[], list[Job]]
+
+
+def _tiles(mosaic: Any) -> list[Any]:
+    own = mosaic.schedule.tiles(128)
+    blocks = own.blocks
+    splits = ((blocks // 2, blocks // 4, blocks // 8), (blocks, blocks // 2, blocks // 4, blocks // 8))
+    choices = [own._replace(least=least) for least in (2, 3, 6, 8)] + [own._replace(splits=some) for some in splits]
+    return [*choices, own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
+
+
+def _rows(triton: Any) -> list[Any]:
+    own = triton.default_tiling(128, 2)
+    choices = [own._replace(unit_blocks=blocks) for blocks in (1, 4, 8)]
+    choices += [own._replace(programs=2), own._replace(num_warps=8), own._replace(num_stages=2)]
+    return [*choices, own._replace(block=32, unit_blocks=4, programs=4, num_stages=4)]
+
+
+def _bounds(triton: Any) -> list[Any]:
+    own = triton.default_tiling(128, 2)
+    return [own._replace(**more) for more in ({"ahead": 2}, {"ahead": 4}, {"programs": 8}, {"max_tiles": 8})] + [
+        own._replace(block=64, programs=3, num_warps=4, ahead=2),
+        own._replace(block=16, programs=8, num_warps=1),
+    ]
+
+
+def _scores(triton: Any) -> list[Any]:
+    cuts = ((128, 8, 8, 2, 3), (128, 16, 6, 2, 3), (128, 32, 8, 2, 2), (64, 16, 16, 1, 2), (256, 16, 4, 4, 2))
+    return [triton.Tiling(*cut) for cut in cuts]
+
+
+def _copies(triton: Any) -> list[Any]:
+    return [triton.Tiling(size, warps) for size in (2048, 4096, 8192, 16384, 32768) for warps in (4, 8)]
+
+
+def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
+    cases = [replace(case, small=False, **changes) for case in CASES if case.name in names]
+    return [attention_job(case, on_gpu=True, most_calls=8) for case in cases]
+
+
+def _others(prefix: str) -> list[Job]:
+    return [job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)]
+
+
+OPS = {
+    "block_sparse_decode": Tuned("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
+    "token_sparse_decode": Tuned("triton", "tiling", _rows, lambda: _attention(LISTED, lists="token")),
+    "page_bounds": Tuned("triton", "tiling", _bounds, lambda: _others("page_bounds")),
+    "int4_scores": Tuned("triton", "tiling", _scores, lambda: _others("int4_scores")),
+    "row_gather": Tuned("triton", "tiling", _copies, lambda: _others("row_gather")),
+}
+
+
+def times(name: str, before: Program) -> dict[str, dict[str, float]]:
+    """Microseconds of each case by choice; a choice that cannot run a case has none there."""
+    op = OPS[name]
+    module = import_module(f"jsparse.pallas_kernels.{name}.{op.backend}")
+    function = getattr(module, name)
+    functions = {OWN: function}
+    functions |= {str(choice): partial(function, **{op.argument: choice}) for choice in op.choices(module)}
+    found: dict[str, dict[str, float]] = {}
+    for nth, job in enumerate(op.jobs()):
+        made, programs = job.build(), {}
+        for choice, chosen in functions.items():
+            (contender,) = op.jobs()[nth].contenders.values()
+            with patch.object(module, name, chosen):
+                try:
+                    program = contender(*made)
+                    jax.block_until_ready(program.run())
+                    programs[choice] = program
+                except Exception as error:
+                    print(f"  {job.case}, {choice}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        profiles = profile(list(programs.values()), before, RUNS)[1:]
+        took = {choice: p["device"]["median"] for choice, p in zip(programs, profiles, strict=True) if "device" in p}
+        found[job.case] = took
+        for choice, us in sorted(took.items(), key=lambda item: item[1])[:3]:
+            print(f"  {job.case:30} {us:9.1f} us  {choice}", flush=True)
+        if OWN in took:
+            print(f"  {job.case:30} {took[OWN]:9.1f} us  {OWN}", flush=True)
+    return found
+
+
+def ranking(found: dict[str, dict[str, float]]) -> list[tuple[float, str]]:
+    """The choices that ran on every case, best first, each with the geometric mean of its times over the best ones."""
+    everywhere = set.intersection(*(set(took) for took in found.values()))
+    means = [
+        (geometric_mean([took[choice] / min(took.values()) for took in found.values()]), choice)
+        for choice in everywhere
+    ]
+    return sorted(means)
+
+
+def main() -> None:
+    """Prints the three best choices of every op."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description="Time the tilings of the kernels.")
+    parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu":
+        parser.error("needs a GPU")
+    report: dict[str, Any] = {"benchmark": "tune", "environment": describe(), "results": {}}
+    before = lead()
+    for name in args.only:
+        print(name, flush=True)
+        report["results"][name] = found = times(name, before)
+        write_report(args.json, report)
+        for mean, choice in ranking(found)[:3]:
+            print(f"  over the best of each case {mean:.3f}  {choice}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

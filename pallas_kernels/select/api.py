@@ -1,0 +1,127 @@
+"""Scores to a Selection: a rule per row, the union over the group, at most C ids a KV head."""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.select import reference
+from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
+from jsparse.selection import MAX_BITS_PAGE, Selection
+from jsparse.shapes import Lengths
+
+Unit = Literal["token", "page", "page_mass", "bits", "touched"]
+Weights = Literal["softmax", "raw"]
+Group = Literal["union", "max"]
+
+
+def select(
+    scores: Float[Array, "B K G n"],
+    rule: Rule,
+    *,
+    capacity: int,
+    unit: Unit = "token",
+    page_size: int | None = None,
+    weights: Weights = "softmax",
+    group: Group = "union",
+    lengths: Lengths | None = None,
+    implementation: str | None = None,
+) -> Selection:
+    """What each KV head attends to, from the scores of its query heads.
+
+    At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal scores are taken
+    from the lowest index on. Sums are of float32 and vary with their order: a TopP set weighs at least p of its row to
+    within 1e-5, and less without its lightest unit; TopK is exact. Where the union is more than `capacity`, the units
+    of lowest score are dropped; the score of one is the largest that any row, or chosen token of it, gives it, and
+    logits of several rows are compared as logarithms of their normalised weights.
+
+    Args:
+        scores: the rows, one a query head; -inf and NaN are never chosen.
+        rule: TopK, TopP or Threshold.
+        capacity: C.
+        unit: what scores and ids stand for. "token" and "page": ids are of what is scored. The others score tokens and
+            list pages: "page_mass" applies the rule to the pages' weights, each the sum of its tokens'; "bits" to
+            tokens, which pages then carry as bits; "touched" lists the same pages whole.
+        page_size: P, where scores are of tokens and pages are listed.
+        weights: "softmax": scores are logits, and TopP and Threshold speak of their softmax over the row; "raw": scores
+            are what TopP and Threshold speak of, under TopP at least 0.
+        group: "union": each row of a group chooses for itself. "max": the group chooses once, by the largest weight
+            (TopP: as a share of these), or where weights are raw the largest score, that a unit has in any row.
+        lengths: how many scores of each head's rows count; None: all.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        ids ascending, 0 past the count; bits for unit "bits" alone. Granularity "token" for unit "token", else "page".
+
+    Raises:
+        ValueError: an argument is none of these, or shapes do not fit together.
+    """
+    _check_options(unit, weights, group, capacity)
+    _check_shapes(scores, lengths, unit, page_size)
+    _check_rule(rule, scores)
+    return choose(
+        "select",
+        implementation,
+        BACKENDS,
+        scores,
+        rule,
+        capacity=capacity,
+        unit=unit,
+        page_size=page_size or 1,
+        weights=weights,
+        group=group,
+        lengths=lengths,
+    )
+
+
+def _triton():
+    from jsparse.pallas_kernels.select.triton import select
+
+    return select
+
+
+def _triton_refuses(*_, page_size: int, **__) -> str | None:
+    if page_size & (page_size - 1):
+        return f"needs page_size to be a power of two, not {page_size}"
+    return no_triton()
+
+
+BACKENDS = (Backend("triton", _triton, _triton_refuses), Backend("reference", lambda: reference.select))
+
+
+def _check_options(unit: str, weights: str, group: str, capacity: int) -> None:
+    for name, value, kinds in (("unit", unit, Unit), ("weights", weights, Weights), ("group", group, Group)):
+        if value not in get_args(kinds):
+            raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
+
+
+def _check_shapes(scores: Array, lengths: Array | None, unit: str, page_size: int | None) -> None:
+    if scores.ndim != 4 or 0 in scores.shape:
+        raise ValueError(f"scores.shape={scores.shape}: must be [B, K, G, n], none of them 0")
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(f"scores.dtype={scores.dtype}: must be floating")
+    if lengths is not None and lengths.shape != scores.shape[:2]:
+        raise ValueError(f"lengths.shape={lengths.shape}: must be [B, K] = {scores.shape[:2]}")
+    if unit in ("token", "page"):
+        if page_size is not None:
+            raise ValueError(f"page_size={page_size}: must be None for unit={unit!r}, whose ids are of what is scored")
+    elif page_size is None or page_size < 1 or scores.shape[-1] % page_size:
+        raise ValueError(f"page_size={page_size}: must divide n={scores.shape[-1]} for unit={unit!r}")
+    elif unit == "bits" and page_size > MAX_BITS_PAGE:
+        raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} for unit='bits'")
+
+
+def _check_rule(rule: Rule, scores: Array) -> None:
+    if not isinstance(rule, TopK | TopP | Threshold):
+        raise ValueError(f"rule={rule!r}: must be a TopK, a TopP or a Threshold")
+    name, value = rule._fields[0], rule[0]
+    if isinstance(value, int | float):
+        fits = {"k": lambda k: isinstance(k, int) and k >= 1, "p": lambda p: 0 < p <= 1, "theta": lambda t: t == t}
+        must = {"k": "an integer of at least 1", "p": "above 0 and at most 1", "theta": "a number"}
+        if isinstance(value, bool) or not fits[name](value):
+            raise ValueError(f"{name}={value!r}: must be {must[name]}")
+    elif value.shape != scores.shape[:2]:
+        raise ValueError(f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number")

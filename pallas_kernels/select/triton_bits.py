@@ -1,0 +1,169 @@
+"""Bitmaps: the marks of a row's tiles as 32-bit words, their union, and the lists that they make.
+
+`plan` is the Row of triton_tiles up to `trim`, and from `unite` on the Lists of triton_kernel.
+"""
+
+# Where triton is not installed, pyright takes the file triton.py beside this one for it.
+# pyright: reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+ALL_TIES = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def mark(x, words, t, ties, plan: tl.constexpr):
+    """Writes the bits of a tile's entries that are at least t, and apart of those that equal it if some of these go."""
+    at = word_index(plan)
+    tl.store(words + at, pack(x >= t, plan))
+    if ties != ALL_TIES:
+        tl.store(words + plan.words + at, pack(x == t, plan))
+
+
+@triton.jit
+def pack(marks, plan: tl.constexpr):
+    """A tile of marks as 32-bit words [T / 8, R]; word w of run r covers entries 32·(r·T/8 + w) and on."""
+    nibbles = tl.sum(marks.to(tl.uint32) << tl.arange(0, 4).to(tl.uint32)[None, None, :], 2)
+    shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, :, None]
+    return tl.sum(tl.reshape(nibbles, [plan.threads // 8, 8, plan.runs]) << shift, 1)
+
+
+@triton.jit
+def word_index(plan: tl.constexpr):
+    """Where the words of `pack` lie in the tile's part of the bitmap."""
+    WORDS: tl.constexpr = plan.threads // 8
+    return tl.arange(0, plan.runs)[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
+
+
+@triton.jit
+def trim(words, length, ties, plan: tl.constexpr):
+    """Takes from a bitmap what equals the threshold but for the first `ties`."""
+    for start in range(0, tl.cdiv(length, 32), plan.threads):
+        at = start + tl.arange(0, plan.threads)
+        inside = at * 32 < length
+        equal = tl.load(words + plan.words + at, mask=inside, other=0)
+        number = ones(equal)
+        word = tl.load(words + at, mask=inside, other=0) ^ equal
+        tl.store(words + at, word | lowest(equal, ties - (tl.cumsum(number, 0) - number)), mask=inside)
+        ties -= tl.sum(number, 0)
+
+
+@triton.jit
+def ones(word):
+    """How many bits are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest(word, number):
+    """The lowest `number` set bits."""
+    kept = word ^ word
+    for bit in tl.static_range(32):
+        one = (word >> bit) & 1
+        kept |= tl.where(number > 0, one << bit, 0)
+        number -= one.to(tl.int32)
+    return kept
+
+
+@triton.jit
+def unite(words, length, plan: tl.constexpr):
+    """Writes the union of a head's bitmaps over the first."""
+    for start in range(0, tl.cdiv(length, 32), plan.row.threads):
+        at = start + tl.arange(0, plan.row.threads)
+        inside = at * 32 < length
+        word = tl.load(words + at, mask=inside, other=0)
+        for g in range(1, plan.rows):
+            word |= tl.load(words + 2 * g * plan.row.words + at, mask=inside, other=0)
+        tl.store(words + at, word, mask=inside)
+
+
+@triton.jit
+def list_entries(words, length, ids, plan: tl.constexpr):
+    """Writes the marked entries, ascending, up to the capacity, and returns how many there are; a word a thread."""
+    T: tl.constexpr = plan.row.threads
+    total = length * 0
+    for start in range(0, tl.cdiv(length, 32), T):
+        at = start + tl.arange(0, T)
+        word = tl.load(words + at, mask=at * 32 < length, other=0)
+        number = ones(word)
+        slot = total + tl.cumsum(number, 0) - number
+        list_bits(word, at * 32, ids + slot, plan.capacity - slot)
+        total += tl.sum(number, 0)
+    return total
+
+
+@triton.jit
+def list_bits(word, first, ids, room):
+    """Writes first + b for every set bit b, ascending, at most `room` of them. Few bits are set as a rule, so each warp
+    loops as often as its fullest word needs, for which Triton has no words.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .b32 word, bit, room;
+        .reg .b64 id;
+        .reg .pred done;
+        mov.b32 word, $1;
+        mov.b32 room, $4;
+        mov.b64 id, $3;
+        next:
+        setp.eq.u32 done, word, 0;
+        setp.le.or.s32 done, room, 0, done;
+        @done bra end;
+        brev.b32 bit, word;
+        clz.b32 bit, bit;
+        add.s32 bit, bit, $2;
+        st.global.b32 [id], bit;
+        add.s64 id, id, 4;
+        sub.s32 room, room, 1;
+        sub.s32 bit, word, 1;
+        and.b32 word, word, bit;
+        bra next;
+        end:
+        mov.b32 $0, room;
+        }""",
+        "=r,r,r,l,r",
+        [word, first, ids.to(tl.int64), room],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def list_pages(words, kept, length, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
+    """Writes the pages that hold a marked entry, and their bits, up to the capacity, and returns how many there are; of
+    a list that is CUT, those in the bitmap `kept`.
+    """
+    T: tl.constexpr = plan.row.threads
+    total = length * 0
+    for start in range(0, tl.cdiv(length, plan.entries), T):
+        page = start + tl.arange(0, T)
+        marked = unit_bits(words, page, length, plan.entries)
+        listed = marked != 0
+        if CUT:
+            word = tl.load(kept + page // 32, mask=listed, other=0)
+            listed &= (word >> (page % 32).to(tl.uint32)) & 1 == 1
+        number = listed.to(tl.int32)
+        slot = total + tl.cumsum(number, 0) - number
+        inside = listed & (slot < plan.capacity)
+        tl.store(ids + slot, page, mask=inside)
+        if plan.with_bits:
+            tl.store(bits + slot, marked, mask=inside)
+        total += tl.sum(number, 0)
+    return total
+
+
+@triton.jit
+def unit_bits(words, unit, length, SIZE: tl.constexpr):
+    """The marked entries of each unit, as bits; of more than 32 entries, some word that is 0 only if none is marked."""
+    if SIZE < 32:
+        word = tl.load(words + unit * SIZE // 32, mask=unit * SIZE < length, other=0)
+        return (word >> (unit * SIZE % 32).to(tl.uint32)) & ((1 << SIZE) - 1)
+    bits = tl.load(words + unit * (SIZE // 32), mask=unit * SIZE < length, other=0)
+    for more in tl.static_range(1, SIZE // 32):
+        bits |= tl.load(words + unit * (SIZE // 32) + more, mask=unit * SIZE + more * 32 < length, other=0)
+    return bits

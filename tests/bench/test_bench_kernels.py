@@ -1,0 +1,124 @@
+"""bench.kernels on a CPU: its cases, what it makes of a profile, its table; no times."""
+
+import gzip
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bench.kernel_cases import CASES, dense_shapes, grid, shrunk
+from bench.kernel_programs import inputs
+from bench.kernel_table import lines
+from bench.kernel_timing import Event, lead, profile, read_trace, segments, summary
+from bench.kernels import measure
+from jsparse.selection import read_tokens
+
+on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
+
+
+@on_a_cpu
+def test_a_tiny_run_gives_a_row_a_contender_and_a_table():
+    report = measure(["4096 of 128K b1", "2% rows", "page_bounds"], ["torch"], with_grid=True, tiny=True)
+    assert [row["case"] for row in report["results"]] == [
+        "4096 of 128K b1",
+        "2% rows of 30K b64",
+        "page_bounds 128K b1",
+    ]
+    assert all(row["contender"] == "reference" and row["us"]["median"] > 0 for row in report["results"])
+    assert report["left_out"] == {"torch": "needs a GPU"}
+    assert len(report["grid"]) == 12 and not any("refused" in row or "error" in row for row in report["grid"])
+    assert json.loads(json.dumps(report)) == report
+    table = list(lines(report))
+    assert all(len(line) <= 150 for line in table)
+    assert sum(line.startswith("4096 of 128K b1") for line in table) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bytes_are_those_that_the_selection_reads(case):
+    case = shrunk(case)
+    _, lengths, selection = inputs(case, seed=3)
+    ids = np.asarray(selection.ids)
+    assert (np.diff(ids, axis=-1)[..., : case.counts().min() - 1] > 0).all()
+    words = 2 if case.bits else 1
+    tokens = int(read_tokens(selection, lengths, case.page).sum())
+    assert case.bytes == 2 * 2 * 128 * tokens + 4 * words * int(selection.count.sum())
+
+
+def test_the_grid_leaves_out_what_does_not_fit():
+    largest = max(case.pool_bytes for case in grid(10**12))
+    assert {case.batch for case in grid(largest - 1)} == {1, 4, 8, 16}
+    assert len(grid(largest)) - len(grid(largest - 1)) == 6
+    assert len(dense_shapes(grid(largest))) * 6 == len(grid(largest))
+
+
+def test_calls_that_refuse_or_fail_are_lines_too():
+    shape = {"heads": 32, "batch": 1, "context": 8192}
+    row = {"case": "a", "contender": "mosaic", **shape, "us": {"median": 10.0}, "wall": {"median": 12.0}}
+    row |= {"floor_us": 5.0, "over_floor": 2.0, "kernels": {"median": 9.0}, "launches": 2}
+    peers = [
+        {"contender": "torch FA2", **shape, "us": {"median": 40.0}},
+        {"contender": "FlashInfer CUDA", "case": "a", "us": {"median": 30.0}},
+        {"contender": "torch cuDNN", **shape, "error": "RuntimeError: no"},
+    ]
+    refused = {"case": "b", "contender": "mosaic", "refused": "ValueError: takes no\nbias"}
+    report = {"bandwidth": {"memory": 4e12, "bus": 5e10}, "results": [row, refused], "peers": peers}
+    table = list(lines(report | {"grid": [row | {"fraction": 0.5}]}))
+    assert table[2].split() == ["a", "mosaic", "10.0", "9.0+2", "12.0", "5.0", "2.00", "40.0", "-", "30.0", "-"]
+    assert "refused: ValueError: takes no bias" in table[3]
+    assert table[5].split() == ["a", "10.0", "(4.0x)", "40.0", "-"]
+    assert table[6].endswith("RuntimeError: no")
+
+
+def run_of(start: float, *durations: float) -> list[Event]:
+    """Kernels one after the other, a microsecond between them, named by their place."""
+    events = []
+    for nth, duration in enumerate(durations):
+        events.append(Event(f"k{nth % 2}", start, duration))
+        start += duration + 1
+    return events
+
+
+def test_a_profile_is_summed_up_by_call():
+    events = [*run_of(0, 500, 3, 4, 3, 4), *run_of(1000, 500, 3, 6, 3, 4)]  # the lead's, then two calls of two kernels
+    found = summary(events, repeats=2, calls=2, skip=1)
+    assert found["launches"] == 2
+    assert (found["device"]["min"], found["device"]["max"]) == (9, 11)
+    assert (found["kernels"]["min"], found["kernels"]["max"]) == (7, 9)
+    assert {name: kernel["launches"] for name, kernel in found["by_kernel"].items()} == {"k0": 1, "k1": 1}
+    alone = summary(run_of(0, 500, 3, 4), repeats=1, calls=1, skip=1)
+    assert alone["device"]["median"] == 8  # no next call: to the end of its own
+    assert "profile_error" in summary(events[:-1], repeats=2, calls=2, skip=1)
+    assert [len(part) for part in segments([*events, *run_of(1e6, 1, 1)], pause=1e4)] == [10, 2]
+
+
+def test_a_trace_is_read_by_the_gpus_streams(tmp_path):
+    def named(kind, pid, tid, name):
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+    entries = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
+        named("thread_name", 1, 7, "Stream #7(Compute)"),
+        named("thread_name", 1, 8, "XLA Ops"),
+        named("thread_name", 2, 7, "python"),
+        *(
+            {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5}
+            for name, pid, tid, ts in [
+                ("second", 1, 7, 9.0),
+                ("first", 1, 7, 3.0),
+                ("op", 1, 8, 3.0),
+                ("host", 2, 7, 3.0),
+            ]
+        ),
+    ]
+    (tmp_path / "plugins").mkdir()
+    with gzip.open(tmp_path / "plugins" / "x.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": entries}, file)
+    assert read_trace(tmp_path) == [Event("first", 3.0, 2.5), Event("second", 9.0, 2.5)]
+
+
+@on_a_cpu
+def test_without_a_gpu_a_profile_is_empty():
+    before = lead(1000)
+    assert profile([before], before, repeats=2) == [{}, {}]
