@@ -124,7 +124,7 @@ def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> 
         return row_gather(pool, ids, implementation=name)
 
     crosses, moved = ("memory", 2 * size) if where == "device" else ("bus", size)
-    return Job(f"row_gather {wanted}, {where}", moved, build, {name: in_turn(op)}, crosses=crosses)
+    return Job(f"gather {wanted} pages, {where}", moved, build, {name: in_turn(op)}, crosses=crosses)
 
 
 def _compact(name: str, batch: int, context: int, kept: int) -> Job:

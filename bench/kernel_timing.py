@@ -81,6 +81,8 @@ def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[
     folder = tempfile.mkdtemp()
     try:
         with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(before.run())  # the first kernel that a profiler sees may be held up
+            time.sleep(PAUSE_SECONDS)
             for program in (None, *programs):
                 for _ in range(repeats):
                     result = before.run()
@@ -90,11 +92,11 @@ def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[
         events = read_trace(Path(folder))
     finally:
         shutil.rmtree(folder)
-    runs = segments(events, PAUSE_US)
     if not events:
         return [{} for _ in range(len(programs) + 1)]
+    runs = segments(events, PAUSE_US)[1:]
     if len(runs) != len(programs) + 1 or len(runs[0]) % repeats:
-        error = f"{len(runs)} runs of kernels for {len(programs) + 1} programs, {len(runs[0])} kernels in the first"
+        error = f"kernels ran {[len(run) for run in runs]} at a time, for {len(programs) + 1} programs"
         return [{"profile_error": error} for _ in range(len(programs) + 1)]
     skip = len(runs[0]) // repeats
     found = [summary(runs[0], repeats, 1, skip=0)]

@@ -13,6 +13,7 @@ Every time is that of one CUDA graph of calls that take turns with what they rea
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator
         for contender, backend in backends.items():
             row = {"contender": contender, "heads": heads, "batch": batch, "context": context}
             with sdpa_kernel(backend):
-                yield row | attempt(partial(time_graph, calls, repeats))
+                yield row | attempt(lambda calls=calls: {"us": time_graph(calls, repeats)})
         del q, pools, calls
         torch.cuda.empty_cache()
 
@@ -109,7 +110,7 @@ def flashinfer_rows(cases: Sequence[Attention], repeats: int) -> Iterator[dict[s
         torch.cuda.empty_cache()
 
 
-def _time_flashinfer(case: Attention, workspace, q, pool, tensor_cores: bool, repeats: int) -> dict[str, float]:
+def _time_flashinfer(case: Attention, workspace, q, pool, tensor_cores: bool, repeats: int) -> dict[str, Any]:
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -128,7 +129,7 @@ def _time_flashinfer(case: Attention, workspace, q, pool, tensor_cores: bool, re
     plan()
     torch.cuda.synchronize()
     planned = (time.perf_counter() - began) * 1e6
-    return time_graph(calls, repeats) | {"plan_us": planned}
+    return {"us": time_graph(calls, repeats), "plan_us": planned}
 
 
 def _requests(case: Attention, seed: int, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -156,15 +157,17 @@ def building(left_out: dict[str, str]) -> Iterator[None]:
     """FlashInfer's kernels are compiled meanwhile, by another process, and are there at the end."""
     with TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "bench.peers", "--build"]
-        child = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        child = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
             yield
             child.wait(BUILD_SECONDS)
         except subprocess.TimeoutExpired:
             left_out["flashinfer"] = f"its compilation took more than {BUILD_SECONDS} s"
         finally:
-            child.kill()
-        if child.returncode:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # its compilers too
+                child.wait()
+        if child.returncode and "flashinfer" not in left_out:
             log.seek(0)
             left_out["flashinfer"] = f"its compilation failed: {log.read()[-600:]}"
 
@@ -184,10 +187,10 @@ def from_child(
         return []
 
 
-def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What was measured, or the error: one contender that cannot run costs no other its row."""
     try:
-        return {"us": measure()}
+        return measure()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
 

@@ -95,7 +95,7 @@ OPS = {
     "token_sparse_decode": Tuned("triton", "tiling", _rows, lambda: _attention(LISTED, lists="token")),
     "page_bounds": Tuned("triton", "tiling", _bounds, lambda: _others("page_bounds")),
     "int4_scores": Tuned("triton", "tiling", _scores, lambda: _others("int4_scores")),
-    "row_gather": Tuned("triton", "tiling", _copies, lambda: _others("row_gather")),
+    "row_gather": Tuned("triton", "tiling", _copies, lambda: _others("gather")),
 }
 
 
@@ -121,10 +121,8 @@ def times(name: str, before: Program) -> dict[str, dict[str, float]]:
         profiles = profile(list(programs.values()), before, RUNS)[1:]
         took = {choice: p["device"]["median"] for choice, p in zip(programs, profiles, strict=True) if "device" in p}
         found[job.case] = took
-        for choice, us in sorted(took.items(), key=lambda item: item[1])[:3]:
-            print(f"  {job.case:30} {us:9.1f} us  {choice}", flush=True)
-        if OWN in took:
-            print(f"  {job.case:30} {took[OWN]:9.1f} us  {OWN}", flush=True)
+        for choice in dict.fromkeys([*sorted(took, key=lambda choice: took[choice])[:3], *({OWN} & set(took))]):
+            print(f"  {job.case:32}{took[choice]:9.1f} us  {choice}", flush=True)
     return found
 
 

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from bench import kernel_timing
 from bench.kernel_cases import CASES, dense_shapes, grid, shrunk
 from bench.kernel_programs import inputs
 from bench.kernel_table import lines
-from bench.kernel_timing import Event, lead, profile, read_trace, segments, summary
+from bench.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
 from bench.kernels import measure
 from jsparse.selection import read_tokens
 
@@ -122,3 +123,13 @@ def test_a_trace_is_read_by_the_gpus_streams(tmp_path):
 def test_without_a_gpu_a_profile_is_empty():
     before = lead(1000)
     assert profile([before], before, repeats=2) == [{}, {}]
+
+
+def test_a_program_is_told_from_the_others_by_the_pause_before_it(monkeypatch):
+    before, program = lead(1000), Program(lambda: jax.numpy.ones(3), 2)
+    runs = [[500], [500, 500], [500, 3, 4, 500, 3, 4]]  # a first one apart; the lead alone; two runs of two calls
+    events = [event for nth, run in enumerate(runs) for event in run_of(nth * 40e3, *run)]
+    monkeypatch.setattr(kernel_timing, "read_trace", lambda folder: events)
+    alone, found = profile([program], before, repeats=2)
+    assert (alone["kernels"]["median"], found["launches"], found["device"]["median"]) == (500, 1, 4)
+    assert "profile_error" in profile([program, program], before, repeats=2)[0]
