@@ -75,10 +75,12 @@ def _gpus() -> list[dict[str, str]]:
 
 def _revision() -> dict[str, str | bool | None]:
     top = _output("git", "rev-parse", "--show-toplevel")
+    if stated := os.environ.get("JSPARSE_GIT_REV"):
+        return {"git_revision": stated, "git_modified": None}
     revision = _output("git", "rev-parse", "--verify", "HEAD")
     # Another repository around an unpacked copy of the source says nothing about the source.
     if top is None or revision is None or Path(top).resolve() != REPOSITORY:
-        return {"git_revision": os.environ.get("JSPARSE_GIT_REV") or None, "git_modified": None}
+        return {"git_revision": None, "git_modified": None}
     status = _output("git", "status", "--porcelain", "--untracked-files=no")
     return {"git_revision": revision, "git_modified": None if status is None else bool(status)}
 

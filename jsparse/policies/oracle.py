@@ -6,16 +6,16 @@ al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by 
 keeps the union of the group's sets.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from jsparse.cache import KVCache, LayerCache, read_heads
-from jsparse.partials import softmax_partial
+from jsparse.pallas_kernels.select import TopK, TopP
+from jsparse.pallas_kernels.select import select as choose
 from jsparse.policy import Policy, State, builder, fraction, whole_number
-from jsparse.selection import Granularity, Selection, from_page_mask, from_token_mask
-from jsparse.threshold import top_k_mask, top_p_mask
+from jsparse.selection import Granularity
 
 
 @builder
@@ -26,14 +26,10 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        weights = attention_weights(q, held)
-        unit = _unit(granularity, held.page_size)
-        scores = _per_unit(weights, unit).max(axis=2)
-        seen = _per_unit((_slots(held) < held.lengths[..., None]).astype(jnp.float32), unit) > 0
-        capacity = _capacity(budget, held.capacity, unit)
-        # an attended slot's weight can underflow to 0, which still ranks above an empty one
-        mask = top_k_mask(jnp.where(seen, scores, -jnp.inf), capacity)
-        return _listed(mask, capacity, granularity), None, state
+        capacity = max(min(budget, held.capacity) // _unit(granularity, held), 1)
+        logits = attention_logits(q, held)
+        chosen = choose(logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held))
+        return chosen, None, state
 
     return Policy(select, full={"budget": 2**30})
 
@@ -46,23 +42,22 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        unit = _unit(granularity, held.page_size)
-        mask = top_p_mask(_per_unit(attention_weights(q, held), unit), p).any(axis=2)
-        return _listed(mask, held.capacity // unit, granularity), None, state
+        units = held.capacity // _unit(granularity, held)
+        logits = attention_logits(q, held)
+        return choose(logits, TopP(p), capacity=units, **_what(granularity, held)), None, state
 
     return Policy(select, full={"p": 1.0})
 
 
-def attention_weights(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
-    """The exact softmax over all slots of each query head, by KV head and member of its group."""
+def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
+    """The exact logits of all slots by KV head and member of its group; -inf past what a head holds."""
     keys = read_heads(held.k, held)
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
     logits = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if held.bias is not None:
         logits += read_heads(held.bias, held)[:, :, None]
-    seen = _slots(held) < held.lengths[..., None]
-    weights, total, _ = softmax_partial(jnp.where(seen[:, :, None], logits, -jnp.inf))
-    return weights / jnp.where(total == 0, 1.0, total)[..., None]
+    seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+    return jnp.where(seen[:, :, None], logits, -jnp.inf)
 
 
 def _check_granularity(granularity: str) -> None:
@@ -70,23 +65,10 @@ def _check_granularity(granularity: str) -> None:
         raise ValueError(f"granularity={granularity!r}: must be one of {list(get_args(Granularity))}")
 
 
-def _slots(held: LayerCache) -> Array:
-    return jnp.arange(held.capacity, dtype=jnp.int32)
+def _unit(granularity: Granularity, held: LayerCache) -> int:
+    return held.page_size if granularity == "page" else 1
 
 
-def _unit(granularity: Granularity, page_size: int) -> int:
-    return page_size if granularity == "page" else 1
-
-
-def _capacity(budget: int, slots: int, unit: int) -> int:
-    return max(min(budget, slots) // unit, 1)
-
-
-def _per_unit(weights: Array, unit: int) -> Array:
-    return weights.reshape(*weights.shape[:-1], -1, unit).sum(-1)
-
-
-def _listed(mask: Bool[Array, "B K units"], capacity: int, granularity: Granularity) -> Selection:
-    if granularity == "page":
-        return from_page_mask(mask, capacity)
-    return from_token_mask(mask, capacity, page_size=1)
+def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
+    """What `select` is to list."""
+    return {"unit": "page_mass", "page_size": held.page_size} if granularity == "page" else {"unit": "token"}
