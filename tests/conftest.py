@@ -45,3 +45,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compilations():
+    """Compiled programs of thousands of tests use up the memory maps of a process, and the compiler segfaults."""
+    yield
+    jax.clear_caches()
