@@ -167,8 +167,10 @@ def append(
     layer = cache.layers[layer_idx]
     lengths = layer.lengths + valid[:, None]
     layer, short = _allocate(layer, lengths, k.shape[1])
-    layer = write(layer, k, v, positions, valid, layer.lengths)._replace(lengths=lengths)
     overflow = cache.overflow | short | jnp.any(lengths > layer.capacity)
+    # nothing below reads the old lengths, which XLA would then copy before the new ones take their (donated) place
+    lengths = jax.lax.optimization_barrier(lengths)
+    layer = write(layer, k, v, positions, valid, lengths - valid[:, None])._replace(lengths=lengths)
     return replace_layer(cache, layer_idx, layer)._replace(overflow=overflow)
 
 

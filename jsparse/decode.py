@@ -12,8 +12,8 @@ from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, merge
 from jsparse.policy import Policy, State
-from jsparse.selection import attended_tokens, everything, read_tokens
-from jsparse.shapes import Queries, Rows
+from jsparse.selection import count_tokens, everything
+from jsparse.shapes import Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
 
@@ -48,37 +48,38 @@ def decode_step(
     """
     positions = cache.positions[:, None]
     one = jnp.ones_like(cache.positions)
-    attended, read = [], []
+    counts = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, one)
         state = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
-        out, state, used = attend_layer(policy, layer, q[:, 0], cache, state)
+        out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state)
         state = policy.update(state, layer, out.stats, cache)
-        attended.append(used.attended)
-        read.append(used.read)
+        counts.append(counted)
         return out.o[:, None]
 
     hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend)
     logits = to_logits(decoder, weights, hidden[:, 0])
     cache = cache._replace(positions=cache.positions + 1)
-    shares = StepStats(*(sum(parts) / len(parts) / cache.positions for parts in (attended, read)))
+    shares = StepStats(*(jnp.mean(jnp.stack(n), axis=(0, 2)) / cache.positions for n in zip(*counts, strict=True)))
     return logits, cache, state, shares
 
 
 def attend_layer(
     policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
-) -> tuple[AttentionOut, State, StepStats]:
-    """Selection and attention of one layer, or neither where the policy falls back to dense."""
+) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
+    """Selection and attention of one layer, or neither where the policy falls back to dense.
+
+    The last two arrays say how many tokens each head attended to and read.
+    """
     held = cache.layers[layer]
 
     def attend(selection, summary, state):
         out = ATTENTION[selection.granularity](q, held, selection, stats=policy.stats(layer))
         if summary is not None:
             out = AttentionOut(*merge(out.o, out.lse, *summary), out.stats)
-        counts = (count(selection, held.lengths, held.page_size) for count in (attended_tokens, read_tokens))
-        return out, state, StepStats(*(jnp.mean(n.astype(jnp.float32), axis=1) for n in counts))
+        return out, state, count_tokens(selection, held.lengths, held.page_size)
 
     def sparse(state):
         return attend(*policy.select(state, layer, q, cache))

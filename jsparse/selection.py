@@ -103,17 +103,16 @@ def window(
     start = jnp.maximum(jnp.maximum(lengths - recent, 0) // unit, sink_count) if recent else used
     nth = jnp.arange(min(sink_units + recent_units, num_units), dtype=jnp.int32)
     count = jnp.minimum(sink_count + used - start, nth.size)
+    valid = nth < count[..., None]
     ids = jnp.where(nth < sink_count[..., None], nth, start[..., None] + nth - sink_count[..., None])
-    ids = jnp.where(nth < count[..., None], ids, 0)
+    ids = jnp.where(valid, ids, 0)
     if granularity == "token":
         return Selection(ids, count, granularity="token")
     if page_size > MAX_BITS_PAGE:
         return Selection(ids, count)
-    slot = ids[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
-    length = lengths[..., None, None]
-    inside = ((slot < sink) | (slot >= length - recent)) & (slot < length)
-    inside &= (nth < count[..., None])[..., None]
-    return Selection(ids, count, bits=pack_bits(inside))
+    held = lengths[..., None] - ids * page_size  # slots from each page's first on
+    inside = _low_bits(sink - ids * page_size) | ~_low_bits(held - recent)
+    return Selection(ids, count, bits=inside & _low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0)))
 
 
 def union(a: Selection, b: Selection, num_units: int) -> Selection:
@@ -168,38 +167,32 @@ def token_mask(selection: Selection, lengths: Lengths, *, num_pages: int, page_s
 
 def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
     """How many slots each head attends to, from the list alone."""
-    last_page = (lengths - 1) // page_size
-    valid = _valid(selection)
-    if selection.granularity == "token":
-        inside = valid & (selection.ids < lengths[..., None])
-        has_newest = jnp.any(inside & (selection.ids == lengths[..., None] - 1), -1)
-        total = jnp.sum(inside, -1, dtype=jnp.int32)
-    else:
-        room = jnp.clip(lengths[..., None] - selection.ids * page_size, 0, page_size)
-        on_last = valid & (selection.ids == last_page[..., None])
-        if selection.bits is None:
-            total = jnp.sum(jnp.where(valid, room, 0), -1, dtype=jnp.int32)
-            has_newest = jnp.any(on_last, -1)
-        else:
-            inside = selection.bits & _low_bits(room)
-            total = jnp.sum(jnp.where(valid, jax.lax.population_count(inside), 0), -1, dtype=jnp.int32)
-            newest_bit = jnp.uint32(1) << ((lengths - 1) % page_size).astype(jnp.uint32)
-            has_newest = jnp.any(on_last & (selection.bits & newest_bit[..., None] != 0), -1)
-    total += ((selection.count > 0) & ~has_newest & (lengths > 0)).astype(jnp.int32)
-    return total if selection.dense is None else jnp.where(selection.dense, lengths, total)
+    return count_tokens(selection, lengths, page_size)[0]
 
 
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
     """How many slots' K and V are read: whole pages, the newest token's too, up to what the head holds."""
-    total = attended_tokens(_without_bits(selection), lengths, page_size)
-    if selection.granularity == "token":
-        return total
-    newest = lengths - 1
-    listed = jnp.any(_valid(selection) & (selection.ids == (newest // page_size)[..., None]), -1)
-    alone = (selection.count > 0) & ~listed & (lengths > 0)
+    return count_tokens(selection, lengths, page_size)[1]
+
+
+def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
+    """`attended_tokens` and `read_tokens`, in one pass over the list.
+
+    The newest token counts, and its page, whether listed or not: once for each list, with the first entry.
+    """
+    unit = page_size if selection.granularity == "page" else 1
+    newest, valid = lengths[..., None] - 1, _valid(selection)
+    before = jnp.where(valid, jnp.clip(newest - selection.ids * unit, 0, unit), 0)  # slots of an entry, newest left out
+    first = valid & (newest >= 0) & (jnp.arange(valid.shape[-1]) == 0)
+    attended = before
+    if selection.bits is not None:
+        attended = jax.lax.population_count(selection.bits & _low_bits(before)).astype(jnp.int32)
+    attended += first
+    read = jnp.where(before == unit, unit, 0) + jnp.where(first, newest % unit + 1, 0)
+    attended, read = _sum_both(attended, read)
     if selection.dense is not None:
-        alone &= ~selection.dense
-    return total + jnp.where(alone, newest % page_size, 0)  # the newest token itself is counted above
+        attended, read = (jnp.where(selection.dense, lengths, n) for n in (attended, read))
+    return attended, read
 
 
 def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
@@ -225,10 +218,13 @@ def _bits(selection: Selection) -> UInt32[Array, "B K C"]:
     return selection.bits
 
 
-def _without_bits(selection: Selection) -> Selection:
-    return Selection(selection.ids, selection.count, dense=selection.dense, granularity=selection.granularity)
+def _sum_both(a: Int32[Array, "B K C"], b: Int32[Array, "B K C"]) -> tuple[Lengths, Lengths]:
+    """Sums over C as one reduction of two operands: XLA makes that one kernel, of two plain sums two."""
+    zero = jnp.int32(0)
+    return jax.lax.reduce((a, b), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), (2,))
 
 
 def _low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
-    full = jnp.uint32(0xFFFFFFFF)
-    return jnp.where(count >= 32, full, (jnp.uint32(1) << count.astype(jnp.uint32)) - 1)
+    """Words whose lowest `count` bits are set: none of them below 0, all from 32 on."""
+    low = (jnp.uint32(1) << jnp.maximum(count, 0).astype(jnp.uint32)) - 1
+    return jnp.where(count >= 32, jnp.uint32(0xFFFFFFFF), low)

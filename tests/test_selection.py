@@ -160,11 +160,15 @@ def test_window_is_the_obvious_mask(sink, recent, page_size, granularity):
     lengths = np.arange(0, 97, dtype=np.int32).reshape(1, -1)  # every length there is
     chosen, got, attended = run(lengths)
     slot, length = np.arange(96), lengths.astype(np.int64)[..., None]
-    expected = (slot < length) & ((slot < sink) | (slot >= length - recent))
-    expected |= (slot == length - 1) & expected.any(-1, keepdims=True)
+    inside = (slot < length) & ((slot < sink) | (slot >= length - recent))
+    expected = inside | (slot == length - 1) & inside.any(-1, keepdims=True)
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(attended, expected.sum(-1))
     assert_well_formed(chosen)
+    if chosen.bits is not None:  # nothing else in a word, past the page's or the head's end either
+        words = jnp.take_along_axis(pack_bits(jnp.asarray(inside.reshape(1, 97, -1, page_size))), chosen.ids, axis=-1)
+        valid = np.arange(chosen.ids.shape[-1]) < chosen.count[..., None]
+        np.testing.assert_array_equal(chosen.bits, np.where(valid, words, 0))
     most = -(-sink // page_size) + -(-recent // page_size) + 1 if granularity == "page" else sink + recent
     assert chosen.ids.shape[-1] <= min(most, 96)
 
