@@ -54,7 +54,7 @@ def int4_scores(
     tiling: Tiling | None = None,
 ) -> Float32[Array, "B N slots"]:
     """See api."""
-    import jax_triton as jt
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
     tiling = Tiling() if tiling is None else tiling
@@ -69,7 +69,7 @@ def int4_scores(
     absent = layer.lengths  # stands for the arrays that a call lacks; never read
     bits = None if selection is None else selection.bits
     chained = 1 + (selection is not None) + (layer.block_table is not None)  # loads that wait for one another
-    return jt.triton_call(
+    return triton_call(
         *(q, *keys, layer.lengths),
         *((absent, absent) if selection is None else (selection.ids, selection.count)),
         absent if bits is None else bits,

@@ -58,14 +58,14 @@ def merge_splits(
     rows: int,
 ) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
     """See api."""
-    import jax_triton
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     pairs, splits, padded, head_dim = o.shape
     out = [
         jax.ShapeDtypeStruct((pairs, rows, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((pairs, rows), jnp.float32),
     ]
-    return jax_triton.triton_call(
+    return triton_call(
         o,
         lse,
         used,

@@ -50,7 +50,7 @@ def page_bounds(
     tiling: Tiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """See api."""
-    import jax_triton as jt
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim, pages = layer.lengths.shape, q.shape[2], layer.num_pages
     tiling = default_tiling(head_dim, q.dtype.itemsize) if tiling is None else tiling
@@ -58,7 +58,7 @@ def page_bounds(
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
     group, table = q.shape[1] // heads, layer.block_table
-    return jt.triton_call(
+    return triton_call(
         *(q, *bounds, layer.lengths),
         layer.lengths if table is None else table,  # without a table it is never read
         kernel=bounds_kernel,

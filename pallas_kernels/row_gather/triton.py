@@ -45,7 +45,7 @@ def row_gather(
     tiling: Tiling | None = None,
 ) -> Shaped[Array, "*gathered"]:
     """See api."""
-    import jax_triton as jt
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     shape, width = (*ids.shape, *pool.shape[1:]), prod(pool.shape[1:])
     if ids.size * width == 0:
@@ -54,7 +54,7 @@ def row_gather(
     elements = tiling.size // pool.dtype.itemsize
     cols = min(triton.next_power_of_2(width), elements)
     rows = elements // cols
-    return jt.triton_call(
+    return triton_call(
         *(pool, ids, ids if count is None else count),
         *(ids.size, ids.shape[-1], pool.shape[0]),
         kernel=gather_kernel,

@@ -56,7 +56,7 @@ def token_sparse_decode(
     tiling: Tiling | None = None,
 ) -> AttentionOut:
     """See api."""
-    import jax_triton as jt
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
     pairs, group = batch * heads, q.shape[1] // heads
@@ -66,7 +66,7 @@ def token_sparse_decode(
     rows = group + (stats is not None)
     absent = layer.lengths  # stands for the arrays that a call lacks; never read
     scores = absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
-    o, lse, used, scores = jt.triton_call(
+    o, lse, used, scores = triton_call(
         *(q, layer.k, layer.v, layer.lengths, selection.count),
         absent if selection.dense is None else selection.dense,
         selection.ids if capacity else absent,
