@@ -21,6 +21,7 @@ ARRAY_MODULES = (
     "pallas_kernels.merge_splits.reference",
     "pallas_kernels.page_bounds.reference",
     "pallas_kernels.page_bounds.sidecar",
+    "pallas_kernels.place_logits.reference",
     "pallas_kernels.row_gather.reference",
     "pallas_kernels.select.reference",
     "pallas_kernels.token_sparse_decode.reference",

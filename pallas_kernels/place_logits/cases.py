@@ -1,0 +1,118 @@
+"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+
+Whatever is not to be read is NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.selection import Selection
+
+
+class Inputs(NamedTuple):
+    """What the op is called with."""
+
+    logits: jnp.ndarray
+    selection: Selection
+    lengths: jnp.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and contents of one call; letters as in jsparse.shapes.
+
+    Attributes:
+        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty one and one of a
+            single token among them.
+        listed: pages of each head: "any" of all M, past its length too; "held", some of what it holds; "first" and
+            "newest", that one alone; "all" M; "none".
+        capacity: C; None is M.
+        dense: heads that read everything they hold.
+        spare: pages that the logits have room for beyond what any head reads.
+    """
+
+    name: str
+    batch: int = 2
+    kv_heads: int = 4
+    page_size: int = 16
+    num_pages: int = 9
+    lengths: Literal["full", "ragged"] = "ragged"
+    listed: Literal["any", "held", "first", "newest", "all", "none"] = "any"
+    capacity: int | None = None
+    dense: Literal["none", "mixed", "all"] = "none"
+    spare: int = 2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """M and P, as the op takes them."""
+        return {"num_pages": self.num_pages, "page_size": self.page_size}
+
+    def build(self, seed: int = 0) -> Inputs:
+        """The inputs; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        heads, size = (self.batch, self.kv_heads), self.page_size
+        lengths = self._lengths(rng).reshape(heads)
+        capacity = self.num_pages if self.capacity is None else self.capacity
+        ids, count = np.zeros((*heads, capacity), np.int32), np.zeros(heads, np.int32)
+        dense = {"none": None, "all": np.ones(heads, bool), "mixed": rng.random(heads) < 0.5}[self.dense]
+        most = max(capacity + 1 if capacity else 0, 0 if dense is None else self.num_pages)
+        logits = np.full((*heads, most + self.spare, size), np.nan, np.float32)
+        for head in np.ndindex(*heads):
+            used = -(-int(lengths[head]) // size)
+            chosen = self._pages(rng, used, capacity)
+            count[head] = chosen.size
+            ids[head][: chosen.size] = chosen
+            missing = chosen.size > 0 and used - 1 not in chosen
+            if dense is not None and dense[head]:
+                chosen, missing = np.arange(used), False
+            slots = np.append(chosen, used - 1)[: chosen.size + missing, None] * size + np.arange(size)
+            attended = (slots < lengths[head]) & (rng.random(slots.shape) < 0.8)
+            if missing:
+                attended[-1] = slots[-1] == lengths[head] - 1
+            if used:
+                logits[head][: len(slots)] = np.where(attended, rng.normal(scale=5, size=slots.shape), -np.inf)
+        selection = Selection(jnp.asarray(ids), jnp.asarray(count), dense=None if dense is None else jnp.asarray(dense))
+        return Inputs(jnp.asarray(logits.reshape(lengths.size, -1)), selection, jnp.asarray(lengths))
+
+    def _lengths(self, rng: np.random.Generator) -> np.ndarray:
+        everything = self.num_pages * self.page_size
+        lengths = np.full(self.batch * self.kv_heads, everything, np.int32)
+        if self.lengths == "ragged":
+            lengths[:] = rng.integers(0, everything + 1, lengths.size)
+            edges = [everything, 0, 1][: lengths.size - 1]
+            lengths[: len(edges)] = edges
+        return lengths
+
+    def _pages(self, rng: np.random.Generator, used: int, capacity: int) -> np.ndarray:
+        """The list of a head that holds tokens in its first `used` pages."""
+        if self.listed in ("any", "held"):
+            among = self.num_pages if self.listed == "any" else used
+            size = int(rng.integers(0, min(among, capacity) + 1))
+            return np.sort(rng.choice(among, size, replace=False)) if size else np.arange(0)
+        alone = {"first": np.arange(min(used, 1)), "newest": np.arange(used)[-1:], "none": np.arange(0)}
+        return alone.get(self.listed, np.arange(self.num_pages))
+
+
+CASES = (
+    Case("any"),
+    Case("held", listed="held"),
+    Case("all", listed="all"),
+    Case("none", listed="none"),
+    Case("first", listed="first", capacity=3),
+    Case("newest", listed="newest", lengths="full"),
+    Case("one_page", batch=1, kv_heads=1, num_pages=1, listed="held", lengths="full"),
+    Case("no_list", listed="none", capacity=0),
+    Case("no_list_no_room", listed="none", capacity=0, spare=0),
+    Case("dense_and_listed", dense="mixed"),
+    Case("dense_and_short_lists", dense="mixed", listed="held", capacity=2),
+    Case("dense_and_no_list", dense="mixed", listed="none", capacity=0),
+    Case("all_dense", dense="all", listed="none", capacity=0, spare=0),
+    Case("pages_of_8", page_size=8, num_pages=70, capacity=17),
+    Case("pages_of_64", page_size=64, num_pages=5, dense="mixed"),
+    Case("pages_of_24", page_size=24),
+    Case("many_pages", num_pages=700, capacity=300, lengths="full"),
+    Case("many_pages_dense", num_pages=515, capacity=31, dense="mixed"),
+)

@@ -1,0 +1,39 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jsparse.partials import StatsKind, softmax_partial
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+
+
+def place_logits(
+    logits: Float32[Array, "pairs slots"],
+    selection: Selection,
+    lengths: Lengths,
+    *,
+    stats: StatsKind,
+    num_pages: int,
+    page_size: int,
+) -> Float32[Array, "B K units"]:
+    """See api."""
+    read = logits.reshape(*lengths.shape, logits.shape[1] // page_size, page_size)
+    nowhere = read.shape[2]
+    length = lengths[..., None]
+    count = jnp.where(length > 0, selection.count[..., None], 0)
+    nth = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32)
+    ids = jnp.where(nth < count, selection.ids, num_pages)
+    newest = jnp.where(count > 0, (length - 1) // page_size, num_pages)
+    row, head = (i[..., None] for i in jnp.indices(lengths.shape))
+    entry = jnp.full((*lengths.shape, num_pages), nowhere, jnp.int32)
+    entry = entry.at[row, head, newest].set(count, mode="drop").at[row, head, ids].set(nth, mode="drop")
+    if selection.dense is not None:
+        page = jnp.arange(num_pages, dtype=jnp.int32)
+        held = jnp.where(page * page_size < length, page, nowhere)
+        entry = jnp.where(selection.dense[..., None], held, entry)
+    entry = entry[..., None]
+    placed = jnp.where(entry == nowhere, -jnp.inf, jnp.take_along_axis(read, entry, axis=2, mode="clip"))
+    if stats == "page_mass":
+        return softmax_partial(placed)[2]
+    return placed.reshape(*lengths.shape, num_pages * page_size)
