@@ -29,8 +29,6 @@ def _not_mosaic(q: Float[Array, "B N H"], layer: LayerCache, selection: Selectio
         reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
     elif reason is None and q.shape[1] // layer.lengths.shape[1] > 16:
         reason = f"takes at most 16 query heads for a KV head, not {q.shape[1] // layer.lengths.shape[1]}"
-    elif reason is None and layer.bias is not None:
-        reason = "takes no bias"
     return reason
 
 
@@ -57,7 +55,7 @@ def block_sparse_decode(
         selection: granularity "page"; what its fields mean is said there.
         sm_scale: multiplies q·k; None is 1/√H.
         stats: what to report of the mean query of each group, or None.
-        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16; no bias), "reference", or None for
+        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference", or None for
             the first of them that can run.
 
     Returns:

@@ -1,17 +1,14 @@
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
 """The warpgroup that multiplies."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, memref
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 
-LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # the running maximum before any token
 
 
@@ -19,8 +16,7 @@ def consume(p: Problem, g: dict, s: dict) -> None:
     """Attention over the tiles that come, run by run, until one of no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-    ops = (_dot, _add_dot, _assign_row) if p.interpret else (_wgmma, _add_wgmma, _store_row)
-    product, add_product, store_row = ops
+    do = operations(p)
     team = lax.axis_index("warpgroup")
 
     def across(x, like):
@@ -48,12 +44,14 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             for w in range(1, tokens // width):
                 word = jnp.where(column >= w * width, s["words_s"][at, w], word)
             attended = (lax.shift_right_logical(word, lax.rem(column, width)) & 1) == 1
-            logits = product(s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot])
+            logits = do.product(s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot])
+            logits = logits * (p.scale * LOG2_E)
+            if p.has_bias:
+                logits = do.add_bias(s["bias_s"].at[team, slot], logits)
             plgpu.barrier_arrive(s["k_free"].at[at])
-            attended = lax.broadcast_in_dim(attended, logits.shape, [1])
-            logits = jnp.where(attended, logits * (p.scale * LOG2_E), -jnp.inf)
+            logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [1]), logits, -jnp.inf)
             if p.logits:
-                store_row(g["logits"].at[h, pl.ds(i * tokens, tokens)], logits * (1 / LOG2_E))
+                do.store_row(g["logits"].at[h, pl.ds(i * tokens, tokens)], logits * (1 / LOG2_E))
             new_top = jnp.maximum(top, logits.max(axis=1))
             weights = jnp.exp2(logits - across(new_top, logits))
             decay = jnp.exp2(top - new_top)
@@ -61,7 +59,7 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             acc = acc * across(decay, acc)
             weights = weights.astype(p.dtype)
             plgpu.barrier_wait(s["v_full"].at[at])
-            acc = add_product(acc, weights, s["v_s"].at[team, slot])
+            acc = do.add_product(acc, weights, s["v_s"].at[team, slot])
             plgpu.barrier_arrive(s["v_free"].at[at])
             return acc, new_top, total
 
@@ -75,12 +73,8 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             acc, top, total = lax.fori_loop(t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing)
             empty = total == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            s["o_s"][team] = acc * across(inverse, acc)
-            s["lse_s"][team] = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s["o_s"].at[team, pl.ds(0, p.rows)], g["o"].at[h, nth])
-            plgpu.copy_smem_to_gmem(s["lse_s"].at[team, pl.ds(0, p.rows)], g["lse"].at[h, nth])
+            lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
+            do.store_rows(g["o"].at[h, nth], g["lse"].at[h, nth], acc * across(inverse, acc), lse)
             return _
 
         lax.fori_loop(begin, end, split, jnp.int32(0))
@@ -89,47 +83,3 @@ def consume(p: Problem, g: dict, s: dict) -> None:
 
     zero = jnp.int32(0)
     lax.while_loop(lambda carry: carry[1] > 0, run, (zero, receive(zero)))
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _wgmma(q_s, k_s):
-    """q·kᵀ, float32[M, tokens], on tensor cores."""
-
-    def product(acc):
-        plgpu.wgmma(acc, q_s, k_s.transpose((1, 0)))
-        return acc[...]
-
-    return pl.run_scoped(product, plgpu.ACC((q_s.shape[0], k_s.shape[0]), jnp.float32))
-
-
-def _add_wgmma(acc, weights, v_s):
-    """Acc + weights·v, float32[M, H], on tensor cores."""
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(acc))
-
-
-def _dot(q_s, k_s):
-    """What `_wgmma` gives, for the interpreter, which has no tensor cores."""
-    return jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
-
-
-def _add_dot(acc, weights, v_s):
-    """What `_add_wgmma` gives."""
-    return acc + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-def _store_row(_, row_ref, x):
-    """Stores row 0 of x, which is the mean query's, by the four threads that hold it."""
-
-    def store(value, index):
-        row, column = index
-        first = arith.cmpi(arith.CmpIPredicate.eq, row, arith.constant(row.type, 0))
-        with mgpu.when(first):
-            memref.store(value, row_ref, [column])
-
-    x.foreach(store)
-
-
-def _assign_row(row_ref, x):
-    """What `_store_row` does."""
-    row_ref[...] = x[0]

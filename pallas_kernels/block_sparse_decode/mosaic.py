@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.consumer import consume
-from jsparse.pallas_kernels.block_sparse_decode.problem import M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, M, Problem
 from jsparse.pallas_kernels.block_sparse_decode.producer import produce
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
-from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.pallas_kernels.place_logits.api import place_logits
+from jsparse.partials import AttentionOut, Stats, StatsKind
 from jsparse.selection import Selection
 
 
@@ -41,11 +42,9 @@ def block_sparse_decode(
     batch, heads, head_dim = q.shape
     pairs = layer.lengths.size
     group = batch * heads // pairs
-    rows = -(-(group + (stats is not None)) // 8) * 8
     problem = Problem(
         pairs,
         group,
-        rows,
         head_dim,
         layer.page_size,
         layer.num_pages,
@@ -53,6 +52,7 @@ def block_sparse_decode(
         selection.bits is not None and selection.ids.shape[-1] > 0,
         selection.dense is not None,
         layer.block_table is not None,
+        layer.bias is not None,
         stats is not None,
         layer.k.dtype,
         sm_scale,
@@ -63,7 +63,7 @@ def block_sparse_decode(
     if stats is not None:
         mean = jnp.mean(grouped, axis=1, keepdims=True, dtype=jnp.float32)
         grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
-    grouped = jnp.pad(grouped, ((0, 0), (0, rows - grouped.shape[1]), (0, 0)))
+    grouped = jnp.pad(grouped, ((0, 0), (0, problem.rows - problem.queries), (0, 0)))
     plan = schedule.plan(layer, selection, problem.tiles)
     operands = [grouped, layer.k, layer.v, plan, layer.lengths.reshape(-1), selection.count.reshape(-1)]
     if problem.capacity:
@@ -72,8 +72,10 @@ def block_sparse_decode(
         operands.append(lax.bitcast_convert_type(selection.bits, jnp.int32).reshape(pairs, -1))
     if layer.block_table is not None:
         operands.append(layer.block_table.reshape(pairs, -1))
+    if layer.bias is not None:
+        operands.append(layer.bias)
     o, lse, *logits = _kernel(problem)(*operands)
-    o, lse = merge_splits(o, lse, plan.reshape(-1), group + (stats is not None))
+    o, lse = merge_splits(o, lse, plan.reshape(-1), problem.queries)
     out, out_lse = o[:, -group:].reshape(q.shape), lse[:, -group:].reshape(batch, heads)
     if stats is None:
         return AttentionOut(out, out_lse)
@@ -87,14 +89,13 @@ def _kernel(problem: Problem):
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)
     out = [
-        jax.ShapeDtypeStruct((p.pairs, splits, p.rows, p.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((p.pairs, splits, p.rows), jnp.float32),
+        jax.ShapeDtypeStruct((p.pairs, splits, p.queries, p.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((p.pairs, splits, p.queries), jnp.float32),
     ]
     if p.logits:
         out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
     storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
-    float_storage = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     rings = (t.teams, t.stages, t.tokens, p.head_dim)
     ring, runs = partial(plgpu.Barrier, num_barriers=t.teams * t.stages), plgpu.Barrier(num_barriers=t.teams * p.runs)
     scratch = {
@@ -102,8 +103,6 @@ def _kernel(problem: Problem):
         "q_s": plgpu.SMEM((M + (t.teams * p.runs - 1) * p.rows, p.head_dim), p.dtype, transforms=storage),
         "k_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
         "v_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
-        "o_s": plgpu.SMEM((t.teams, M, p.head_dim), jnp.float32, transforms=float_storage),
-        "lse_s": plgpu.SMEM((t.teams, M), jnp.float32),
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
         "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),
         "words_s": plgpu.SMEM((t.teams * t.stages, 8), jnp.int32),
@@ -111,13 +110,17 @@ def _kernel(problem: Problem):
         "q_full": runs,
         "run_full": runs,
         "run_free": runs,
-        "k_full": ring(num_arrivals=p.pages_a_tile),
+        "k_full": ring(num_arrivals=p.pages_a_tile * (1 + p.has_bias)),
         "v_full": ring(num_arrivals=p.pages_a_tile),
         "k_free": ring(),
         "v_free": ring(),
     }
+    if p.has_bias:  # of each page in 128 bytes or more, where a copy may begin
+        bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
+        scratch["bias_s"] = plgpu.SMEM(bias, jnp.float32)
     names = ["q", "k", "v", "plan", "lengths", "count"]
-    names += [name for name, there in (("ids", p.capacity), ("bits", p.has_bits), ("table", p.has_table)) if there]
+    optional = {"ids": p.capacity, "bits": p.has_bits, "table": p.has_table, "bias": p.has_bias}
+    names += [name for name, there in optional.items() if there]
     names += ["o", "lse"] + ["logits"] * p.logits
 
     def body(*refs, **scratch):
@@ -155,24 +158,6 @@ def _stats(
     stats: StatsKind,
 ) -> Stats:
     """The mean query's logits, which lie in the order of the tiles, put where the pages are."""
-    shape, size, pages = layer.lengths.shape, layer.page_size, layer.num_pages
-    logits = logits.reshape(*shape, -1, size)
-    everywhere = jnp.full((*shape, pages, size), -jnp.inf)
-    capacity = selection.ids.shape[-1]
-    if capacity:
-        entry = jnp.arange(capacity + 1, dtype=jnp.int32)
-        count, newest = selection.count[..., None], ((layer.lengths - 1) // size)[..., None]
-        ids = jnp.where(entry[:-1] < count, selection.ids, pages)
-        missing = ~jnp.any(ids == newest, axis=-1, keepdims=True)
-        ids = jnp.concatenate([ids, jnp.full_like(newest, pages)], axis=-1)
-        ids = jnp.where((entry == count) & missing & (count > 0) & (newest >= 0), newest, ids)
-        ids = jnp.where((newest >= 0), ids, pages)
-        row, head = (i[..., None] for i in jnp.indices(shape))
-        everywhere = everywhere.at[row, head, ids].set(logits[:, :, : capacity + 1], mode="drop")
-    if selection.dense is not None:
-        held = jnp.arange(pages * size).reshape(pages, size) < layer.lengths[..., None, None]
-        read = jnp.where(held, logits[:, :, :pages], -jnp.inf)
-        everywhere = jnp.where(selection.dense[..., None, None], read, everywhere)
-    if stats == "page_mass":
-        return Stats(softmax_partial(everywhere)[2], lse)
-    return Stats(everywhere.reshape(*shape, -1), lse)
+    pages, size = layer.num_pages, layer.page_size
+    scores = place_logits(logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size)
+    return Stats(scores, lse)

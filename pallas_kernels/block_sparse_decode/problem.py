@@ -9,6 +9,7 @@ from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 M = 64  # rows of a wgmma; a group's queries are padded to it
 WARPS = 4  # of a warpgroup
 WORD = 32  # tokens, at most, whose bits one word holds
+BIAS_ROW = 32  # floats of shared memory, at least, for a page's bias: copies begin at multiples of 128 bytes
 
 
 class Problem(NamedTuple):
@@ -16,7 +17,6 @@ class Problem(NamedTuple):
 
     Attributes:
         pairs: B·K.
-        rows: the group's queries, and their mean where its logits are wanted, padded to a multiple of 8.
         capacity: C.
         logits: whether the mean query's logits are wanted.
         interpret: run by the interpreter, on any machine.
@@ -24,7 +24,6 @@ class Problem(NamedTuple):
 
     pairs: int
     group: int
-    rows: int
     head_dim: int
     page_size: int
     num_pages: int
@@ -32,11 +31,22 @@ class Problem(NamedTuple):
     has_bits: bool
     has_dense: bool
     has_table: bool
+    has_bias: bool
     logits: bool
     dtype: jnp.dtype
     scale: float
     tiles: Tiles
     interpret: bool
+
+    @property
+    def queries(self) -> int:
+        """The group's, and their mean where its logits are wanted."""
+        return self.group + self.logits
+
+    @property
+    def rows(self) -> int:
+        """The queries, rounded up to whole tiles of shared memory."""
+        return -(-self.queries // 8) * 8
 
     @property
     def pages_a_tile(self) -> int:
@@ -45,7 +55,7 @@ class Problem(NamedTuple):
     @property
     def runs(self) -> int:
         """Runs that a team is told of at once; with many query heads there is room for the queries of one."""
-        return 2 if self.rows <= 16 else 1
+        return 2 if self.rows <= 8 else 1
 
     @property
     def max_tiles(self) -> int:

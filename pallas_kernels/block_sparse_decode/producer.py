@@ -99,10 +99,13 @@ def produce(p: Problem, g: dict, s: dict) -> None:
             plgpu.barrier_wait(s["run_free"].at[team * p.runs + lax.rem(n - 1, p.runs)])
 
     @plgpu.warp_map
-    def _(_warp):
-        for free in ("k_free", "v_free"):
-            for i in range(p.tiles.stages):
-                _wait_for_room(p, s, team, free, sent + i)
+    def _(warp):
+        for free, copies in zip(("k_free", "v_free"), _duties(p, warp)[1:], strict=True):
+
+            @pl.when(copies)
+            def _(free=free):
+                for i in range(p.tiles.stages):
+                    _wait_for_room(p, s, team, free, sent + i)
 
 
 def _share_out(p: Problem, g: dict, s: dict, team) -> None:
@@ -131,12 +134,21 @@ def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
         plgpu.barrier_wait(s[free].at[team * p.tiles.stages + lax.rem(nth, p.tiles.stages)])
 
 
-def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, found) -> None:
-    """One warp's part of a split: of four pages a tile or more, K and V of every fourth; of fewer, K or V of one."""
-    stages, n = p.tiles.stages, p.pages_a_tile
+def _duties(p: Problem, warp):
+    """The pages of a tile that are a warp's, and whether it copies their K, and their V.
+
+    Of four pages or more, K and V of every fourth; of fewer, K or V of one. A warp waits for the room that it fills and
+    for no other: what others fill can be filled and used twice meanwhile, which looks as if it never had been.
+    """
+    n = p.pages_a_tile
     mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]
-    copies_k = warp < n
-    copies_v = warp >= 0 if n >= WARPS else (warp >= n) & (warp < 2 * n)
+    return mine, warp < n, warp >= 0 if n >= WARPS else (warp >= n) & (warp < 2 * n)
+
+
+def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, found) -> None:
+    """One warp's part of a split."""
+    stages, n = p.tiles.stages, p.pages_a_tile
+    mine, copies_k, copies_v = _duties(p, warp)
 
     def first(j):
         """found[j]; j is known to the warp alone."""
@@ -158,19 +170,20 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
             target = s[smem].at[team, slot, pl.ds(j * p.page_size, p.page_size)]
             plgpu.copy_gmem_to_smem(pages.g[pool].at[page], target, s[full].at[team * stages + slot])
 
-        _wait_for_room(p, s, team, "k_free", sent + i)
-
         @pl.when(copies_k)
         def _():
+            _wait_for_room(p, s, team, "k_free", sent + i)
             for j, (page, words) in zip(mine, resolved, strict=True):
                 for w, word in enumerate(words):
                     s["words_s"][team * stages + slot, j + w] = word
                 copy(j, page, "k", "k_s", "k_full")
-
-        _wait_for_room(p, s, team, "v_free", sent + i)
+                if p.has_bias:
+                    target = s["bias_s"].at[team, slot, j, pl.ds(0, p.page_size)]
+                    plgpu.copy_gmem_to_smem(pages.g["bias"].at[page], target, s["k_full"].at[team * stages + slot])
 
         @pl.when(copies_v)
         def _():
+            _wait_for_room(p, s, team, "v_free", sent + i)
             for j, (page, _) in zip(mine, resolved, strict=True):
                 copy(j, page, "v", "v_s", "v_full")
 

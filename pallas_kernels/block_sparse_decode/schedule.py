@@ -33,14 +33,16 @@ class Tiles(NamedTuple):
         teams: of a block: a warpgroup that copies and one that multiplies.
         splits: into how many a head may be cut, descending; shorter heads are cut into fewer.
         least: tiles of a split, at least.
+        many: the same of heads that are cut into more than the last of `splits`.
     """
 
     blocks: int
     tokens: int = 64
     stages: int = 2
     teams: int = 2
-    splits: tuple[int, ...] = (99, 66, 33, 16)
+    splits: tuple[int, ...] = (66, 33, 16)
     least: int = 4
+    many: int = 12
 
     @property
     def shares(self) -> int:
@@ -51,7 +53,7 @@ class Tiles(NamedTuple):
 def tiles(head_dim: int) -> Tiles:
     """The choice for this device: the best of some trial runs on an H200, scaled by its multiprocessors."""
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132
-    splits = (3 * blocks // 4, blocks // 2, blocks // 4, blocks // 8)
+    splits = (blocks // 2, blocks // 4, blocks // 8)
     if head_dim > 128:
         return Tiles(blocks, tokens=32, stages=3, teams=1, splits=splits)
     return Tiles(blocks, stages=4 if head_dim <= 64 else 2, splits=splits)
@@ -59,16 +61,15 @@ def tiles(head_dim: int) -> Tiles:
 
 def max_splits(max_tiles: int, t: Tiles) -> int:
     """The splits of a head of `max_tiles` tiles, as a Python integer; no shorter head has more."""
-    few = -(-max_tiles // t.least)
-    return max(1, next((most for most in t.splits if few >= most), few))
+    few = min(-(-max_tiles // t.least), t.splits[-1])
+    return max(1, next((most for most in t.splits[:-1] if max_tiles >= most * t.many), few))
 
 
 def num_splits(num_tiles, t: Tiles):
     """Splits of heads of that many tiles."""
-    few = -(-num_tiles // t.least)
-    choice = jnp.minimum(few, t.splits[-1])
+    choice = jnp.minimum(-(-num_tiles // t.least), t.splits[-1])
     for most in reversed(t.splits[:-1]):
-        choice = jnp.where(few >= most, most, choice)
+        choice = jnp.where(num_tiles >= most * t.many, most, choice)
     return choice
 
 

@@ -19,15 +19,16 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.selection import Selection
 
 # two blocks of two teams, and as many splits as there are tiles
-TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1)
+TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1, many=1)
 BASE = Case("base", num_pages=9, dtype="bfloat16")
 CASES = [
     BASE,
-    replace(BASE, name="bits_dense_scrambled", bits=True, dense="mixed", table="scrambled"),
+    replace(BASE, name="bits_dense_scrambled", bits=True, dense="mixed", table="scrambled", bias=True),
     replace(BASE, name="past_the_length", listed="all", head_dim=96, group=3, table="shared"),
     replace(BASE, name="newest_alone", listed="newest", page_size=8, kv_heads=3),
     replace(BASE, name="newest_missing", listed="first", page_size=64, num_pages=3, group=16),
     replace(BASE, name="nothing", listed="none"),
+    replace(BASE, name="bias", bias=True, page_size=32, num_pages=5),
     replace(BASE, name="wide_dense", head_dim=256, dense="all", page_size=32, num_pages=5),
 ]
 
@@ -60,7 +61,8 @@ def test_lowers_for_cuda(head_dim, page_size, full):
     spec = jnp.zeros
     pool = spec((batch * heads * pages, page_size, head_dim), jnp.float16 if full else jnp.bfloat16)
     table = spec((batch, heads, pages), jnp.int32) if full else None
-    layer = LayerCache(pool, pool, spec((batch, heads), jnp.int32), table)
+    bias = spec(pool.shape[:2]) if full else None
+    layer = LayerCache(pool, pool, spec((batch, heads), jnp.int32), table, bias)
     listed = spec((batch, heads, capacity), jnp.int32)
     selection = Selection(
         listed,
@@ -82,7 +84,7 @@ def test_lowers_for_cuda(head_dim, page_size, full):
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=40), st.integers(1, 50))
 def test_every_split_falls_into_one_share(tiles_of, blocks):
-    t = schedule.Tiles(blocks, splits=(12, 6, 3), least=2)
+    t = schedule.Tiles(blocks, splits=(12, 6, 3), least=2, many=2)
     num_tiles = jnp.asarray(tiles_of, jnp.int32)
     splits = np.asarray(schedule.num_splits(num_tiles, t))
     total, bases = sum(tiles_of), np.concatenate([[0], np.cumsum(tiles_of)[:-1]])
@@ -104,7 +106,7 @@ def test_splits_depend_on_the_head_alone_and_grow_with_it():
     assert counts[0] == 0
     assert (np.diff(counts) >= 0).all()
     assert counts.max() == max(t.splits)
-    assert [schedule.max_splits(n, t) for n in range(1, 500, 7)] == counts[1:500:7].tolist()
+    assert [schedule.max_splits(n, t) for n in range(1, 5000, 7)] == counts[1:5000:7].tolist()
 
 
 def test_refusals_name_the_reason():

@@ -32,7 +32,7 @@ SHAPES = [
 ]
 MANY = replace(BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True)
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
-WHOLE = [case for case in CASES if not case.bias and case.page_size <= (64 if case.head_dim <= 128 else 32)]
+WHOLE = [case for case in CASES if case.page_size <= (64 if case.head_dim <= 128 else 32)]
 
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))

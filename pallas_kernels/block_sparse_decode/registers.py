@@ -1,0 +1,145 @@
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+"""What a multiplying warpgroup does with its registers, on tensor cores and for the interpreter, which has none.
+
+A thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and the one 8 below; of every 8 columns two,
+from 2 (l mod 4) on.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from jsparse.pallas_kernels.block_sparse_decode.problem import M, Problem
+
+LOG2_E = 1.4426950408889634
+
+
+class Operations(NamedTuple):
+    """On float32[M, tokens] or [M, H] in registers.
+
+    Attributes:
+        product: (q, k in shared memory) -> q·kᵀ.
+        add_product: (acc, weights, v in shared memory) -> acc + weights·v.
+        add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) -> their sum.
+        store_rows: (o, lse in memory; x, y) stores the first rows of x and y, as many as o has.
+        store_row: (row in memory, x) stores row 0 of x, which is the mean query's.
+    """
+
+    product: Callable[..., Any]
+    add_product: Callable[..., Any]
+    add_bias: Callable[..., Any]
+    store_rows: Callable[..., None]
+    store_row: Callable[..., None]
+
+
+def operations(p: Problem) -> Operations:
+    """Those of the GPU, or of the interpreter."""
+    if not p.interpret:
+        return Operations(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row)
+
+    def add_bias(bias_s, logits):
+        return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1)
+
+    def store_rows(o_ref, lse_ref, x, y):
+        o_ref[...], lse_ref[...] = x[: p.queries], y[: p.queries]
+
+    def store_row(row_ref, x):
+        row_ref[...] = x[0]
+
+    return Operations(_dot, _add_dot, add_bias, store_rows, store_row)
+
+
+def _dot(q_s, k_s):
+    return jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
+
+
+def _add_dot(acc, weights, v_s):
+    return acc + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
+
+
+def _wgmma(q_s, k_s):
+    def product(acc):
+        plgpu.wgmma(acc, q_s, k_s.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q_s.shape[0], k_s.shape[0]), jnp.float32))
+
+
+def _add_wgmma(acc, weights, v_s):
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(acc))
+
+
+def _bias_adder(p: Problem):
+    shape = plgpu.ShapeDtypeStruct((M, p.tiles.tokens), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=shape)
+    def add_bias(_, bias_ref, logits):
+        def biased(value, index):
+            size = arith.constant(index[1].type, p.page_size)
+            bias = memref.load(bias_ref, [arith.divui(index[1], size), arith.remui(index[1], size)])
+            return arith.addf(value, arith.mulf(bias, arith.constant(value.type, LOG2_E)))
+
+        return logits.foreach(biased, create_array=True)
+
+    return add_bias
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)),
+)
+def _store_rows(_, o_ref, lse_ref, x, y):
+    warp, lane = _divided(_remainder(mgpu.thread_idx(), 128), 32)
+    row, pair = _divided(lane, 4)
+    row = arith.addi(row, _times(warp, 16))
+    parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
+    for half in range(2):
+        with mgpu.when(_below(row, o_ref.type.shape[0])):
+            at = _index(row)
+            for i, part in enumerate(parts[:, half]):
+                vector.store(part, o_ref, [at, _index(_plus(_times(pair, 2), 8 * i))])
+            memref.store(vector.extract(scalars[half], [], [0]), lse_ref, [at])
+        row = _plus(row, 8)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+def _store_row(_, row_ref, x):
+    def store(value, index):
+        row, column = index
+        with mgpu.when(_below(row, 1)):
+            memref.store(value, row_ref, [column])
+
+    x.foreach(store)
+
+
+def _constant(like, n: int):
+    return arith.constant(like.type, n)
+
+
+def _plus(x, n: int):
+    return arith.addi(x, _constant(x, n))
+
+
+def _times(x, n: int):
+    return arith.muli(x, _constant(x, n))
+
+
+def _remainder(x, n: int):
+    return arith.remui(x, _constant(x, n))
+
+
+def _divided(x, n: int):
+    return arith.divui(x, _constant(x, n)), _remainder(x, n)
+
+
+def _below(x, n: int):
+    return arith.cmpi(arith.CmpIPredicate.ult, x, _constant(x, n))
+
+
+def _index(x):
+    return arith.index_cast(ir.IndexType.get(), x)
