@@ -96,7 +96,9 @@ def measure(
             report["results"] += job_rows(job, before, rate, settings)
             write_report(path, report)
     with _stage("grid", report):
-        report["grid"] += grid_rows(shapes, contender, before, rate, settings)
+        for row in grid_rows(shapes, contender, before, rate, settings):
+            report["grid"].append(row)
+            write_report(path, report)
     write_report(path, report)
     return report
 

@@ -37,24 +37,28 @@ class Tuned:
     """An op that takes a tiling.
 
     Attributes:
-        backend: the module that runs it, which has a function of the op's name.
-        argument: of that function.
+        backend: the module that runs it.
+        argument: of its function.
         choices: from that module, what to try besides the op's own choice.
         jobs: what to try it on, made afresh at each call, since programs keep the choice they were compiled with.
+        function: of that module; None: it has the op's name.
     """
 
     backend: str
     argument: str
     choices: Callable[[Any], list[Any]]
     jobs: Callable[[], list[Job]]
+    function: str | None = None
 
 
 def _tiles(mosaic: Any) -> list[Any]:
     own = mosaic.schedule.tiles(128)
     blocks = own.blocks
-    splits = ((blocks // 2, blocks // 4, blocks // 8), (blocks, blocks // 2, blocks // 4, blocks // 8))
-    choices = [own._replace(least=least) for least in (2, 3, 6, 8)] + [own._replace(splits=some) for some in splits]
-    return [*choices, own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
+    more = (3 * blocks // 4, *own.splits)
+    choices = [own._replace(least=least) for least in (2, 3, 6)] + [own._replace(many=many) for many in (4, 8, 20)]
+    choices += [own._replace(splits=more), own._replace(splits=(*own.splits[:-1], blocks // 16))]
+    choices += [own._replace(stages=3), own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
+    return choices
 
 
 def _rows(triton: Any) -> list[Any]:
@@ -81,6 +85,19 @@ def _copies(triton: Any) -> list[Any]:
     return [triton.Tiling(size, warps) for size in (2048, 4096, 8192, 16384, 32768) for warps in (4, 8)]
 
 
+def _searches(triton: Any) -> list[Any]:
+    own = triton.Tiling()
+    changes = [{"few": few} for few in (0, 32, 64)] + [{"entries": each, "threads": 64} for each in (32, 128)]
+    return [own._replace(**some) for some in [*changes, {"threads": 256}, {"threads": 256, "few": 0}]]
+
+
+def _strips(triton: Any) -> list[Any]:
+    narrow = ((64, 128, 4), (64, 256, 8), (64, 1024, 16))
+    wide = ((128, 256, 4), (128, 256, 8), (128, 512, 8), (128, 512, 16))
+    whole = ((256, 64, 4), (256, 128, 4), (256, 128, 8), (256, 256, 8), (256, 256, 16))
+    return [triton.Tiling(*cut) for cut in (*narrow, *wide, *whole)]
+
+
 def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
     cases = [replace(case, small=False, **changes) for case in CASES if case.name in names]
     return [attention_job(case, on_gpu=True, most_calls=8) for case in cases]
@@ -90,12 +107,24 @@ def _others(prefix: str) -> list[Job]:
     return [job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)]
 
 
+def _selections() -> list[Job]:
+    """One job of each rule."""
+    return [
+        replace(job, case=f"{job.case} {name}", contenders={name: made})
+        for job in _others("select")
+        for name, made in job.contenders.items()
+        if name.startswith("triton")
+    ]
+
+
 OPS = {
     "block_sparse_decode": Tuned("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
     "token_sparse_decode": Tuned("triton", "tiling", _rows, lambda: _attention(LISTED, lists="token")),
     "page_bounds": Tuned("triton", "tiling", _bounds, lambda: _others("page_bounds")),
     "int4_scores": Tuned("triton", "tiling", _scores, lambda: _others("int4_scores")),
     "row_gather": Tuned("triton", "tiling", _copies, lambda: _others("gather")),
+    "select": Tuned("triton", "tiling", _searches, _selections),
+    "compact_pages": Tuned("triton", "tiling", _strips, lambda: _others("compact_pages"), "move_rows"),
 }
 
 
@@ -103,7 +132,8 @@ def times(name: str, before: Program) -> dict[str, dict[str, float]]:
     """Microseconds of each case by choice; a choice that cannot run a case has none there."""
     op = OPS[name]
     module = import_module(f"jsparse.pallas_kernels.{name}.{op.backend}")
-    function = getattr(module, name)
+    target = op.function or name
+    function = getattr(module, target)
     functions = {OWN: function}
     functions |= {str(choice): partial(function, **{op.argument: choice}) for choice in op.choices(module)}
     found: dict[str, dict[str, float]] = {}
@@ -111,7 +141,7 @@ def times(name: str, before: Program) -> dict[str, dict[str, float]]:
         made, programs = job.build(), {}
         for choice, chosen in functions.items():
             (contender,) = op.jobs()[nth].contenders.values()
-            with patch.object(module, name, chosen):
+            with patch.object(module, target, chosen):
                 try:
                     program = contender(*made)
                     jax.block_until_ready(program.run())
