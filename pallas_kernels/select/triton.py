@@ -22,11 +22,13 @@ class Tiling(NamedTuple):
         entries: of a tile, a thread: more are fewer threads, which repeat less of what all of them do.
         tile: entries of a tile at most; 32768 floats are half of a multiprocessor's registers.
         threads: of a row at least.
+        few: entries that may be drawn out of a row to end a search, a power of two, and one in four threads; 0: none.
     """
 
     entries: int = 64
     tile: int = 32768
     threads: int = 128
+    few: int = 128
 
 
 def select(
@@ -42,7 +44,7 @@ def select(
     tiling: Tiling | None = None,
 ) -> Selection:
     """See api."""
-    import jax_triton  # it takes a jaxlib for GPUs, the rest of the module does not
+    from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads = scores.shape[:2]
     setting = rule[0]
@@ -68,7 +70,7 @@ def select(
         jax.ShapeDtypeStruct((batch * heads, max(plan.floats, 1)), jnp.float32),
         jax.ShapeDtypeStruct((batch * heads,), jnp.int32),
     )
-    ids, count, bits, *_ = jax_triton.triton_call(
+    ids, count, bits, *_ = triton_call(
         scores,
         scores if static else setting,  # where there is none, any array stands for it
         scores if lengths is None else lengths,
@@ -107,9 +109,9 @@ def make_plan(
     def runs(entries: int) -> int:
         return max(min(_power_of_two(entries), tiling.tile) // (4 * threads), 1)
 
-    row = Row(rule, value, softmax, pooled, size, threads, runs(size))
+    row = Row(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
     fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
-    cap = None if fits else Row("top_k", None, False, False, units, threads, runs(units))
+    cap = None if fits else Row("top_k", None, False, False, units, threads, runs(units), tiling.few)
     return Lists(row, cap, group, pooled, by_mass, page_size, capacity, unit == "bits", with_lengths)
 
 

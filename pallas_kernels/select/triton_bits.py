@@ -83,16 +83,18 @@ def unite(words, length, plan: tl.constexpr):
 
 @triton.jit
 def list_entries(words, length, ids, plan: tl.constexpr):
-    """Writes the marked entries, ascending, up to the capacity, and returns how many there are; a word a thread."""
+    """Writes the marked entries, ascending, up to the capacity, and returns their number; a tile's words at once."""
     T: tl.constexpr = plan.row.threads
+    EACH: tl.constexpr = plan.words_each
     total = length * 0
-    for start in range(0, tl.cdiv(length, 32), T):
-        at = start + tl.arange(0, T)
+    for start in range(0, tl.cdiv(length, 32), T * EACH):
+        at = start + tl.arange(0, T)[:, None] * EACH + tl.arange(0, EACH)[None, :]
         word = tl.load(words + at, mask=at * 32 < length, other=0)
         number = ones(word)
-        slot = total + tl.cumsum(number, 0) - number
+        in_thread = tl.sum(number, 1)
+        slot = total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
         list_bits(word, at * 32, ids + slot, plan.capacity - slot)
-        total += tl.sum(number, 0)
+        total += tl.sum(in_thread, 0)
     return total
 
 

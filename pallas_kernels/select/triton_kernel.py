@@ -70,6 +70,11 @@ class Lists:
         return max(16 * self.row.threads // self.page_size, 1)
 
     @property
+    def words_each(self) -> int:
+        """Words of a bitmap that a thread lists at a time."""
+        return max(self.row.runs // 8, 1)
+
+    @property
     def pooled_at(self) -> int:
         """Where the pooled row lies among a head's floats; the masses of pages come before."""
         return self.group * self.row.size * self.by_mass

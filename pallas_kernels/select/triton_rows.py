@@ -101,7 +101,7 @@ def measure(x, row, length, top, t, u, plan: tl.constexpr):
 
 @triton.jit
 def next_below(x, row, length, top, hi, plan: tl.constexpr):
-    """The largest entry of the row below hi."""
+    """The largest entry of the row below hi; 0 where it is -0, whose key is another."""
     if plan.resident:
         best = thread_top(tl.where(x < hi, x, NOTHING))
     else:
@@ -109,7 +109,7 @@ def next_below(x, row, length, top, hi, plan: tl.constexpr):
         for start in range(0, length, plan.tile):
             tile = to_entries(read(row, start, length, plan), top, plan)
             best = tl.maximum(best, thread_top(tl.where(tile < hi, tile, NOTHING)))
-    return tl.max(best, 0)
+    return tl.max(best, 0) + 0.0
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """The threshold of a row.
 
 A reduction over a block costs as much as the arithmetic before it, so every pass measures two thresholds, guessed well:
-first from the mean and spread of the scores, then between what is known. Scores like a normal distribution's take five
-or six passes. After two poor guesses a pass bisects, which bounds their number; after one that separates nothing the
-next steps to the next value there is, since equal scores cannot be separated.
+first from the mean and spread of the scores, then between what is known. Once few entries lie between, they are drawn
+out of the row and compared with each other: scores like a normal distribution's take two or three passes, and five or
+six, some rows a dozen, where they are not drawn. After two poor guesses a pass bisects, which bounds their number;
+after one that separates nothing the next steps to the next value there is, since equal scores cannot be separated.
 """
 
 # Where triton is not installed, pyright takes the file triton.py beside this one for it.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from jsparse.pallas_kernels.select.triton_bits import ALL_TIES, mark, trim
+from jsparse.pallas_kernels.select.triton_few import draw, weigh_few
 from jsparse.pallas_kernels.select.triton_rows import (
     SMALLEST,
     measure,
@@ -22,7 +24,16 @@ from jsparse.pallas_kernels.select.triton_rows import (
     row_top,
     row_weight,
 )
-from jsparse.pallas_kernels.select.triton_tiles import LOG2_E, NOTHING, exp2, log2, read, to_entries
+from jsparse.pallas_kernels.select.triton_tiles import (
+    LOG2_E,
+    NOTHING,
+    exp2,
+    from_key,
+    key,
+    log2,
+    read,
+    to_entries,
+)
 
 # Sums of a row vary with their order by about this factor: a set whose mass exceeds what is wanted by less is taken.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
@@ -54,7 +65,7 @@ def choose(row, words, length, setting, plan: tl.constexpr):
             lo, hi, wanted, enough = mass_bracket(length, setting, top, total, plan)
         else:
             lo, hi, wanted, enough = count_bracket(x, row, length, setting, total, plan)
-        t, ties = search(x, row, length, top, lo, hi, total, wanted, enough, mean, spread, plan)
+        t, ties = search(x, row, length, words, top, lo, hi, total, wanted, enough, mean, spread, plan)
     if plan.resident:
         mark(x, words, t, ties, plan)
     else:
@@ -105,10 +116,11 @@ def count_bracket(x, row, length, k, total, plan: tl.constexpr):
 
 
 @triton.jit
-def search(x, row, length, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr):
+def search(x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr):
     """The largest threshold that keeps what is wanted, and how many of the entries that equal it are needed.
 
     Between passes `lo` keeps at least what is wanted (`at_lo` of it) and `hi` less. A guess outside is wasted, no more.
+    `slots`: memory for `plan.slots` entries.
     """
     at_lo, at_hi = total, total * 0.0
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
@@ -136,6 +148,10 @@ def search(x, row, length, top, lo, hi, total, wanted, enough, mean, spread, pla
             share = tl.minimum(tl.maximum((at_lo - wanted) / (at_lo - at_hi), 0.01), 0.99)
             start += 0.9 * share * width
             t, u = from_place(start, plan), from_place(start + 0.1 * width, plan)
+            if plan.slots > 0 and is_few(lo, hi, at_lo, at_hi, enough, plan):
+                draw(x, lo, hi, slots, plan)
+                t, lo, at_lo, hi, at_hi = weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan)
+                u = from_key(key(t) + 1)
         going = is_open(lo, hi, at_lo, at_hi, enough, plan) & (passes < MOST_PASSES)
     each = lo if plan.mass else 1.0
     number = (at_lo - at_hi) / each
@@ -154,23 +170,17 @@ def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
 
 
 @triton.jit
+def is_few(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
+    """Whether what lies between is more than one entry and has room in the slots."""
+    most = at_lo - at_hi <= plan.slots * (lo if plan.mass else 1.0)
+    return most & is_open(lo, hi, at_lo, at_hi, enough, plan)
+
+
+@triton.jit
 def narrow(t, at_t, wanted, lo, at_lo, hi, at_hi):
     """The bracket after a measurement."""
     up, down = (at_t >= wanted) & (t >= lo), (at_t < wanted) & (t <= hi)
     return tl.where(up, t, lo), tl.where(up, at_t, at_lo), tl.where(down, t, hi), tl.where(down, at_t, at_hi)
-
-
-@triton.jit
-def key(x):
-    """The bits of a float as an integer of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def from_key(k):
-    """The inverse of `key`."""
-    return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

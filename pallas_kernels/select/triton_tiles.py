@@ -29,6 +29,7 @@ class Row:
         normalised: the exponentials of its logits are the weights already, whatever their sum.
         size: its entries, and how far apart rows lie.
         threads, runs: T and R of a tile.
+        few: entries that may be drawn to end a search; 0: none are.
     """
 
     rule: str
@@ -38,6 +39,7 @@ class Row:
     size: int
     threads: int
     runs: int
+    few: int
 
     @property
     def tile(self) -> int:
@@ -53,6 +55,11 @@ class Row:
     def words(self) -> int:
         """32-bit words of its bitmap, of whole tiles."""
         return -(-self.size // self.tile) * self.tile // 32
+
+    @property
+    def slots(self) -> int:
+        """Entries that may be drawn; they take the bitmap's place, before it is there."""
+        return min(self.few, self.threads // 4, 2 * self.words) if self.resident else 0
 
     @property
     def mass(self) -> bool:
@@ -158,6 +165,19 @@ def add_triples(a, b, c, d, e, f):
 def extremes(low, top, other_low, other_top):
     """Combines a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(top, other_top)
+
+
+@triton.jit
+def key(x):
+    """The bits of a float as an integer of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_key(k):
+    """The inverse of `key`."""
+    return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.compact_pages import compact_pages, reference
 from jsparse.pallas_kernels.compact_pages.cases import CASES, Case
 from jsparse.selection import Selection
 
@@ -53,6 +53,16 @@ def test_rows_that_overlap_their_goals_are_never_lost(kept):
     same = jax.jit(lambda a, b: jnp.all(a.k == b.k) & jnp.all(a.v == b.v) & jnp.all(a.lengths == b.lengths))
     for _ in range(50):
         assert bool(same(run(jax.tree.map(jnp.copy, layer), keep), want))
+
+
+@pytest.mark.parametrize("tiling", [(64, 32, 4), (128, 256, 8), (256, 128, 4), (256, 256, 16)])
+def test_strips_of_any_shape(tiling):
+    from jsparse.pallas_kernels.compact_pages.triton import Tiling, move_rows
+
+    for case in CASES:
+        layer, keep, _ = case.build()
+        got = jax.jit(partial(move_rows, tiling=Tiling(*tiling)))(layer, keep.ids, keep.count)
+        assert_same(got, jax.jit(reference.move_rows)(layer, keep.ids, keep.count))
 
 
 def test_a_head_does_not_depend_on_the_others():

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.gpu
 LONG = (
     Case("top_k_32k", size=32768, rule="top_k", value=1024, capacity=1024),
     Case("top_k_32k_ties", size=32768, rule="top_k", value=1000, capacity=1000, dtype="bfloat16"),
+    Case("top_k_32k_about_zero", size=32768, rule="top_k", value=16384),
+    Case("top_k_32k_most", size=32768, rule="top_k", value=30000),
     Case("top_k_32k_constant", size=32768, rule="top_k", value=700, capacity=700, like="constant"),
     Case("top_k_union", size=7712, group=4, rule="top_k", value=100, like="sink"),
     Case("top_k_128k", size=131072, rule="top_k", value=5000, capacity=5000, ragged=True),
@@ -115,7 +117,17 @@ def test_a_long_union_that_is_cut(unit):
         assert worth[kept].min() >= np.sort(worth[there])[-600] - 1e-5
 
 
-@pytest.mark.parametrize("tiling", [(32, 32768, 128), (128, 32768, 32), (64, 8192, 128), (16, 4096, 256)])
+TILINGS = (
+    (32, 32768, 128),
+    (128, 32768, 32),
+    (64, 8192, 128),
+    (16, 4096, 256),
+    (64, 32768, 128, 0),
+    (32, 32768, 128, 32),
+)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
 def test_tiles_of_any_shape(tiling):
     from jsparse.pallas_kernels.select.triton import Tiling
     from jsparse.pallas_kernels.select.triton import select as kernel
@@ -124,6 +136,15 @@ def test_tiles_of_any_shape(tiling):
         inputs = case.build(5)
         run = jax.jit(lambda i=inputs: kernel(i.scores, i.rule, **i.kwargs | {"page_size": 1}, tiling=Tiling(*tiling)))
         assert_same(run(), call(inputs, "reference"))
+
+
+@pytest.mark.parametrize("copies", [np.repeat, np.tile], ids=["neighbours", "far"])
+def test_equal_scores_of_one_thread(copies):
+    """What they add up to is not lost where a thread finds one of them."""
+    scores = jnp.asarray(copies(np.random.default_rng(0).normal(size=8192) * 3, 4), jnp.float32).reshape(1, 1, 1, -1)
+    for k in (3, 1001, 20002):
+        chosen = [select(scores, TopK(k), capacity=32768, implementation=name) for name in ("triton", "reference")]
+        assert_same(*chosen)
 
 
 def test_the_same_bits_every_time_and_in_any_batch():
