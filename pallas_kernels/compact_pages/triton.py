@@ -35,8 +35,8 @@ class Tiling(NamedTuple):
         num_warps: of a program.
     """
 
-    strip: int = 64
-    rows: int = 512
+    strip: int = 256
+    rows: int = 256
     num_warps: int = 8
 
 
