@@ -94,27 +94,30 @@ def _bias_adder(p: Problem):
     arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)),
 )
 def _store_rows(_, o_ref, lse_ref, x, y):
-    warp, lane = _divided(_remainder(mgpu.thread_idx(), 128), 32)
-    row, pair = _divided(lane, 4)
-    row = arith.addi(row, _times(warp, 16))
+    row, column = _position()
     parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
     for half in range(2):
         with mgpu.when(_below(row, o_ref.type.shape[0])):
             at = _index(row)
             for i, part in enumerate(parts[:, half]):
-                vector.store(part, o_ref, [at, _index(_plus(_times(pair, 2), 8 * i))])
+                vector.store(part, o_ref, [at, _index(_plus(column, 8 * i))])
             memref.store(vector.extract(scalars[half], [], [0]), lse_ref, [at])
         row = _plus(row, 8)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
 def _store_row(_, row_ref, x):
-    def store(value, index):
-        row, column = index
-        with mgpu.when(_below(row, 1)):
-            memref.store(value, row_ref, [column])
+    row, column = _position()
+    with mgpu.when(_below(row, 1)):
+        for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
+            vector.store(part, row_ref, [_index(_plus(column, 8 * i))])
 
-    x.foreach(store)
+
+def _position():
+    """The first row and the first column that this thread holds."""
+    warp, lane = _divided(_remainder(mgpu.thread_idx(), 128), 32)
+    row, pair = _divided(lane, 4)
+    return arith.addi(row, _times(warp, 16)), _times(pair, 2)
 
 
 def _constant(like, n: int):

@@ -1,6 +1,6 @@
-"""jax-triton: a program a block of pages, each of which searches the list for itself.
+"""jax-triton: a program a block of entries, which go where their pages are; XLA has filled the rest before.
 
-Every page is written once, by one program, and read from where it was found.
+What is read of a long context is little, so that only what was read is worked on, and not every page.
 """
 
 # Where triton is not installed, pyright takes this very file for it.
@@ -16,8 +16,8 @@ from jsparse.partials import StatsKind
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-TILE = 4096  # logits of a program
-MAX_WARPS = 4
+TILE = 2048  # logits of a program
+NUM_WARPS = 4
 
 
 def place_logits(
@@ -33,19 +33,23 @@ def place_logits(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     units = num_pages if stats == "page_mass" else num_pages * page_size
-    if logits.size == 0:
-        return jnp.full((*lengths.shape, units), -jnp.inf, jnp.float32)
+    nothing = jnp.full((*lengths.shape, units), -jnp.inf, jnp.float32)
     capacity, dense = selection.ids.shape[-1], selection.dense
+    entries = max(capacity + 1 if capacity else 0, 0 if dense is None else num_pages)
+    if entries == 0:
+        return nothing
     tokens = triton.next_power_of_2(page_size)
-    block = min(max(TILE // tokens, 1), triton.next_power_of_2(num_pages))
+    block = min(max(TILE // tokens, 1), triton.next_power_of_2(entries))
     return triton_call(
         *(logits, lengths, selection.count),
         selection.ids if capacity else lengths,  # without a list, or dense heads, never read
         lengths if dense is None else dense,
+        nothing,
         kernel=place_kernel,
-        out_shape=jax.ShapeDtypeStruct((*lengths.shape, units), jnp.float32),
-        grid=(triton.cdiv(num_pages, block), lengths.size),
-        num_warps=min(max(block // 32, 1), MAX_WARPS),  # no more threads than pages, or they search alike
+        out_shape=jax.ShapeDtypeStruct(nothing.shape, nothing.dtype),
+        input_output_aliases={5: 0},
+        grid=(triton.cdiv(entries, block), lengths.size),
+        num_warps=NUM_WARPS,
         SLOTS=logits.shape[1],
         C=capacity,
         STEPS=capacity.bit_length(),
@@ -59,12 +63,27 @@ def place_logits(
 
 
 @triton.jit
+def lists(ids_ptr, count, page, STEPS: tl.constexpr):
+    """Whether the first `count` > 0 of ascending ids hold that page; most lists end with it, or before."""
+    last = tl.load(ids_ptr + count - 1)
+    if last > page:
+        entry = -1  # the last one whose page is not beyond
+        for step in tl.static_range(STEPS):
+            ahead = entry + (1 << (STEPS - 1 - step))
+            listed = tl.load(ids_ptr + ahead, mask=ahead < count, other=2147483647)
+            entry = tl.where(listed <= page, ahead, entry)
+        last = tl.load(ids_ptr + entry, mask=entry >= 0, other=-1)
+    return last == page
+
+
+@triton.jit
 def place_kernel(
     logits_ptr,  # [pairs, SLOTS]
     lengths_ptr,
     count_ptr,
     ids_ptr,  # [pairs, C]
     dense_ptr,
+    _nothing_ptr,  # what out_ptr points to
     out_ptr,  # [pairs, M], or [pairs, M, P]
     SLOTS: tl.constexpr,
     C: tl.constexpr,
@@ -76,37 +95,30 @@ def place_kernel(
     HAS_DENSE: tl.constexpr,
     PAGE_MASS: tl.constexpr,
 ):
-    """BLOCK pages of one head."""
+    """BLOCK entries of one head."""
     pair = tl.program_id(1).to(tl.int64)
-    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.arange(0, TOKENS)[None, :]
+    first = tl.program_id(0) * BLOCK
+    entry = first + tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + pair)
     newest = tl.cdiv(length, P) - 1  # -1 where nothing is held
-    count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
-
-    # the last entry whose page is not beyond this one, and that page
-    entry = tl.full([BLOCK], -1, tl.int32)
-    found = entry
-    for step in tl.static_range(STEPS):
-        ahead = entry + (1 << (STEPS - 1 - step))
-        listed = tl.load(ids_ptr + pair * C + ahead, mask=ahead < count, other=2147483647)
-        entry = tl.where(listed <= page, ahead, entry)
-        found = tl.where(listed <= page, listed, found)
-    missing = (page == newest) & (found != page) & (count > 0)
-    entry = tl.where(missing, count, entry)
-    read = (found == page) | missing
+    page = tl.full([BLOCK], M, tl.int32)  # which is nowhere
+    if C > 0:
+        count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
+        page = tl.load(ids_ptr + pair * C + entry, mask=entry < count, other=M)
+        if (count > 0) & (first <= count) & (count < first + BLOCK):
+            missing = not lists(ids_ptr + pair * C, count, newest, STEPS)
+            page = tl.where((entry == count) & missing, newest, page)
     if HAS_DENSE:
         dense = tl.load(dense_ptr + pair) != 0
-        entry = tl.where(dense, page, entry)
-        read = tl.where(dense, page <= newest, read)
+        page = tl.where(dense, tl.where(entry <= newest, entry, M), page)
 
-    inside = (page < M)[:, None] & (token < P)
-    at = logits_ptr + pair * SLOTS + entry[:, None] * P + token
-    x = tl.load(at, mask=inside & read[:, None], other=float("-inf"))
+    token = tl.arange(0, TOKENS)[None, :]
+    read = (page < M)[:, None] & (token < P)
+    x = tl.load(logits_ptr + pair * SLOTS + entry[:, None] * P + token, mask=read, other=float("-inf"))
     if PAGE_MASS:
         top = tl.max(x, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
         mass = tl.log(tl.sum(tl.exp(x - top[:, None]), 1)) + top
         tl.store(out_ptr + pair * M + page, mass, mask=page < M)
     else:
-        tl.store(out_ptr + (pair * M + page)[:, None] * P + token, x, mask=inside)
+        tl.store(out_ptr + (pair * M + page)[:, None] * P + token, x, mask=read)

@@ -52,7 +52,7 @@ def test_the_tile_and_the_batch_change_no_bit(stats, monkeypatch):
     logits, selection, lengths = inputs
     chosen = Selection(selection.ids[5:6], selection.count[5:6])
     monkeypatch.setattr(triton, "TILE", 1024)
-    monkeypatch.setattr(triton, "MAX_WARPS", 2)
+    monkeypatch.setattr(triton, "NUM_WARPS", 2)
     np.testing.assert_array_equal(run(logits[40:48], chosen, lengths[5:6]), together[5:6])
 
 
