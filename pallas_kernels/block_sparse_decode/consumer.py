@@ -51,7 +51,8 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             plgpu.barrier_arrive(s["k_free"].at[at])
             logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [1]), logits, -jnp.inf)
             if p.logits:
-                do.store_row(g["logits"].at[h, pl.ds(i * tokens, tokens)], logits * (1 / LOG2_E))
+                row = g["logits"].at[h, pl.ds(i * tokens, tokens)]
+                do.store_row(row, s["run_s"].at[run_slot], logits * (1 / LOG2_E))
             new_top = jnp.maximum(top, logits.max(axis=1))
             weights = jnp.exp2(logits - across(new_top, logits))
             decay = jnp.exp2(top - new_top)
@@ -74,7 +75,8 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             empty = total == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
-            do.store_rows(g["o"].at[h, nth], g["lse"].at[h, nth], acc * across(inverse, acc), lse)
+            acc = acc * across(inverse, acc)
+            do.store_rows(g["o"].at[h, nth], g["lse"].at[h, nth], s["run_s"].at[run_slot], acc, lse)
             return _
 
         lax.fori_loop(begin, end, split, jnp.int32(0))

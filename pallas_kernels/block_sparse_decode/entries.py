@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
 
 
 class Head(NamedTuple):
-    """What is loaded of a pair, from the plan, its cache and its list."""
+    """What is known of a pair: its share of the work, whether it is dense, the last page of its list."""
 
     splits: Any
     tiles: Any
-    kind: Any
+    dense: Any
+    last: Any
     length: Any
     count: Any
 
@@ -35,7 +35,7 @@ class Entries(NamedTuple):
             at = jnp.minimum(entry, p.capacity - 1)  # past the count stand zeros
             page = g["ids"][h, at]
             bits = g["bits"][h, at] if p.has_bits else bits
-            page = jnp.where(self.head.kind == schedule.DENSE, entry, page) if p.has_dense else page
+            page = jnp.where(self.head.dense != 0, entry, page) if p.has_dense else page
         page = jnp.minimum(page, p.num_pages - 1)
         return page, g["table"][h, page] if p.has_table else h * p.num_pages + page, bits
 
@@ -46,7 +46,7 @@ class Entries(NamedTuple):
         last = missing & (entry == head.count)
         listed = entry < head.count
         if p.has_dense:
-            dense = head.kind == schedule.DENSE
+            dense = head.dense != 0
             # the last tile may have more entries than the head has pages
             listed = jnp.where(dense, entry * p.page_size < head.length, listed)
             chosen = jnp.where(dense, -1, chosen)

@@ -63,9 +63,12 @@ def block_sparse_decode(
     if stats is not None:
         mean = jnp.mean(grouped, axis=1, keepdims=True, dtype=jnp.float32)
         grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
-    grouped = jnp.pad(grouped, ((0, 0), (0, problem.rows - problem.queries), (0, 0)))
-    plan = schedule.plan(layer, selection, problem.tiles)
-    operands = [grouped, layer.k, layer.v, plan, layer.lengths.reshape(-1), selection.count.reshape(-1)]
+    if problem.heads_a_window == 1:
+        grouped = jnp.pad(grouped, ((0, 0), (0, problem.rows - problem.queries), (0, 0)))
+    queries = grouped.reshape(-1, problem.rows, head_dim)
+    operands = [queries, layer.k, layer.v, layer.lengths.reshape(-1), selection.count.reshape(-1)]
+    if selection.dense is not None:
+        operands.append(selection.dense.reshape(-1).astype(jnp.int32))
     if problem.capacity:
         operands.append(selection.ids.reshape(pairs, -1))
     if problem.has_bits and selection.bits is not None:
@@ -74,8 +77,8 @@ def block_sparse_decode(
         operands.append(layer.block_table.reshape(pairs, -1))
     if layer.bias is not None:
         operands.append(layer.bias)
-    o, lse, *logits = _kernel(problem)(*operands)
-    o, lse = merge_splits(o, lse, plan.reshape(-1), problem.queries)
+    o, lse, splits, *logits = _kernel(problem)(*operands)
+    o, lse = merge_splits(o, lse, splits, problem.queries)
     out, out_lse = o[:, -group:].reshape(q.shape), lse[:, -group:].reshape(batch, heads)
     if stats is None:
         return AttentionOut(out, out_lse)
@@ -85,12 +88,13 @@ def block_sparse_decode(
 
 @cache
 def _kernel(problem: Problem):
-    """The launch, its outputs: o and lse of each split, and the mean query's logits where wanted."""
+    """The launch. It gives o and lse of each split, the splits of each head, and the mean query's logits if wanted."""
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)
     out = [
         jax.ShapeDtypeStruct((p.pairs, splits, p.queries, p.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((p.pairs, splits, p.queries), jnp.float32),
+        jax.ShapeDtypeStruct((p.padded_pairs,), jnp.int32),
     ]
     if p.logits:
         out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
@@ -118,10 +122,10 @@ def _kernel(problem: Problem):
     if p.has_bias:  # of each page in 128 bytes or more, where a copy may begin
         bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
         scratch["bias_s"] = plgpu.SMEM(bias, jnp.float32)
-    names = ["q", "k", "v", "plan", "lengths", "count"]
-    optional = {"ids": p.capacity, "bits": p.has_bits, "table": p.has_table, "bias": p.has_bias}
+    names = ["q", "k", "v", "lengths", "count"]
+    optional = {"dense": p.has_dense, "ids": p.capacity, "bits": p.has_bits, "table": p.has_table, "bias": p.has_bias}
     names += [name for name, there in optional.items() if there]
-    names += ["o", "lse"] + ["logits"] * p.logits
+    names += ["o", "lse", "splits"] + ["logits"] * p.logits
 
     def body(*refs, **scratch):
         gmem = dict(zip(names, refs, strict=True))

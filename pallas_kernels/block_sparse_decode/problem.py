@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 
 M = 64  # rows of a wgmma; a group's queries are padded to it
-WARPS = 4  # of a warpgroup
+WARPS, THREADS = 4, 128  # of a warpgroup
+FIRST_ROW = 7  # of what a run is told by: which row of the window is the head's first
 WORD = 32  # tokens, at most, whose bits one word holds
 BIAS_ROW = 32  # floats of shared memory, at least, for a page's bias: copies begin at multiples of 128 bytes
 
@@ -39,6 +40,11 @@ class Problem(NamedTuple):
     interpret: bool
 
     @property
+    def padded_pairs(self) -> int:
+        """Rounded up to whole vectors of a warpgroup."""
+        return -(-self.pairs // THREADS) * THREADS
+
+    @property
     def queries(self) -> int:
         """The group's, and their mean where its logits are wanted."""
         return self.group + self.logits
@@ -47,6 +53,12 @@ class Problem(NamedTuple):
     def rows(self) -> int:
         """The queries, rounded up to whole tiles of shared memory."""
         return -(-self.queries // 8) * 8
+
+    @property
+    def heads_a_window(self) -> int:
+        """Heads whose queries fill the rows together, and are copied together; else each is padded."""
+        fit = 8 % self.queries == 0 and self.pairs * self.queries % 8 == 0
+        return 8 // self.queries if fit else 1
 
     @property
     def pages_a_tile(self) -> int:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.entries import Entries, Head
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
+from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
 AHEAD = 2  # tiles whose entries are on their way from memory
 
@@ -26,7 +27,11 @@ def produce(p: Problem, g: dict, s: dict) -> None:
 
     def load(h):
         h = jnp.minimum(h, p.pairs - 1)
-        return Head(g["plan"][0, h], g["plan"][1, h], g["plan"][2, h], g["lengths"][h], g["count"][h])
+        length, count = g["lengths"][h], g["count"][h]
+        dense = g["dense"][h] if p.has_dense else jnp.int32(0)
+        last = g["ids"][h, jnp.clip(count - 1, 0, p.capacity - 1)] if p.capacity else jnp.int32(0)
+        tiles = schedule.num_tiles(length, count, dense, p.page_size, p.tiles)
+        return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, last, length, count)
 
     def settle(h, base, head, ahead):
         """The next head that has any tiles, from this one on."""
@@ -54,7 +59,8 @@ def produce(p: Problem, g: dict, s: dict) -> None:
             s["run_s"][slot, i] = value
         plgpu.barrier_arrive(s["run_full"].at[slot])
         window = s["q_s"].at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
-        plgpu.copy_gmem_to_smem(g["q"].at[values[0]], window, s["q_full"].at[slot])
+        queries = g["q"].at[lax.div(values[0], p.heads_a_window)]
+        plgpu.copy_gmem_to_smem(queries, window, s["q_full"].at[slot])
 
     def send(carry):
         n, sent, (h, base, head, ahead), split, found = carry
@@ -63,12 +69,13 @@ def produce(p: Problem, g: dict, s: dict) -> None:
         splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
         missing = jnp.bool_(False)
         if p.capacity:
-            search = head.kind == schedule.SEARCH
-            missing = lax.cond(search, lambda: _not_found(p, g, h, head), lambda: head.kind == schedule.MISSING)
-            missing = missing & (splits == head.splits)
+            beyond = head.last > lax.div(head.length - 1, p.page_size)
+            missing = lax.cond(beyond & (head.dense == 0), lambda: _not_found(p, g, h, head), lambda: _ends(p, head))
+            missing = missing & (head.dense == 0) & (splits == head.splits)
         t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
         extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
-        announce(n, h, split, splits, head.tiles, head.splits, extra, sent)
+        first_row = lax.rem(h, p.heads_a_window) * p.queries
+        announce(n, h, split, splits, head.tiles, head.splits, extra, sent, first_row)
 
         entries = Entries(p, g, h, head)
         plgpu.warp_map(lambda warp: _send_tiles(p, s, team, warp, entries, missing, sent, t0, t1 + extra, found))
@@ -90,7 +97,7 @@ def produce(p: Problem, g: dict, s: dict) -> None:
     )
     state, zero = settle(first, base, head, ahead), jnp.int32(0)
     n, sent, *_ = lax.while_loop(more, send, (zero, zero, state, split, fetch(state[0], state[2], split)))
-    announce(n, *[zero] * 7)
+    announce(n, *[zero] * 8)
 
     if p.runs == 2:  # the last run has been used
 
@@ -113,7 +120,9 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
 
     @pl.when(team == 0)
     def _():
-        num_tiles = plgpu.load(g["plan"].at[1], layout=schedule.STRIDED((g["plan"].shape[1],), 1))
+        load = operations(p).load_heads
+        dense = load(g["dense"]) if p.has_dense else None
+        num_tiles = schedule.num_tiles(load(g["lengths"]), load(g["count"]), dense, p.page_size, p.tiles)
         total = jnp.sum(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
         edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
@@ -122,6 +131,10 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
             for j, value in enumerate((heads[i], bases[i], edges[i], edges[i + 1])):
                 s["share_s"][i, j] = value
         plgpu.barrier_arrive(s["shared"])
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            g["splits"][...] = schedule.num_splits(num_tiles, p.tiles)
 
     plgpu.barrier_wait(s["shared"])
 
@@ -191,6 +204,11 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
 
     ahead = (tuple(first(j) for j in mine), *(fetch(t0 + i) for i in range(1, AHEAD)))
     lax.fori_loop(0, t1 - t0, tile, ahead)
+
+
+def _ends(p: Problem, head: Head):
+    """Whether a list ends before the page of the newest token."""
+    return head.last < lax.div(head.length - 1, p.page_size)
 
 
 def _not_found(p: Problem, g: dict, h, head: Head):

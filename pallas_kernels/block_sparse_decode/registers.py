@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from jsparse.pallas_kernels.block_sparse_decode.problem import M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.problem import FIRST_ROW, THREADS, M, Problem
 
 LOG2_E = 1.4426950408889634
 
@@ -27,8 +29,11 @@ class Operations(NamedTuple):
         product: (q, k in shared memory) -> q·kᵀ.
         add_product: (acc, weights, v in shared memory) -> acc + weights·v.
         add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) -> their sum.
-        store_rows: (o, lse in memory; x, y) stores the first rows of x and y, as many as o has.
-        store_row: (row in memory, x) stores row 0 of x, which is the mean query's.
+        store_rows: (o, lse in memory; run; x, y) stores the head's rows of x and y.
+        store_row: (row in memory; run; x) stores the mean query's row of x, the first of the head's.
+        load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the warpgroup's threads.
+
+    The run is what the head is told by, in shared memory; FIRST_ROW of it is the head's first row.
     """
 
     product: Callable[..., Any]
@@ -36,23 +41,30 @@ class Operations(NamedTuple):
     add_bias: Callable[..., Any]
     store_rows: Callable[..., None]
     store_row: Callable[..., None]
+    load_heads: Callable[..., Any]
 
 
 def operations(p: Problem) -> Operations:
     """Those of the GPU, or of the interpreter."""
     if not p.interpret:
-        return Operations(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row)
+        return Operations(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p))
 
     def add_bias(bias_s, logits):
         return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1)
 
-    def store_rows(o_ref, lse_ref, x, y):
-        o_ref[...], lse_ref[...] = x[: p.queries], y[: p.queries]
+    def rows(run_s, x):
+        return lax.dynamic_slice_in_dim(x, run_s[FIRST_ROW], p.queries)
 
-    def store_row(row_ref, x):
-        row_ref[...] = x[0]
+    def store_rows(o_ref, lse_ref, run_s, x, y):
+        o_ref[...], lse_ref[...] = rows(run_s, x), rows(run_s, y)
 
-    return Operations(_dot, _add_dot, add_bias, store_rows, store_row)
+    def store_row(row_ref, run_s, x):
+        row_ref[...] = rows(run_s, x)[0]
+
+    def load_heads(ref):
+        return jnp.pad(ref[...], (0, p.padded_pairs - p.pairs))
+
+    return Operations(_dot, _add_dot, add_bias, store_rows, store_row, load_heads)
 
 
 def _dot(q_s, k_s):
@@ -91,10 +103,10 @@ def _bias_adder(p: Problem):
 
 
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)),
+    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)),
 )
-def _store_rows(_, o_ref, lse_ref, x, y):
-    row, column = _position()
+def _store_rows(_, o_ref, lse_ref, run_s, x, y):
+    row, column = _position(run_s)
     parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
     for half in range(2):
         with mgpu.when(_below(row, o_ref.type.shape[0])):
@@ -105,19 +117,41 @@ def _store_rows(_, o_ref, lse_ref, x, y):
         row = _plus(row, 8)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-def _store_row(_, row_ref, x):
-    row, column = _position()
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
+def _store_row(_, row_ref, run_s, x):
+    row, column = _position(run_s)  # a head's first row is one of the first 8
     with mgpu.when(_below(row, 1)):
         for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
             vector.store(part, row_ref, [_index(_plus(column, 8 * i))])
 
 
-def _position():
-    """The first row and the first column that this thread holds."""
-    warp, lane = _divided(_remainder(mgpu.thread_idx(), 128), 32)
+def _position(run_s):
+    """The first row and the first column that this thread holds; rows count from the head's first one."""
+    warp, lane = _divided(_remainder(mgpu.thread_idx(), THREADS), 32)
     row, pair = _divided(lane, 4)
-    return arith.addi(row, _times(warp, 16)), _times(pair, 2)
+    first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
+    return arith.subi(arith.addi(row, _times(warp, 16)), first), _times(pair, 2)
+
+
+def _heads_loader(p: Problem):
+    shape = (p.padded_pairs,)
+    layout = plgpu.Layout.WG_STRIDED(shape, 1)
+    strided = mgpu.WGStridedFragLayout(shape, 1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+    )
+    def load_heads(_, ref):
+        registers = []
+        for at in strided.linear_thread_idxs():
+            last = _constant(at, p.pairs - 1)
+            value = memref.load(ref, [arith.minui(at, last)])
+            there = arith.cmpi(arith.CmpIPredicate.ule, at, last)
+            registers.append(arith.select(there, value, _constant(value, 0)))
+        vectors = [vector.broadcast(ir.VectorType.get((1,), value.type), value) for value in registers]
+        return mgpu.FragmentedArray(_registers=np.array(vectors, dtype=object), _layout=strided, _is_signed=True)
+
+    return load_heads
 
 
 def _constant(like, n: int):

@@ -4,7 +4,7 @@ A head's tiles are cut into splits by their own number alone, so a row gives bit
 counts of splits are such that heads of equal length fill the blocks of an H100 or H200 evenly: 66 splits of each of 8
 KV heads are 528 = 4 · 132. A team of warps takes the splits that begin in its equal share of all tiles.
 
-`plan` is a small XLA op before the launch; `find`, `bounds` run in it.
+All of it runs in the kernel but `max_splits`; numbers of tiles and splits are scalars or vectors of all heads.
 """
 
 from typing import NamedTuple
@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache
-from jsparse.selection import Selection
-
-WARPGROUP = 128
-LISTED, MISSING, SEARCH, DENSE = range(4)
 STRIDED = plgpu.Layout.WG_STRIDED
 
 
@@ -65,9 +59,17 @@ def max_splits(max_tiles: int, t: Tiles) -> int:
     return max(1, next((most for most in t.splits[:-1] if max_tiles >= most * t.many), few))
 
 
+def num_tiles(length, count, dense, page_size: int, t: Tiles):
+    """Tiles of heads that hold so many tokens and list so many pages; dense heads have all; None: there are none."""
+    tiles = _divided_up(count, t.tokens // page_size)
+    if dense is not None:
+        tiles = jnp.where(dense != 0, _divided_up(length, t.tokens), tiles)
+    return jnp.where(length > 0, tiles, 0)
+
+
 def num_splits(num_tiles, t: Tiles):
     """Splits of heads of that many tiles."""
-    choice = jnp.minimum(-(-num_tiles // t.least), t.splits[-1])
+    choice = jnp.minimum(_divided_up(num_tiles, t.least), t.splits[-1])
     for most in reversed(t.splits[:-1]):
         choice = jnp.where(num_tiles >= most * t.many, most, choice)
     return choice
@@ -85,28 +87,6 @@ def beginning(tiles, splits, before):
     return jnp.maximum(lax.div(jnp.minimum(before, tiles) * splits + tiles - 1, tiles), 0)
 
 
-def plan(layer: LayerCache, selection: Selection, t: Tiles) -> Int32[Array, "3 padded"]:
-    """What a launch must know of every pair: its splits, its tiles and its kind.
-
-    DENSE heads have no list. Others list the page of their newest token (LISTED) or not (MISSING), or their list must
-    be searched for it (SEARCH), since it ends past what they hold. Padded by zeros to a multiple of the 128 threads of
-    a warpgroup.
-    """
-    lengths, ids, count, dense = layer.lengths, selection.ids, selection.count, selection.dense
-    num_tiles = -(-count // (t.tokens // layer.page_size))
-    kind = jnp.full_like(lengths, LISTED)
-    if ids.shape[-1]:
-        last = jnp.take_along_axis(ids, jnp.maximum(count - 1, 0)[..., None], axis=2, mode="clip")[..., 0]
-        page = (lengths - 1) // layer.page_size
-        kind = jnp.where(last == page, LISTED, jnp.where(last < page, MISSING, SEARCH))
-    if dense is not None:
-        num_tiles = jnp.where(dense, -(-lengths // t.tokens), num_tiles)
-        kind = jnp.where(dense, DENSE, kind)
-    num_tiles = jnp.where(lengths > 0, num_tiles, 0)
-    rows = jnp.stack([num_splits(num_tiles, t), num_tiles, kind]).reshape(3, -1)
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % WARPGROUP)))
-
-
 def find(num_tiles, pairs: int, starts):
     """The heads whose tiles include the tiles `starts` of all, and their first tiles.
 
@@ -121,3 +101,7 @@ def find(num_tiles, pairs: int, starts):
             heads[i] = jnp.where(before <= start, trial, heads[i])
             bases[i] = jnp.where(before <= start, before, bases[i])
     return heads, bases
+
+
+def _divided_up(a, b: int):
+    return lax.div(a + (b - 1), b)

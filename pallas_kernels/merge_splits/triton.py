@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
-
 FEW, MANY = 16, 32  # splits at once: of heads that have no more, and of others; more would take too many registers
 
 

@@ -50,6 +50,15 @@ def test_the_interpreted_body_matches_dense_attention(case):
     close(out.stats.lse, want.stats_lse)
 
 
+@pytest.mark.parametrize("group", [1, 4])
+def test_heads_that_share_a_window_of_queries(group):
+    inputs = replace(BASE, kv_heads=4, group=group, num_pages=4).build()
+    out = mosaic.block_sparse_decode(*inputs, sm_scale=0.1, stats=None, tiles=TILES, interpret=True)
+    want = expected(inputs, 0.1)
+    np.testing.assert_allclose(out.o, want.o, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(out.lse, want.lse, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
