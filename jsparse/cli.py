@@ -1,4 +1,4 @@
-"""The command `jsparse`: generate, chat, info, policies.
+"""The command `jsparse`: generate, chat, eval, info, policies.
 
 jax and what needs it are imported inside the commands, so that help and mistakes in options come at once.
 """
@@ -17,6 +17,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from jsparse.console import Bars, TextOutput, print_error, print_stats, quiet_jax
+from jsparse.evaluation.command import evaluate
 from jsparse.generation_options import DtypeName, GenerationOptions, takes_generation_options
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def policies() -> None:
         summary = (inspect.getdoc(build) or "").partition("\n\n")[0].replace("\n", " ")
         table.add_row(f"{name}({shown})" if shown else name, summary)
     Console(highlight=False).print(table)
+
+
+app.command("eval")(evaluate)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

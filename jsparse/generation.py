@@ -74,9 +74,9 @@ def generate(
     rows, alone = prompts.encode(params, prompt)
     options = _sampling(params, temperature, top_k, top_p, min_p, repetition_penalty)
     chosen = as_policy(policy)
-    stop = _stop_strings(params, stop)
-    ends = _end_tokens(params, eos_token_id)
-    spec = _spec(params, rows, max_new_tokens, max_length, page_size)
+    stop = stop_strings(params, stop)
+    ends = end_tokens(params, eos_token_id)
+    spec = cache_spec(params, rows, max_new_tokens, max_length, page_size)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
     streamers = _streamers(streamer, len(rows), alone)
@@ -115,7 +115,8 @@ def _number(name: str, value: Any) -> Any:
     return int(number) if isinstance(value, Integral) else number
 
 
-def _stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
+def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The strings that end a text; ValueError for one that is none, or where there is no tokenizer to find them."""
     if not isinstance(stop, Sequence):
         raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -127,7 +128,8 @@ def _stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
     return stop
 
 
-def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+def end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+    """The tokens that end a text, by default the model's; ValueError for one outside the vocabulary."""
     if eos_token_id is None:
         eos_token_id = params.generation_defaults.get("eos_token_id")
     if eos_token_id is None:
@@ -139,7 +141,7 @@ def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> fro
     return frozenset(ids)
 
 
-def _spec(
+def cache_spec(
     params: Params, rows: list[list[int]], max_new_tokens: int, max_length: int | None, page_size: int
 ) -> CacheSpec:
     """The cache's sizes; ValueError where prompt and new tokens do not fit the model or the capacity asked for."""

@@ -1,0 +1,197 @@
+"""What a policy's selections miss, layer by layer and head by head, on the queries of real text.
+
+`measured` wraps a policy: it decodes as before, and its state also sums up how each selection compares with dense
+attention on the same query and cache. The decode step knows nothing of it.
+
+forcing = force(params, [measured("streaming(sink=4, recent=512)")], prompts, max_new_tokens=64)
+print(attention_metrics(forcing)[0].heads.recall.mean())
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.evaluation.forcing import Forcing
+from jsparse.pallas_kernels.select.reference import pooled
+from jsparse.partials import merge, softmax_partial
+from jsparse.policies import as_policy
+from jsparse.policies.oracle import attention_logits
+from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.selection import Selection, count_tokens, token_mask
+from jsparse.shapes import Lengths, Partial, Queries, Rows
+from jsparse.threshold import top_k_mask
+
+
+class HeadMetrics(NamedTuple):
+    """How a selection compares with dense attention on the same queries and cache, per row and KV head.
+
+    Mass and errors are means over the group of query heads that a KV head serves. The newest token is attended by
+    every policy and counts for recall neither way.
+
+    Attributes:
+        recall: share of the k tokens of largest weight that the selection covers; k is asked for, or what is attended.
+            A token's weight is the largest in the group, as for oracle_top_k; ties go to the oldest.
+        mass: share of the exact softmax's mass that the selection covers; a summary covers none.
+        output_error: ‖o - ô‖ / ‖o‖, the summary merged into ô.
+        lse_error: |lse - lŝe| in nats, the summary merged; infinite where nothing at all was attended.
+        attended: tokens attended over positions so far.
+        bytes_read: of K and V, as whole pages; not what the policy reads to select.
+    """
+
+    recall: Float32[Array, "B K"]
+    mass: Float32[Array, "B K"]
+    output_error: Float32[Array, "B K"]
+    lse_error: Float32[Array, "B K"]
+    attended: Float32[Array, "B K"]
+    bytes_read: Float32[Array, "B K"]
+
+
+class AttentionMetrics(NamedTuple):
+    """Means over decode steps.
+
+    Attributes:
+        heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer in which nothing was selected.
+        steps: how often each layer selected; steps in which the policy fell back to dense attention do not count.
+    """
+
+    heads: HeadMetrics
+    steps: Int32[np.ndarray, "L"]
+
+
+class Sums(NamedTuple):
+    """One layer's sums over the steps so far, and their number."""
+
+    heads: HeadMetrics
+    steps: Int32[Array, ""]
+
+
+class MeasuredState(NamedTuple):
+    """The wrapped policy's state, and one Sums a layer."""
+
+    policy: State
+    sums: tuple[Sums, ...]
+
+
+@builder
+def measured(policy: Policy | str, top_k: int = 0) -> Policy:
+    """A policy, with HeadMetrics of every selection summed up in its state.
+
+    Args:
+        policy: what decodes: a policy or its expression.
+        top_k: k of the recall; 0: as many as the head attends to, at least 1.
+    """
+    whole_number("top_k", top_k, 0)
+    base = as_policy(policy)
+
+    def reading(hook):
+        return lambda state, *args: hook(state.policy, *args)
+
+    def passed_on(hook):
+        return lambda state, *args: state._replace(policy=hook(state.policy, *args))
+
+    def init(spec: CacheSpec) -> MeasuredState:
+        def zeros() -> Float32[Array, "B K"]:
+            return jnp.zeros((spec.batch, spec.num_kv_heads), jnp.float32)
+
+        def layer() -> Sums:
+            return Sums(HeadMetrics(*(zeros() for _ in HeadMetrics._fields)), jnp.int32(0))
+
+        return MeasuredState(base.init(spec), tuple(layer() for _ in range(spec.num_layers)))
+
+    def select(state: MeasuredState, layer: int, q: Queries, cache: KVCache):
+        chosen, summary, inner = base.select(state.policy, layer, q, cache)
+        heads, steps = state.sums[layer]
+        new = _head_metrics(q, cache.layers[layer], cache.positions, chosen, summary, top_k)
+        added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
+        return chosen, summary, MeasuredState(inner, (*state.sums[:layer], added, *state.sums[layer + 1 :]))
+
+    def maintain(state: MeasuredState, cache: KVCache):
+        inner, cache = base.maintain(state.policy, cache)
+        return state._replace(policy=inner), cache
+
+    return base._replace(
+        select=select,
+        init=init,
+        prefill=passed_on(base.prefill),
+        append=passed_on(base.append),
+        update=passed_on(base.update),
+        maintain=maintain,
+        fallback=base.fallback and reading(base.fallback),
+        full=None,
+    )
+
+
+def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
+    """Each measured policy's selections against dense attention, while it decodes what it is forced to.
+
+    The queries are those of the policy's own run, so what earlier layers missed is in them.
+
+    Args:
+        forcing: what `force` returned for policies all of which are `measured`.
+
+    Returns:
+        One for each of them, in their order; dense attention, the forcing's reference, has none.
+
+    Raises:
+        ValueError: a policy is not measured.
+    """
+    return [_metrics_of(forcing, index) for index in range(1, len(forcing.shared.policies))]
+
+
+def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
+    if not isinstance(forcing.shared.states[index], MeasuredState):
+        raise ValueError(f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)")
+    sums = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state.sums)
+    steps = np.stack([layer.steps for layer in sums])
+    with np.errstate(invalid="ignore"):
+        heads = jax.tree.map(
+            lambda *layers: np.stack(layers) / np.float32(steps[:, None, None]), *(layer.heads for layer in sums)
+        )
+    return AttentionMetrics(heads, steps)
+
+
+def _head_metrics(
+    q: Queries, held: LayerCache, positions: Rows, chosen: Selection, summary: Partial | None, top_k: int
+) -> HeadMetrics:
+    """One step's, in plain jnp: everything the head holds is read."""
+    logits, values = attention_logits(q, held), read_heads(held.v, held).astype(jnp.float32)
+    mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+    exact_o, exact_lse = _attend(logits, values)
+    o, kept_lse = _attend(jnp.where(mask[:, :, None], logits, -jnp.inf), values)
+    lse = kept_lse
+    if summary is not None:
+        o, lse = merge(o, lse, *(part.reshape(*lse.shape, *part.shape[2:]) for part in summary))
+    error = jnp.linalg.norm(exact_o - o, axis=-1) / jnp.linalg.norm(exact_o, axis=-1)
+    attended, read = count_tokens(chosen, held.lengths, held.page_size)
+    return HeadMetrics(
+        recall=_recall(pooled(logits, softmax=True), mask, held.lengths, top_k),
+        mass=jnp.mean(jnp.exp(kept_lse - exact_lse), axis=-1),
+        output_error=jnp.mean(error, axis=-1),
+        lse_error=jnp.mean(jnp.abs(exact_lse - lse), axis=-1),
+        attended=attended / (positions[:, None] + 1),
+        bytes_read=2.0 * q.shape[-1] * held.k.dtype.itemsize * read,
+    )
+
+
+def _attend(
+    logits: Float32[Array, "B K G S"], values: Float32[Array, "B K S H"]
+) -> tuple[Float32[Array, "B K G H"], Float32[Array, "B K G"]]:
+    """(o, lse) in float32."""
+    weights, total, lse = softmax_partial(logits)
+    o = jnp.einsum("bkgs,bksh->bkgh", weights, values, precision="highest")
+    return o / jnp.where(total == 0, 1.0, total)[..., None], lse
+
+
+def _recall(
+    weights: Float32[Array, "B K S"], mask: Bool[Array, "B K S"], lengths: Lengths, top_k: int
+) -> Float32[Array, "B K"]:
+    newest = jnp.arange(mask.shape[-1], dtype=jnp.int32) == lengths[..., None] - 1
+    kept = mask & ~newest
+    k = top_k or jnp.maximum(jnp.sum(kept, -1, dtype=jnp.int32), 1)
+    top = top_k_mask(jnp.where(newest, -jnp.inf, weights), k)
+    return jnp.sum(top & kept, -1) / jnp.maximum(jnp.sum(top, -1), 1)

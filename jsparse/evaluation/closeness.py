@@ -1,0 +1,98 @@
+"""How close a policy is to dense attention, token by token: KL divergence, top-1 agreement, likelihood of a text.
+
+Every policy decodes the same tokens after the same densely read prompt (jsparse.evaluation.forcing), so its whole
+distribution can be compared with dense attention's at each step.
+
+result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
+print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.evaluation.forcing import Forcing
+from jsparse.shapes import Rows
+
+
+class Closeness(NamedTuple):
+    """The comparison with dense attention, of R policies and n steps; R counts dense() itself, which comes first.
+
+    Attributes:
+        policies: the names of the R policies.
+        tokens: the continuation; entry i + 1 is what step i had to predict.
+        kl: KL(dense ‖ policy) over the whole vocabulary, in nats; rounding may leave it a little below 0.
+        agreement: whether both find the same token likeliest.
+        logprob: the log-probability that the policy gives to the token that follows, in nats.
+        attended, read: shares of the positions so far that attention used, and whose K and V it read.
+    """
+
+    policies: tuple[str, ...]
+    tokens: Int32[np.ndarray, "B n+1"]
+    kl: Float32[np.ndarray, "R B n"]
+    agreement: Bool[np.ndarray, "R B n"]
+    logprob: Float32[np.ndarray, "R B n"]
+    attended: Float32[np.ndarray, "R B n"]
+    read: Float32[np.ndarray, "R B n"]
+
+
+def closeness(forcing: Forcing) -> Closeness:
+    """Runs the policies and compares them with dense attention, whose row is the comparison with itself.
+
+    Nothing of the vocabulary's size comes to the host. Many prompts are several forcings, one batch each: with one
+    `max_length` and one number of prompts all of them run the same compiled programs, and the results are joined along
+    their axis B.
+    """
+    names = tuple(map(str, forcing.shared.policies))
+    tokens = np.stack(jax.device_get(forcing.tokens), axis=-1)
+    compared = zip(*(_compare(forcing, index) for index in range(len(names))), strict=True)
+    return Closeness(names, tokens, *map(np.stack, compared))
+
+
+def perplexity(logprob: Float32[np.ndarray, "*axes B n"]) -> Float32[np.ndarray, "*axes"]:
+    """The exponential of the mean negative log-probability over rows and steps."""
+    return np.exp(-np.mean(logprob, axis=(-2, -1)))
+
+
+def windows(tokens: Sequence[int], length: int, scored: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Cuts a text into prompts and continuations for `closeness`, to score it token by token through the decode step.
+
+    Each window of `length` tokens, one after the other, becomes a prompt and a continuation of `scored` + 1 tokens, the
+    last `scored` of which are scored, each by a decode step of its own; a rest that fills no window is left out.
+
+    Quest (Tang et al., arXiv:2406.10774) scores PG-19 with every token of a book going through its decode step, from
+    the first on, so that keys and values are all its own. Here what comes before the scored tokens is read densely, as
+    `generate` reads a prompt, and every window's scored tokens stand at the same distance from its beginning.
+
+    Raises:
+        ValueError: `scored` leaves no prompt, or there is no whole window.
+    """
+    if not 1 <= scored <= length - 2:
+        raise ValueError(f"scored={scored}: must be from 1 to length - 2 = {length - 2}")
+    if len(tokens) < length:
+        raise ValueError(f"tokens: {len(tokens)} of them must fill at least one window of length={length}")
+    whole = [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
+    split = length - scored - 1
+    return [window[:split] for window in whole], [window[split:] for window in whole]
+
+
+def _compare(forcing: Forcing, index: int) -> list[np.ndarray]:
+    """kl, agreement, logprob, attended and read of one policy, [B, n] each; the host waits once, at the end."""
+    pairs = zip(forcing.reference, forcing.steps(index), strict=True)
+    compared = [(*_measure(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs]
+    return [np.stack(column, axis=-1) for column in zip(*jax.device_get(compared), strict=True)]
+
+
+@jax.jit
+def _measure(
+    exact: Float32[Array, "B V"], logits: Float32[Array, "B V"], target: Rows
+) -> tuple[Float32[Array, "B"], Bool[Array, "B"], Float32[Array, "B"]]:
+    """KL, agreement and the target's log-probability."""
+    p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    agreement = jnp.argmax(exact, -1) == jnp.argmax(logits, -1)
+    return kl, agreement, jnp.take_along_axis(q, target[:, None], axis=-1)[:, 0]

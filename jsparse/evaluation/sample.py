@@ -1,0 +1,151 @@
+"""One sample of a task, and how long its text may be.
+
+Every text is made from a generator of its own, so that a sample depends on its task, length and number alone: not on
+those made before it, and a run that goes on makes the same ones.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+SEED = 42
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids, without special tokens."""
+
+
+class Sample(NamedTuple):
+    """What a model is asked, and what it should say.
+
+    Attributes:
+        prompt: the user's message.
+        prefix: the beginning of the answer, which follows the opening of the assistant's turn; "" where there is none.
+        answers: what is looked for in the generated text.
+        max_new_tokens: how many tokens may be generated.
+        meta: plain JSON values: context_tokens (those of prompt and prefix) and what the task adds.
+    """
+
+    prompt: str
+    prefix: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A source of samples and their scoring.
+
+    Attributes:
+        name: as in `jsparse.evaluation.tasks.parse`.
+        sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt, prefix and generated
+            tokens together (without a chat template, as in RULER); `index` from 0 is the number of the sample. Raises
+            ValueError where `length` is too small, or there is no sample of that number.
+        score: (generated text, Sample) -> a score from 0 to 1.
+        num_samples: how many samples there are; None: any number.
+    """
+
+    name: str
+    sample: Callable[[Encode, int, int], Sample] = field(repr=False)
+    score: Callable[[str, Sample], float] = field(repr=False)
+    num_samples: int | None = None
+
+
+Make = Callable[[Encode, random.Random, int, int, int], Sample]
+"""(encode, rng, length, index, size) -> a sample whose text has `size` units of filler; `meta` lacks context_tokens."""
+
+
+def score_all(text: str, sample: Sample) -> float:
+    """The share of the answers that stand in the text, whatever their case: RULER's string_match_all."""
+    return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
+
+
+def score_any(text: str, sample: Sample) -> float:
+    """1 where any of the answers stands in the text, whatever its case, else 0: RULER's string_match_part."""
+    return float(any(answer.lower() in text.lower() for answer in sample.answers))
+
+
+def filled(
+    name: str,
+    make: Make,
+    *,
+    least: int,
+    most: int | None = None,
+    score: Callable[[str, Sample], float] = score_all,
+    num_samples: int | None = None,
+) -> Task:
+    """A task whose texts are as long as the budget allows.
+
+    Args:
+        name: of the task.
+        make: makes a sample with that much filler.
+        least: the smallest size that `make` takes.
+        most: the largest; None: any.
+        score: as in `Task`.
+        num_samples: as in `Task`.
+    """
+
+    def sample(encode: Encode, length: int, index: int) -> Sample:
+        check_index(name, index, num_samples)
+
+        def made(at_length: int, size: int) -> Sample:
+            rng = random.Random(f"{SEED}/{name}/{at_length}/{index}")
+            return make(encode, rng, at_length, index, size)
+
+        def cost(at_length: int, size: int) -> int:
+            one = made(at_length, size)
+            return count_tokens(encode, one) + one.max_new_tokens
+
+        works = length
+        while (needed := cost(works, least)) > works:
+            works = needed
+        if works > length:
+            raise ValueError(f"length={length}: must be at least {works} for sample {index} of {name}")
+        size = largest(lambda size: cost(length, size), length, least, most)
+        if size == most:
+            raise ValueError(f"length={length}: must be less, {name} has words for {cost(length, size)} tokens only")
+        one = made(length, size)
+        return one._replace(meta={**one.meta, "context_tokens": count_tokens(encode, one)})
+
+    return Task(name, sample, score, num_samples)
+
+
+def check_index(name: str, index: int, num_samples: int | None) -> None:
+    """ValueError where there is no sample of that number."""
+    if index < 0 or (num_samples is not None and index >= num_samples):
+        held = "any number of" if num_samples is None else num_samples
+        raise ValueError(f"index={index}: must be from 0, {name} has {held} samples")
+
+
+def count_tokens(encode: Encode, sample: Sample) -> int:
+    """The tokens of prompt and prefix, each encoded alone: a chat template stands between them."""
+    return len(encode(sample.prompt)) + len(encode(sample.prefix))
+
+
+def largest(cost: Callable[[int], int], budget: int, least: int, most: int | None = None) -> int:
+    """The largest size from `least` to `most` that costs no more than the budget.
+
+    RULER bisects; this draws a straight line through the costs seen, which takes about four of them. Costs may grow
+    unevenly, or fall back a little: the result then fits, and the next size does not.
+
+    Args:
+        cost: of a size. It must grow without bounds where `most` is None.
+        budget: what may be spent; `least` must fit.
+        least: the smallest size.
+        most: the largest.
+    """
+    fits, spent = least, cost(least)
+    fails = math.inf if most is None else most + 1
+    guess = least + max(least, 1)
+    while fails - fits > 1:
+        guess = int(min(max(guess, fits + 1), fails - 1))
+        guessed = cost(guess)
+        slope = max((guessed - spent) / (guess - fits), 0.1)
+        if guessed <= budget:
+            fits, spent = guess, guessed
+        else:
+            fails = guess
+        guess = fits + int((budget - spent) / slope)
+    return fits

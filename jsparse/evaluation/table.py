@@ -1,0 +1,149 @@
+"""A run's result as tables for the terminal and for Markdown, out of its JSON alone."""
+
+from collections.abc import Mapping, Sequence
+from itertools import batched, chain
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+# metric: its name, the factor and the format of its numbers
+FORMATS = {
+    "score": ("score %", 100, ".1f"),
+    "agreement": ("agreement %", 100, ".1f"),
+    "kl": ("KL", 1, ".2g"),
+    "perplexity": ("perplexity", 1, ".2f"),
+    "recall": ("recall %", 100, ".1f"),
+    "mass": ("mass %", 100, ".1f"),
+    "output_error": ("output error", 1, ".2g"),
+}
+METRICS = tuple(FORMATS)
+AVERAGE = "average"
+NOTE = "In brackets: difference to dense and its 95 % interval (paired bootstrap). KL in nats a token."
+MARKED = "† dense scores under 30 %: listed, not averaged."
+KIB = 1024
+
+
+class Column(NamedTuple):
+    """A metric of a task, or of the average over tasks, at one length."""
+
+    task: str
+    metric: str
+    length: int
+
+
+Measured = Mapping[tuple[str, Column], Mapping[str, Any]]  # by policy and column
+
+
+class Grid(NamedTuple):
+    """One table's texts; in a text, lines stand one below the other."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str
+
+
+def tables(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> list[Table]:
+    """The result as rich tables of a row a policy; see `grids`."""
+    return [_rich(grid) for grid in grids(report, metrics, columns)]
+
+
+def markdown(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> str:
+    """The same tables in Markdown."""
+    return "\n".join(map(_markdown, grids(report, metrics, columns)))
+
+
+def grids(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> list[Grid]:
+    """The texts of the tables.
+
+    There is a column for each task, length and one of `metrics` that was measured, and for the average score over
+    tasks where there are several. One table holds them all, or, where they are more than `columns`, tables of one
+    length, of so many columns each at most: four fit into 120 characters. A number is followed by its difference to
+    dense and that one's 95 % interval, as in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at
+    the table's lengths, mean over all tasks.
+    """
+    measured = {
+        (cell["policy"], Column(cell["task"], metric, cell["length"])): value
+        for cell in report["cells"]
+        for metric, value in cell["metrics"].items()
+    } | {
+        (row["policy"], Column(AVERAGE, "score", row["length"])): row
+        for row in report["averages"]
+        if len(row["tasks"]) > 1
+    }
+    shown = dict.fromkeys(column for _, column in measured if column.metric in metrics)
+    lengths = sorted({column.length for column in shown})
+    at_length = [[column for column in shown if column.length == length] for length in lengths]
+    wholes = at_length if len(shown) > columns else [list(chain.from_iterable(at_length))]
+    groups = [list(group) for whole in wholes for group in batched(whole, columns)]
+    return [_grid(report, measured, group, NOTE if group is groups[-1] else "") for group in groups]
+
+
+def tokens(length: int) -> str:
+    """A number of tokens in short: 4K, 1500."""
+    return str(length) if length % KIB else f"{length // KIB}K"
+
+
+def number(value: Mapping[str, Any] | None, metric: str) -> str:
+    """A metric's mean, and as far as they are there its difference to dense and, in a second line, the interval."""
+    if value is None:
+        return "-"
+    _, factor, form = FORMATS.get(metric, (metric, 1, ".3g"))
+    text = f"{factor * value['mean']:{form}}"
+    if value["difference"] is None:
+        return text
+    text += f" ({factor * value['difference']:+z{form}}"
+    if value["interval"] is None:
+        return text + ")"
+    low, high = (f"{factor * bound:z{form}}" for bound in value["interval"])
+    return f"{text}\n[{low}, {high}])"
+
+
+def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], note: str) -> Grid:
+    left_out = {Column(task, "score", row["length"]) for row in report["averages"] for task in row["left_out"]}
+    lengths = list(dict.fromkeys(column.length for column in columns))
+    where = ", {}" if len(lengths) > 1 else ""
+    header = [
+        f"{column.task}{'†' * (column in left_out)}\n{FORMATS.get(column.metric, (column.metric,))[0]}"
+        + where.format(tokens(column.length))
+        for column in columns
+    ]
+    rows = [
+        [
+            policy,
+            *(number(measured.get((policy, column)), column.metric) for column in columns),
+            ", ".join(_attended(report, policy, length) for length in lengths),
+        ]
+        for policy in dict.fromkeys(policy for policy, _ in measured)
+    ]
+    title = f"{report['settings']['model']}, {' and '.join(map(tokens, lengths))} tokens"
+    notes = [MARKED] * (not left_out.isdisjoint(columns)) + [note] * bool(note)
+    return Grid(title, ["policy", *header, "attended %"], rows, " ".join(notes))
+
+
+def _attended(report: Mapping[str, Any], policy: str, length: int) -> str:
+    cells = [cell["metrics"] for cell in report["cells"] if (cell["policy"], cell["length"]) == (policy, length)]
+    means = [metrics["attended"]["mean"] for metrics in cells if "attended" in metrics]
+    return f"{100 * sum(means) / len(means):.1f}" if means else "-"
+
+
+def _rich(grid: Grid) -> Table:
+    table = Table(title=Text(grid.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.caption, table.caption_justify = Text(grid.note), "left"
+    policy, *numbers, attended = grid.header
+    table.add_column(policy, overflow="fold")
+    for header in numbers:
+        table.add_column(Text(header), justify="right", no_wrap=True)
+    table.add_column(Text(attended), justify="right")
+    for row in grid.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _markdown(grid: Grid) -> str:
+    rule = ["---", *["---:"] * (len(grid.header) - 1)]
+    rows = [[f"`{policy}`", *numbers] for policy, *numbers in grid.rows]
+    lines = [" | ".join(row).replace("\n", " ") for row in (grid.header, rule, *rows)]
+    return f"**{grid.title}**\n\n" + "".join(f"| {line} |\n" for line in lines) + f"\n{grid.note}\n" * bool(grid.note)

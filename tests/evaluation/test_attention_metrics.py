@@ -1,0 +1,221 @@
+"""Attention-level metrics against sums over lists in numpy, and on the engine's own queries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_prompts, tiny_params
+from toy_policies import bypass, even_ids, inherit, shrink
+
+from jsparse import cache as kv_cache
+from jsparse.cache import LayerCache
+from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
+from jsparse.evaluation.closeness import closeness
+from jsparse.evaluation.forcing import force
+from jsparse.policies.oracle import oracle_top_k
+from jsparse.policy import Policy, dense
+from jsparse.selection import Selection, everything, nothing
+
+BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
+SPEC = kv_cache.CacheSpec(1, BATCH, HEADS * GROUP, HEADS, HEAD_DIM, PAGE, PAGES, jnp.dtype(jnp.float32))
+LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
+PROMPTS = random_prompts((37, 18, 9))
+STEPS = 8
+EXPRESSIONS = ("streaming(sink=2, recent=7)", "oracle_top_k(budget=6)")
+TOYS = (bypass(), shrink(period=3), inherit()._replace(correct_every=3))
+
+
+def ids(*rows):
+    """ids[B, K, C] and count from lists of one head each."""
+    width = max(map(len, rows))
+    padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+    return jnp.asarray(padded.reshape(BATCH, HEADS, -1)), jnp.asarray([*map(len, rows)], jnp.int32).reshape(
+        BATCH, HEADS
+    )
+
+
+TOKENS = Selection(*ids([0, 3, 16], [1, 2], [0], [5, 6, 7, 8], [], [12]), granularity="token")
+WHOLE_PAGES = ids([0, 4], [1, 2], [0], [0, 1, 2], [1], [])
+BITS = jnp.asarray(np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape), jnp.uint32)
+SELECTIONS = {
+    "tokens": TOKENS,
+    "pages": Selection(*WHOLE_PAGES),
+    "bits": Selection(*WHOLE_PAGES, bits=BITS),
+    "dense heads": Selection(*WHOLE_PAGES, dense=jnp.asarray([[True, False, False], [False, True, False]])),
+    "all": everything(jnp.asarray(LENGTHS)),
+    "none": nothing(jnp.asarray(LENGTHS)),
+}
+
+
+def drawn(seed=0, bias=False):
+    """Queries and one layer that holds LENGTHS tokens."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    pool = BATCH * HEADS * PAGES, PAGE
+    layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), jnp.asarray(LENGTHS))
+    return normal(BATCH, HEADS * GROUP, HEAD_DIM), layer._replace(bias=normal(*pool)) if bias else layer
+
+
+def slots_of(selection, at, length):
+    """What a head attends to, in order."""
+    if selection.dense is not None and selection.dense[at]:
+        return list(range(length))
+    slots = set()
+    for i in range(int(selection.count[at])):
+        unit = int(selection.ids[at][i])
+        word = 15 if selection.bits is None else int(selection.bits[at][i])
+        slots |= {unit} if selection.granularity == "token" else {unit * PAGE + t for t in range(4) if word >> t & 1}
+        slots.add(length - 1)
+    return sorted(slot for slot in slots if slot < length)
+
+
+def bytes_of(selection, at, length):
+    """Rows of K and of V that are read, times their bytes: of a page every row that the head holds."""
+    if selection.dense is not None and selection.dense[at]:
+        rows = length
+    else:
+        units = {int(unit) for unit in selection.ids[at][: int(selection.count[at])]}
+        size = 1 if selection.granularity == "token" else PAGE
+        units |= {(length - 1) // size} if units else set()
+        rows = sum(max(min((unit + 1) * size, length) - unit * size, 0) for unit in units)
+    return rows * 2 * HEAD_DIM * 4
+
+
+def attend(logits, values):
+    """o and lse over lists."""
+    if len(logits) == 0:
+        return np.zeros(HEAD_DIM), -np.inf
+    weights = np.exp(logits)
+    return weights @ values / weights.sum(), np.log(weights.sum())
+
+
+def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
+    out = HeadMetrics(*(np.zeros((BATCH, HEADS)) for _ in HeadMetrics._fields))
+    k, v = (np.asarray(x, np.float64).reshape(BATCH, HEADS, -1, HEAD_DIM) for x in (layer.k, layer.v))
+    bias = np.zeros(k.shape[:3]) if layer.bias is None else np.asarray(layer.bias).reshape(k.shape[:3])
+    for b, head in np.ndindex(BATCH, HEADS):
+        length = int(LENGTHS[b, head])
+        slots = slots_of(selection, (b, head), length)
+        weights, mass, error, lse_error = [], [], [], []
+        for n in range(head * GROUP, (head + 1) * GROUP):
+            logits = k[b, head, :length] @ np.asarray(q[b, n], np.float64) / np.sqrt(HEAD_DIM) + bias[b, head, :length]
+            weights.append(np.exp(logits) / np.exp(logits).sum())
+            exact, exact_lse = attend(logits, v[b, head, :length])
+            o, lse = attend(logits[slots], v[b, head, slots])
+            mass.append(weights[-1][slots].sum())
+            if summary is not None:
+                e = np.exp([lse, float(summary[1][b, n])])
+                o, lse = (e[0] * o + e[1] * np.asarray(summary[0][b, n])) / e.sum(), np.log(e.sum())
+            error.append(np.linalg.norm(exact - o) / np.linalg.norm(exact))
+            lse_error.append(abs(exact_lse - lse))
+        older = [slot for slot in slots if slot != length - 1]
+        ranked = sorted(range(length - 1), key=lambda slot: (-max(w[slot] for w in weights), slot))
+        ranked = ranked[: top_k or max(len(older), 1)]
+        found = (len(set(ranked) & set(older)) / len(ranked), np.mean(mass), np.mean(error), np.mean(lse_error))
+        read = bytes_of(selection, (b, head), length)
+        for field, value in zip(out, (*found, len(slots) / (positions[b] + 1), read), strict=True):
+            field[b, head] = value
+    return out
+
+
+@pytest.mark.parametrize(("summed", "bias"), [(False, False), (True, True)])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_metrics_equal_slow_sums(name, summed, bias):
+    """Of two steps over different queries and caches; k that is asked for and k that is attended."""
+    chosen, rng = SELECTIONS[name], np.random.default_rng(5)
+    shape = (BATCH, HEADS * GROUP)
+    summary = (jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), jnp.float32), jnp.ones(shape)) if summed else None
+    for top_k in (0, 3):
+        policy = measured(Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k)
+        state, expected = policy.init(SPEC), []
+        positions = np.array([30, 19])
+        for seed in (0, 1):
+            q, layer = drawn(seed, bias)
+            cache = kv_cache.KVCache((layer,), jnp.asarray(positions, jnp.int32), jnp.bool_(False))
+            given, merged, state = policy.select(state, 0, q, cache)
+            assert given is chosen
+            assert merged is summary
+            expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
+        sums = state.sums[0]
+        assert int(sums.steps) == 2
+        for field, value, *steps in zip(HeadMetrics._fields, sums.heads, *expected, strict=True):
+            np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30])
+def test_the_oracle_recalls_everything(budget):
+    """Whether its budget covers the newest token or that comes on top; also with fewer asked for."""
+    q, layer = drawn(7)
+    cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), jnp.bool_(False))
+    for top_k in (0, max(budget - 1, 1)):
+        policy = measured(oracle_top_k(budget), top_k)
+        heads = policy.select(policy.init(SPEC), 0, q, cache)[2].sums[0].heads
+        if budget > 1:  # a budget of 1 may be the newest token, and then nothing else is there to recall
+            np.testing.assert_array_equal(heads.recall, 1)
+        assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
+
+
+def params():
+    return tiny_params(num_layers=2)
+
+
+def measure(policies, prompt=PROMPTS, steps=STEPS):
+    return force(params(), [measured(policy) for policy in policies], prompt, max_new_tokens=steps, page_size=8)
+
+
+@pytest.fixture(scope="module")
+def forcing():
+    return measure(["dense", *EXPRESSIONS, *TOYS])
+
+
+def test_on_the_models_own_queries(forcing):
+    results = whole, recent, oracle, *toys = attention_metrics(forcing)
+    for metrics in results:
+        assert (metrics.steps == STEPS).all()
+        assert {field.shape for field in metrics.heads} == {(2, 3, 2)}
+    for name in ("recall", "mass", "attended"):
+        np.testing.assert_allclose(getattr(whole.heads, name), 1, rtol=1e-6)
+    assert whole.heads.output_error.max() < 1e-6
+    assert whole.heads.lse_error.max() < 1e-6
+    lengths = np.array([len(prompt) for prompt in PROMPTS]) + (STEPS + 1) / 2
+    np.testing.assert_allclose(whole.heads.bytes_read[1, :, 0], lengths * 2 * 16 * 4, rtol=1e-6)
+    np.testing.assert_array_equal(oracle.heads.recall, 1)
+    assert recent.heads.recall.mean() < 0.7
+    assert recent.heads.mass.mean() < oracle.heads.mass.mean() < 1
+    assert recent.heads.output_error.mean() > oracle.heads.output_error.mean() > 0.01
+    # without a summary what is missing of the mass is what is missing of the lse; the mean of -log is above its log
+    assert (oracle.heads.lse_error >= -np.log(oracle.heads.mass) - 1e-5).all()
+    assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
+
+
+def test_measuring_changes_nothing(forcing):
+    """States, maintenance and corrections included; what was attended is what the step says."""
+    watched = closeness(forcing)
+    alone = closeness(force(params(), TOYS, PROMPTS, max_new_tokens=STEPS, page_size=8))
+    np.testing.assert_array_equal(watched.attended[-3:], alone.attended[1:])
+    np.testing.assert_allclose(watched.kl[-3:], alone.kl[1:], rtol=1e-4, atol=1e-6)
+    for index, metrics in enumerate(attention_metrics(forcing), 1):
+        np.testing.assert_allclose(metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5)
+
+
+def test_steps_that_fall_back_to_dense_are_not_counted():
+    """even_ids is dense as long as every row holds at most 24 tokens: four of eight steps here, or all of them."""
+    short = random_prompts((20, 9))
+    (metrics,) = attention_metrics(measure([even_ids()], short))
+    assert metrics.steps.tolist() == [4, 4]
+    assert (metrics.heads.attended[:, 0] < 1).all()
+    (metrics,) = attention_metrics(measure([even_ids()], short, steps=4))
+    assert metrics.steps.tolist() == [0, 0]
+    assert all(np.isnan(field).all() for field in jax.tree.leaves(metrics.heads))
+
+
+def test_policies_must_be_measured():
+    with pytest.raises(ValueError, match=r"policy=streaming.*must be wrapped in measured"):
+        attention_metrics(force(params(), ["streaming"], PROMPTS, max_new_tokens=1, page_size=8))
+    with pytest.raises(ValueError, match="top_k=-1"):
+        measured(dense(), top_k=-1)
+    with pytest.raises(ValueError, match="policy=3: must be a policy"):
+        measured(3)

@@ -1,0 +1,201 @@
+"""Closeness against slow arithmetic on the engine's own logits; policies that share a prefill against each alone."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from toy_policies import bypass, even_ids, inherit, page_bound, shrink
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse import memory, prefill
+from jsparse.decode import decode_step
+from jsparse.evaluation import together
+from jsparse.evaluation.closeness import closeness, perplexity, windows
+from jsparse.evaluation.forcing import force
+from jsparse.policies import as_policy
+from jsparse.policies.streaming import streaming
+from jsparse.policy import Policy, builder, dense
+
+PAGE, CHUNK, STEPS = 8, 16, 10
+PROMPTS = random_prompts((37, 18, 3))
+FORCED = random_tokens(3, STEPS + 1)
+NEWEST = "streaming(sink=0, recent=1)"
+CORRECTED = streaming(sink=1, recent=3)._replace(correct_every=4, name="corrected")
+POLICIES = (page_bound(), inherit(), bypass(), shrink(), even_ids(), CORRECTED, NEWEST)
+
+
+def params():
+    return tiny_params(num_layers=2)
+
+
+@builder
+def newest_queries(window: int = 2) -> Policy:
+    """Dense attention, and the sum of what it is shown of the prompt's last queries; refuses fields not asked for."""
+
+    def prefill(state, layer, view):
+        assert view.q_window.shape[1] == window
+        assert view.cache.layers[layer].bias is None
+        return state + jnp.sum(jnp.abs(view.q_window)) + jnp.sum(view.window_valid) if view.last else state
+
+    def select(state, layer, q, cache):
+        assert cache.layers[layer].slot_positions is None
+        return dense().select(state, layer, q, cache)
+
+    return Policy(select, init=lambda spec: jnp.float32(0), prefill=prefill, window=window)
+
+
+def run(policies, prompt=PROMPTS, steps=STEPS, **options):
+    return closeness(force(params(), policies, prompt, max_new_tokens=steps, page_size=PAGE, **options))
+
+
+@pytest.fixture(scope="module")
+def chunked():
+    """All policies along random tokens, their prompts read in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+        return run(POLICIES, continuation=FORCED)
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("index", range(len(POLICIES) + 1))
+def test_every_policy_is_measured_as_if_it_had_been_alone(chunked, index):
+    """Sidecars, windows of queries, cache fields, maintenance and corrections: the engine's logits, and slow sums."""
+    exact = log_softmax(engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE))[1:]
+    policy = as_policy((dense(), *POLICIES)[index])
+    logits = log_softmax(engine_logits(params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE))[1:]
+    assert chunked.policies[index] == policy.name
+    np.testing.assert_array_equal(chunked.tokens, FORCED)
+    kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
+    np.testing.assert_allclose(chunked.kl[index], kl, rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(chunked.agreement[index], (exact.argmax(-1) == logits.argmax(-1)).T)
+    logprob = [[logits[i, b, FORCED[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))]
+    np.testing.assert_allclose(chunked.logprob[index], logprob, rtol=1e-3, atol=1e-4)
+
+
+def test_a_shared_prefill_changes_no_bit(chunked):
+    """A window of queries among wider and none, without and with bias."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+        alone = run([bypass()], continuation=FORCED)
+    index = POLICIES.index(bypass()) + 1
+    for name in ("kl", "agreement", "logprob", "attended", "read"):
+        np.testing.assert_array_equal(getattr(alone, name)[1], getattr(chunked, name)[index])
+
+
+def test_policies_see_their_own_window_and_fields(monkeypatch):
+    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+    policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
+    shared = force(params(), policies, PROMPTS, max_new_tokens=1, page_size=PAGE).shared
+    alone = force(params(), policies[:1], PROMPTS, max_new_tokens=1, page_size=PAGE).shared
+    assert float(shared.states[1]) == float(alone.states[1])
+    assert len({float(state) for state in shared.states[1:4]}) == 3
+    assert shared.primed(3).cache.layers[0].bias is None
+    assert shared.primed(4).cache.layers[0].bias is not None
+
+
+def test_dense_is_itself_and_full_budgets_are_dense():
+    """And dropping all but the newest token is not."""
+    result = run(["dense", "oracle_top_k(budget=1073741824)", NEWEST])
+    assert result.policies[0] == "dense()"
+    assert len(result.policies) == 3
+    assert (result.kl[0] == 0).all()
+    assert np.abs(result.kl[1]).max() < 1e-5
+    assert result.agreement[:2].all()
+    assert (result.attended[0] == 1).all()
+    assert (result.attended[2] < 0.3).all()
+    assert result.kl[2].mean() > 0.5
+    assert result.agreement[2].mean() < 0.7
+    # dense follows its own continuation
+    assert (result.logprob[0] >= result.logprob[2]).mean() > 0.8
+
+
+def test_the_continuation_is_what_generate_gives():
+    outs = jsparse.generate(params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE)
+    assert run([NEWEST]).tokens.tolist() == [out.token_ids for out in outs]
+
+
+def test_a_row_does_not_depend_on_its_batch(chunked):
+    alone, index = run([bypass()], [PROMPTS[1]], continuation=FORCED[1:2]), POLICIES.index(bypass()) + 1
+    for name in ("kl", "logprob", "attended", "read"):
+        np.testing.assert_allclose(getattr(alone, name)[1], getattr(chunked, name)[index, 1:2], rtol=1e-3, atol=1e-5)
+
+
+def test_perplexity_of_a_text_is_that_of_plain_passes():
+    text = random_prompts([100])[0]
+    prompt, continuation = windows(text, 30, 8)
+    assert [p + c for p, c in zip(prompt, continuation, strict=True)] == [text[:30], text[30:60], text[60:90]]
+    result = run(["streaming(sink=2, recent=4)"], prompt, 8, continuation=continuation)
+    plain = log_softmax(jsparse.logits(params(), [text[:30], text[30:60], text[60:90]]))
+    logprob = [[plain[b, i - 1, text[30 * b + i]] for i in range(22, 30)] for b in range(3)]
+    dense_ppl, sparse_ppl = perplexity(result.logprob)
+    assert dense_ppl == pytest.approx(np.exp(-np.mean(logprob)), rel=1e-4)
+    assert abs(sparse_ppl / dense_ppl - 1) > 0.01
+
+
+def test_generating_together_is_generating_alone(monkeypatch):
+    """With one prefill for all."""
+    chunks = []
+    real = prefill.prefill_chunk
+    monkeypatch.setattr(prefill, "prefill_chunk", lambda *args, **options: chunks.append(1) or real(*args, **options))
+    options = {"max_new_tokens": 9, "page_size": PAGE, "eos_token_id": 7}
+    policies = [bypass(), NEWEST]
+    outs = together.generate(params(), policies, PROMPTS, **options)
+    assert len(chunks) == 1
+    for policy, rows in zip(policies, outs, strict=True):
+        alone = jsparse.generate(params(), PROMPTS, policy=policy, temperature=0.0, logprobs=True, **options)
+        for a, b in zip(rows, alone, strict=True):
+            assert (a.token_ids, a.finish_reason, a.logprobs) == (b.token_ids, b.finish_reason, b.logprobs)
+            assert a.stats.attended_fraction == b.stats.attended_fraction
+
+
+def test_a_bundle_does_not_decode():
+    p, policy = params(), together.bundle((dense(), streaming(sink=1, recent=2)))
+    cache = kv_cache.init(spec_of(p, 1))
+    with pytest.raises(ValueError, match=r"policy=bundle\(dense\(\), streaming.*must decode alone"):
+        decode_step(p.decoder, policy, p.weights, jnp.zeros(1, jnp.int32), cache, ((), ()))
+
+
+def test_progress_ends_where_it_said():
+    seen = []
+    run([NEWEST], on_progress=lambda *report: seen.append(report))
+    decoded = [(done, total) for what, done, total in seen if what == "decode"]
+    assert decoded == [(done, 2 * STEPS) for done in range(STEPS, 2 * STEPS + 1)]
+    assert ("prefill", 37, 37) in seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": [[1, 2], []]}, r"prompt\[1\] is empty"),
+        ({"prompt": random_prompts([510])}, r"510 tokens \+ max_new_tokens=10 is 520: must be at most 512"),
+        ({"steps": 0}, r"max_new_tokens=0"),
+        ({"policies": []}, r"policies=\[\]: must be a list of at least one"),
+        ({"policies": "dense"}, r"policies='dense': must be a list"),
+        ({"continuation": FORCED[:, 1:]}, r"continuation of shape \(3, 10\).*must be integers \(3, 11\)"),
+        ({"continuation": FORCED[:2]}, r"continuation of shape \(2, 11\).*must be integers \(3, 11\)"),
+        ({"continuation": FORCED / 2}, r"continuation of .*float64"),
+        ({"continuation": FORCED + 300}, r"continuation ranges from 3.*must lie in 0 … 299"),
+        ({"continuation": [[1], [2, 3], [4]]}, r"continuation: must be integers"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(**{"policies": ["dense"], **arguments})
+
+
+def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**10)
+    with pytest.raises(ValueError, match=r"max_new_tokens=10 for 3 prompt\(s\) takes 35.16 KiB .* in the 1.00 KiB"):
+        run(["dense"])
+
+
+@pytest.mark.parametrize(("length", "scored", "message"), [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")])
+def test_windows_that_cannot_be_cut(length, scored, message):
+    with pytest.raises(ValueError, match=message):
+        windows(list(range(40)), length, scored)
