@@ -15,12 +15,13 @@ from jaxtyping import Array, Float32
 from jsparse import cache as kv_cache
 from jsparse import prefill, sampling
 from jsparse.cache import CacheSpec, KVCache
-from jsparse.decode import decode_step
+from jsparse.decode import StepStats, decode_step
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.output import OnProgress, Reader, Step
 from jsparse.policy import Policy, State
 from jsparse.sampling import Sampling
+from jsparse.shapes import Rows
 
 step = jax.jit(decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
 sample = jax.jit(sampling.sample, static_argnames=("sampling",))
@@ -85,9 +86,9 @@ def decode(
     logits, cache, state = primed
     stats = None
     # a key takes 32 bits of a seed: the upper ones are folded in
-    decoder, key = params.decoder, jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
+    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
     seen = _seen(rows, params.config.vocab_size) if options.repetition_penalty != 1.0 else None
-    recent: deque[Array] = deque(maxlen=policy.correct_every or 1)
+    recent = recent_tokens(policy)
     try:
         for i in range(reader.max_new_tokens):
             tokens, logprobs = sample(options, logits, key, jnp.int32(i), seen)
@@ -95,16 +96,29 @@ def decode(
             if reader.finished or i + 1 == reader.max_new_tokens:
                 break
             seen = _mark_seen(seen, tokens)
-            logits, cache, state, stats = step(decoder, policy, params.weights, tokens, cache, state)
-            recent.append(tokens)
-            if policy.correct_every and (i + 1) % policy.correct_every == 0:
-                newest = jnp.stack(recent, axis=1)
-                cache, state = prefill.correct(decoder, policy, params.weights, newest, cache, state)
-            if policy.period and (i + 1) % policy.period == 0:
-                cache, state = maintain(policy, cache, state)
+            logits, cache, state, stats = advance(params, policy, i + 1, recent, tokens, cache, state)
         reader.drain()
     finally:
         _settle(logits, cache, state)
+
+
+def recent_tokens(policy: Policy) -> deque[Rows]:
+    """Takes the tokens that were fed, as many as `advance` may correct."""
+    return deque(maxlen=policy.correct_every or 1)
+
+
+def advance(
+    params: Params, policy: Policy, nth: int, recent: deque[Rows], tokens: Rows, cache: KVCache, state: State
+) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
+    """The nth decode step, from 1 on, and what the policy wants after it: corrections, maintenance."""
+    decoder, weights = params.decoder, params.weights
+    logits, cache, state, stats = step(decoder, policy, weights, tokens, cache, state)
+    recent.append(tokens)
+    if policy.correct_every and nth % policy.correct_every == 0:
+        cache, state = prefill.correct(decoder, policy, weights, jnp.stack(recent, axis=1), cache, state)
+    if policy.period and nth % policy.period == 0:
+        cache, state = maintain(policy, cache, state)
+    return logits, cache, state, stats
 
 
 def _settle(*running: Any) -> None:

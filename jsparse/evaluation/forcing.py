@@ -4,7 +4,6 @@ With n steps a continuation has n + 1 tokens. Its first follows from the prefill
 policy, so it is only fed; each of the others is what one decode step had to predict.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jsparse import generation, loop, memory, prefill, prompts
+from jsparse import generation, loop, memory, prompts
 from jsparse.decode import StepStats
 from jsparse.evaluation.together import Shared, as_policies, prime
 from jsparse.models.checkpoint import Params
@@ -123,18 +122,10 @@ def _decode(
 ) -> Iterator[Step]:
     """Decodes, maintenance and corrections included; `choose(i, logits)` is the continuation's token i."""
     logits, cache, state = primed
-    recent: deque[Array] = deque(maxlen=policy.correct_every or 1)
-    decoder, weights = params.decoder, params.weights
-    tokens = choose(0, logits)
+    recent, tokens = loop.recent_tokens(policy), choose(0, logits)
     try:
         for i in range(1, steps + 1):
-            logits, cache, state, stats = loop.step(decoder, policy, weights, tokens, cache, state)
-            recent.append(tokens)
-            if policy.correct_every and i % policy.correct_every == 0:
-                newest = jnp.stack(recent, axis=1)
-                cache, state = prefill.correct(decoder, policy, weights, newest, cache, state)
-            if policy.period and i % policy.period == 0:
-                cache, state = loop.maintain(policy, cache, state)
+            logits, cache, state, stats = loop.advance(params, policy, i, recent, tokens, cache, state)
             tokens = choose(i, logits)
             yield Step(logits, tokens, stats, state)
     finally:
