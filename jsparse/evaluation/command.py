@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,6 +10,9 @@ from typer import Option
 
 from jsparse.console import Bars
 from jsparse.generation_options import DtypeName
+
+if TYPE_CHECKING:
+    from jsparse.evaluation.runner import Plan
 
 DEFAULT_TASKS = "kl,ppl,passkey"
 
@@ -41,47 +44,84 @@ def evaluate(
 
     Example: jsparse eval --policy "streaming(sink=4, recent=256)" --tasks kl,passkey --lengths 1024,4096
     """
-    from tempfile import TemporaryDirectory
-
-    from jsparse.evaluation import plots as drawing
-    from jsparse.evaluation.results import Store
-    from jsparse.evaluation.runner import plan, run
-    from jsparse.evaluation.table import tables
-    from jsparse.models.checkpoint import load
+    from jsparse.evaluation.runner import plan
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
     names = [name.strip() for name in tasks.split(",")]
     more: dict[str, Any] = {"batch": batch, "steps": steps, "chat": chat, "text": text, "files": files}
     wanted = plan(policy or [], names, _numbers(lengths), samples, **more)
+    report = carry_out(wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume)
+    show(report)
+    if plots is not None:
+        draw(report, plots)
+
+
+def carry_out(
+    wanted: "Plan",
+    model: str,
+    out: Path | None,
+    environment: dict[str, Any],
+    *,
+    dtype: DtypeName | None = None,
+    revision: str | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Loads the model, measures what is not there yet, with a bar on standard error, and returns the report.
+
+    Args:
+        wanted: what to measure.
+        model: as `jsparse.load` takes it.
+        out: where the report and, before, its journal are written; None: nowhere.
+        environment: of the report; its "versions" are part of the settings.
+        dtype: as `jsparse.load` takes it.
+        revision: the same.
+        resume: go on with an unfinished run of the same settings.
+    """
+    from tempfile import TemporaryDirectory
+
+    from jsparse.evaluation.results import Store
+    from jsparse.evaluation.runner import run
+    from jsparse.models.checkpoint import load
+
     bars = Bars()
     try:
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
     finally:
         bars.close()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in wanted._asdict().items()}
-    environment = _environment()
-    settings |= {"model": model, "revision": revision, "dtype": str(params.dtype), **environment["versions"]}
+    settings |= {"model": model, "revision": revision, "dtype": str(params.dtype), "versions": environment["versions"]}
     with TemporaryDirectory() as folder, _progress() as progress:
         store = Store(out or Path(folder) / "report.json", settings, resume=resume)
         task = progress.add_task("", total=None)
-        run(
-            params,
-            wanted,
-            store,
-            lambda done, total, now: progress.update(task, completed=done, total=total, description=now),
-        )
-        report = store.finish(environment)
+
+        def update(done: int, total: int, now: str) -> None:
+            progress.update(task, completed=done, total=total, description=now)
+
+        run(params, wanted, store, update)
+        return store.finish(environment)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the tables."""
+    from jsparse.evaluation.table import tables
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for table in tables(report):
         console.print(table)
-    if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
-        drawing.plot_quality(report, plots / "quality.png")
-        if "niah_grid" in names:
-            drawing.plot_niah(report, plots / "niah.png")
-        if "attention" in names:
-            drawing.plot_heads(report, plots / "heads.png")
+
+
+def draw(report: dict[str, Any], folder: Path) -> None:
+    """Draws whatever was measured: quality over what is attended, needles found, what heads attend to."""
+    from jsparse.evaluation import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = report["settings"]["tasks"]
+    plots.plot_quality(report, folder / "quality.png")
+    if "niah_grid" in tasks:
+        plots.plot_niah(report, folder / "niah.png")
+    if "attention" in tasks:
+        plots.plot_heads(report, folder / "heads.png")
 
 
 def _numbers(text: str) -> list[int]:
