@@ -1,0 +1,324 @@
+"""The harness' model class against jsparse.generate and jsparse.logits, and the harness' own RULER with it."""
+
+import json
+import re
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoders import smollm2
+
+import jsparse
+
+harness = pytest.importorskip("lm_eval", reason="needs the package lm-eval")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
+
+from jsparse.evaluation import lm_eval as adapter  # noqa: E402
+
+TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
+POLICY = "streaming(sink=1, recent=2)"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+PROMPTS = ["the cat sat on the mat and the dog", "a bird", "one two three four five six"]
+GREEDY = {"do_sample": False, "temperature": 0.0, "until": [], "max_gen_toks": 12}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jsparse.load(TINY)
+
+
+def model(**arguments):
+    return adapter.JSparseLM(**{"pretrained": TINY, "policy": POLICY, "batch_size": 2} | arguments)
+
+
+def answers(lm, contexts, **arguments):
+    return lm.generate_until([request(context, GREEDY | arguments) for context in contexts])
+
+
+def request(*arguments):
+    return Instance("generate_until", {}, arguments, 0)
+
+
+def expected(params, ids, policy=POLICY, **options):
+    return jsparse.generate(params, ids, policy=policy, **{"max_new_tokens": 12, "temperature": 0.0} | options).text
+
+
+def log_probs(params, ids):
+    """After every token, in float64."""
+    logits = np.asarray(jsparse.logits(params, ids)[0], np.float64)
+    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def scored(params, context, continuation):
+    """Slowly, one row: the log-likelihood, and whether it is the likeliest."""
+    found = log_probs(params, [*context, *continuation])[len(context) - 1 : -1]
+    return sum(row[i] for row, i in zip(found, continuation, strict=True)), found.argmax(-1).tolist() == continuation
+
+
+def test_it_is_registered():
+    assert get_model("jsparse") is adapter.JSparseLM
+    lm = get_model("jsparse").create_from_arg_string(f"pretrained={TINY},max_gen_toks=7", {"batch_size": "4"})
+    assert (lm.batch_size, lm.max_gen_toks, lm.max_length, lm.policy) == (4, 7, 512, jsparse.dense())
+
+
+def test_answers_are_those_of_generate_with_the_policy(params):
+    lm = model()
+    contexts = [*PROMPTS, *PROMPTS]
+    lengths = [12, 12, 12, 5, 5, 5]
+    asked = [request(c, GREEDY | {"max_gen_toks": n}) for c, n in zip(contexts, lengths, strict=True)]
+    wanted = [expected(params, c, max_new_tokens=n) for c, n in zip(contexts, lengths, strict=True)]
+    assert lm.generate_until(asked) == wanted
+    assert wanted[:3] != [expected(params, context, policy="dense") for context in PROMPTS]
+    info = lm.get_model_info()
+    assert info["policy"] == POLICY and info["loglikelihood"].startswith("dense") and 0 < info["attended_fraction"] < 1
+
+
+def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
+    calls, real = [], adapter.generate
+
+    def spy(params, rows, **options):
+        calls.append(([len(row) for row in rows], options["max_new_tokens"]))
+        return real(params, rows, **options)
+
+    monkeypatch.setattr(adapter, "generate", spy)
+    lm = model()
+    contexts = ["a" * n for n in (3, 9, 5, 7, 2)]
+    lm.generate_until([request(c, GREEDY | {"max_gen_toks": 1 + (c == "aa")}) for c in contexts])
+    of_one, of_two = ([row for row, n in calls if n == new] for new in (1, 2))
+    longest = [len(lm.tok_encode(c)) for c in contexts]
+    assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]] and of_two == [[longest[4]] * 2]
+
+
+def test_the_models_own_sampling_defaults_play_no_part(params):
+    lm = model()
+    lm._params.generation_defaults.update(temperature=5.0, repetition_penalty=3.0)
+    assert answers(lm, PROMPTS[:1]) == [expected(params, PROMPTS[0])]
+
+
+def test_sampling_is_seeded_and_differs_between_repeats():
+    drawn = [answers(model(), PROMPTS[:1] * 4, do_sample=True, temperature=2.0, top_p=0.9) for _ in range(2)]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
+
+
+def test_until_cuts(params):
+    text = expected(params, PROMPTS[0])
+    stop = text[4:6]
+    assert stop and answers(model(), PROMPTS[:1], until=[stop, ""]) == [text[: text.index(stop)]]
+    assert answers(model(), PROMPTS[:1], until=stop) == [text[: text.index(stop)]]
+
+
+def test_until_a_control_token_ends_a_text(monkeypatch):
+    given = {}
+    monkeypatch.setattr(adapter, "generate", lambda *_, **options: given.update(options) or [])
+    with pytest.raises(ValueError, match="zip"):  # the engine answered nothing
+        answers(model(), PROMPTS[:1], until=["<|eot_id|>", "the", "[PAD285]"])
+    assert given["eos_token_id"] == [281, 282]
+
+
+def test_long_contexts_are_cut_from_the_left_and_it_is_said(params, caplog):
+    lm = model(max_length=30)
+    ids = [lm.tok_encode(prompt) for prompt in PROMPTS]
+    lengths = list(map(len, ids))
+    assert answers(lm, PROMPTS) == [expected(params, row[-18:]) for row in ids]
+    lost = [length - 18 for length in lengths if length > 18]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert len(lost) == 2
+    assert f"2 of 3 texts do not fit in max_length=30 and are cut from the left: {sum(lost)} tokens are lost" in said
+    assert f"up to {max(lost)} of a text" in said
+
+
+def test_an_empty_context_is_the_beginning_of_a_text(params):
+    assert answers(model(), [""]) == [expected(params, [280])]
+
+
+def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
+    lm = model(batch_size=3)
+    pairs = [("the cat", " sat on"), ("", "a bird"), ("one two three four", " five"), ("a ", "b"), ("x" * 70, "y" * 9)]
+    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    rows = [([280], lm.tok_encode(b, False)) if a == "" else lm._encode_pair(a, b) for a, b in pairs]
+    for (value, greedy), row in zip(found, rows, strict=True):
+        slow, likeliest = scored(params, *row)
+        assert value == pytest.approx(slow, abs=1e-4) and greedy == likeliest
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "log-likelihoods are dense" in said and POLICY in said
+
+
+def test_what_dense_greedy_decoding_says_is_the_likeliest(params):
+    ids = params.tokenizer.encode(PROMPTS[0])
+    made = jsparse.generate(params, ids, max_new_tokens=8, temperature=0.0).token_ids
+    other = [*made[:-1], (made[-1] + 1) % 280]
+    found = model()._loglikelihood_tokens([(None, ids, made), (None, ids, other)])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_long_texts_are_scored_by_their_end(params, caplog):
+    context, continuation = list(range(3, 40)), [70, 71, 72]
+    lm = model(max_length=16)
+    ((value, _),) = lm._loglikelihood_tokens([(None, context, continuation)])
+    assert value == pytest.approx(scored(params, context[-14:], continuation)[0], abs=1e-4)
+    assert "1 of 1 texts do not fit in max_length=16 and are cut from the left: 23 tokens are lost" in caplog.text
+
+
+@pytest.mark.parametrize("words", [3, 30])
+def test_rolling_predicts_every_token_once_with_most_context(params, words):
+    text = "the dog and " * words
+    lm = model(max_length=16)
+    (found,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    ids = lm.tok_encode(text, add_special_tokens=False)
+    before, slow = [280, *ids], 0.0
+    for first in range(0, len(ids), 16):
+        end = min(first + 16, len(ids))
+        window = before[max(end - 16, 0) : end]
+        found_here = log_probs(params, window)[len(window) - (end - first) :]
+        slow += sum(row[i] for row, i in zip(found_here, ids[first:end], strict=True))
+    assert found == pytest.approx(slow, abs=1e-3)
+
+
+def test_chats():
+    lm = model()
+    lm.tokenizer.chat_template = TEMPLATE
+    asked = [{"role": "user", "content": "hi"}]
+    assert lm.apply_chat_template(asked) == "<user>hi<end><a>"
+    begun = [*asked, {"role": "assistant", "content": " hi, it is "}]
+    assert lm.apply_chat_template(begun, add_generation_prompt=False) == "<user>hi<end><assistant> hi, it is"
+    assert (lm.chat_template(True), lm.tokenizer_name) == (TEMPLATE, TINY.replace("/", "__"))
+    lm.tokenizer.chat_template = "nothing"
+    with pytest.raises(ValueError, match="'hi, it is': must stand in the chat template's text"):
+        lm.apply_chat_template(begun, add_generation_prompt=False)
+
+
+def test_a_text_that_begins_as_a_sequence_does_gets_no_second_beginning():
+    lm = model()
+    assert lm.tok_encode("the") == lm.tok_encode("<|begin_of_text|>the") == [280, *lm.tok_encode("the", False)]
+    assert (lm.prefix_token_id, lm.eot_token_id) == (280, 281)
+    lm.tokenizer.eos_token_ids = ()
+    with pytest.raises(ValueError, match=r"must be a model whose tokenizer names an end token"):
+        _ = lm.eot_token_id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "nope"}, "unknown policy 'nope'"),
+        ({"batch_size": "auto"}, "batch_size='auto': must be an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer of at least 1"),
+        ({"max_gen_toks": True}, "max_gen_toks=True: must be an integer of at least 1"),
+        ({"max_length": 513}, "max_length=513: must be at most 512, the model's maximum"),
+        ({"page_size": 7}, "page_size=7: must be one of (8, 16, 32, 64)"),
+        ({"dtype": "int8"}, "int8"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 4}, "generation arguments ['num_beams']: must be among until, max_gen_toks, do_sample, temp"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0: must be an integer of at least 1"),
+        ({"max_gen_toks": 64}, "max_gen_toks=64: must be less than max_length=64"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p=2.0: must be"),
+    ],
+)
+def test_requests_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        answers(model(max_length=64), ["a"], **arguments)
+
+
+def test_continuations_out_of_range():
+    for continuation in ([], [5] * 17):
+        with pytest.raises(ValueError, match=rf"has {len(continuation)} tokens, must have 1 to 16"):
+            model(max_length=16)._loglikelihood_tokens([(("a", "b"), [5], continuation)])
+
+
+class AutoTokenizer:
+    """What RULER's generators want of transformers': they count with jsparse's tokenizer."""
+
+    def __call__(self, text):
+        return types.SimpleNamespace(input_ids=smollm2(text))
+
+    @classmethod
+    def from_pretrained(cls, name, **_):
+        assert name == "smollm2"
+        return cls()
+
+
+@pytest.fixture
+def offline_ruler(monkeypatch):
+    """RULER's generators want a tokenizer of transformers, which is no dependency, and data for splitting sentences
+    that only its essays need; nothing is fetched."""
+    nltk = pytest.importorskip("nltk")
+    pytest.importorskip("wonderwords")
+    stand_in = types.ModuleType("transformers")
+    stand_in.__spec__ = ModuleSpec("transformers", None)
+    stand_in.__version__ = "0"
+    stand_in.AutoTokenizer = stand_in.PreTrainedTokenizerBase = AutoTokenizer
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.common_utils", raising=False)
+    monkeypatch.setattr(nltk.data, "find", lambda *_: None)
+
+    def refuse(*_):
+        raise OSError("this test must not use the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+def test_the_harness_own_variable_tracking(offline_ruler):
+    policy = "streaming(sink=4, recent=512)"
+    found = harness.simple_evaluate(
+        model="jsparse",
+        model_args={"pretrained": "smollm2", "policy": policy},
+        tasks=["ruler_vt"],
+        metadata={"max_seq_lengths": [1024]},
+        limit=2,
+        batch_size=2,
+        bootstrap_iters=0,
+    )
+    samples = found["samples"]["ruler_vt"]
+    texts = [sample["resps"][0][0] for sample in samples]
+    contexts = [sample["arguments"][0][0] for sample in samples]
+    params = jsparse.load("smollm2")
+    lengths = [len(smollm2(context)) for context in contexts]
+    assert len(texts) == 2 and all(512 < length <= 1024 for length in lengths)
+    outs = jsparse.generate(params, contexts, policy=policy, max_new_tokens=30, temperature=0.0)
+    assert texts == [out.text for out in outs]
+    hits = [
+        sum(name.lower() in text.lower() for name in s["doc"]["outputs"])
+        for s, text in zip(samples, texts, strict=True)
+    ]
+    assert found["results"]["ruler_vt"]["1024,none"] == pytest.approx(sum(hits) / 10)
+    assert sum(hits) > 0
+    assert found["config"]["policy"] == policy and found["config"]["attended_fraction"] < 0.8
+
+
+def test_in_the_shell(tmp_path):
+    rows = [{"question": "the cat", "answer": " sat"}, {"question": "a bird", "answer": " sang"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "made_up",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (tmp_path / "made_up.yaml").write_text(json.dumps(task))
+    command = [sys.executable, "-m", "jsparse.evaluation.lm_eval", "--model", "jsparse"]
+    command += ["--model_args", f"pretrained={TINY},policy={POLICY}", "--batch_size", "2"]
+    command += ["--include_path", str(tmp_path), "--tasks", "made_up"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "made_up" in ran.stdout and "exact_match" in ran.stdout and POLICY in ran.stdout
