@@ -5,18 +5,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jsparse.pallas_kernels.block_sparse_decode.heads import Head
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
-
-
-class Head(NamedTuple):
-    """What is known of a pair: its share of the work, whether it is dense, the last page of its list."""
-
-    splits: Any
-    tiles: Any
-    dense: Any
-    last: Any
-    length: Any
-    count: Any
 
 
 class Entries(NamedTuple):

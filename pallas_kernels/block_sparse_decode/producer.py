@@ -1,6 +1,8 @@
 # pyright: reportAssignmentType=false
 """The warpgroup that copies: it finds its team's splits and sends their tiles."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
-from jsparse.pallas_kernels.block_sparse_decode.entries import Entries, Head
+from jsparse.pallas_kernels.block_sparse_decode.entries import Entries
+from jsparse.pallas_kernels.block_sparse_decode.heads import lacks_newest, load_head, next_with_tiles
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
@@ -25,53 +28,19 @@ def produce(p: Problem, g: dict, s: dict) -> None:
     _share_out(p, g, s, team)
     first, base, start, end = (s["share_s"][team, i] for i in range(4))
 
-    def load(h):
-        h = jnp.minimum(h, p.pairs - 1)
-        length, count = g["lengths"][h], g["count"][h]
-        dense = g["dense"][h] if p.has_dense else jnp.int32(0)
-        last = g["ids"][h, jnp.clip(count - 1, 0, p.capacity - 1)] if p.capacity else jnp.int32(0)
-        tiles = schedule.num_tiles(length, count, dense, p.page_size, p.tiles)
-        return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, last, length, count)
-
-    def settle(h, base, head, ahead):
-        """The next head that has any tiles, from this one on."""
-
-        def step(c):
-            h, base, _, ahead = c
-            return h + 1, base, ahead, load(h + 2)
-
-        return lax.while_loop(lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead))
+    load, settle, announce = partial(load_head, p, g), partial(next_with_tiles, p, g), partial(_announce, p, g, s, team)
 
     def fetch(h, head, split):
         """All pages of a split's first tile."""
         pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
         return tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
 
-    def announce(n, *values):
-        """Tells the consumers of the n-th run; its queries follow."""
-        slot = team * p.runs + lax.rem(n, p.runs)
-
-        @pl.when(n >= p.runs)
-        def _():
-            plgpu.barrier_wait(s["run_free"].at[slot])
-
-        for i, value in enumerate(values):
-            s["run_s"][slot, i] = value
-        plgpu.barrier_arrive(s["run_full"].at[slot])
-        window = s["q_s"].at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
-        queries = g["q"].at[lax.div(values[0], p.heads_a_window)]
-        plgpu.copy_gmem_to_smem(queries, window, s["q_full"].at[slot])
-
     def send(carry):
         n, sent, (h, base, head, ahead), split, found = carry
         following = settle(h + 1, base + head.tiles, ahead, load(h + 2))
         found_next = fetch(following[0], following[2], 0)
         splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
-        missing = jnp.bool_(False)
-        if p.capacity:
-            beyond = head.last > lax.div(head.length - 1, p.page_size)
-            missing = lax.cond(beyond & (head.dense == 0), lambda: _not_found(p, g, h, head), lambda: _ends(p, head))
-            missing = missing & (head.dense == 0) & (splits == head.splits)
+        missing = lacks_newest(p, g, h, head) & (splits == head.splits)
         t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
         extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
         first_row = lax.rem(h, p.heads_a_window) * p.queries
@@ -99,6 +68,27 @@ def produce(p: Problem, g: dict, s: dict) -> None:
     n, sent, *_ = lax.while_loop(more, send, (zero, zero, state, split, fetch(state[0], state[2], split)))
     announce(n, *[zero] * 8)
 
+    _drain(p, s, team, n, sent)
+
+
+def _announce(p: Problem, g: dict, s: dict, team, n, *values) -> None:
+    """Tells the consumers of the n-th run; its queries follow."""
+    slot = team * p.runs + lax.rem(n, p.runs)
+
+    @pl.when(n >= p.runs)
+    def _():
+        plgpu.barrier_wait(s["run_free"].at[slot])
+
+    for i, value in enumerate(values):
+        s["run_s"][slot, i] = value
+    plgpu.barrier_arrive(s["run_full"].at[slot])
+    window = s["q_s"].at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
+    queries = g["q"].at[lax.div(values[0], p.heads_a_window)]
+    plgpu.copy_gmem_to_smem(queries, window, s["q_full"].at[slot])
+
+
+def _drain(p: Problem, s: dict, team, n, sent) -> None:
+    """Waits until all that n runs sent has been used."""
     if p.runs == 2:  # the last run has been used
 
         @pl.when(n >= 1)
@@ -204,22 +194,3 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
 
     ahead = (tuple(first(j) for j in mine), *(fetch(t0 + i) for i in range(1, AHEAD)))
     lax.fori_loop(0, t1 - t0, tile, ahead)
-
-
-def _ends(p: Problem, head: Head):
-    """Whether a list ends before the page of the newest token."""
-    return head.last < lax.div(head.length - 1, p.page_size)
-
-
-def _not_found(p: Problem, g: dict, h, head: Head):
-    """Searches a list that ends past what its head holds for the page of the newest token."""
-    newest = lax.div(head.length - 1, p.page_size)
-
-    def halve(bounds):
-        low, high = bounds  # ids[low - 1] ≤ newest < ids[high]
-        middle = lax.div(low + high, 2)
-        beyond = g["ids"][h, middle] > newest
-        return jnp.where(beyond, low, middle + 1), jnp.where(beyond, middle, high)
-
-    low, _ = lax.while_loop(lambda b: b[0] < b[1], halve, (jnp.int32(0), head.count))
-    return (low == 0) | (g["ids"][h, jnp.maximum(low - 1, 0)] != newest)
