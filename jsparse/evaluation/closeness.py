@@ -64,9 +64,9 @@ def windows(tokens: Sequence[int], length: int, scored: int) -> tuple[list[list[
     Each window of `length` tokens, one after the other, becomes a prompt and a continuation of `scored` + 1 tokens, the
     last `scored` of which are scored, each by a decode step of its own; a rest that fills no window is left out.
 
-    Quest (Tang et al., arXiv:2406.10774) scores PG-19 with every token of a book going through its decode step, from
-    the first on, so that keys and values are all its own. Here what comes before the scored tokens is read densely, as
-    `generate` reads a prompt, and every window's scored tokens stand at the same distance from its beginning.
+    Quest (Tang et al., arXiv:2406.10774) scores PG-19 token by token through its decode step. Here what comes before
+    the scored tokens is read densely, as `generate` reads a prompt, and every window's scored tokens stand at the same
+    distance from its beginning.
 
     Raises:
         ValueError: `scored` leaves no prompt, or there is no whole window.
