@@ -1,19 +1,27 @@
-"""What do the policies cost in quality, on SmolLM2? The set of runs behind the README's table.
+"""What do the policies cost in quality, on SmolLM2? The runs behind the README's table.
 
 `jsparse eval` with policies, tasks and lengths chosen here: dense, StreamingLLM, and the oracles, which say what a
-perfect selector of so many tokens, or of so much attention mass, would keep.
+perfect selector of so many tokens, or of so much attention mass, would keep. Each length is a process of its own, some
+of them side by side, since much of the time goes into compiling; beside PATH lie their reports, with every sample.
+PATH holds all lengths, without the samples.
 
-    python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--samples 100]
+    python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--processes 4]
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import jax
-
-from bench.environment import describe
-from jsparse.evaluation.command import carry_out, draw, show
-from jsparse.evaluation.runner import plan
+from bench.children import write_report
+from bench.environment import REPOSITORY, describe
+from jsparse.evaluation.command import draw, show
+from jsparse.evaluation.statistics import averages
 
 POLICIES = (
     *(f"streaming(sink=4, recent={recent})" for recent in (124, 252, 508, 1020)),
@@ -22,6 +30,38 @@ POLICIES = (
 )
 TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def measure(args: argparse.Namespace, length: int) -> dict[str, Any]:
+    """The report of one length; what is there already is read.
+
+    Raises:
+        RuntimeError: its process failed.
+    """
+    path = args.json.with_stem(f"{args.json.stem}_{length}")
+    if not (args.resume and path.exists()):
+        command = [sys.executable, "-m", "jsparse", "eval", "--model", args.model, "--json", str(path)]
+        command += [word for policy in args.policy for word in ("--policy", policy)]
+        command += ["--tasks", ",".join(args.tasks), "--lengths", str(length)]
+        command += ["--samples", str(args.samples), "--batch", str(args.batch), *["--resume"] * args.resume]
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"length {length} failed; what it had done lies beside {path}: go on with --resume")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of all lengths, without the samples."""
+    cells = [cell for report in reports for cell in report["cells"]]
+    settings = reports[0]["settings"] | {"lengths": [n for report in reports for n in report["settings"]["lengths"]]}
+    return {
+        "timestamp": reports[-1]["timestamp"],
+        "environment": reports[0]["environment"] | describe(),
+        "settings": settings,
+        "cells": [{name: value for name, value in cell.items() if name != "samples"} for cell in cells],
+        "averages": averages(cells),
+    }
 
 
 def main() -> None:
@@ -33,12 +73,15 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=1, help="lengths side by side (default 1)")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
-    wanted = plan(args.policy, args.tasks, args.lengths, args.samples, batch=args.batch)
-    environment = {"device": jax.local_devices()[0].device_kind, **describe()}
-    report = carry_out(wanted, args.model, args.json, environment, resume=args.resume)
+    args.json = args.json.resolve()
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.processes) as pool:
+        report = joined(list(pool.map(lambda length: measure(args, length), args.lengths)))
+    write_report(args.json, report)
     show(report)
     draw(report, args.json.parent / args.json.stem)
 

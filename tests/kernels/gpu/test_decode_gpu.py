@@ -1,0 +1,70 @@
+"""Whole decode steps: with the kernels a model gives the logits that the references give, on the GPU too."""
+
+import logging
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.models.checkpoint import Params
+from jsparse.models.config import ModelConfig
+from jsparse.models.transformer import weight_shapes
+from jsparse.pallas_kernels import dispatch
+from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, random_tokens
+
+pytestmark = pytest.mark.gpu
+LENGTHS, STEPS = (37, 150, 301), 6
+# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens
+RUNS = {
+    "dense()": (16, "block_sparse_decode: mosaic"),
+    "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
+    "streaming(sink=5, recent=61)": (64, "token_sparse_decode: triton"),
+    "oracle_top_p(p=0.9)": (16, "select: triton"),
+    "oracle_top_k(budget=64, granularity='page')": (16, "select: triton"),
+}
+
+
+@cache
+def model(heads: int = 6, kv_heads: int = 2) -> Params:
+    """Three layers in bfloat16, of a head dimension that the kernels take."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=192,
+        num_layers=3,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        return jnp.asarray(
+            np.full(leaf.shape, 1.0) if leaf.ndim == 1 else rng.normal(size=leaf.shape) * 0.1, leaf.dtype
+        )
+
+    return Params(jax.tree.map(draw, weight_shapes(config, jnp.bfloat16)), config, None, {}, "model")
+
+
+@pytest.mark.parametrize("expression", RUNS)
+def test_logits_are_those_of_the_references(expression, caplog, monkeypatch):
+    page_size, ran = RUNS[expression]
+    prompts, forced = random_prompts(LENGTHS), random_tokens(len(LENGTHS), STEPS)
+
+    def logits():
+        jax.clear_caches()
+        return engine_logits(model(), expression, prompts, forced, page_size=page_size)
+
+    with caplog.at_level(logging.DEBUG, logger="jsparse.kernels"):
+        ours = logits()
+    assert ran in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: None)
+    with caplog.at_level(logging.DEBUG, logger="jsparse.kernels"):
+        theirs = logits()
+    assert "mosaic" not in caplog.text.replace("not mosaic", "") and ": triton" not in caplog.text
+    assert_close(ours, theirs, rtol=2e-2)
