@@ -34,9 +34,9 @@ class Tiles(NamedTuple):
     tokens: int = 64
     stages: int = 2
     teams: int = 2
-    splits: tuple[int, ...] = (132, 66, 33, 16)
+    splits: tuple[int, ...] = (66, 33, 24, 16)
     least: int = 4
-    many: int = 12
+    many: int = 8
 
     @property
     def shares(self) -> int:
@@ -45,13 +45,9 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int) -> Tiles:
-    """The choice for this device: from trial runs on an H200, scaled by its multiprocessors.
-
-    That the longest heads are cut into as many splits as there are blocks is for the case that one is alone among
-    short ones, and was not timed.
-    """
+    """The choice for this device: from trial runs on an H200, scaled by its multiprocessors."""
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132
-    splits = (blocks, blocks // 2, blocks // 4, blocks // 8)
+    splits = (blocks // 2, blocks // 4, 2 * blocks // 11, blocks // 8)
     if head_dim > 128:
         return Tiles(blocks, tokens=32, stages=3, teams=1, splits=splits)
     return Tiles(blocks, stages=4 if head_dim <= 64 else 2, splits=splits)

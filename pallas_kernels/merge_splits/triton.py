@@ -1,5 +1,5 @@
 # pyright: reportAttributeAccessIssue=false
-"""jax-triton: a program a pair and row, some splits at once."""
+"""jax-triton: a program a pair and row, all splits at once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,27 +7,22 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
-FEW, MANY = 16, 32  # splits at once: of heads that have no more, and of others; more would take too many registers
+FEW = 16  # splits that one warp merges, a row of them at a time
 
 
 @triton.jit
-def _sum(o_ptr, lse_ptr, first, used, R: tl.constexpr, H: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
-    """One row of the first `used` splits, so many at once; `first` is that row of the first split."""
-    channel = tl.arange(0, WIDTH)
-    merged, total, top = tl.zeros([WIDTH], tl.float32), 0.0, float("-inf")
-    for start in range(0, used, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)
-        counts = split < used
-        at = first + split * R
-        lse = tl.load(lse_ptr + at, mask=counts, other=float("-inf"))
-        parts = tl.load(o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights, decay = tl.exp(lse - finite), tl.exp(top - finite)
-        merged = merged * decay + tl.sum(weights[:, None] * parts, 0)
-        total = total * decay + tl.sum(weights, 0)
-        top = new_top
-    return merged / tl.where(total == 0.0, 1.0, total), tl.log(total) + tl.where(total == 0.0, 0.0, top)
+def _sum(o_ptr, lse_ptr, first, used, R: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """One row of the first `used` ≤ SPLITS splits, all at once; `first` is that row of the first split."""
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    counts = split < used
+    at = first + split * R
+    lse = tl.load(lse_ptr + at, mask=counts, other=float("-inf"))
+    parts = tl.load(o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0)
+    top = tl.max(lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(lse - top)
+    total = tl.sum(weights, 0)
+    return tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total), tl.log(total) + top
 
 
 @triton.jit
@@ -41,8 +36,8 @@ def _merge(
     R: tl.constexpr,
     H: tl.constexpr,
     rows: tl.constexpr,
+    SPLITS: tl.constexpr,
     FEW: tl.constexpr,
-    MANY: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     pair, row = tl.program_id(0), tl.program_id(1)
@@ -51,7 +46,7 @@ def _merge(
     if used <= FEW:
         merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, FEW, WIDTH)
     else:
-        merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, MANY, WIDTH)
+        merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, SPLITS, WIDTH)
     channel = tl.arange(0, WIDTH)
     out = pair * rows + row
     tl.store(merged_ptr + out.to(tl.int64) * H + channel, merged, mask=channel < H)
@@ -68,6 +63,7 @@ def merge_splits(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     pairs, splits, padded, head_dim = o.shape
+    all_splits = triton.next_power_of_2(splits)
     out = [
         jax.ShapeDtypeStruct((pairs, rows, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((pairs, rows), jnp.float32),
@@ -79,12 +75,12 @@ def merge_splits(
         kernel=_merge,
         out_shape=out,
         grid=(pairs, rows),
-        num_warps=4,
+        num_warps=1 if all_splits <= FEW else 4,
         splits=splits,
         R=padded,
         H=head_dim,
         rows=rows,
-        FEW=FEW,
-        MANY=MANY,
+        FEW=min(FEW, all_splits),
+        SPLITS=all_splits,
         WIDTH=triton.next_power_of_2(head_dim),
     )
