@@ -48,9 +48,9 @@ def check(name: str, tool: str) -> list[str]:
     except subprocess.TimeoutExpired:
         return [f"{name}, {tool}: not done after {SECONDS} s"]
     lines = (done.stdout + done.stderr).splitlines()
-    said = [line.removeprefix("=========").strip() for line in lines if line.startswith("=========")]
+    said = [line.removeprefix("=========").strip() for line in lines if line.startswith("========= ")]
     said = [line for line in said if line and line != "COMPUTE-SANITIZER"]
-    counted = [line for line in lines if re.search(r"\d (passed|failed|error)", line)]
+    counted = [line.strip("= ") for line in lines if re.search(r"\d (passed|failed|error)", line)]
     return [f"{name}, {tool}: {'; '.join(counted + said[-1:])}", *(f"    {line}" for line in said[:-1][:40])]
 
 

@@ -55,8 +55,9 @@ def _tiles(mosaic: Any) -> list[Any]:
     own = mosaic.schedule.tiles(128)
     blocks = own.blocks
     choices = [own._replace(least=least) for least in (2, 3, 6)] + [own._replace(many=many) for many in (4, 6, 12, 20)]
-    choices += [own._replace(splits=(blocks, *own.splits)), own._replace(splits=(*own.splits[:2], own.splits[-1]))]
-    choices += [own._replace(splits=own.splits[1:]), own._replace(splits=(*own.splits[:-1], blocks // 16))]
+    longest, *others, shortest = own.splits
+    cuts = ((blocks, *own.splits), (longest, *others, 2 * blocks // 11, shortest), (*others, shortest))
+    choices += [own._replace(splits=cut) for cut in (*cuts, (longest, *others, blocks // 16))]
     choices += [own._replace(stages=3), own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
     return choices
 
