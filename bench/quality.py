@@ -1,9 +1,11 @@
 """What do the policies cost in quality, on SmolLM2? The runs behind the README's table.
 
-`jsparse eval` with policies, tasks and lengths chosen here: dense, StreamingLLM, and the oracles, which say what a
-perfect selector of so many tokens, or of so much attention mass, would keep. Each length is a process of its own, some
-of them side by side, since much of the time goes into compiling; beside PATH lie their reports, with every sample.
-PATH holds all lengths, without the samples.
+`jsparse eval` with policies, tasks and lengths chosen here. The set "yardsticks": dense, StreamingLLM, and the oracles,
+which say what a perfect selector of so many tokens, or of so much attention mass, would keep. The set "twilight": base
+selectors at several budgets, and Twilight over them, the first two layers dense as its paper has it.
+
+Each length is a process of its own, some of them side by side, since much of the time goes into compiling; beside PATH
+lie their reports, with every sample. PATH holds all lengths, without the samples.
 
     python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--processes 4]
 """
@@ -23,11 +25,26 @@ from bench.environment import REPOSITORY, describe
 from jsparse.evaluation.command import draw, show
 from jsparse.evaluation.statistics import averages
 
-POLICIES = (
+BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
+SELECTORS = ("quest", "double_sparsity", "tidal")
+
+
+def _behind_two(policy: str) -> str:
+    """The policy, but the first two layers dense; TidalDecode has them so by itself."""
+    return policy if policy.startswith("tidal") else f"dense_layers({policy}, n=2)"
+
+
+YARDSTICKS = (
     *(f"streaming(sink=4, recent={recent})" for recent in (124, 252, 508, 1020)),
-    *(f"oracle_top_k(budget={budget})" for budget in (128, 256, 512, 1024, 2048)),
-    *(f"oracle_top_p(p={p})" for p in (0.8, 0.9, 0.95, 0.99)),
+    *(f"oracle_top_k(budget={budget})" for budget in BUDGETS),
+    *(f"oracle_top_p(p={p})" for p in MASSES),
 )
+TWILIGHT = (
+    *(_behind_two(f"{name}(budget={budget})") for name in SELECTORS for budget in BUDGETS),
+    *(_behind_two(f"twilight({name}(budget=2048), p={p})") for name in SELECTORS for p in MASSES),
+    *(_behind_two(f"twilight(full(), p={p}, prune={way!r})") for p in MASSES for way in ("page_mass", "bits", "token")),
+)
+SETS = {"yardsticks": YARDSTICKS, "twilight": TWILIGHT}
 TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -41,7 +58,7 @@ def measure(args: argparse.Namespace, length: int) -> dict[str, Any]:
     path = args.json.with_stem(f"{args.json.stem}_{length}")
     if not (args.resume and path.exists()):
         command = [sys.executable, "-m", "jsparse", "eval", "--model", args.model, "--json", str(path)]
-        command += [word for policy in args.policy for word in ("--policy", policy)]
+        command += [word for policy in args.policy or SETS[args.set] for word in ("--policy", policy)]
         command += ["--tasks", ",".join(args.tasks), "--lengths", str(length)]
         command += ["--samples", str(args.samples), "--batch", str(args.batch), *["--resume"] * args.resume]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -69,7 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description="Measure the policies' quality.")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--policy", nargs="+", default=POLICIES)
+    parser.add_argument("--set", choices=SETS, default="yardsticks")
+    parser.add_argument("--policy", nargs="+", help="instead of a set")
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--samples", type=int, default=100)

@@ -39,7 +39,7 @@ def check(name: str, tool: str) -> list[str]:
     """The lines that matter: what pytest counted, what the tool counted, and its first complaints."""
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5"]
     command += [word for kernel in KERNELS for word in ("--kernel-name", f"kns={kernel}")]
-    command += [sys.executable, "-m", "pytest", "-q", "--no-cov", "-p", "no:cacheprovider"]
+    command += [sys.executable, "-m", "pytest", "-q", "-n", "0", "--no-cov", "-p", "no:cacheprovider"]
     command += [f"tests/kernels/gpu/test_{name}_gpu.py", "-k", TESTS[name]]
     settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     run = partial(subprocess.run, cwd=REPOSITORY, env=os.environ | settings, capture_output=True, text=True)

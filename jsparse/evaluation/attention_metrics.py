@@ -40,6 +40,7 @@ class HeadMetrics(NamedTuple):
         output_error: ‖o - ô‖ / ‖o‖, the summary merged into ô.
         lse_error: |lse - lŝe| in nats, the summary merged; infinite where nothing at all was attended.
         attended: tokens attended over positions so far.
+        pages: pages of which anything is attended, over those that the head holds.
         bytes_read: of K and V, as whole pages; not what the policy reads to select.
     """
 
@@ -48,6 +49,7 @@ class HeadMetrics(NamedTuple):
     output_error: Float32[Array, "B K"]
     lse_error: Float32[Array, "B K"]
     attended: Float32[Array, "B K"]
+    pages: Float32[Array, "B K"]
     bytes_read: Float32[Array, "B K"]
 
 
@@ -174,6 +176,8 @@ def _head_metrics(
         output_error=jnp.mean(error, axis=-1),
         lse_error=jnp.mean(jnp.abs(exact_lse - lse), axis=-1),
         attended=attended / (positions[:, None] + 1),
+        pages=jnp.sum(mask.reshape(*held.lengths.shape, -1, held.page_size).any(-1), -1)
+        / jnp.maximum(-(-held.lengths // held.page_size), 1),
         bytes_read=2.0 * q.shape[-1] * held.k.dtype.itemsize * read,
     )
 

@@ -116,7 +116,7 @@ class Answers:
 def _of_heads(heads: HeadMetrics, row: int) -> Values:
     """One sample's means over the layers and heads that selected, and what each head attended to."""
     values = {}
-    for name in ("recall", "mass", "output_error", "attended", "bytes_read"):
+    for name in ("recall", "mass", "output_error", "attended", "pages", "bytes_read"):
         of_row = getattr(heads, name)[:, row]
         if np.isfinite(of_row).any():
             values[name] = float(np.mean(of_row[np.isfinite(of_row)]))

@@ -116,7 +116,8 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
         ranked = ranked[: top_k or max(len(older), 1)]
         found = (len(set(ranked) & set(older)) / len(ranked), np.mean(mass), np.mean(error), np.mean(lse_error))
         read = bytes_of(selection, (b, head), length)
-        for field, value in zip(out, (*found, len(slots) / (positions[b] + 1), read), strict=True):
+        pages = len({slot // PAGE for slot in slots}) / -(-length // PAGE)
+        for field, value in zip(out, (*found, len(slots) / (positions[b] + 1), pages, read), strict=True):
             field[b, head] = value
     return out
 
@@ -176,7 +177,7 @@ def test_on_the_models_own_queries(forcing):
     for metrics in results:
         assert (metrics.steps == STEPS).all()
         assert {field.shape for field in metrics.heads} == {(2, 3, 2)}
-    for name in ("recall", "mass", "attended"):
+    for name in ("recall", "mass", "attended", "pages"):
         np.testing.assert_allclose(getattr(whole.heads, name), 1, rtol=1e-6)
     assert whole.heads.output_error.max() < 1e-6
     assert whole.heads.lse_error.max() < 1e-6
