@@ -1,11 +1,11 @@
 """How much memory there is, and the cache capacities that are asked of it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
-import numpy as np
 import psutil
 
 from jsparse.cache import CacheSpec
@@ -26,11 +26,15 @@ def bucket(tokens: int, page_size: int) -> int:
     return -(-tokens // step) * step
 
 
+def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
+    """Bytes that a policy keeps beside K and V: its state and the cache's optional fields. Nothing is allocated."""
+    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec))))
+    return state + len(policy.needs) * 4 * spec.num_slots
+
+
 def require_fit(spec: CacheSpec, policy: Policy) -> None:
     """Raises ValueError before anything is allocated where the cache and the policy's state do not fit in memory."""
-    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec))))
-    optional = len(policy.needs) * 4 * spec.num_slots
-    wanted, there = spec.nbytes + optional + state, available_bytes()
+    wanted, there = spec.nbytes + policy_bytes(spec, policy), available_bytes()
     if wanted > there:
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {size(wanted)} of cache: "
@@ -62,4 +66,4 @@ def size(nbytes: float) -> str:
 
 
 def _nbytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -5,29 +5,45 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jsparse import memory
+from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
+from jsparse.policies import as_policy
+from jsparse.policy import Policy
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PAGE_SIZE = 16
 
 
-def describe(model: str, *, dtype: str, context: int | None = None, revision: str | None = None) -> dict[str, Any]:
-    """Sizes of a model and of its cache, and how much context there is memory for.
+def describe(
+    model: str,
+    *,
+    dtype: str,
+    policy: Policy | str = "dense",
+    context: int | None = None,
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """Sizes of a model, of its cache and of what a policy keeps, and how much context there is memory for.
 
-    What fits is the cache beside the weights, in the memory that is free now; what a step computes with is not counted.
+    What fits is the cache with what the policy keeps, beside the weights, in the memory that is free now; what a step
+    computes with is not counted.
 
     Args:
         model: as for `jsparse.load`.
         dtype: of weights and cache, a key of ITEM_BYTES.
+        policy: a policy or its expression. Its state is told for pages of 16 tokens, the default of `jsparse.generate`.
         context: tokens a prompt for which the largest batch is told; None is the model's maximum.
         revision: of a Hub id.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: it is of no supported kind, or `context` is out of its range.
+        ValueError: it is of no supported kind, `context` is out of its range, or the policy is refused.
     """
+    policy = as_policy(policy)
     config = read_config(model, revision=revision)
     limit = config.max_position_embeddings
     context = limit if context is None else context
@@ -36,7 +52,9 @@ def describe(model: str, *, dtype: str, context: int | None = None, revision: st
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
     free = memory.available_bytes()
-    tokens = max(free - parameters * ITEM_BYTES[dtype], 0) // per_token
+    growth, fixed = kept_beside(config, policy, dtype)
+    room = max(free - parameters * ITEM_BYTES[dtype], 0)
+    tokens = max(room - fixed, 0) // (per_token + growth)
     return {
         "model": model,
         "config": dataclasses.asdict(config),
@@ -44,11 +62,30 @@ def describe(model: str, *, dtype: str, context: int | None = None, revision: st
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
         "dtype": dtype,
         "cache_bytes_per_token": per_token,
+        "policy": policy.name,
+        "policy_bytes_per_token": growth,
+        "policy_bytes_per_prompt": fixed,
+        "policy_fraction": growth / per_token,
         "free_bytes": free,
-        "longest_context": min(tokens, limit),
+        "longest_context": min(int(tokens), limit),
         "context": context,
-        "largest_batch": tokens // context,
+        "largest_batch": int(room // (context * (per_token + growth) + fixed)),
     }
+
+
+def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
+    """Bytes over all layers that a policy keeps beside K and V: for each token of context, and for a prompt besides.
+
+    Told from the model's maximum and twice that, so that what is bounded within the model's context does not grow.
+    """
+
+    def kept(pages: int) -> int:
+        sizes = (config.num_layers, 1, config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, pages)
+        return memory.policy_bytes(CacheSpec(*sizes, jnp.dtype(dtype)), policy)
+
+    pages = -(-config.max_position_embeddings // PAGE_SIZE)
+    once, twice = kept(pages), kept(2 * pages)
+    return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -82,6 +119,13 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in bfloat16 and float16",
         ),
         ("cache a token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        ("policy", info["policy"]),
+        (
+            "policy keeps",
+            f"{memory.size(info['policy_bytes_per_token'])} a token beside the cache, "
+            f"{100 * info['policy_fraction']:.1f} % of it",
+        ),
+        ("", f"{memory.size(info['policy_bytes_per_prompt'])} a prompt besides"),
         ("memory free now", memory.size(info["free_bytes"])),
         ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
         ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),

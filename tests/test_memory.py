@@ -33,12 +33,18 @@ def test_available_bytes_of_a_cpu_are_the_hosts():
     assert 0 < memory.available_bytes() <= psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_the_cache_and_the_state_must_fit_to_the_byte(monkeypatch, with_state):
-    policy, needed = dense(), SPEC.nbytes
-    if with_state:
-        policy = Policy(dense().select, init=lambda spec: (jnp.zeros((spec.batch, 1000)), jnp.zeros(8, jnp.int8)))
-        needed += 3 * 1000 * 4 + 8  # bytes of the two arrays
+STATEFUL = Policy(dense().select, init=lambda spec: (jnp.zeros((spec.batch, 1000)), jnp.zeros(8, jnp.int8)))
+KEPT = {
+    "nothing": (dense(), 0),
+    "state": (STATEFUL, 3 * 1000 * 4 + 8),  # bytes of the two arrays
+    "fields": (STATEFUL._replace(needs=("bias", "slot_positions")), 3 * 1000 * 4 + 8 + 2 * 4 * 2 * 3 * 2 * 1024),
+}
+
+
+@pytest.mark.parametrize(("policy", "kept"), KEPT.values(), ids=KEPT)
+def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch, policy, kept):
+    needed = SPEC.nbytes + kept
+    assert memory.policy_bytes(SPEC, policy) == kept
     monkeypatch.setattr(memory, "available_bytes", lambda: needed)
     memory.require_fit(SPEC, policy)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
