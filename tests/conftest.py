@@ -31,6 +31,8 @@ ARRAY_MODULES = (
     "selection",
     "threshold",
 )
+# several processes share a GPU, if there is one
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # compilations of tests are no use to the next run, and not to be left in the user's folder
 os.environ["JSPARSE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jsparse-tests-")
 
