@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jsparse.cache import KVCache
+    from jsparse.channel_calibration import calibrate_channels
     from jsparse.generation import generate
     from jsparse.models.checkpoint import Params, load, save
     from jsparse.output import Generation, GenerationStats
     from jsparse.policies import parse as parse_policy
+    from jsparse.policies.double_sparsity import double_sparsity
+    from jsparse.policies.full import full
     from jsparse.policies.oracle import oracle_top_k, oracle_top_p
+    from jsparse.policies.quest import quest
     from jsparse.policies.streaming import streaming
+    from jsparse.policies.tidal import tidal
+    from jsparse.policies.twilight import twilight
     from jsparse.policies.wrappers import dense_layers, keep
     from jsparse.policy import Policy, dense
     from jsparse.scoring import logits
@@ -31,8 +37,11 @@ _HOMES = {
     "Params": "jsparse.models.checkpoint",
     "Policy": "jsparse.policy",
     "Selection": "jsparse.selection",
+    "calibrate_channels": "jsparse.channel_calibration",
     "dense": "jsparse.policy",
     "dense_layers": "jsparse.policies.wrappers",
+    "double_sparsity": "jsparse.policies.double_sparsity",
+    "full": "jsparse.policies.full",
     "generate": "jsparse.generation",
     "keep": "jsparse.policies.wrappers",
     "load": "jsparse.models.checkpoint",
@@ -40,8 +49,11 @@ _HOMES = {
     "oracle_top_k": "jsparse.policies.oracle",
     "oracle_top_p": "jsparse.policies.oracle",
     "parse_policy": "jsparse.policies",
+    "quest": "jsparse.policies.quest",
     "save": "jsparse.models.checkpoint",
     "streaming": "jsparse.policies.streaming",
+    "tidal": "jsparse.policies.tidal",
+    "twilight": "jsparse.policies.twilight",
 }
 __all__ = [
     "Generation",
@@ -51,8 +63,11 @@ __all__ = [
     "Policy",
     "Selection",
     "__version__",
+    "calibrate_channels",
     "dense",
     "dense_layers",
+    "double_sparsity",
+    "full",
     "generate",
     "keep",
     "load",
@@ -60,8 +75,11 @@ __all__ = [
     "oracle_top_k",
     "oracle_top_p",
     "parse_policy",
+    "quest",
     "save",
     "streaming",
+    "tidal",
+    "twilight",
 ]
 
 

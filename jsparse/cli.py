@@ -1,4 +1,4 @@
-"""The command `jsparse`: generate, chat, eval, info, policies.
+"""The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels.
 
 jax and what needs it are imported inside the commands, so that help and mistakes in options come at once.
 """
@@ -118,20 +118,21 @@ def chat_command(
 def info(
     model: Annotated[str, Argument(help="smollm2, a folder, a .gguf file, or a Hub id such as org/name.")],
     dtype: Annotated[DtypeName | None, Option(help="The default is bfloat16 on a GPU, float32 elsewhere.")] = None,
+    policy: Annotated[str, Option(help="Count what it keeps beside the cache; see `jsparse policies`.")] = "dense",
     context: Annotated[int | None, Option(help="Tell how many prompts of so many tokens fit.")] = None,
     revision: Annotated[str | None, Option(help="A branch, tag or commit of a Hub id.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Tells a model's sizes, and how long a context this machine's free memory holds.
+    """Tells a model's sizes, what a policy keeps beside the cache, and how much context fits in the free memory.
 
-    Example: jsparse info smollm2 --context 4096
+    Example: jsparse info smollm2 --context 4096 --policy "twilight(quest(budget=1024), p=0.95)"
     """
     import jax
 
     from jsparse import model_info
 
     chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    described = model_info.describe(model, dtype=chosen, context=context, revision=revision)
+    described = model_info.describe(model, dtype=chosen, policy=policy, context=context, revision=revision)
     if as_json:
         print(json.dumps(described))
         return
@@ -161,6 +162,38 @@ def policies() -> None:
 app.command("eval")(evaluate)
 
 
+@app.command()
+def calibrate_channels(
+    text: Annotated[Path, Option(help="Read this file, of UTF-8 text such as the model will see.")],
+    model: Annotated[
+        str, Option("--model", "-m", help="smollm2, a folder, a .gguf file, or a Hub id such as org/name.")
+    ] = "smollm2",
+    out: Annotated[Path, Option(help="Write the ranking here, over what is there.")] = Path(
+        "double_sparsity.safetensors"
+    ),
+    tokens: Annotated[int, Option(min=1, help="Read no more tokens of the text.")] = 2048,
+    dtype: Annotated[DtypeName | None, Option(help="The default is bfloat16 on a GPU, float32 elsewhere.")] = None,
+    revision: Annotated[str | None, Option(help="A branch, tag or commit of a Hub id.")] = None,
+) -> None:
+    """Ranks a model's channels for the policy double_sparsity, and prints the expression that uses them.
+
+    Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
+    """
+    from jsparse import channel_calibration, prompts
+    from jsparse.models.checkpoint import load
+    from jsparse.policies import channel_ranking
+
+    read, bars = _read_text(text, "--text"), Bars()
+    try:
+        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        ids = prompts.encode(params, read)[0][0][:tokens]
+        ranking = channel_calibration.calibrate_channels(params, ids, on_progress=bars.prefill)
+    finally:
+        bars.close()
+    channel_ranking.save(ranking, out)
+    print(f"double_sparsity(calibration={str(out)!r})")
+
+
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt, from exactly one of its sources."""
     if (prompt is None) == (file is None):
@@ -168,13 +201,17 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}")
     if prompt is not None and prompt != "-":
         return prompt
+    return _read_text(file, "--file").removesuffix("\n")
+
+
+def _read_text(file: Path | None, option: str) -> str:
+    """The text of the file that an option names, or of standard input."""
     try:
-        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file or 'standard input'} is not UTF-8 text: {error.reason} at {error.start}") from None
     except OSError as error:
-        raise ValueError(f"--file {str(file)!r} cannot be read: {error.strerror}") from None
-    return text.removesuffix("\n")
+        raise ValueError(f"{option} {str(file)!r} cannot be read: {error.strerror}") from None
 
 
 def _generate_text(params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars) -> None:

@@ -179,6 +179,12 @@ def fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
 
 
+def require_policy(name: str, value: Any) -> None:
+    """Raises ValueError unless a hyper-parameter is a policy."""
+    if not isinstance(value, Policy):
+        raise ValueError(f"{name}={value!r}: must be a policy")
+
+
 @builder
 def dense() -> Policy:
     """Everything: the exact model."""

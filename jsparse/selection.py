@@ -85,6 +85,23 @@ def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
     return Selection(ids, count)
 
 
+def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
+    """The same slots as pages, with bits where tokens were listed; P ≤ 32 then."""
+    if selection.granularity == "page":
+        return selection
+    if page_size > MAX_BITS_PAGE:
+        raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} where listed tokens become pages")
+    valid, page = _valid(selection), selection.ids // page_size
+    first = valid.at[..., 1:].set(valid[..., 1:] & (page[..., 1:] != page[..., :-1]))
+    at, count = compact(first, min(page.shape[-1], num_pages))
+    row, head = (i[..., None] for i in jnp.indices(count.shape))
+    nth = jnp.where(valid, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, at.shape[-1])
+    bits = jnp.uint32(1) << (selection.ids % page_size).astype(jnp.uint32)  # distinct, so that their sum is their union
+    bits = jnp.zeros(at.shape, jnp.uint32).at[row, head, nth].add(bits, mode="drop")
+    ids = jnp.where(jnp.arange(at.shape[-1]) < count[..., None], jnp.take_along_axis(page, at, -1), 0)
+    return Selection(ids, count, bits=bits, dense=selection.dense)
+
+
 def window(
     lengths: Lengths, *, sink: int, recent: int, num_pages: int, page_size: int, granularity: Granularity = "page"
 ) -> Selection:

@@ -85,19 +85,31 @@ def no_triton() -> str | None:
     return f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]" if missing else None
 
 
-def check_shapes(op: str, granularity: str, q: Float[Array, "B N H"], layer: LayerCache, selection: Selection) -> None:
-    """Raises ValueError where queries, cache and selection do not fit together."""
+def check_shapes(
+    op: str,
+    granularity: str,
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    head_dim: int | None = None,
+) -> None:
+    """Raises ValueError where queries, keys, cache and selection do not fit together.
+
+    `head_dim` is that of keys which the op brings along; None: it reads the cache's.
+    """
     if q.ndim != 3:
         raise ValueError(f"q.shape={q.shape}: must be [B, N, H]")
-    batch, heads, head_dim = q.shape
+    batch, heads, _ = q.shape
+    whose, head_dim = ("cache's", layer.k.shape[-1]) if head_dim is None else ("keys'", head_dim)
     if selection.granularity != granularity:
         raise ValueError(f"granularity={selection.granularity!r}: {op} takes {granularity!r}")
     if layer.lengths.shape[0] != batch or heads % layer.lengths.shape[1]:
         raise ValueError(
             f"q.shape={q.shape}: must be [B, N, H], N a multiple of K, where [B, K] is {layer.lengths.shape}"
         )
-    if layer.k.shape[-1] != head_dim:
-        raise ValueError(f"q.shape={q.shape}: the last axis must equal the cache's head dimension, {layer.k.shape[-1]}")
+    if q.shape[-1] != head_dim:
+        raise ValueError(f"q.shape={q.shape}: the last axis must equal the {whose} head dimension, {head_dim}")
     if selection.ids.shape[:2] != layer.lengths.shape:
         raise ValueError(f"selection.ids.shape={selection.ids.shape}: must begin with [B, K] = {layer.lengths.shape}")
     for name in ("count", "dense"):

@@ -242,7 +242,74 @@ def test_info_tells_what_fits(monkeypatch):
     assert "100 tokens for one prompt" in run("info", TINY, "--dtype", "float32").stdout
 
 
-@pytest.mark.parametrize("args", [["nope"], [str(FIXTURES)], [TINY, "--context", "513"], [TINY, "--context", "0"]])
+@pytest.fixture(scope="module", params=[64, 128])
+def of_head_dim(request, tmp_path_factory):
+    """A folder with the header of a model whose heads are as wide as SmolLM2's, or as Llama 3.1's."""
+    folder = tmp_path_factory.mktemp("heads")
+    config = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": request.param}))
+    return request.param, folder
+
+
+INT4 = {64: 0.1406, 128: 0.1328}  # a code a channel, scale and zero; of K and V in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("policy", "also"), [("twilight(full())", 0), ("twilight(quest(budget=1024), p=0.95)", 1 / 16)]
+)
+def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
+    head_dim, model = of_head_dim
+    told = json.loads(run("info", model, "--dtype", "bfloat16", "--policy", policy, "--json").stdout)
+    assert told["policy_fraction"] == pytest.approx(INT4[head_dim] + also, rel=1e-3)
+    assert told["policy_bytes_per_token"] == pytest.approx(told["policy_fraction"] * told["cache_bytes_per_token"])
+    assert told["policy_bytes_per_prompt"] == 0
+    assert told["policy"] == jsparse.parse_policy(policy).name
+    share = f"a token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
+    assert share in run("info", model, "--dtype", "bfloat16", "--policy", policy).stdout
+
+
+@pytest.mark.parametrize("policy", [None, "dense", "streaming(sink=4, recent=16)"])
+def test_info_of_a_policy_that_keeps_nothing(policy):
+    told = json.loads(run("info", TINY, "--json", *(["--policy", policy] if policy else [])).stdout)
+    assert [told[f"policy_{what}"] for what in ("bytes_per_token", "bytes_per_prompt", "fraction")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "growth", "fixed"),
+    [
+        ("twilight(full())", 2 * 2 * (16 // 2 + 2 * 2), 0),  # layers, KV heads, codes with scale and zero
+        ("tidal(budget=64)", 0, 64 * 4 + 4),  # ids and count
+        ("tidal(budget=1000000)", 4, 4),
+    ],
+)
+def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, monkeypatch):
+    from jsparse import memory
+
+    each = 2 * 2 * 2 * 16 * 4 + growth
+    weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
+    command = ["info", TINY, "--json", "--dtype", "float32", "--context", "30", "--policy", policy]
+    for what, most, needed in (
+        ("longest_context", 100, 100 * each + fixed),
+        ("largest_batch", 3, 3 * (30 * each + fixed)),
+    ):
+        for short in (0, 1):
+            monkeypatch.setattr(memory, "available_bytes", lambda free=weights + needed - short: free)
+            told = json.loads(run(*command).stdout)
+            assert (told["policy_bytes_per_token"], told["policy_bytes_per_prompt"]) == (growth, fixed)
+            assert told[what] == most - short
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nope"],
+        [str(FIXTURES)],
+        [TINY, "--context", "513"],
+        [TINY, "--context", "0"],
+        [TINY, "--policy", "nope"],
+        [TINY, "--policy", "twilight(full(), p=2)"],
+    ],
+)
 def test_info_refuses_in_one_line(args):
     ran = run("info", *args)
     assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)

@@ -73,7 +73,7 @@ def test_the_table_leaves_something_out(expression):
     """Hyper-parameters so generous that the battery would run dense attention under another name show nothing."""
     logits, _ = table_logits(expression)
     assert np.isfinite(logits).all()
-    dense = outermost(expression) == "dense" or expression.startswith("keep(dense()")
+    dense = outermost(expression) in ("dense", "full") or expression.startswith("keep(dense()")
     assert (np.abs(logits - dense_logits()).max() < 1e-3) == dense
 
 

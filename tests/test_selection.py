@@ -18,6 +18,7 @@ from jsparse.selection import (
     from_token_mask,
     nothing,
     pack_bits,
+    paged,
     read_tokens,
     token_mask,
     union,
@@ -241,6 +242,24 @@ def test_token_masks_round_trip(granularity, seed):
     expected[..., -1] |= marks.any(-1)
     np.testing.assert_array_equal(mask_of(selection, lengths), expected)
     assert_well_formed(selection)
+
+
+@settings(max_examples=40)
+@given(seed=seeds)
+@example(seed=0)
+def test_listed_tokens_as_pages_are_the_same_tokens(seed):
+    rng = np.random.default_rng(seed)
+    tokens, lengths = random_selection(rng, "token", 4, True), random_lengths(rng)
+    pages = paged(tokens, num_pages=M, page_size=P)
+    assert pages.granularity == "page"
+    assert_well_formed(pages)
+    np.testing.assert_array_equal(mask_of(pages, lengths), slow_mask(tokens, lengths))
+    assert paged(pages, num_pages=M, page_size=P) is pages
+
+
+def test_tokens_of_large_pages_carry_no_bits():
+    with pytest.raises(ValueError, match="page_size=64: must be at most 32"):
+        paged(nothing(jnp.array([[3]]), "token"), num_pages=1, page_size=64)
 
 
 def test_full_words_survive_a_page_of_32():

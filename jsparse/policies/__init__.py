@@ -5,13 +5,31 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from jsparse.policies.double_sparsity import double_sparsity
+from jsparse.policies.full import full
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
+from jsparse.policies.quest import quest
 from jsparse.policies.streaming import streaming
+from jsparse.policies.tidal import tidal
+from jsparse.policies.twilight import twilight
 from jsparse.policies.wrappers import dense_layers, keep
 from jsparse.policy import Policy, dense
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    build.__name__: build for build in (dense, streaming, oracle_top_k, oracle_top_p, keep, dense_layers)
+    build.__name__: build
+    for build in (
+        dense,
+        streaming,
+        quest,
+        double_sparsity,
+        tidal,
+        full,
+        oracle_top_k,
+        oracle_top_p,
+        twilight,
+        keep,
+        dense_layers,
+    )
 }
 
 

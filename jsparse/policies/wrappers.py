@@ -1,14 +1,14 @@
 """What methods share, as wrappers rather than flags: tokens that are always kept, layers that stay dense."""
 
 from jsparse.cache import KVCache
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.policy import Policy, State, builder, require_policy, whole_number
 from jsparse.selection import everything, union, window
 
 
 @builder
 def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
     """What `policy` selects, and always the first `sink` and the last `recent` tokens of each head."""
-    _require_policy(policy)
+    require_policy("policy", policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
 
@@ -36,7 +36,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
     """`policy`, but the first `n` layers attend to everything; there its state is still kept, and select not called."""
-    _require_policy(policy)
+    require_policy("policy", policy)
     whole_number("n", n, 0)
 
     def select(state: State, layer: int, q, cache: KVCache):
@@ -45,8 +45,3 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
         return policy.select(state, layer, q, cache)
 
     return policy._replace(select=select, full={"n": 2**30})
-
-
-def _require_policy(policy: object) -> None:
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy={policy!r}: must be a policy")

@@ -1,4 +1,4 @@
-"""Estimated logits from a 4-bit copy of K: what Twilight prunes by."""
+"""Estimated logits from a 4-bit copy of K, or of some of its channels: what Twilight and Double Sparsity go by."""
 
 from jaxtyping import Array, Float, Float32
 
@@ -43,9 +43,9 @@ def int4_scores(
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias.
 
     Args:
-        q: the queries, after RoPE.
+        q: the queries, after RoPE, in the channels that `keys` has.
         layer: says where pages lie and how many slots each head holds; its K and V are not read.
-        keys: the 4-bit copy of the layer's K.
+        keys: the 4-bit copy of the layer's K, in H channels; K itself may have others.
         selection: granularity "page": only its pages are read. None: all of them.
         sm_scale: multiplies the dot product; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
@@ -59,11 +59,11 @@ def int4_scores(
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
     """
-    check_shapes("int4_scores", "page", q, layer, nothing(layer.lengths) if selection is None else selection)
-    pages, size, head_dim = layer.k.shape
-    wanted = {"packed": (pages, size, head_dim // 2), "scale": (pages, size), "zero": (pages, size)}
-    for name, shape in wanted.items():
-        if getattr(keys, name).shape != shape:
-            raise ValueError(f"keys.{name}.shape={getattr(keys, name).shape}: must be {shape}, to fit the cache's K")
+    head_dim, pages = 2 * keys.packed.shape[-1], layer.k.shape[:2]
+    listed = nothing(layer.lengths) if selection is None else selection
+    check_shapes("int4_scores", "page", q, layer, listed, head_dim=head_dim)
+    for name, wanted in {"packed": (*pages, head_dim // 2), "scale": pages, "zero": pages}.items():
+        if (shape := getattr(keys, name).shape) != wanted:
+            raise ValueError(f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages")
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return choose("int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale)

@@ -1,5 +1,6 @@
 """The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,10 +21,19 @@ class Inputs(NamedTuple):
     selection: Selection | None
 
 
+@dataclass(frozen=True)
+class Narrow(Case):
+    """Queries and 4-bit keys of the first `channels` of K's."""
+
+    channels: int = 16
+
+
 def build(case: Case, seed: int = 0) -> Inputs:
     """The inputs; where all heads are dense there is no selection, and everything is scored."""
     q, layer, selection = case.build(seed)
-    return Inputs(q, layer, Int4Keys(*quantise(layer.k)), None if case.dense == "all" else selection)
+    channels = case.channels if isinstance(case, Narrow) else case.head_dim
+    keys = Int4Keys(*quantise(layer.k[..., :channels]))
+    return Inputs(q[..., :channels], layer, keys, None if case.dense == "all" else selection)
 
 
 _whole = partial(Case, dense="all", listed="none", capacity=0)
@@ -40,6 +50,8 @@ CASES = (
     _whole("whole_group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),
     _whole("whole_tiny_pages", page_size=2, num_pages=5),
     _whole("whole_bfloat16", dtype="bfloat16", head_dim=128),
+    Narrow("whole_16_of_64_channels", dense="all", listed="none", capacity=0, sm_scale=0.125),
+    Narrow("8_of_128_channels", head_dim=128, channels=8, table="scrambled", dtype="bfloat16", sm_scale=0.09),
     Case("pages"),
     Case("few_listed", capacity=2, num_pages=9),
     Case("all_listed", listed="all"),

@@ -35,7 +35,8 @@ def init(spec: CacheSpec, *, pool_pages: int | None = None) -> Int4Keys:
     """The keys of one layer that holds nothing; `pool_pages` as for the cache's own init."""
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     rows = (pages, spec.page_size)
-    return Int4Keys(*quantise(jnp.zeros((*rows, spec.head_dim), spec.dtype)))
+    packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
+    return Int4Keys(packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16))  # as quantise has it of zeros
 
 
 def quantise(

@@ -156,13 +156,13 @@ def test_tokens_without_room_are_dropped():
 def wrong_calls():
     q, layer, keys, selection = build(by_name["pages"])
     return {
-        "head dimension": ((q[..., :32], layer, keys, None), {}, "must equal the cache's head dimension, 64"),
+        "head dimension": ((q[..., :32], layer, keys, None), {}, "must equal the keys' head dimension, 64"),
         "heads of q": ((q[:, :5], layer, keys, selection), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
         "granularity": ((q, layer, keys, nothing(layer.lengths, "token")), {}, "granularity='token'.*takes 'page'"),
         "packed": (
-            (q, layer, keys._replace(packed=keys.packed[..., :8]), None),
+            (q, layer, keys._replace(packed=keys.packed[:3]), None),
             {},
-            r"keys.packed.shape=\(24, 16, 8\): must be \(24, 16, 32\)",
+            r"keys.packed.shape=\(3, 16, 32\): must be \(24, 16, 32\)",
         ),
         "scale": ((q, layer, keys._replace(scale=keys.scale[:3]), None), {}, r"keys.scale.shape=\(3, 16\)"),
         "backend": ((q, layer, keys, None), {"implementation": "abacus"}, "implementation='abacus': int4_scores has"),

@@ -23,6 +23,11 @@ RUNS = {
     "streaming(sink=5, recent=61)": (64, "token_sparse_decode: triton"),
     "oracle_top_p(p=0.9)": (16, "select: triton"),
     "oracle_top_k(budget=64, granularity='page')": (16, "select: triton"),
+    "quest(budget=64)": (16, "page_bounds: triton"),
+    "tidal(budget=64, first=0, again=5)": (16, "place_logits: triton"),
+    "twilight(full(), p=0.9)": (16, "int4_scores: triton"),
+    "twilight(quest(budget=128), p=0.9, prune='bits')": (16, "block_sparse_decode: mosaic"),
+    "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
 }
 
 

@@ -1,0 +1,151 @@
+"""How much of the true attention mass does Twilight keep, and for how many bytes?
+
+SmolLM2 on the text of `jsparse eval`, decoding what dense attention continues. For each base, way of pruning and p:
+
+    mass        of the exact softmax that is attended, mean over layers, query heads and steps
+    of base     the same as a share of what the base alone covers, and how often it is at least p - 0.02
+    recall      of the tokens that exact weights would have kept of the base's, by KV head
+    tokens, pages, read   attended tokens, pages they lie in, tokens whose K and V are read, of all that is held
+
+    python -m bench.twilight_mass --length 2048 --json bench/results/twilight_mass.json
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+from rich.console import Console
+from rich.table import Table
+
+from bench.children import write_report
+from bench.environment import describe
+from jsparse.cache import KVCache, LayerCache
+from jsparse.evaluation.forcing import force
+from jsparse.models.checkpoint import Params, load
+from jsparse.pallas_kernels.select import TopP, select
+from jsparse.policies import parse
+from jsparse.policies.oracle import attention_logits
+from jsparse.policies.twilight import twilight
+from jsparse.policy import Policy, State
+from jsparse.selection import Selection, count_tokens, token_mask
+
+BASES = ("full()", "quest(budget=512)", "streaming(sink=4, recent=508)", "tidal(budget=512)")
+PRUNES = ("page_mass", "bits", "token")
+THRESHOLDS = (0.8, 0.9, 0.95, 0.99)
+
+
+class Seen(NamedTuple):
+    """What one layer's selections were like, by step; K and N as in jsparse.shapes."""
+
+    mass: Float32[Array, "steps B N"]
+    of_base: Float32[Array, "steps B N"]
+    recall: Float32[Array, "steps B K"]
+    tokens: Float32[Array, "steps B K"]
+    pages: Float32[Array, "steps B K"]
+    read: Float32[Array, "steps B K"]
+
+
+def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
+    """`pruned`, which is Twilight over `base`, with a Seen a layer in its state."""
+
+    def init(spec):
+        heads, queries = (jnp.zeros((steps, spec.batch, n)) for n in (spec.num_kv_heads, spec.num_heads))
+        seen = Seen(queries, queries, heads, heads, heads, heads)
+        return pruned.init(spec), jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
+
+    def choose(state: State, layer: int, q: Array, cache: KVCache):
+        inner, steps_of, records = state
+        covered, *_ = base.select(inner[0], layer, q, cache)
+        chosen, summary, inner = pruned.select(inner, layer, q, cache)
+        new = look(q, cache.layers[layer], covered, chosen, p)
+        record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
+        return chosen, summary, (inner, steps_of.at[layer].add(1), (*records[:layer], record, *records[layer + 1 :]))
+
+    def passed_on(hook):
+        return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
+
+    hooks = {name: passed_on(getattr(pruned, name)) for name in ("prefill", "append", "update")}
+    return pruned._replace(select=choose, init=init, **hooks)
+
+
+def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: float) -> Seen:
+    """One step's, by the exact weights."""
+    logits = attention_logits(q, held)
+    of_base, kept = (mask(selection, held) for selection in (covered, chosen))
+    lse, base_lse, kept_lse = (
+        jax.nn.logsumexp(jnp.where(marks[:, :, None], logits, -jnp.inf), axis=-1)
+        for marks in (jnp.ones_like(kept), of_base, kept)
+    )
+    exact = select(jnp.where(of_base[:, :, None], logits, -jnp.inf), TopP(p), capacity=held.capacity)
+    wanted = mask(exact, held)
+    attended, read = count_tokens(chosen, held.lengths, held.page_size)
+    pages = kept.reshape(*kept.shape[:2], -1, held.page_size).any(-1).sum(-1) * held.page_size
+    return Seen(
+        jnp.exp(kept_lse - lse).reshape(q.shape[:2]),
+        jnp.exp(kept_lse - base_lse).reshape(q.shape[:2]),
+        jnp.sum(wanted & kept, -1) / jnp.maximum(jnp.sum(wanted, -1), 1),
+        *(n / held.lengths for n in (attended, pages, read)),
+    )
+
+
+def mask(selection: Selection, held: LayerCache) -> Array:
+    """The attended slots, bool[B, K, S]."""
+    return token_mask(selection, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+
+
+def measure(params: Params, base: str, prunes: Sequence[str], thresholds: Sequence[float], **given: Any) -> list[dict]:
+    """A row for each way of pruning and p."""
+    prompts, steps = given["prompts"], given["steps"]
+    cases = [(prune, p) for prune in prunes for p in thresholds]
+    policies = [watched(parse(base), twilight(parse(base), p=p, prune=prune), p, steps) for prune, p in cases]
+    forcing = force(params, policies, prompts, max_new_tokens=steps)
+    rows = []
+    for index, (prune, p) in enumerate(cases, 1):
+        _, counts, records = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state)
+        selecting = [record for record, count in zip(records, counts, strict=True) if count]
+        seen = {name: np.stack([getattr(record, name) for record in selecting]) for name in Seen._fields}
+        means = {name: float(np.mean(x)) for name, x in seen.items()}
+        often = float(np.mean(seen["of_base"] >= p - 0.02))
+        rows.append({"base": base, "prune": prune, "p": p, **means, "at_least_p_less_0.02": often})
+    return rows
+
+
+def main() -> None:
+    """Measures, prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.twilight_mass", description="Mass that Twilight keeps.")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--base", nargs="+", default=BASES)
+    parser.add_argument("--p", nargs="+", type=float, default=THRESHOLDS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    params = load("smollm2")
+    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    if params.tokenizer is None:
+        parser.error("the model has no tokenizer")
+    tokens = params.tokenizer.encode(text)
+    if len(tokens) < args.prompts * args.length:
+        parser.error(f"--prompts {args.prompts} of --length {args.length}: the text has {len(tokens)} tokens")
+    prompts = [tokens[i * args.length : (i + 1) * args.length] for i in range(args.prompts)]
+    report = {"benchmark": "twilight_mass", "environment": describe(), "settings": vars(args) | {"json": None}}
+    report["results"] = rows = []
+    columns = ("mass", "of_base", "at_least_p_less_0.02", "recall", "tokens", "pages", "read")
+    table = Table("base", "prune", "p", *columns)
+    for base in args.base:
+        for row in measure(params, base, PRUNES, args.p, prompts=prompts, steps=args.steps):
+            rows.append(row)
+            table.add_row(base, row["prune"], str(row["p"]), *(f"{row[name]:.3f}" for name in columns))
+        write_report(args.json, report)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

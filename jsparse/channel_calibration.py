@@ -1,0 +1,70 @@
+"""Finds the channels of K that carry most of the logits, offline: what Double Sparsity is calibrated with.
+
+As in the paper (arXiv:2408.07092, and the code its authors published) a channel weighs as much as the mean of |q·k| in
+it, where each token's query meets the token's own key, after RoPE. Where we differ: the query heads that share a KV
+head share its ranking, by the sum over them; and the text is the user's, read in one piece with full attention (theirs
+is cut into blocks of 512 tokens).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from jsparse import loop, memory, prefill, prompts
+from jsparse.cache import CacheSpec
+from jsparse.generation import cache_spec
+from jsparse.models.checkpoint import Params
+from jsparse.output import OnProgress
+from jsparse.policies.channel_ranking import Ranking
+from jsparse.policy import Policy, PrefillView, State, builder, dense
+
+
+def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress | None = None) -> Ranking:
+    """Ranks the channels of every KV head on a text; `channel_ranking.save` keeps that for double_sparsity.
+
+    Args:
+        params: the model.
+        prompt: what to read, as for `generate`: text, token ids, or a list of these, each of which is read on its own.
+        on_progress: called with ("prefill", done, total) tokens of each prompt.
+
+    Raises:
+        ValueError: a prompt is none, or longer than the model or the memory takes.
+    """
+    rows, _ = prompts.encode(params, prompt)
+    spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
+    chunk, report = prefill.chunk_tokens(params.decoder, 1), on_progress or (lambda *_: None)
+    weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
+    for ids in rows:
+        policy = _weighed(max(prefill.chunk_sizes(len(ids), chunk)))
+        memory.require_fit(spec, policy)
+        with memory.exhaustion(spec):
+            state = jax.device_get(loop.prime(params, policy, [ids], spec, report).state)
+        weights += np.concatenate(state)
+    return np.argsort(-weights, axis=-1, kind="stable").astype(np.int32)
+
+
+@builder
+def _weighed(window: int) -> Policy:
+    """Dense; its state sums up, a layer, the weight of every channel. No chunk has more tokens than `window`."""
+
+    def init(spec: CacheSpec) -> State:
+        shape = (spec.batch, spec.num_kv_heads, spec.head_dim)
+        return tuple(jnp.zeros(shape, jnp.float32) for _ in range(spec.num_layers))
+
+    def take(state: State, layer: int, view: PrefillView) -> State:
+        return (*state[:layer], state[layer] + _weights(view), *state[layer + 1 :])
+
+    return dense()._replace(init=init, prefill=take, window=window)
+
+
+def _weights(view: PrefillView) -> Float32[Array, "B K H"]:
+    """The sum of |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
+    nth = jnp.arange(view.k.shape[1], dtype=jnp.int32)
+    at = view.q_window.shape[1] - view.valid[:, None] + nth  # the chunk's queries are the window's newest
+    q = jnp.take_along_axis(view.q_window, at[:, :, None, None], axis=1, mode="clip")
+    grouped = q.reshape(*view.k.shape[:3], -1, q.shape[-1])
+    products = jnp.sum(jnp.abs(grouped.astype(jnp.float32)), axis=3) * jnp.abs(view.k.astype(jnp.float32))
+    return jnp.sum(jnp.where((nth < view.valid[:, None])[:, :, None, None], products, 0.0), axis=1)

@@ -1,0 +1,148 @@
+"""Double Sparsity: score tokens by the few channels of q and k that carry most of the logit, attend to the best.
+
+Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092. Which channels are heavy
+hardly depends on the input, so they are found offline. K's heavy channels are kept apart in 4 bits (the label cache):
+ranking all tokens then reads r · 4 bits of each instead of H numbers.
+
+Where we differ: the query heads of a group share the channels and the tokens of their KV head, these ranked by the
+largest weight in any of them (the paper has as many KV heads as query heads). Without a calibration file the channels
+are those of largest mean |k| over the row's own prompt, which sees no queries. Labels have a scale and a zero for each
+token, as Twilight's copy of K has. Whole pages can be chosen, too, by their tokens' mass.
+"""
+
+from functools import reduce
+from operator import add
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.int4_scores import sidecar as int4
+from jsparse.pallas_kernels.select import TopK
+from jsparse.pallas_kernels.select import select as choose
+from jsparse.pallas_kernels.select.api import Unit
+from jsparse.policies import channel_ranking
+from jsparse.policies.sidecars import sidecar
+from jsparse.policy import Policy, PrefillView, State, builder, whole_number
+from jsparse.selection import Granularity
+from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
+
+UNITS: dict[str, Unit] = {"token": "token", "page": "page_mass"}
+FAN = 16
+
+
+class Labels(NamedTuple):
+    """One layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
+
+    channels: Int32[Array, "B K r"]
+    keys: int4.Int4Keys
+
+
+@builder
+def double_sparsity(
+    budget: int = 1024,
+    channels: int | None = None,
+    calibration: str | None = None,
+    granularity: Granularity = "token",
+) -> Policy:
+    """The `budget` tokens, or budget // P pages, of largest weight as a few heavy channels estimate it.
+
+    Args:
+        budget: tokens that a KV head attends to.
+        channels: r, how many are heavy; even. None is H/4, rounded up to a multiple of 8, which the GPU kernel needs.
+        calibration: a file of `jsparse calibrate-channels`, read once; None: each row's prompt tells its channels.
+        granularity: what is listed, "token" or "page".
+    """
+    whole_number("budget", budget, 1)
+    if channels is not None:
+        whole_number("channels", channels, 2)
+        if channels % 2:
+            raise ValueError(f"channels={channels}: must be even, two labels share a byte")
+    if calibration is not None and not isinstance(calibration, str):
+        raise ValueError(f"calibration={calibration!r}: must be the path of a file")
+    if granularity not in UNITS:
+        raise ValueError(f"granularity={granularity!r}: must be one of {list(UNITS)}")
+    ranking = None if calibration is None else channel_ranking.load(calibration)
+
+    def nothing_yet(spec: CacheSpec) -> Labels:
+        count = _count(channels, spec.head_dim)
+        chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
+        return Labels(chosen, int4.init(spec._replace(head_dim=count)))
+
+    def taken_in(labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Labels:
+        heavy = jnp.take_along_axis(k, labels.channels[:, None], axis=-1)
+        return labels._replace(keys=int4.append(labels.keys, held, heavy, valid, first))
+
+    tokens = sidecar(nothing_yet, taken_in)
+
+    def init(spec: CacheSpec) -> State:
+        state = tokens.init(spec)
+        if ranking is None:
+            return state
+        channel_ranking.require_fit(ranking, str(calibration), spec)
+        return tuple(_with_channels(labels, order) for labels, order in zip(state, ranking, strict=True))
+
+    def prefill(state: State, layer: int, view: PrefillView) -> State:
+        if ranking is not None:
+            return tokens.prefill(state, layer, view)
+        if not view.last:
+            return state
+        held = view.cache.layers[layer]
+        labels = state[layer]._replace(channels=heavy_channels(held, state[layer].channels.shape[-1]))
+        k = read_heads(held.k, held).swapaxes(1, 2)
+        labels = taken_in(labels, held, k, held.lengths[:, 0], jnp.zeros_like(held.lengths))
+        return (*state[:layer], labels, *state[layer + 1 :])
+
+    def select(state: State, layer: int, q: Queries, cache: KVCache):
+        held = cache.layers[layer]
+        size = held.page_size if granularity == "page" else None
+        capacity = max(min(budget, held.capacity) // (size or 1), 1)
+        logits = label_logits(q, held, state[layer])
+        unit = UNITS[granularity]
+        chosen = choose(logits, TopK(capacity), capacity=capacity, unit=unit, page_size=size, group="max")
+        return chosen, None, state
+
+    return Policy(select, init=init, prefill=prefill, append=tokens.append, full={"budget": 2**30})
+
+
+def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:
+    """The `count` channels of largest mean |k| of each head, ascending; ties go to the first."""
+    return jnp.sort(jax.lax.top_k(key_magnitudes(held), count)[1])
+
+
+def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
+    """The sum of |k| over what each head holds, added up in an order that neither batch nor capacity changes."""
+    seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+    sums = jnp.where(seen[..., None], jnp.abs(read_heads(held.k, held)).astype(jnp.float32), 0.0)
+    while sums.shape[2] > 1:
+        sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
+        batch, heads, slots, head_dim = sums.shape
+        runs = sums.reshape(batch, heads, slots // FAN, FAN, head_dim)
+        sums = reduce(add, (runs[:, :, :, nth] for nth in range(FAN)))
+    return sums[:, :, 0]
+
+
+def label_logits(q: Queries, held: LayerCache, labels: Labels) -> Float32[Array, "B K G S"]:
+    """The logit of every slot, from the heavy channels alone; -inf past what a head holds."""
+    batch, heads, head_dim = q.shape
+    grouped = q.reshape(batch, held.lengths.shape[1], -1, head_dim)
+    heavy = jnp.take_along_axis(grouped, labels.channels[:, :, None], axis=-1).reshape(batch, heads, -1)
+    logits = int4_scores(heavy, held, labels.keys, None, sm_scale=head_dim**-0.5)
+    return logits.reshape(*grouped.shape[:3], held.capacity)
+
+
+def _with_channels(labels: Labels, order: np.ndarray) -> Labels:
+    """The first of one layer's ranking, the same for every row."""
+    shape = labels.channels.shape
+    return labels._replace(channels=jnp.broadcast_to(np.sort(order[:, : shape[-1]]), shape))
+
+
+def _count(channels: int | None, head_dim: int) -> int:
+    """r; ValueError where a head has fewer channels."""
+    if channels is not None and channels > head_dim:
+        raise ValueError(f"channels={channels}: must be at most {head_dim}, the model's head dimension")
+    return min(-(-head_dim // 32) * 8, head_dim) if channels is None else channels

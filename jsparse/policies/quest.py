@@ -1,0 +1,36 @@
+"""Quest: rank pages by the greatest logit that any of their tokens could have, and attend to the best of them.
+
+Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.), arXiv:2406.10774. The least
+and the greatest value of every channel in a page bound q·k for all its tokens. Where we differ: the query heads of a
+group share their pages, ranked by the greatest bound among them (the paper has as many KV heads as query heads). The
+paper leaves the first two layers dense: dense_layers(quest(…), n=2).
+"""
+
+import jax.numpy as jnp
+
+from jsparse.cache import KVCache
+from jsparse.pallas_kernels.page_bounds import page_bounds
+from jsparse.pallas_kernels.page_bounds import sidecar as bounds
+from jsparse.pallas_kernels.select import TopK
+from jsparse.pallas_kernels.select import select as choose
+from jsparse.policies.sidecars import sidecar
+from jsparse.policy import Policy, State, builder, whole_number
+
+
+@builder
+def quest(budget: int = 1024) -> Policy:
+    """The budget // P pages of greatest bound, among them always the newest, which is still being filled."""
+    whole_number("budget", budget, 1)
+
+    def taken_in(entry, held, k, valid, first):
+        return bounds.append(entry, held, valid, first, max_new=k.shape[1])
+
+    def select(state: State, layer: int, q, cache: KVCache):
+        held = cache.layers[layer]
+        pages = min(max(budget // held.page_size, 1), held.num_pages)
+        scores = page_bounds(q, held, state[layer])
+        newest = jnp.arange(held.num_pages) == (held.lengths[..., None] - 1) // held.page_size
+        scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
+        return choose(scores[:, :, None], TopK(pages), capacity=pages, unit="page", weights="raw"), None, state
+
+    return Policy(select, **sidecar(bounds.init, taken_in)._asdict(), full={"budget": 2**30})

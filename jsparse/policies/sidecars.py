@@ -1,0 +1,43 @@
+"""What policies keep beside K, one entry a layer: it takes in whatever the cache does, at prefill and at every step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.policy import PrefillView, State
+
+
+class Sidecar(NamedTuple):
+    """The functions of a policy whose state is a sidecar, and nothing else."""
+
+    init: Callable[[CacheSpec], State]
+    prefill: Callable[[State, int, PrefillView], State]
+    append: Callable[..., State]
+
+
+def sidecar(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Sidecar:
+    """A sidecar of all layers.
+
+    Args:
+        init: of one layer that holds nothing.
+        take_in: (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry: the first `valid[b]` of T tokens
+            were written at the slots first, first + 1, … of each head, and its lengths count them.
+    """
+
+    def layers(spec: CacheSpec) -> State:
+        return tuple(init(spec) for _ in range(spec.num_layers))
+
+    def taken_in(state: State, layer: int, held: LayerCache, k: Array, valid: Array) -> State:
+        entry = take_in(state[layer], held, k, valid, held.lengths - valid[:, None])
+        return (*state[:layer], entry, *state[layer + 1 :])
+
+    def prefill(state: State, layer: int, view: PrefillView) -> State:
+        return taken_in(state, layer, view.cache.layers[layer], view.k, view.valid)
+
+    def append(state: State, layer: int, k: Array, v: Array, tokens: Array, positions: Array, cache: KVCache) -> State:
+        return taken_in(state, layer, cache.layers[layer], k, jnp.full(k.shape[0], k.shape[1], jnp.int32))
+
+    return Sidecar(layers, prefill, append)

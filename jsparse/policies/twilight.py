@@ -1,0 +1,110 @@
+"""Twilight: prune what a base selector chose, down to the fewest whose estimated attention mass is p of it.
+
+Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.), arXiv:2502.02770. The base
+picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p decides how much of that a head
+needs at this step. The query heads of a group each keep their own set; their KV head reads the union. The paper leaves
+the first two layers dense: dense_layers(twilight(…), n=2).
+
+Where we differ: whole pages are one of three ways to hand the survivors on, since attention reads whole pages
+(`prune`); and the sum is of what the base picked, whose own mass the estimate cannot see.
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
+from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.int4_scores import sidecar as int4
+from jsparse.pallas_kernels.select import TopP
+from jsparse.pallas_kernels.select import select as choose
+from jsparse.policies.full import full
+from jsparse.policies.sidecars import sidecar
+from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy, whole_number
+from jsparse.selection import Selection, paged
+
+Prune = Literal["page_mass", "bits", "token"]
+
+
+@builder
+def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_below: int = 0) -> Policy:
+    """What `base` selects, pruned; heads that it makes dense stay so.
+
+    Args:
+        base: the base selector.
+        p: the share of the estimated mass that every query head keeps.
+        prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do, as bits of their
+            pages, which are read whole; "token": the same tokens, read one by one.
+        dense_below: while no head holds so many tokens, attention is dense, and nothing is selected.
+    """
+    require_policy("base", base)
+    fraction("p", p)
+    if prune not in get_args(Prune):
+        raise ValueError(f"prune={prune!r}: must be one of {list(get_args(Prune))}")
+    whole_number("dense_below", dense_below, 0)
+    if "slot_positions" in base.needs:
+        raise ValueError(f"base={base}: must leave tokens in their slots, where their 4-bit copies are")
+    keys = sidecar(int4.init, int4.append)
+
+    def init(spec: CacheSpec):
+        return base.init(spec), keys.init(spec)
+
+    def prefill(state: State, layer: int, view: PrefillView):
+        return base.prefill(state[0], layer, view), keys.prefill(state[1], layer, view)
+
+    def append(state: State, *arguments):
+        return base.append(state[0], *arguments), keys.append(state[1], *arguments)
+
+    def select(state: State, layer: int, q, cache: KVCache):
+        held = cache.layers[layer]
+        chosen, summary, of_base = base.select(state[0], layer, q, cache)
+        if summary is not None:
+            raise ValueError(f"base={base}: must not summarise tokens that it does not select")
+        if chosen.ids.shape[-1] > 0:
+            chosen = pruned(q, held, state[1][layer], chosen)
+        return chosen, None, (of_base, state[1])
+
+    def pruned(q, held: LayerCache, copy: int4.Int4Keys, chosen: Selection) -> Selection:
+        pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
+        logits = int4_scores(q, held, copy, pages).reshape(
+            *held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size
+        )
+        if held.bias is not None:
+            logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
+        size = None if prune == "token" else held.page_size
+        kept = choose(logits, TopP(p), capacity=logits.shape[-1] // (size or 1), unit=prune, page_size=size)
+        return within(kept, pages, held.page_size)
+
+    def update(state: State, *arguments):
+        return base.update(state[0], *arguments), state[1]
+
+    def maintain(state: State, cache: KVCache):
+        of_base, cache = base.maintain(state[0], cache)
+        return (of_base, state[1]), cache
+
+    def fallback(state: State, layer: int, cache: KVCache):
+        short = jnp.max(cache.layers[layer].lengths) < dense_below
+        return short if base.fallback is None else short | base.fallback(state[0], layer, cache)
+
+    return base._replace(
+        select=select,
+        init=init,
+        prefill=prefill,
+        append=append,
+        update=update,
+        maintain=maintain,
+        fallback=None if base.fallback is None and dense_below == 0 else fallback,
+        full={"base": full(), "p": 1.0},
+    )
+
+
+def within(kept: Selection, pages: Selection, page_size: int) -> Selection:
+    """`kept`, whose ids count the entries of `pages` or their slots, by the ids of the cache."""
+    size = page_size if kept.granularity == "token" else 1
+    entry, slot = kept.ids // size, kept.ids % size
+    valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
+    ids = jnp.where(valid, jnp.take_along_axis(pages.ids, entry, axis=-1) * size + slot, 0)
+    bits = kept.bits
+    if bits is None and kept.granularity == "page" and pages.bits is not None:
+        bits = jnp.where(valid, jnp.take_along_axis(pages.bits, entry, axis=-1), jnp.uint32(0))
+    return Selection(ids, kept.count, bits=bits, dense=pages.dense, granularity=kept.granularity)

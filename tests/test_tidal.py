@@ -1,0 +1,61 @@
+"""TidalDecode: which layers pick, and what they pick, against the obvious loop."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_layer import OneLayer
+from tiny import engine_logits, random_prompts, random_tokens, tiny_params
+
+import jsparse
+from jsparse.partials import Stats
+
+
+def stats_of(logits):
+    lse = np.log(np.exp(logits).sum(-1))
+    return Stats(jnp.asarray(logits, jnp.float32), jnp.asarray(lse, jnp.float32))
+
+
+def test_heads_share_the_tokens_of_greatest_mean_weight():
+    budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3))
+    rng = np.random.default_rng(1)
+    logits = 2 * rng.normal(size=(2, 2, layer.held.capacity))
+    logits[..., layer.length :] = -np.inf
+    state = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    weights = np.exp(logits)
+    mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
+    ids, count = state
+    assert count.tolist() == [budget, budget]
+    for b in range(2):
+        assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
+    # the layers between hand it on as it is
+    assert layer.policy.update(state, 1, None, layer.cache) is state
+
+
+def test_a_head_that_holds_less_than_the_budget_lists_it_all():
+    layer = OneLayer(jsparse.tidal(budget=64, first=0, again=3), length=5, page_size=64)
+    logits = np.full((2, 2, layer.held.capacity), -np.inf)
+    logits[..., :5] = 0.0
+    ids, count = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    assert count.tolist() == [5, 5]
+    assert ids[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
+    asked, policy = [], jsparse.tidal(budget=4, first=1, again=3)
+
+    def select(state, layer, q, cache):
+        chosen, summary, state = policy.select(state, layer, q, cache)
+        asked.append((layer, chosen.dense is not None, chosen.ids.shape[-1]))
+        return chosen, summary, state
+
+    watched = policy._replace(select=select)
+    engine_logits(tiny_params(num_layers=5), watched, random_prompts((20,)), random_tokens(1, 2))
+    assert asked == [(0, True, 0), (1, True, 0), (2, False, 4), (3, True, 0), (4, False, 4)]
+    assert [policy.stats(layer) for layer in range(5)] == [None, "token_logits", None, "token_logits", None]
+
+
+@pytest.mark.parametrize("wrong", [{"budget": 0}, {"first": -1}, {"again": 2.0}])
+def test_wrong_hyper_parameters_are_refused(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value}: must be an integer"):
+        jsparse.tidal(**wrong)

@@ -1,0 +1,148 @@
+"""Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that weighs p."""
+
+from dataclasses import replace
+from importlib.resources import files
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_layer import OneLayer
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
+from toy_policies import bypass, shrink
+
+import jsparse
+from jsparse.evaluation.attention_metrics import attention_metrics, measured
+from jsparse.evaluation.forcing import force
+from jsparse.policies import parse
+from jsparse.selection import token_mask
+
+BASES = ("full()", "quest(budget=24)", "streaming(sink=5, recent=19)", "oracle_top_k(budget=17)")
+P = 0.8
+
+
+def four_bits(k):
+    """Keys [..., H] through 16 levels between each one's least and greatest channel, scale and zero as float16."""
+    low, high = k.min(-1, keepdims=True), k.max(-1, keepdims=True)
+    scale, zero = (x.astype(np.float16).astype(np.float64) for x in ((high - low) / 15, low))
+    return np.clip(np.round((k - zero) / scale), 0, 15) * scale + zero
+
+
+def fewest(weights, p):
+    """The indices of the fewest weights that sum to p of all."""
+    order = np.argsort(-weights)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return set(order[: int(np.searchsorted(share, p)) + 1].tolist())
+
+
+def attended(layer: OneLayer, chosen):
+    """The slots of each row and head."""
+    held = layer.held
+    return np.asarray(token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size))
+
+
+def expected(layer: OneLayer, base, prune):
+    """bool[B, K, S]: what Twilight leaves, the newest token's rule included."""
+    candidates = attended(layer, base.select())[..., : layer.length]
+    logits, size = layer.logits(four_bits(layer.k)), layer.page_size
+    left = np.zeros((*candidates.shape[:2], layer.held.capacity), bool)
+    for b, head in np.ndindex(candidates.shape[:2]):
+        slots = np.flatnonzero(candidates[b, head])
+        for row in logits[b, head]:
+            weights = np.exp(row - row[slots].max())
+            if prune == "page_mass":
+                pages = sorted({slot // size for slot in slots})
+                mass = np.array([weights[[s for s in slots if s // size == page]].sum() for page in pages])
+                kept = {pages[i] for i in fewest(mass, P)}
+                left[b, head, [s for s in slots if s // size in kept]] = True
+            else:
+                left[b, head, slots[list(fewest(weights[slots], P))]] = True
+        left[b, head, layer.length - 1] = True
+    return left
+
+
+@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+@pytest.mark.parametrize("base", BASES)
+def test_leaves_what_the_slow_model_leaves(base, prune):
+    for seed in range(3):
+        layer = OneLayer(jsparse.twilight(parse(base), p=P, prune=prune), seed=seed)
+        want = expected(layer, OneLayer(parse(base), seed=seed), prune)
+        chosen = layer.select()
+        assert chosen.granularity == ("token" if prune == "token" else "page")
+        np.testing.assert_array_equal(attended(layer, chosen), want)
+        assert not attended(layer, OneLayer(parse(base), seed=seed).select())[want == 0].all()
+
+
+@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+def test_heads_that_the_base_makes_dense_stay_so(prune):
+    base = jsparse.full()
+
+    def select(state, layer, q, cache):
+        chosen, summary, state = base.select(state, layer, q, cache)
+        dense = jnp.zeros(chosen.count.shape, jnp.bool_).at[:, 0].set(True)
+        return replace(chosen, dense=dense), summary, state
+
+    layer = OneLayer(jsparse.twilight(base._replace(select=select), p=0.5, prune=prune))
+    mask = attended(layer, layer.select())
+    assert mask[:, 0, : layer.length].all()
+    assert not mask[:, 1, : layer.length].all()
+
+
+def test_an_estimate_reads_the_bias():
+    """A slot that counts for exp(30) tokens is kept alone."""
+    layer = OneLayer(jsparse.twilight(jsparse.full()._replace(needs=("bias",)), p=0.9, prune="token"))
+    bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
+    layer.cache = layer.cache._replace(layers=(layer.held._replace(bias=bias),))
+    assert layer.select().ids[..., 0].tolist() == [[11, 11], [11, 11]]
+    assert layer.select().count.tolist() == [[1, 1], [1, 1]]
+
+
+def test_below_dense_below_everything_is_attended():
+    params, forced = tiny_params(), random_tokens(1, 9)
+    prompt = random_prompts((28,))
+
+    def logits(policy):
+        return engine_logits(params, policy, prompt, forced, page_size=8)
+
+    sparse = logits("twilight(full(), p=0.5, prune='bits')")
+    switching = logits("twilight(full(), p=0.5, prune='bits', dense_below=33)")
+    exact = logits("dense")
+    # steps 1 … 4 append the 29th … 32nd token
+    assert_close(switching[:5], exact[:5], rtol=1e-5)
+    assert np.abs(sparse[1:5] - exact[1:5]).max() > 1e-2
+    assert np.abs(switching[5:] - exact[5:]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base": "quest"}, "base='quest': must be a policy"),
+        ({"base": jsparse.full(), "p": 0}, "p=0: must be a number above 0 and at most 1"),
+        ({"base": jsparse.full(), "prune": "tokens"}, "prune='tokens': must be one of"),
+        ({"base": jsparse.full(), "dense_below": -1}, "dense_below=-1: must be an integer of at least 0"),
+        ({"base": shrink()}, r"base=shrink\(.*must leave tokens in their slots"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jsparse.twilight(**arguments)
+
+
+def test_a_base_that_summarises_is_refused():
+    with pytest.raises(ValueError, match="must not summarise"):
+        engine_logits(tiny_params(), jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return jsparse.load("smollm2", dtype="float32")
+
+
+def test_real_queries_keep_the_mass_they_ask_for(smollm2):
+    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of `jsparse eval`."""
+    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    prompt = smollm2.tokenizer.encode(text)[:480]
+    forcing = force(smollm2, [measured("twilight(full(), p=0.95, prune='token')")], [prompt], max_new_tokens=12)
+    mass = attention_metrics(forcing)[0].heads.mass
+    assert mass.shape == (30, 1, 3)
+    assert mass.mean() >= 0.94
+    assert (mass >= 0.93).mean() >= 0.99
