@@ -74,7 +74,7 @@ def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings = reports[0]["settings"] | {"lengths": [n for report in reports for n in report["settings"]["lengths"]]}
     return {
         "timestamp": reports[-1]["timestamp"],
-        "environment": reports[0]["environment"] | describe(),
+        "environment": describe() | reports[0]["environment"],
         "settings": settings,
         "cells": [{name: value for name, value in cell.items() if name != "samples"} for cell in cells],
         "averages": averages(cells),

@@ -2,7 +2,7 @@
 
 SmolLM2 on the text of `jsparse eval`, decoding what dense attention continues. For each base, way of pruning and p:
 
-    mass        of the exact softmax that is attended, mean over layers, query heads and steps
+    mass        of the exact softmax that is attended, mean over query heads and steps of the layers that prune
     of base     the same as a share of what the base alone covers, and how often it is at least p - 0.02
     recall      of the tokens that exact weights would have kept of the base's, by KV head
     tokens, pages, read   attended tokens, pages they lie in, tokens whose K and V are read, of all that is held
@@ -53,10 +53,10 @@ class Seen(NamedTuple):
 
 
 def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
-    """`pruned`, which is Twilight over `base`, with a Seen a layer in its state."""
+    """`pruned`, which is Twilight over `base`, with a Seen a layer in its state: NaN where nothing was pruned."""
 
     def init(spec):
-        heads, queries = (jnp.zeros((steps, spec.batch, n)) for n in (spec.num_kv_heads, spec.num_heads))
+        heads, queries = (jnp.full((steps, spec.batch, n), jnp.nan) for n in (spec.num_kv_heads, spec.num_heads))
         seen = Seen(queries, queries, heads, heads, heads, heads)
         return pruned.init(spec), jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
 
@@ -64,6 +64,8 @@ def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
         inner, steps_of, records = state
         covered, *_ = base.select(inner[0], layer, q, cache)
         chosen, summary, inner = pruned.select(inner, layer, q, cache)
+        if chosen.dense is not None:
+            return chosen, summary, (inner, steps_of, records)
         new = look(q, cache.layers[layer], covered, chosen, p)
         record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
         return chosen, summary, (inner, steps_of.at[layer].add(1), (*records[:layer], record, *records[layer + 1 :]))
@@ -86,12 +88,14 @@ def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: f
     exact = select(jnp.where(of_base[:, :, None], logits, -jnp.inf), TopP(p), capacity=held.capacity)
     wanted = mask(exact, held)
     attended, read = count_tokens(chosen, held.lengths, held.page_size)
-    pages = kept.reshape(*kept.shape[:2], -1, held.page_size).any(-1).sum(-1) * held.page_size
+    pages = kept.reshape(*kept.shape[:2], -1, held.page_size).any(-1).sum(-1)
     return Seen(
         jnp.exp(kept_lse - lse).reshape(q.shape[:2]),
         jnp.exp(kept_lse - base_lse).reshape(q.shape[:2]),
         jnp.sum(wanted & kept, -1) / jnp.maximum(jnp.sum(wanted, -1), 1),
-        *(n / held.lengths for n in (attended, pages, read)),
+        attended / held.lengths,
+        pages / -(-held.lengths // held.page_size),
+        read / held.lengths,
     )
 
 
@@ -108,11 +112,11 @@ def measure(params: Params, base: str, prunes: Sequence[str], thresholds: Sequen
     forcing = force(params, policies, prompts, max_new_tokens=steps)
     rows = []
     for index, (prune, p) in enumerate(cases, 1):
-        _, counts, records = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state)
-        selecting = [record for record, count in zip(records, counts, strict=True) if count]
-        seen = {name: np.stack([getattr(record, name) for record in selecting]) for name in Seen._fields}
-        means = {name: float(np.mean(x)) for name, x in seen.items()}
-        often = float(np.mean(seen["of_base"] >= p - 0.02))
+        _, _, records = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state)
+        seen = {name: np.stack([getattr(record, name) for record in records]) for name in Seen._fields}
+        means = {name: float(np.nanmean(x)) for name, x in seen.items()}
+        of_base = seen["of_base"][np.isfinite(seen["of_base"])]
+        often = float(np.mean(of_base >= p - 0.02))
         rows.append({"base": base, "prune": prune, "p": p, **means, "at_least_p_less_0.02": often})
     return rows
 

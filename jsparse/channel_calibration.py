@@ -31,7 +31,7 @@ def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress |
         on_progress: called with ("prefill", done, total) tokens of each prompt.
 
     Raises:
-        ValueError: a prompt is none, or longer than the model or the memory takes.
+        ValueError: a prompt is none, or leaves no room for one token more in the model's context, or in memory.
     """
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)

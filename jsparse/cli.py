@@ -184,6 +184,8 @@ def calibrate_channels(
     from jsparse.policies import channel_ranking
 
     read, bars = _read_text(text, "--text"), Bars()
+    if not read.strip():
+        raise ValueError(f"--text {str(text)!r}: must hold some text")
     try:
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
         ids = prompts.encode(params, read)[0][0][:tokens]

@@ -91,6 +91,8 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
         return selection
     if page_size > MAX_BITS_PAGE:
         raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} where listed tokens become pages")
+    if selection.ids.shape[-1] == 0:
+        return Selection(selection.ids, selection.count, dense=selection.dense)
     valid, page = _valid(selection), selection.ids // page_size
     first = valid.at[..., 1:].set(valid[..., 1:] & (page[..., 1:] != page[..., :-1]))
     at, count = compact(first, min(page.shape[-1], num_pages))

@@ -38,6 +38,7 @@ TABLE = (
     "keep(dense_layers(oracle_top_p(p=0.5), n=1), sink=0, recent=0)",
     "twilight(full(), p=0.6)",
     "twilight(full(), p=0.7, prune='bits')",
+    "twilight(full(), p=0.6, dense_below=20)",
     "twilight(quest(budget=24), p=0.8, prune='token')",
     "twilight(streaming(sink=4, recent=20), p=0.7)",
     "twilight(oracle_top_k(budget=12), p=0.9, prune='bits')",

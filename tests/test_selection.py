@@ -257,6 +257,11 @@ def test_listed_tokens_as_pages_are_the_same_tokens(seed):
     assert paged(pages, num_pages=M, page_size=P) is pages
 
 
+def test_no_tokens_are_no_pages():
+    pages = paged(nothing(jnp.array([[3]]), "token"), num_pages=1, page_size=8)
+    assert (pages.granularity, pages.ids.shape, pages.count.tolist()) == ("page", (1, 1, 0), [[0]])
+
+
 def test_tokens_of_large_pages_carry_no_bits():
     with pytest.raises(ValueError, match="page_size=64: must be at most 32"):
         paged(nothing(jnp.array([[3]]), "token"), num_pages=1, page_size=64)

@@ -27,8 +27,12 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
     assert count.tolist() == [budget, budget]
     for b in range(2):
         assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
-    # the layers between hand it on as it is
+    # the layers between hand it on as it is, the second pick replaces it
     assert layer.policy.update(state, 1, None, layer.cache) is state
+    deep = layer.cache._replace(layers=layer.cache.layers * 4)
+    ids, count = layer.policy.update(state, 3, stats_of(np.roll(logits, 5, axis=-1)), deep)
+    assert count.tolist() == [budget, budget]
+    assert ids[0].tolist() != state[0][0].tolist()
 
 
 def test_a_head_that_holds_less_than_the_budget_lists_it_all():

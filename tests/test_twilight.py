@@ -40,9 +40,23 @@ def attended(layer: OneLayer, chosen):
     return np.asarray(token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size))
 
 
+def listed(layer: OneLayer, chosen):
+    """The slots that the list itself names: bool[B, K, S]."""
+    marks = np.zeros((*chosen.count.shape, layer.held.capacity), bool)
+    for at in np.ndindex(chosen.count.shape):
+        for i in range(int(chosen.count[at])):
+            unit = int(chosen.ids[at][i])
+            if chosen.granularity == "token":
+                marks[at][unit] = True
+                continue
+            word = 2**layer.page_size - 1 if chosen.bits is None else int(chosen.bits[at][i])
+            marks[at][[unit * layer.page_size + t for t in range(layer.page_size) if word >> t & 1]] = True
+    return marks[..., : layer.length]
+
+
 def expected(layer: OneLayer, base, prune):
     """bool[B, K, S]: what Twilight leaves, the newest token's rule included."""
-    candidates = attended(layer, base.select())[..., : layer.length]
+    candidates = listed(layer, base.select())
     logits, size = layer.logits(four_bits(layer.k)), layer.page_size
     left = np.zeros((*candidates.shape[:2], layer.held.capacity), bool)
     for b, head in np.ndindex(candidates.shape[:2]):
@@ -63,13 +77,15 @@ def expected(layer: OneLayer, base, prune):
 @pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
 @pytest.mark.parametrize("base", BASES)
 def test_leaves_what_the_slow_model_leaves(base, prune):
-    for seed in range(3):
+    left_out = 0
+    for seed in range(12):
         layer = OneLayer(jsparse.twilight(parse(base), p=P, prune=prune), seed=seed)
         want = expected(layer, OneLayer(parse(base), seed=seed), prune)
         chosen = layer.select()
         assert chosen.granularity == ("token" if prune == "token" else "page")
         np.testing.assert_array_equal(attended(layer, chosen), want)
-        assert not attended(layer, OneLayer(parse(base), seed=seed).select())[want == 0].all()
+        left_out += attended(layer, OneLayer(parse(base), seed=seed).select())[~want].sum()
+    assert left_out > 12
 
 
 @pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
@@ -90,10 +106,37 @@ def test_heads_that_the_base_makes_dense_stay_so(prune):
 def test_an_estimate_reads_the_bias():
     """A slot that counts for exp(30) tokens is kept alone."""
     layer = OneLayer(jsparse.twilight(jsparse.full()._replace(needs=("bias",)), p=0.9, prune="token"))
+    assert layer.held.bias is not None
     bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
     layer.cache = layer.cache._replace(layers=(layer.held._replace(bias=bias),))
     assert layer.select().ids[..., 0].tolist() == [[11, 11], [11, 11]]
     assert layer.select().count.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("base", [*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"])
+def test_the_base_works_as_it_does_alone(base):
+    """Everything that it selects is kept, so what its own hooks put into its state must be the same."""
+    prompts, forced = random_prompts((37, 20)), random_tokens(2, 6)
+    alone = engine_logits(tiny_params(), base, prompts, forced, page_size=8)
+    for prune in ("page_mass", "token"):
+        around = engine_logits(tiny_params(), f"twilight({base}, p=1.0, prune={prune!r})", prompts, forced, page_size=8)
+        assert_close(around, alone, rtol=2e-5)
+
+
+def test_a_prompt_may_come_in_pieces():
+    prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
+    policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
+    whole, pieces = (
+        engine_logits(tiny_params(), policy, prompts, forced, chunk=chunk, page_size=8) for chunk in (512, 16)
+    )
+    assert_close(pieces, whole, rtol=2e-5)
+
+
+def test_bits_of_large_pages_are_refused_before_the_prompt_is_read():
+    with pytest.raises(ValueError, match="prune='bits': pages must have at most 32 tokens, not 64"):
+        engine_logits(
+            tiny_params(), "twilight(full(), prune='bits')", random_prompts((9,)), random_tokens(1, 2), page_size=64
+        )
 
 
 def test_below_dense_below_everything_is_attended():

@@ -54,7 +54,8 @@ def double_sparsity(
     Args:
         budget: tokens that a KV head attends to.
         channels: r, how many are heavy; even. None is H/4, rounded up to a multiple of 8, which the GPU kernel needs.
-        calibration: a file of `jsparse calibrate-channels`, read once; None: each row's prompt tells its channels.
+        calibration: a file of `jsparse calibrate-channels`; what it holds later is not read again in the same
+            process. None: each row's prompt tells its channels.
         granularity: what is listed, "token" or "page".
     """
     whole_number("budget", budget, 1)

@@ -29,7 +29,7 @@ def quest(budget: int = 1024) -> Policy:
         held = cache.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         scores = page_bounds(q, held, state[layer])
-        newest = jnp.arange(held.num_pages) == (held.lengths[..., None] - 1) // held.page_size
+        newest = jnp.arange(held.num_pages, dtype=jnp.int32) == (held.lengths[..., None] - 1) // held.page_size
         scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
         return choose(scores[:, :, None], TopK(pages), capacity=pages, unit="page", weights="raw"), None, state
 

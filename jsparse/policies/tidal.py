@@ -19,7 +19,8 @@ from jsparse.selection import Selection, everything
 def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
     """The `budget` tokens that layer `first` weighs most, picked again at layer `again`; dense up to `first`.
 
-    The defaults are the paper's layers for models of 32.
+    The defaults are the paper's layers for models of 32; a model without layer `again` picks once. All heads of a row
+    must hold equally many tokens.
     """
     for name, value, least in (("budget", budget, 1), ("first", first, 0), ("again", again, 0)):
         whole_number(name, value, least)

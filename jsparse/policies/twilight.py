@@ -6,9 +6,10 @@ needs at this step. The query heads of a group each keep their own set; their KV
 the first two layers dense: dense_layers(twilight(…), n=2).
 
 Where we differ: whole pages are one of three ways to hand the survivors on, since attention reads whole pages
-(`prune`); and the sum is of what the base picked, whose own mass the estimate cannot see.
+(`prune`). The sum is of what the base listed: its newest token, attended in any case, counts where it was listed.
 """
 
+from dataclasses import replace
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jsparse.pallas_kernels.select import select as choose
 from jsparse.policies.full import full
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy, whole_number
-from jsparse.selection import Selection, paged
+from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 
 Prune = Literal["page_mass", "bits", "token"]
 
@@ -35,7 +36,9 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
         p: the share of the estimated mass that every query head keeps.
         prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do, as bits of their
             pages, which are read whole; "token": the same tokens, read one by one.
-        dense_below: while no head holds so many tokens, attention is dense, and nothing is selected.
+        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected.
+
+    Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base list tokens.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -47,6 +50,8 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
     keys = sidecar(int4.init, int4.append)
 
     def init(spec: CacheSpec):
+        if prune == "bits" and spec.page_size > MAX_BITS_PAGE:
+            raise ValueError(f"prune={prune!r}: pages must have at most {MAX_BITS_PAGE} tokens, not {spec.page_size}")
         return base.init(spec), keys.init(spec)
 
     def prefill(state: State, layer: int, view: PrefillView):
@@ -62,6 +67,10 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
             chosen = pruned(q, held, state[1][layer], chosen)
+        if dense_below:
+            short = jnp.max(held.lengths, axis=1, keepdims=True) < dense_below
+            dense = jnp.broadcast_to(short, held.lengths.shape)
+            chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
         return chosen, None, (of_base, state[1])
 
     def pruned(q, held: LayerCache, copy: int4.Int4Keys, chosen: Selection) -> Selection:
