@@ -131,7 +131,9 @@ def test_other_settings_are_refused_by_name_and_values(path, resume):
 
 def test_settings_are_compared_as_json(path):
     Store(path, SETTINGS)
-    Store(path, SETTINGS | {"lengths": (64,)}, resume=True)
+    assert (
+        Store(path, SETTINGS | {"lengths": (64,)}, resume=True).settings == Store(path, SETTINGS, resume=True).settings
+    )
 
 
 def test_an_unfinished_run_is_not_begun_anew_unasked(path):
