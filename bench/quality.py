@@ -4,10 +4,12 @@
 which say what a perfect selector of so many tokens, or of so much attention mass, would keep. The set "twilight": base
 selectors at several budgets, and Twilight over them, the first two layers dense as its paper has it.
 
-Each length is a process of its own, some of them side by side, since much of the time goes into compiling; beside PATH
-lie their reports, with every sample. PATH holds all lengths, without the samples.
+Each length, and each group of policies, is a process of its own, some of them side by side, since much of the time goes
+into compiling; they take the GPUs that there are in turn. Beside PATH lie their reports, with every sample. PATH holds
+them all, without the samples.
 
-    python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--processes 4]
+    python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
+                            [--processes 4] [--gpus 2]
 """
 
 import argparse
@@ -18,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.children import write_report
 from bench.environment import REPOSITORY, describe
@@ -26,7 +28,8 @@ from jsparse.evaluation.command import draw, show
 from jsparse.evaluation.statistics import averages
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
-SELECTORS = ("quest", "double_sparsity", "tidal")
+CHANNELS = "bench/smollm2_channels.safetensors"  # jsparse calibrate-channels --text bench/README.md --tokens 4096
+SELECTORS = ("quest(", f"double_sparsity(calibration={CHANNELS!r}, ", "tidal(")
 
 
 def _behind_two(policy: str) -> str:
@@ -40,8 +43,9 @@ YARDSTICKS = (
     *(f"oracle_top_p(p={p})" for p in MASSES),
 )
 TWILIGHT = (
-    *(_behind_two(f"{name}(budget={budget})") for name in SELECTORS for budget in BUDGETS),
-    *(_behind_two(f"twilight({name}(budget=2048), p={p})") for name in SELECTORS for p in MASSES),
+    *(_behind_two(f"{name}budget={budget})") for name in SELECTORS for budget in BUDGETS),
+    _behind_two("double_sparsity(budget=512)"),
+    *(_behind_two(f"twilight({name}budget=2048), p={p})") for name in SELECTORS for p in MASSES),
     *(_behind_two(f"twilight(full(), p={p}, prune={way!r})") for p in MASSES for way in ("page_mass", "bits", "token")),
 )
 SETS = {"yardsticks": YARDSTICKS, "twilight": TWILIGHT}
@@ -49,35 +53,61 @@ TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multi
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
-def measure(args: argparse.Namespace, length: int) -> dict[str, Any]:
-    """The report of one length; what is there already is read.
+class Part(NamedTuple):
+    """What one process measures: its place among all, the length, the policies, and what its report is called after."""
+
+    place: int
+    length: int
+    policies: Sequence[str]
+    name: str
+
+
+def parts(policies: Sequence[str], lengths: Sequence[int], groups: int) -> list[Part]:
+    """The policies of every length, dealt out to so many groups; long ones first, since they take longest."""
+    dealt = [(length, group) for length in sorted(lengths, reverse=True) for group in range(groups)]
+    return [
+        Part(place, length, policies[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
+        for place, (length, group) in enumerate(dealt)
+    ]
+
+
+def measure(args: argparse.Namespace, part: Part) -> dict[str, Any]:
+    """The report of one part; what is there already is read.
 
     Raises:
         RuntimeError: its process failed.
     """
-    path = args.json.with_stem(f"{args.json.stem}_{length}")
+    path = args.json.with_stem(f"{args.json.stem}_{part.name}")
     if not (args.resume and path.exists()):
         command = [sys.executable, "-m", "jsparse", "eval", "--model", args.model, "--json", str(path)]
-        command += [word for policy in args.policy or SETS[args.set] for word in ("--policy", policy)]
-        command += ["--tasks", ",".join(args.tasks), "--lengths", str(length)]
+        command += [word for policy in part.policies for word in ("--policy", policy)]
+        command += ["--tasks", ",".join(args.tasks), "--lengths", str(part.length)]
         command += ["--samples", str(args.samples), "--batch", str(args.batch), *["--resume"] * args.resume]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if args.gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(part.place % args.gpus)
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"length {length} failed; what it had done lies beside {path}: go on with --resume")
+            raise RuntimeError(f"{path.stem} failed; what it had done lies beside {path}: go on with --resume")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of all lengths, without the samples."""
-    cells = [cell for report in reports for cell in report["cells"]]
-    settings = reports[0]["settings"] | {"lengths": [n for report in reports for n in report["settings"]["lengths"]]}
+    """One report of them all, by length, without the samples; dense, which every group measures, once a length."""
+    reports = sorted(reports, key=lambda report: report["settings"]["lengths"])
+    cells: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    for cell in (cell for report in reports for cell in report["cells"]):
+        cells.setdefault((cell["policy"], cell["task"], cell["length"]), cell)
+    of_all = {
+        name: list(dict.fromkeys(value for report in reports for value in report["settings"][name]))
+        for name in ("policies", "lengths")
+    }
     return {
         "timestamp": reports[-1]["timestamp"],
         "environment": describe() | reports[0]["environment"],
-        "settings": settings,
-        "cells": [{name: value for name, value in cell.items() if name != "samples"} for cell in cells],
-        "averages": averages(cells),
+        "settings": reports[0]["settings"] | of_all,
+        "cells": [{name: value for name, value in cell.items() if name != "samples"} for cell in cells.values()],
+        "averages": averages(list(cells.values())),
     }
 
 
@@ -92,13 +122,16 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--processes", type=int, default=1, help="lengths side by side (default 1)")
+    parser.add_argument("--groups", type=int, default=1, help="of policies, each a process a length (default 1)")
+    parser.add_argument("--processes", type=int, default=1, help="side by side (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="that the processes share (default 1)")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     args.json = args.json.resolve()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
-        report = joined(list(pool.map(lambda length: measure(args, length), args.lengths)))
+        wanted = parts(args.policy or SETS[args.set], args.lengths, args.groups)
+        report = joined(list(pool.map(lambda part: measure(args, part), wanted)))
     write_report(args.json, report)
     show(report)
     draw(report, args.json.parent / args.json.stem)

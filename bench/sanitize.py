@@ -32,7 +32,7 @@ TESTS = {
     "compact_pages": "does_what and (scrambled or every_other_head-in_place)",
 }
 KERNELS = ("mosaic_gpu", "_kernel", "_merge", "move_")  # parts of our kernels' names
-WORKERS, SECONDS = 16, 400
+WORKERS, SECONDS = 16, 1200
 
 
 def check(name: str, tool: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.quality import SETS, joined
+from bench.quality import SETS, joined, parts
 from jsparse.evaluation.statistics import averages, summarize
 from jsparse.policies import parse
 
@@ -13,27 +13,44 @@ def test_every_policy_of_a_set_is_one(name):
     assert len(set(built)) == len(built)
 
 
-def report(length):
-    scores = {"dense()": 1.0, "quest(budget=16)": 0.5}
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_every_policy_is_measured_once_at_every_length(groups):
+    dealt = parts(["a", "b", "c", "d", "e"], [128, 256], groups)
+    pairs = sorted((part.length, policy) for part in dealt for policy in part.policies)
+    assert pairs == [(length, policy) for length in (128, 256) for policy in "abcde"]
+    assert len({part.name for part in dealt}) == len(dealt) == 2 * groups
+    assert [part.place for part in dealt] == list(range(len(dealt)))
+
+
+def report(length, policies=("quest(budget=16)",)):
+    scores = dict.fromkeys(("dense()", *policies), 0.5) | {"dense()": 1.0}
     entries = [
         {"policy": policy, "task": "vt", "length": length, "index": i, "values": {"score": score}, "meta": {}}
         for policy, score in scores.items()
         for i in range(3)
     ]
     cells = summarize(entries)
-    settings = {"lengths": [length], "samples": 3}
+    settings = {"lengths": [length], "samples": 3, "policies": list(scores)}
     return {"timestamp": "now", "environment": {"device": "x"}, "settings": settings, "cells": cells}
 
 
 def test_lengths_are_joined_without_their_samples():
     one, two = report(128), report(256)
-    whole = joined([one, two])
-    assert whole["settings"] == {"lengths": [128, 256], "samples": 3}
+    whole = joined([two, one])
+    both = ["dense()", "quest(budget=16)"]
+    assert whole["settings"] == {"lengths": [128, 256], "samples": 3, "policies": both}
     assert [(cell["policy"], cell["length"]) for cell in whole["cells"]] == [
-        (policy, length) for length in (128, 256) for policy in ("dense()", "quest(budget=16)")
+        (policy, length) for length in (128, 256) for policy in both
     ]
     assert all("samples" not in cell for cell in whole["cells"])
     assert whole["cells"][3]["metrics"] == two["cells"][1]["metrics"]
     assert whole["averages"] == averages([*one["cells"], *two["cells"]])
     assert whole["environment"]["device"] == "x"
     assert "git_revision" in whole["environment"]
+
+
+def test_groups_are_joined_with_dense_once():
+    whole = joined([report(128, ["a()"]), report(128, ["b()"])])
+    assert [cell["policy"] for cell in whole["cells"]] == ["dense()", "a()", "b()"] == whole["settings"]["policies"]
+    assert whole["settings"]["lengths"] == [128]
+    assert [average["policy"] for average in whole["averages"]] == ["dense()", "a()", "b()"]
