@@ -8,6 +8,9 @@ device. Contenders, each in its own process:
     hf-compile          the same under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
+A policy's state is that after a prompt that filled the cache. replayed(…) around an expression replays counts of a
+trace; see bench.twilight_trace.
+
 The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s, what an H200 was measured to read.
 
     python -m bench.decode_step --json bench/results/decode_step.json
@@ -22,7 +25,7 @@ from typing import Any
 
 from bench.children import run_child, spread, write_report
 from bench.environment import describe
-from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model
+from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, state_after_prompt
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 WARM_UP, STEPS, RUNS = 5, 20, 5
@@ -33,13 +36,13 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
+    from bench.twilight_trace import parse
     from jsparse import cache as kv_cache
     from jsparse import loop
     from jsparse.models.transformer import Decoder, random_weights
-    from jsparse.policies import parse
     from jsparse.sampling import Sampling
 
-    decoder, method = Decoder(LLAMA_8B, dtype=jnp.bfloat16), parse(policy)
+    decoder, method = Decoder(LLAMA_8B, dtype=jnp.bfloat16), parse(policy, context)
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
     spec = kv_cache.CacheSpec(
         LLAMA_8B.num_layers,
@@ -68,7 +71,7 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         ),
         positions=jnp.full_like(cache.positions, held),
     )
-    state, tokens = method.init(spec), jnp.ones(batch, jnp.int32)
+    state, tokens = state_after_prompt(method, spec, cache), jnp.ones(batch, jnp.int32)
     key, greedy = jax.random.key(0), Sampling()
     began = time.perf_counter()
 

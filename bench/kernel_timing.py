@@ -138,23 +138,31 @@ def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dic
     Returns:
         device: from the start of one call's first kernel to that of the next call's, launch gaps included; to the end
             of its last kernel where a run is one call. kernels: the sum of its kernels' durations. launches: how many
-            these are. by_kernel: both for each name, most time first.
+            these are. by_kernel: both for each name, most time first. order: name and duration of each kernel of a
+            call, as they follow one another.
     """
     each, left = divmod(len(events), repeats)
     if left or (each - skip) % calls or each <= skip:
         return {"profile_error": f"{len(events)} kernels in {repeats} runs of {calls} calls, {skip} of each the lead's"}
     launches = (each - skip) // calls
-    device, kernels, names = [], [], defaultdict(list)
+    device, kernels, names, order = [], [], defaultdict(list), [[] for _ in range(launches)]
     for run in range(repeats):
         own = events[run * each + skip : (run + 1) * each]
         starts = [event.start for event in own[::launches]]
         device += [after - start for start, after in pairwise(starts)] or [max(e.end for e in own) - starts[0]]
         for call in range(calls):
             kernels.append(sum(event.duration for event in own[call * launches : (call + 1) * launches]))
-        for event in own:
+        for nth, event in enumerate(own):
             names[event.name].append(event.duration)
+            order[nth % launches].append(event)
     by_kernel = {
         name: {"us": statistics.median(times), "launches": round(len(times) / repeats / calls, 2)}
         for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))
     }
-    return {"device": spread(device), "kernels": spread(kernels), "launches": launches, "by_kernel": by_kernel}
+    return {
+        "device": spread(device),
+        "kernels": spread(kernels),
+        "launches": launches,
+        "by_kernel": by_kernel,
+        "order": [{"name": at[0].name, "us": statistics.median(event.duration for event in at)} for at in order],
+    }

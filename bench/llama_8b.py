@@ -22,6 +22,30 @@ LLAMA_8B = ModelConfig(
 READ_BANDWIDTH = 4.4e12
 
 
+def state_after_prompt(policy, spec, cache):
+    """The policy's state, as if all that the cache holds had been a prompt of one chunk."""
+    import jax
+    import jax.numpy as jnp
+
+    from jsparse.policy import PrefillView
+
+    def rows_first(pool):
+        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(1, 2)
+
+    @jax.jit
+    def take_in(cache):
+        state = policy.init(spec)
+        no_tokens = jnp.zeros((spec.batch, 0), jnp.int32)
+        no_queries = jnp.zeros((spec.batch, 0, spec.num_heads, spec.head_dim), spec.dtype)
+        for layer, held in enumerate(cache.layers):
+            chunk = no_tokens, no_tokens, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
+            view = PrefillView(*chunk, cache, no_queries, jnp.zeros_like(held.lengths[:, 0]), last=True)
+            state = policy.prefill(state, layer, view)
+        return state
+
+    return take_in(cache)
+
+
 def huggingface_model():
     """The same shape in transformers, random bf16 weights on the GPU, attention through PyTorch's SDPA."""
     import torch

@@ -195,6 +195,11 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
 
 
+def numbers(shape: str) -> list[int]:
+    """Of a text such as 32x8x4096."""
+    return [int(number) for number in shape.split("x")]
+
+
 def build() -> None:
     """Compiles what `flashinfer_rows` uses, both parts at once; FlashInfer keeps it for later processes."""
     os.nice(10)  # others compile meanwhile
@@ -214,11 +219,16 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
     parser.add_argument("--grid", type=int, default=0, metavar="BYTES", help="the grid's cases up to that size too")
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="heads x batch x context: dense, PyTorch alone")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--build", action="store_true", help="only compile FlashInfer's kernels")
     args = parser.parse_args()
     if args.build:
         build()
+        return
+    if args.shapes:
+        shapes = [Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, args.shapes)]
+        print(json.dumps(list(torch_rows(dense_shapes(shapes), args.repeats))))
         return
     cases = [case for case in CASES if args.only is None or any(name in case.name for name in args.only)]
     rows = []

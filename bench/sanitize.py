@@ -1,74 +1,229 @@
 """What does compute-sanitizer say of each kernel? Memory accesses out of bounds, and races in shared memory.
 
-A few GPU tests of every op run under it, with memory that no other array shares (XLA's pool off), so that an access
-past an array's end is one past an allocation. Only our kernels are watched, not XLA's. racecheck knows no bulk copies
+A few small cases of every op run under it, with memory that no other array shares (XLA's pool off), so that an access
+past an array's end is one past an allocation. Inputs are made on the CPU and nothing is compared, which is the tests'
+task: hardly any kernel is launched but ours. CUDA graphs and XLA's autotuning are off. racecheck knows no bulk copies
 (TMA): of kernels that use them it sees ordinary loads and stores alone.
 
-    python -m bench.sanitize [--only select ...] [--log PATH]
+    python -m bench.sanitize [--only select ...] [--workers 4] [--seconds 300] [--log PATH]
 """
 
 import argparse
+import faulthandler
 import os
-import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from bench.environment import REPOSITORY, describe
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
+from jsparse.pallas_kernels.compact_pages import cases as compact_cases
+from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.int4_scores import cases as int4_cases
+from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.int4_scores import sidecar as int4_sidecar
+from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
+from jsparse.pallas_kernels.page_bounds import page_bounds
+from jsparse.pallas_kernels.page_bounds import sidecar as bounds_sidecar
+from jsparse.pallas_kernels.place_logits import cases as place_cases
+from jsparse.pallas_kernels.place_logits import place_logits
+from jsparse.pallas_kernels.row_gather import cases as gather_cases
+from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.select import cases as select_cases
+from jsparse.pallas_kernels.select import select
+from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 
 TOOLS = ("memcheck", "racecheck")
-# of each test file: some of its tests, with few tokens each
-TESTS = {
-    "block_sparse": "matches and ([bits_16] or dense_and_bits or bias or [newest_unlisted] or h128_p32 or h256_p16)",
-    "token_sparse": "matches and (scrambled-token_logits or newest_unlisted-None or bias)",
-    "page_bounds": "matches and (scrambled or bfloat16-head_dim_96)",
-    "int4_scores": "matches and (whole_scrambled or bits_16)",
-    "select": "lists_what and ([top_p_union-0] or [top_k-0] or [top_k_union_capped-0] or [touched-0] or mass_top_k-0)",
-    "place_logits": "does_what and ([any-0] or [dense_and_listed-0])",
-    "row_gather": "does_what and (far_ids or large_pages-pinned_host)",
-    "compact_pages": "does_what and (scrambled or every_other_head-in_place)",
+SETTINGS = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
 }
-KERNELS = ("mosaic_gpu", "_kernel", "_merge", "move_")  # parts of our kernels' names
-WORKERS, SECONDS = 16, 1200
+GRACE = 60  # seconds for a run to end by itself when its time is up
 
 
-def check(name: str, tool: str) -> list[str]:
-    """The lines that matter: what pytest counted, what the tool counted, and its first complaints."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5"]
-    command += [word for kernel in KERNELS for word in ("--kernel-name", f"kns={kernel}")]
-    command += [sys.executable, "-m", "pytest", "-q", "-n", "0", "--no-cov", "-p", "no:cacheprovider"]
-    command += [f"tests/kernels/gpu/test_{name}_gpu.py", "-k", TESTS[name]]
-    settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    run = partial(subprocess.run, cwd=REPOSITORY, env=os.environ | settings, capture_output=True, text=True)
+class Op(NamedTuple):
+    """How an op is called for a case and the arrays built of it, and the cases that show all it can do."""
+
+    call: Callable[[Any, Any], Any]
+    cases: Mapping[str, Any]
+    build: Callable[[Any], Any] = lambda case: case.build()
+
+
+def named(cases: Iterable[Any], names: str) -> dict[str, Any]:
+    there = {case.name: case for case in cases}
+    return {name: there[name] for name in names.split()}
+
+
+def attention(op: Callable[..., Any], implementation: str, case: Any, inputs: Any) -> Any:
+    return [
+        jax.jit(partial(op, sm_scale=case.sm_scale, stats=stats, implementation=implementation))(*inputs)
+        for stats in (None, "token_logits")
+    ]
+
+
+def scores(op: Callable[..., Any], case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(op, sm_scale=case.sm_scale, implementation="triton"))(*inputs)
+
+
+def placed(case: Any, inputs: Any) -> Any:
+    return [
+        jax.jit(partial(place_logits, stats=stats, **case.sizes, implementation="triton"))(*inputs)
+        for stats in ("token_logits", "page_mass")
+    ]
+
+
+def gathered(_: Any, inputs: Any) -> Any:
+    """Of a pool in the device's memory and of one in the host's."""
+    pool, ids, count = inputs
+    on_host = jax.device_put(pool, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    return [jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count) for rows in (pool, on_host)]
+
+
+def compacted(_: Any, inputs: Any) -> Any:
+    """In place."""
+    layer, keep, rewrite = inputs
+    return jax.jit(partial(compact_pages, implementation="triton"), donate_argnums=0)(layer, keep, rewrite=rewrite)
+
+
+def appended(append: Callable[..., Any], _: Any, inputs: Any) -> Any:
+    """In place."""
+    return jax.jit(partial(append, implementation="triton"), donate_argnums=0)(*inputs)
+
+
+def int4_append_inputs(case: Any) -> Any:
+    """Each head's last five tokens, or all that it has, are taken in once more."""
+    built = int4_cases.build(case)
+    layer, channels = built.layer, 2 * built.keys.packed.shape[-1]
+    k = jnp.ones((case.batch, 5, case.kv_heads, channels), layer.k.dtype)
+    return built.keys, layer, k, jnp.full(case.batch, 5), jnp.maximum(layer.lengths - 5, 0)
+
+
+def bounds_append_inputs(case: Any) -> Any:
+    """The same."""
+    built = bounds_cases.build(case)
+    return built.bounds, built.layer, jnp.full(case.batch, 5), jnp.maximum(built.layer.lengths - 5, 0)
+
+
+MOSAIC_CASES = [
+    *(case for case in block_sparse_cases.CASES if case.head_dim < 256),
+    block_sparse_cases.Case("head_dim_256", head_dim=256, group=16, dense="mixed"),
+    block_sparse_cases.Case("many_splits", head_dim=128, num_pages=300, dense="mixed", table="scrambled"),
+]
+OPS = {
+    "select": Op(
+        lambda case, i: select(i.scores, i.rule, **i.kwargs, implementation="triton"),
+        named(
+            select_cases.CASES,
+            "top_p_union_capped top_k_per_head top_k_max_raw threshold_max mass_top_p mass_capped bits_capped touched",
+        ),
+    ),
+    "page_bounds": Op(
+        partial(scores, page_bounds),
+        named(bounds_cases.CASES, "ragged scrambled head_dim_40 head_dim_256 bfloat16 codes codes_head_dim_40"),
+        bounds_cases.build,
+    ),
+    "token_sparse": Op(
+        partial(attention, token_sparse_decode, "triton"),
+        named(
+            token_sparse_cases.CASES, "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all"
+        ),
+    ),
+    "block_sparse": Op(
+        partial(attention, block_sparse_decode, "mosaic"),
+        named(MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"),
+        lambda case: replace(case, dtype="bfloat16").build(),
+    ),
+    "int4_scores": Op(
+        partial(scores, int4_scores),
+        named(int4_cases.CASES, "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse"),
+        int4_cases.build,
+    ),
+    "int4_append": Op(
+        partial(appended, int4_sidecar.append),
+        named(int4_cases.CASES, "whole_scrambled whole_head_dim_96 8_of_128_channels bfloat16"),
+        int4_append_inputs,
+    ),
+    "bounds_append": Op(
+        partial(appended, partial(bounds_sidecar.append, max_new=5)),
+        named(bounds_cases.CASES, "scrambled head_dim_40 head_dim_256 bfloat16 codes codes_head_dim_40"),
+        bounds_append_inputs,
+    ),
+    "compact_pages": Op(
+        compacted, named(compact_cases.CASES, "scrambled every_other_head pages_of_64 head_dim_96 many_chunks")
+    ),
+    "place_logits": Op(placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")),
+    "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
+}
+
+
+def run(op: Op, seconds: float) -> None:
+    """Runs an op's cases, and says of each that it is done; too late, where it is instead."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    device = jax.devices()[0]
+    for name, case in op.cases.items():
+        with jax.default_device(jax.devices("cpu")[0]):
+            built = op.build(case)
+        inputs = jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, built)
+        start = time.perf_counter()
+        jax.block_until_ready(op.call(case, inputs))
+        print(f"ran {name} in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def check(name: str, tool: str, seconds: float) -> list[str]:
+    """How far the cases of an op came, what the tool counted, and what else there is to read."""
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", "--target-processes", "application-only"]
+    command += [sys.executable, "-m", "bench.sanitize", "--run", name, "--seconds", str(seconds)]
+    watch = partial(subprocess.run, cwd=REPOSITORY, env=os.environ | SETTINGS, stdout=PIPE, stderr=STDOUT)
+    start = time.perf_counter()
     try:
-        done = run(command, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return [f"{name}, {tool}: not done after {SECONDS} s"]
-    lines = (done.stdout + done.stderr).splitlines()
-    said = [line.removeprefix("=========").strip() for line in lines if line.startswith("========= ")]
-    said = [line for line in said if line and line != "COMPUTE-SANITIZER"]
-    counted = [line.strip("= ") for line in lines if re.search(r"\d (passed|failed|error)", line)]
-    return [f"{name}, {tool}: {'; '.join(counted + said[-1:])}", *(f"    {line}" for line in said[:-1][:40])]
+        output = watch(command, timeout=seconds + GRACE).stdout
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
+    took = time.perf_counter() - start
+    lines = [line.removeprefix("=========").strip() for line in output.decode(errors="replace").splitlines()]
+    ran = [line for line in lines if line.startswith("ran ")]
+    counts = [line for line in lines if " SUMMARY: " in line]
+    rest = [line for line in lines if line and line not in (*ran, *counts, "COMPUTE-SANITIZER")]
+    cases = f"{len(ran)} of {len(OPS[name].cases)} cases in {took:.0f} s"
+    return [f"{name}, {tool}: {'; '.join([cases, *counts])}", *(f"    {line}" for line in [*ran, *rest[:60]])]
 
 
 def main() -> None:
     """Prints, and writes to a file, what each tool says of each op, as soon as it is known."""
     parser = argparse.ArgumentParser(prog="python -m bench.sanitize", description="Kernels under compute-sanitizer.")
-    parser.add_argument("--only", nargs="+", choices=TESTS, default=list(TESTS))
+    parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--workers", type=int, default=4, help="runs at once; they take turns on the GPU")
+    parser.add_argument("--seconds", type=float, default=300, help="for the cases of an op under a tool")
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--run", choices=OPS, help="the cases of this op, here and unwatched")
     args = parser.parse_args()
+    if args.run is not None:
+        return run(OPS[args.run], args.seconds)
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with CUDA's toolkit")
     here = describe()
     text = [f"{here['gpus']}, {here['versions']}, git {here['git_revision']}"]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        runs = [pool.submit(check, name, tool) for name in args.only for tool in TOOLS]
-        for run in as_completed(runs):
-            print(*run.result(), sep="\n", flush=True)
-            text += run.result()
+    with ThreadPoolExecutor(args.workers) as pool:
+        runs = [pool.submit(check, name, tool, args.seconds) for name in args.only for tool in TOOLS]
+        for done in as_completed(runs):
+            print(*done.result(), sep="\n", flush=True)
+            text += done.result()
             if args.log is not None:
                 args.log.parent.mkdir(parents=True, exist_ok=True)
                 args.log.write_text("\n".join(text) + "\n")

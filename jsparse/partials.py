@@ -9,7 +9,7 @@ StatsKind = Literal["page_mass", "token_logits"]
 
 
 class Stats(NamedTuple):
-    """How the mean query of each group saw what was read.
+    """How the mean query of each group, rounded to the type of the queries, saw what was read.
 
     Attributes:
         scores: "page_mass": float32[B, K, M], the un-normalised logsumexp of each logical page's attended slots;

@@ -18,6 +18,7 @@ TABLE = (
     "full()",
     "quest(budget=16)",
     "quest(budget=1)",
+    "quest(budget=8, bounds_dtype='uint8')",
     "double_sparsity(budget=8)",
     "double_sparsity(budget=1, channels=2)",
     "double_sparsity(budget=16, channels=6, granularity='page')",

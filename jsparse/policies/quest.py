@@ -3,8 +3,10 @@
 Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.), arXiv:2406.10774. The least
 and the greatest value of every channel in a page bound q·k for all its tokens. Where we differ: the query heads of a
 group share their pages, ranked by the greatest bound among them (the paper has as many KV heads as query heads). The
-paper leaves the first two layers dense: dense_layers(quest(…), n=2).
+paper leaves the first two layers dense: dense_layers(quest(…), n=2). The bounds can be kept in 8 bits a channel.
 """
+
+from functools import partial
 
 import jax.numpy as jnp
 
@@ -16,11 +18,21 @@ from jsparse.pallas_kernels.select import select as choose
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, State, builder, whole_number
 
+FORMS: dict[str | None, type[bounds.Bounds]] = {None: bounds.PageBounds, "uint8": bounds.PageBounds8}
+
 
 @builder
-def quest(budget: int = 1024) -> Policy:
-    """The budget // P pages of greatest bound, among them always the newest, which is still being filled."""
+def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
+    """The budget // P pages of greatest bound, among them always the newest, which is still being filled.
+
+    Args:
+        budget: tokens that a KV head attends to.
+        bounds_dtype: None is K's. "uint8" rounds bounds outward to 8 bits a channel, with a scale and a zero a page: no
+            bound is lower for it, some are higher. Per page 2H + 4 bytes are kept and read, instead of K's 4H.
+    """
     whole_number("budget", budget, 1)
+    if bounds_dtype not in FORMS:
+        raise ValueError(f"bounds_dtype={bounds_dtype!r}: must be one of {list(FORMS)}")
 
     def taken_in(entry, held, k, valid, first):
         return bounds.append(entry, held, valid, first, max_new=k.shape[1])
@@ -33,4 +45,5 @@ def quest(budget: int = 1024) -> Policy:
         scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
         return choose(scores[:, :, None], TopK(pages), capacity=pages, unit="page", weights="raw"), None, state
 
-    return Policy(select, **sidecar(bounds.init, taken_in)._asdict(), full={"budget": 2**30})
+    kept = sidecar(partial(bounds.init, form=FORMS[bounds_dtype]), taken_in)
+    return Policy(select, **kept._asdict(), full={"budget": 2**30})

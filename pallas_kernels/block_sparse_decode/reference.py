@@ -1,6 +1,7 @@
 """Plain jnp: the CPU path and the oracle of every other backend."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages, read_slots
@@ -93,17 +94,27 @@ def attend(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
-    """o, lse and the logits of the mean query of each group (which are the mean of the group's logits)."""
+    """o, lse and the logits of the mean query of each group."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
-    logits = sm_scale * jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
-    if bias is not None:
-        logits += bias[:, :, None]
-    logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
-    weights, total, lse = softmax_partial(logits)
+
+    def score(queries: Float[Array, "B K n H"]) -> Float32[Array, "B K n S"]:
+        logits = sm_scale * jnp.einsum("bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32)
+        if bias is not None:
+            logits += bias[:, :, None]
+        return jnp.where(mask[:, :, None], logits, -jnp.inf)
+
+    weights, total, lse = softmax_partial(score(grouped))
     o = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     o = o / jnp.where(total == 0, 1.0, total)[..., None]
-    return o.reshape(batch, heads, head_dim), lse.reshape(batch, heads), jnp.mean(logits, axis=2)
+    return o.reshape(batch, heads, head_dim), lse.reshape(batch, heads), score(_mean_query(grouped))[:, :, 0]
+
+
+def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
+    """Rounded to the type of the queries; a mere cast there and back XLA may leave out."""
+    mean = jnp.mean(grouped, axis=2, keepdims=True, dtype=jnp.float32)
+    kept = jnp.finfo(grouped.dtype)
+    return lax.reduce_precision(mean, kept.nexp, kept.nmant).astype(grouped.dtype)
 
 
 def _report(mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: StatsKind | None) -> Stats | None:

@@ -6,10 +6,12 @@ channel ≈ scale · code + zero, with code in 0 … 15.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Float32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages
+from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
 LEVELS = 15
@@ -46,14 +48,18 @@ def quantise(
 
     A channel is off by at most half a step, plus what scale and zero lose as float16; channels beyond float16's range
     are clipped to it, so that all that is stored is finite.
+
+    Products with reciprocals are what XLA makes of these divisions where it jits. Its own reciprocal is an ulp off on
+    GPUs: there a channel halfway between two codes may get either.
     """
     if k.shape[-1] % 2:
         raise ValueError(f"k.shape={k.shape}: the last axis must be even, two codes share a byte")
     k = jnp.clip(k.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-    zero = jnp.min(k, -1).astype(jnp.float16)
-    scale = ((jnp.max(k, -1) - jnp.min(k, -1)) / LEVELS).astype(jnp.float16)
+    # behind the barrier XLA may not take the unrounded minimum for what is stored
+    zero = jax.lax.optimization_barrier(jnp.min(k, -1).astype(jnp.float16))
+    scale = ((jnp.max(k, -1) - jnp.min(k, -1)) * (1 / LEVELS)).astype(jnp.float16)
     scale = jnp.where(scale == 0, jnp.float16(1), scale)
-    steps = (k - zero[..., None].astype(jnp.float32)) / scale[..., None].astype(jnp.float32)
+    steps = (k - zero[..., None].astype(jnp.float32)) * (1 / scale.astype(jnp.float32))[..., None]
     codes = jnp.clip(jnp.round(steps), 0, LEVELS).astype(jnp.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale, zero
 
@@ -66,12 +72,8 @@ def dequantise(
     return codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32) + zero[..., None].astype(jnp.float32)
 
 
-def append(keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Int4Keys:
-    """Takes in the first `valid[b]` of T tokens, which lie at the slots first, first + 1, … of each head of row b.
-
-    Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it wrote are written,
-    and a slot written again holds its newest token. `layer` is the cache's layer, pages allocated.
-    """
+def _append(keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Int4Keys:
+    """See append."""
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)
@@ -79,3 +81,38 @@ def append(keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Le
     at = (jnp.where(ok, pages, keys.scale.shape[0]), slots % layer.page_size)  # out of range: dropped
     rows = quantise(k.astype(layer.k.dtype).swapaxes(1, 2))
     return Int4Keys(*(pool.at[at].set(new, mode="drop") for pool, new in zip(keys, rows, strict=True)))
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.int4_scores import append_triton
+
+    return append_triton.append
+
+
+BACKENDS = (Backend("triton", _load_triton, lambda *_: no_triton()), Backend("reference", lambda: _append))
+
+
+def append(
+    keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, implementation: str | None = None
+) -> Int4Keys:
+    """Takes in the first `valid[b]` of T tokens, which lie at the slots first, first + 1, … of each head of row b.
+
+    Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it wrote are written,
+    and a slot written again holds its newest token. `layer` is the cache's layer, pages allocated. Pools are changed in
+    place where the caller's jit donates them, and copied first where it does not.
+
+    Args:
+        keys: as they stood.
+        layer: says where pages lie, and of which dtype K is; its K and V are not read.
+        k: the tokens, in the channels that `keys` has.
+        valid: how many tokens of each row count.
+        first: the slot of each head's first one.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    wanted = (*first.shape, 2 * keys.packed.shape[-1])
+    if (k.shape[0], *k.shape[2:]) != wanted:
+        raise ValueError(f"k.shape={k.shape}: [B, K, H] must be {wanted}, to fit `first` and the keys")
+    return choose("int4_append", implementation, BACKENDS, keys, layer, k, valid, first)

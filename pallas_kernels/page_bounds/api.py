@@ -1,17 +1,26 @@
 """How much any token of a page can score: what Quest ranks pages by."""
 
+import jax
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, choose, no_triton
 from jsparse.pallas_kernels.page_bounds import reference
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.page_bounds.sidecar import Bounds, PageBounds, PageBounds8
 from jsparse.selection import nothing
 
 
-def _triton_refuses(q: Array, layer: LayerCache, bounds: PageBounds, **_: object) -> str | None:
+def _values_refused(q: Array, layer: LayerCache, bounds: PageBounds, **_: object) -> str | None:
     if q.dtype != bounds.high.dtype:
         return f"takes queries of the bounds' dtype, {bounds.high.dtype}, not {q.dtype}"
+    return no_triton()
+
+
+def _codes_refused(q: Array, layer: LayerCache, bounds: PageBounds8, **_: object) -> str | None:
+    if q.dtype.itemsize != 2:
+        return f"takes queries that float16 can hold, bfloat16 or float16, not {q.dtype}"
+    if q.shape[2] % 2:
+        return f"takes an even head dimension, not {q.shape[2]}"
     return no_triton()
 
 
@@ -21,13 +30,23 @@ def _load_triton():
     return triton.page_bounds
 
 
-BACKENDS = (Backend("triton", _load_triton, _triton_refuses), Backend("reference", lambda: reference.page_bounds))
+def _load_triton_codes():
+    from jsparse.pallas_kernels.page_bounds import codes_triton
+
+    return codes_triton.page_bounds
+
+
+_REFERENCE = Backend("reference", lambda: reference.page_bounds)
+BACKENDS = {
+    PageBounds: (Backend("triton", _load_triton, _values_refused), _REFERENCE),
+    PageBounds8: (Backend("triton", _load_triton_codes, _codes_refused), _REFERENCE),
+}
 
 
 def page_bounds(
     q: Float[Array, "B N H"],
     layer: LayerCache,
-    bounds: PageBounds,
+    bounds: Bounds,
     *,
     sm_scale: float | None = None,
     implementation: str | None = None,
@@ -41,7 +60,7 @@ def page_bounds(
     Args:
         q: the queries, after RoPE.
         layer: says where pages lie and how many slots each head holds; its K and V are not read.
-        bounds: the least and greatest keys of every page.
+        bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8 bits.
         sm_scale: multiplies the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
@@ -52,13 +71,12 @@ def page_bounds(
         ValueError: shapes do not fit together, or sm_scale is not above 0.
     """
     check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
-    wanted = (layer.k.shape[0], layer.k.shape[2])
-    for name in PageBounds._fields:
-        if getattr(bounds, name).shape != wanted:
-            raise ValueError(
-                f"bounds.{name}.shape={getattr(bounds, name).shape}: must be {wanted}, to fit the cache's K"
-            )
+    pages = jax.ShapeDtypeStruct((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
+    wanted = jax.eval_shape(bounds.of, pages, pages)
+    for name, kept, fits in zip(bounds._fields, bounds, wanted, strict=True):
+        if kept.shape != fits.shape:
+            raise ValueError(f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit")
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose("page_bounds", implementation, BACKENDS, q, layer, bounds, sm_scale=sm_scale)
+    return choose("page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale)

@@ -1,5 +1,6 @@
 """The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, append
+from jsparse.pallas_kernels.page_bounds.sidecar import Bounds, PageBounds, PageBounds8, append
 
 
 class Inputs(NamedTuple):
@@ -15,19 +16,27 @@ class Inputs(NamedTuple):
 
     q: jnp.ndarray
     layer: LayerCache
-    bounds: PageBounds
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Codes(Case):
+    """Bounds in 8 bits."""
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
     """The inputs; pages that hold nothing have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
+    form = PageBounds8 if isinstance(case, Codes) else PageBounds
     everything = jnp.full(case.batch, case.slots, jnp.int32)
     first = jnp.zeros_like(layer.lengths)
-    return Inputs(q, layer, append(PageBounds(junk, -junk), layer, everything, first, max_new=case.slots))
+    bounds = append(form.of(junk, -junk), layer, everything, first, max_new=case.slots, implementation="reference")
+    return Inputs(q, layer, bounds)
 
 
 _whole = partial(Case, dense="all", listed="none", capacity=0)
+_codes = partial(Codes, dense="all", listed="none", capacity=0, dtype="bfloat16")
 
 CASES = (
     _whole("ragged"),
@@ -43,4 +52,14 @@ CASES = (
     _whole("sm_scale", sm_scale=0.3),
     _whole("huge_logits", spread=1e4),
     _whole("bfloat16", dtype="bfloat16", head_dim=128, num_pages=33),
+    _codes("codes", head_dim=128, num_pages=33),
+    _codes("codes_scrambled", table="scrambled", num_pages=35),
+    _codes("codes_shared_pages", table="shared", batch=3, lengths="full"),
+    _codes("codes_one_row_one_head", batch=1, kv_heads=1, group=1),
+    _codes("codes_head_dim_40", head_dim=40, group=3, page_size=24, num_pages=3),
+    _codes("codes_head_dim_96", head_dim=96, group=3, page_size=8),
+    _codes("codes_head_dim_256", head_dim=256, group=16, page_size=64, num_pages=2),
+    _codes("codes_group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),
+    _codes("codes_sm_scale", sm_scale=0.3),
+    _codes("codes_huge_logits", spread=1e4),
 )

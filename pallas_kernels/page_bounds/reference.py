@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.page_bounds.sidecar import Bounds
 
 
 def page_bounds(
-    q: Float[Array, "B N H"], layer: LayerCache, bounds: PageBounds, *, sm_scale: float
+    q: Float[Array, "B N H"], layer: LayerCache, bounds: Bounds, *, sm_scale: float
 ) -> Float32[Array, "B K M"]:
     """See api."""
     grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
@@ -17,7 +17,8 @@ def page_bounds(
     def dot(part: Array, pool: Array) -> Array:
         return jnp.einsum("bkgh,bkmh->bkgm", part, _by_head(pool, layer), precision=jax.lax.Precision.HIGHEST)
 
-    scores = dot(jnp.maximum(grouped, 0), bounds.high) + dot(jnp.minimum(grouped, 0), bounds.low)
+    low, high = bounds.values()
+    scores = dot(jnp.maximum(grouped, 0), high) + dot(jnp.minimum(grouped, 0), low)
     used = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size < layer.lengths[..., None]
     return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
 

@@ -2,27 +2,99 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_pages
+from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
 from jsparse.shapes import Lengths, Rows
+
+STEPS = 254  # of the 255 that codes have: the last makes up for what rounding lost
+COARSEST = 2.0**-16  # a scale is no smaller part of |zero|, so that float32 tells two codes apart
+LEAST, GREATEST = 2.0**-100, 2.0**120
 
 
 class PageBounds(NamedTuple):
     """One layer's bounds, indexed by physical page, in K's dtype. Those of a page without tokens mean nothing."""
 
-    low: Float[Array, "pages H"]
-    high: Float[Array, "pages H"]
+    low: Float[Array, "*pages H"]
+    high: Float[Array, "*pages H"]
+
+    @classmethod
+    def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds":
+        """What is kept of these bounds: themselves."""
+        return cls(low, high)
+
+    def values(self) -> "PageBounds":
+        """The bounds as numbers."""
+        return self
 
 
-def init(spec: CacheSpec, *, pool_pages: int | None = None) -> PageBounds:
+class PageBounds8(NamedTuple):
+    """The bounds in 8 bits a channel, rounded outward: low and high as one page has them are scale · code + zero.
+
+    As float32 computes it no key is outside, whatever its dtype, up to ±GREATEST: keys beyond that count as GREATEST,
+    so that all that is stored is finite. What is nearer to 0 than LEAST, subnormal numbers for one, counts as LEAST
+    away from it.
+
+    Attributes:
+        low, high: the codes.
+        affine: scale and zero of each page, beside each other: 4 bytes are the fewest that a GPU copies asynchronously.
+            Bfloat16 reaches as far as float32 does; that it is coarse costs a step's length up to 1/64 of it.
+    """
+
+    low: UInt8[Array, "*pages H"]
+    high: UInt8[Array, "*pages H"]
+    affine: BFloat16[Array, "*pages 2"]
+
+    @classmethod
+    def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds8":
+        """What is kept of these bounds."""
+        low = jnp.clip(low.astype(jnp.float32), -GREATEST, GREATEST) - LEAST
+        high = jnp.clip(high.astype(jnp.float32), -GREATEST, GREATEST) + LEAST
+        zero = _round_down(jnp.min(low, -1, keepdims=True))
+        step = (jnp.max(high, -1, keepdims=True) - zero) * (1 / STEPS)
+        scale = -_round_down(-jnp.maximum(step, jnp.abs(zero) * COARSEST))
+        # nearest codes, then one further out where that is inside: no error of the division shows
+        low_code, high_code = (jnp.floor((end - zero) * (1 / scale) + 0.5) for end in (low, high))
+        low_code -= scale * low_code + zero > low
+        high_code += scale * high_code + zero < high
+        affine = jnp.concatenate([scale, zero], -1).astype(jnp.bfloat16)
+        return cls(low_code.astype(jnp.uint8), high_code.astype(jnp.uint8), affine)
+
+    def values(self) -> PageBounds:
+        """The bounds as numbers, float32."""
+        scale, zero = jnp.split(self.affine.astype(jnp.float32), 2, axis=-1)
+        return PageBounds(*(scale * codes.astype(jnp.float32) + zero for codes in (self.low, self.high)))
+
+
+Bounds = PageBounds | PageBounds8
+
+
+def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """The greatest number that is not above and that bfloat16 has."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + ((bits >> 31) & 0xFFFF)) & -0x10000
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds, pool_pages: int | None = None) -> Bounds:
     """The bounds of one layer that holds nothing; `pool_pages` as for the cache's own init."""
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
-    return PageBounds(*(jnp.zeros((pages, spec.head_dim), spec.dtype) for _ in PageBounds._fields))
+    keys = jax.ShapeDtypeStruct((pages, spec.head_dim), spec.dtype)
+    return jax.tree.map(lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys))
 
 
-def append(bounds: PageBounds, layer: LayerCache, valid: Rows, first: Lengths, *, max_new: int) -> PageBounds:
+def append(
+    bounds: Bounds,
+    layer: LayerCache,
+    valid: Rows,
+    first: Lengths,
+    *,
+    max_new: int,
+    implementation: str | None = None,
+) -> Bounds:
     """Takes in the first `valid[b]` tokens at the slots first, first + 1, … of each head of row b.
 
     `layer` must hold them already, and its lengths must count them. The pages that they touch are computed afresh from
@@ -34,22 +106,38 @@ def append(bounds: PageBounds, layer: LayerCache, valid: Rows, first: Lengths, *
         valid: how many slots of each row were written.
         first: the first slot of each head that was.
         max_new: T, the most that `valid` can be; static.
+        implementation: "triton", "reference", or None to pick.
     """
-    size = layer.page_size
     # T slots that do not start on a page's edge touch one page more
-    pages = first[..., None] // size + jnp.arange((max_new + size - 2) // size + 1, dtype=jnp.int32)
+    touched = (max_new + layer.page_size - 2) // layer.page_size + 1
+    return choose("page_bounds_append", implementation, BACKENDS, bounds, layer, valid, first, touched=touched)
+
+
+def _append(bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int) -> Bounds:
+    size = layer.page_size
+    pages = first[..., None] // size + jnp.arange(touched, dtype=jnp.int32)
     end = jnp.minimum(first + valid[:, None], layer.lengths)[..., None]
-    touched = (pages >= 0) & (pages < layer.num_pages) & (pages * size < end) & (valid > 0)[:, None, None]
-    logical = jnp.where(touched, pages, 0)
-    at = jnp.where(touched, physical_pages(layer, logical), layer.k.shape[0])  # out of range: dropped
+    fresh = (pages >= 0) & (pages < layer.num_pages) & (pages * size < end) & (valid > 0)[:, None, None]
+    logical = jnp.where(fresh, pages, 0)
+    at = jnp.where(fresh, physical_pages(layer, logical), layer.k.shape[0])  # out of range: dropped
     k = read_pages(layer.k, layer, logical)
     held = _held(logical, layer)[..., None]
     low = jnp.min(jnp.where(held, k, jnp.inf), axis=3).astype(k.dtype)
     high = jnp.max(jnp.where(held, k, -jnp.inf), axis=3).astype(k.dtype)
-    return PageBounds(bounds.low.at[at].set(low, mode="drop"), bounds.high.at[at].set(high, mode="drop"))
+    kept = bounds.of(low, high)
+    return type(bounds)(*(pool.at[at].set(new, mode="drop") for pool, new in zip(bounds, kept, strict=True)))
 
 
 def _held(logical: Int32[Array, "B K n"], layer: LayerCache) -> Bool[Array, "B K n P"]:
     """Which slots of these pages hold a token."""
     slots = logical[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
     return slots < layer.lengths[..., None, None]
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.page_bounds import append_triton
+
+    return append_triton.append
+
+
+BACKENDS = (Backend("triton", _load_triton, lambda *_, **__: no_triton()), Backend("reference", lambda: _append))

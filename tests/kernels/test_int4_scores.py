@@ -145,6 +145,38 @@ def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
             np.testing.assert_array_equal(part, want)
 
 
+def test_codes_are_rounded_the_same_jitted_or_not():
+    """By the stored scale and zero, halves to even: XLA neither divides otherwise nor keeps the unrounded minimum."""
+    rng = np.random.default_rng(0)
+    halves = rng.integers(0, 31, (2000, 64)) / 2
+    halves[:, :2] = 0, 15
+    rows = np.concatenate([halves, *(rng.normal(size=(2000, 64)) * size for size in (1e-5, 1.0, 1e4))])
+    k = rows.astype(jnp.bfloat16).astype(np.float32)
+    zero = k.min(1).astype(np.float16)
+    scale = ((k.max(1) - k.min(1)) * np.float32(1 / 15)).astype(np.float16)
+    steps = (k - zero[:, None].astype(np.float32)) * (1 / scale.astype(np.float32))[:, None]
+    codes = np.clip(np.round(steps), 0, 15).astype(np.uint8)
+    with jax.default_device(jax.devices("cpu")[0]):  # a GPU's reciprocal may be off by an ulp
+        for run in (quantise, jax.jit(quantise)):
+            for part, want in zip(run(jnp.asarray(k)), (codes[:, ::2] | codes[:, 1::2] << 4, scale, zero), strict=True):
+                np.testing.assert_array_equal(part, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": jnp.zeros((B, T, K, 2))}, r"k.shape=\(2, 6, 2, 2\): \[B, K, H\] must be \(2, 2, 4\)"),
+        ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
+        *([] if jax.default_backend() == "gpu" else [({"implementation": "triton"}, "needs an NVIDIA GPU")]),
+    ],
+)
+def test_wrong_appends_are_refused(change, message):
+    layer = kv.init(SPEC).layers[0]
+    rows = {"k": jnp.zeros((B, T, K, H)), "valid": jnp.full(B, T, jnp.int32), "first": layer.lengths}
+    with pytest.raises(ValueError, match=message):
+        append(init(SPEC), layer, **{**rows, **change})
+
+
 def test_tokens_without_room_are_dropped():
     cache, keys = kv.init(SPEC), init(SPEC)
     for _ in range(3):

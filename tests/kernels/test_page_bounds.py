@@ -4,15 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jsparse import cache as kv
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, build
-from jsparse.pallas_kernels.page_bounds.sidecar import append, init
+from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, PageBounds8, append, init
 
 by_name = {case.name: case for case in CASES}
+in_codes = [case for case in CASES if isinstance(case, Codes)]
+both_forms = pytest.mark.parametrize("form", [PageBounds, PageBounds8], ids=lambda form: form.__name__)
 B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
 S = P * M
 SPEC = kv.CacheSpec(
@@ -26,8 +28,17 @@ def physical(layer, b, n, page):
     return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
 
 
+def numbers(bounds):
+    """Low and high, float64."""
+    low, high = (np.asarray(x, np.float64) for x in (bounds.low, bounds.high))
+    if isinstance(bounds, PageBounds):
+        return low, high
+    scale, zero = (np.asarray(bounds.affine, np.float64)[..., i : i + 1] for i in (0, 1))
+    return scale * low + zero, scale * high + zero
+
+
 def slow(q, layer, bounds, sm_scale):
-    q, low, high = (np.asarray(x, np.float64) for x in (q, bounds.low, bounds.high))
+    q, (low, high) = np.asarray(q, np.float64), numbers(bounds)
     lengths, (batch, heads) = np.asarray(layer.lengths), layer.lengths.shape
     group = q.shape[1] // heads
     out = np.full((batch, heads, layer.num_pages), -np.inf)
@@ -64,6 +75,86 @@ def test_no_token_scores_above_its_page(case):
     np.testing.assert_array_equal(np.isneginf(out), ~held.any(-1))
 
 
+@pytest.mark.parametrize("case", in_codes, ids=lambda case: case.name)
+def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
+    q, layer, codes = build(case, 1)
+    everything = jnp.full(case.batch, case.slots, jnp.int32)
+    exact = init(SPEC._replace(head_dim=case.head_dim, dtype=layer.k.dtype), pool_pages=layer.k.shape[0])
+    exact = append(exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots)
+    wide, tight = (np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (codes, exact))
+    seen = np.isfinite(tight)
+    np.testing.assert_array_equal(seen, np.isfinite(wide))
+    largest = np.abs(tight[seen]).max()
+    assert (wide >= tight - 1e-5 * largest)[seen].all()
+    assert (wide[seen] - tight[seen]).max() < 0.05 * largest
+
+
+def floats(bits):
+    """What 32 bits mean to float32, within what 8-bit bounds cover."""
+    value = np.uint32(bits).view(np.float32)
+    return float(value) if abs(value) <= 2.0**120 else 1.0
+
+
+values = st.one_of(st.integers(0, 2**32 - 1).map(floats), st.floats(-9, 9, width=16), st.sampled_from([0.0, -0.0, 1.0]))
+pages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@settings(max_examples=400)
+@given(page=pages, dtype=st.sampled_from(["float32", "bfloat16", "float16"]), offset=st.sampled_from([0.0, 7.3, -1e4]))
+@example(page=[[3.0, 3.0, 3.0]], dtype="bfloat16", offset=0.0)
+@example(page=[[1.0, 1.0 + 2.0**-23, 1.0]], dtype="float32", offset=0.0)
+@example(page=[[-1e-39, 1.0, 1e-39]], dtype="float32", offset=0.0)
+@example(page=[[-1.0, 1e-39, 127 / 128]], dtype="float32", offset=0.0)
+def test_no_key_is_outside_of_its_codes(page, dtype, offset):
+    """Large, equal and subnormal ones included; and a bound is off by one step, of 1/254 of the page's range."""
+    keys = np.asarray(page, np.float32) + np.float32(offset)
+    if dtype == "float16":
+        keys = np.clip(keys, -6e4, 6e4)
+    keys = jnp.asarray(keys).astype(dtype)
+    least, greatest = (f(np.asarray(keys, np.float64), axis=0) for f in (np.min, np.max))
+    codes = PageBounds8.of(jnp.asarray(least, dtype), jnp.asarray(greatest, dtype))
+    low, high = (np.asarray(x, np.float64) for x in codes.values())
+    assert float(codes.affine[0]) > 0
+    assert (low <= least).all()
+    assert (greatest <= high).all()
+    step = 1.02 * ((greatest.max() - least.min()) + np.abs([least, greatest]).max() / 64) / 254 + 2.0**-98
+    assert (least - low <= step).all()
+    assert (high - greatest <= step).all()
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**16),
+    spread=st.sampled_from([1e-30, 1e-3, 1.0, 3e4]),
+    offset=st.sampled_from([0.0, 0.9, -20.0]),
+    outlier=st.sampled_from([1.0, 50.0]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outlier, dtype):
+    """Nor does any page score below its exact bounds."""
+    rng = np.random.default_rng(seed)
+    k = rng.normal(size=(B * K * M, P, 8)) + offset
+    k[..., 3] *= outlier
+    k, q = jnp.asarray(spread * k, dtype), jnp.asarray(rng.normal(size=(B, 4, 8)), dtype)
+    layer = kv.LayerCache(k, k, jnp.full((B, K), S, jnp.int32))
+    exact = PageBounds(k.min(1), k.max(1))
+    wide, tight = (
+        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (PageBounds8.of(*exact), exact)
+    )
+    keys, queries = np.asarray(k, np.float64).reshape(B, K, M, P, 8), np.asarray(q, np.float64).reshape(B, K, 2, 8)
+    scores = np.einsum("bkgh,bkmph->bkmgp", queries, keys).max((3, 4))
+    rounding = 1e-5 * np.abs(scores).max()
+    assert (wide >= scores - rounding).all()
+    assert (wide >= tight - rounding).all()
+
+
+def test_codes_of_keys_beyond_all_bounds_are_finite():
+    huge = jnp.finfo(jnp.float32).max
+    for ends in ((-huge, huge), (huge, huge), (-huge, -huge), (-1.0, huge), (-jnp.inf, jnp.inf)):
+        low, high = PageBounds8.of(*(jnp.full((2, 4), end, jnp.float32) for end in ends)).values()
+        assert bool(jnp.isfinite(low).all() & jnp.isfinite(high).all() & (low <= high).all()), ends
+
+
 counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
 histories = st.lists(st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8)
 
@@ -84,13 +175,14 @@ def rewrite(cache, bounds, k, valid):
     return kv.replace_layer(cache, 0, layer), append(bounds, layer, valid, first, max_new=T)
 
 
+@both_forms
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
-def test_bounds_are_those_of_the_tokens_held_whatever_the_history(history, paged, seed):
+def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
     """Appended in chunks, written again, under a table or none: always the tightest bounds, and no other page's."""
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
-    cache, bounds = kv.init(SPEC, pool_pages=pool), init(SPEC, pool_pages=pool)
+    cache, bounds = kv.init(SPEC, pool_pages=pool), init(SPEC, form=form, pool_pages=pool)
     for kind, valid in history:
         lengths = np.asarray(cache.layers[0].lengths)
         room = S - lengths.max(1) if kind == "append" else lengths.min(1)
@@ -98,13 +190,14 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(history, paged
         k = rng.normal(size=(B, T, K, H)).astype(np.float32)
         cache, bounds = (step if kind == "append" else rewrite)(cache, bounds, k, valid)
         layer = cache.layers[0]
-        keys, low, high = np.asarray(layer.k), np.asarray(bounds.low), np.asarray(bounds.high)
+        keys = np.asarray(layer.k)
         for b, n, page in np.ndindex(B, K, M):
             held = min(max(int(layer.lengths[b, n]) - page * P, 0), P)
             if held:
                 lies = physical(layer, b, n, page)
-                np.testing.assert_array_equal(low[lies], keys[lies, :held].min(0))
-                np.testing.assert_array_equal(high[lies], keys[lies, :held].max(0))
+                want = form.of(jnp.asarray(keys[lies, :held].min(0)), jnp.asarray(keys[lies, :held].max(0)))
+                for kept, tightest in zip(bounds, want, strict=True):
+                    np.testing.assert_array_equal(kept[lies], tightest)
 
 
 def test_only_the_pages_written_are_touched():
@@ -130,13 +223,37 @@ def test_tokens_without_room_change_no_page_of_another_head():
     assert bool(jnp.isneginf(out[1]).all())
 
 
+def test_another_backend_for_append_is_refused():
+    _, layer, bounds = build(by_name["ragged"])
+    valid = jnp.ones(2, jnp.int32)
+    with pytest.raises(ValueError, match=r"implementation='abacus': page_bounds_append has \['triton', 'reference'\]"):
+        append(bounds, layer, valid, layer.lengths - 1, max_new=1, implementation="abacus")
+
+
 def wrong_calls():
     q, layer, bounds = build(by_name["ragged"])
+    codes = PageBounds8.of(*bounds)
+    narrow = layer._replace(k=layer.k[..., :63])
     return {
         "head dimension": ((q[..., :32], layer, bounds), {}, "must equal the cache's head dimension, 64"),
         "heads of q": ((q[:, :5], layer, bounds), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
         "low": ((q, layer, bounds._replace(low=bounds.low[:3])), {}, r"bounds.low.shape=\(3, 64\): must be \(24, 64\)"),
         "high": ((q, layer, bounds._replace(high=bounds.high[:, :8])), {}, r"bounds.high.shape=\(24, 8\)"),
+        "affine": (
+            (q, layer, codes._replace(affine=codes.affine[:, :1])),
+            {},
+            r"bounds.affine.shape=\(24, 1\): must be",
+        ),
+        "float32 and codes": (
+            (q, layer, codes),
+            {"implementation": "triton"},
+            "takes queries that float16 can hold, bfloat16 or float16, not float32",
+        ),
+        "odd channels": (
+            (q[..., :63].astype(jnp.bfloat16), narrow, PageBounds8.of(*(x[:, :63] for x in bounds))),
+            {"implementation": "triton"},
+            "takes an even head dimension, not 63",
+        ),
         "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
         "backend": ((q, layer, bounds), {"implementation": "abacus"}, "implementation='abacus': page_bounds has"),
         "dtype": (

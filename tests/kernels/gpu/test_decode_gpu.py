@@ -24,8 +24,9 @@ RUNS = {
     "oracle_top_p(p=0.9)": (16, "select: triton"),
     "oracle_top_k(budget=64, granularity='page')": (16, "select: triton"),
     "quest(budget=64)": (16, "page_bounds: triton"),
+    "quest(budget=64, bounds_dtype='uint8')": (16, "page_bounds_append: triton"),
     "tidal(budget=64, first=0, again=5)": (16, "place_logits: triton"),
-    "twilight(full(), p=0.9)": (16, "int4_scores: triton"),
+    "twilight(full(), p=0.9)": (16, "int4_append: triton"),
     "twilight(quest(budget=128), p=0.9, prune='bits')": (16, "block_sparse_decode: mosaic"),
     "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
 }

@@ -1,4 +1,6 @@
-"""The triton backend of int4_scores against the float32 reference."""
+"""The triton backend of int4_scores against the float32 reference; that of its sidecar against the CPU, bit for bit."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import CASES, build
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, dequantise, quantise
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, append, dequantise, quantise
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -123,3 +125,133 @@ def test_pages_behind_the_first_four_gigabytes():
 
     run = jax.jit(run, static_argnums=3)
     np.testing.assert_array_equal(run(q, last, table, 2**32 // (size * head_dim // 2)), run(q, last, table, 0))
+
+
+ON_GPU = partial(append, implementation="triton")
+OWN_PAGES = [case for case in CASES if case.table != "shared"]
+LONG = Case("", head_dim=128, num_pages=70, page_size=16, table="scrambled", dtype="bfloat16", kv_heads=3, batch=3)
+
+
+def tokens_for(case, count, seed=0):
+    """Arguments of `append`: `count` tokens at slots some of which no head has, of rows that end sooner or later."""
+    _, layer, keys, _ = build(case)
+    rng = np.random.default_rng(seed)
+    (batch, heads), channels = layer.lengths.shape, 2 * keys.packed.shape[-1]
+    k = rng.normal(size=(batch, count, heads, channels)) + rng.normal(scale=4, size=(batch, count, heads, 1))
+    valid = rng.integers(0, count + 1, batch)
+    valid[0] = count
+    first = rng.integers(-2, layer.capacity, (batch, heads))
+    return keys, layer, jnp.asarray(k, layer.k.dtype), jnp.asarray(valid, jnp.int32), jnp.asarray(first, jnp.int32)
+
+
+def assert_as_on_cpu(got, arguments):
+    """What XLA makes of the reference on a CPU, whose reciprocals are exact."""
+    arguments = jax.device_put(arguments, jax.devices("cpu")[0])
+    want = jax.jit(partial(append, implementation="reference"))(*arguments)
+    for part, wanted in zip(got, want, strict=True):
+        assert part.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(part), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("count", [1, 37])
+@pytest.mark.parametrize("case", OWN_PAGES, ids=lambda case: case.name)
+def test_appends_what_the_reference_does(case, count):
+    arguments = tokens_for(case, count)
+    before = jax.tree.map(np.array, arguments[0])
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+    for part, was in zip(arguments[0], before, strict=True):
+        np.testing.assert_array_equal(part, was)  # not donated
+
+
+@pytest.mark.parametrize("case", [LONG, by_name["8_of_128_channels"]], ids=["long", "narrow"])
+@pytest.mark.parametrize("count", [2, 31, 1000])
+def test_appends_many_tokens(case, count):
+    arguments = tokens_for(case, count)
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+
+
+@pytest.mark.parametrize("channels", [2, 6, 16, 40, 200, 256])
+@pytest.mark.parametrize("page_size", [1, 12])
+def test_appends_rows_and_pages_of_any_size(channels, page_size):
+    case = Case("", head_dim=channels, page_size=page_size, num_pages=30, table="scrambled", dtype="float16")
+    for count in (1, 37):
+        arguments = tokens_for(case, count)
+        assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [0.0, 1e-7, 1e-4, 1e3, 1e30])
+def test_appends_channels_of_any_size(dtype, size):
+    keys, layer, k, valid, first = tokens_for(LONG, 37)
+    layer = layer._replace(k=layer.k.astype(dtype))
+    k = jnp.clip(k.astype(jnp.float32) * size, *([-65504.0, 65504.0] if dtype == "float16" else [-3e38, 3e38]))
+    for kept in (k, jnp.broadcast_to(k[..., :1], k.shape)):
+        arguments = keys, layer, kept.astype(dtype), valid, first
+        got = jax.jit(ON_GPU)(*arguments)
+        assert_as_on_cpu(got, arguments)
+        assert bool(jnp.isfinite(dequantise(*got)).all())
+
+
+def test_halves_get_the_even_code():
+    keys, layer, k, valid, first = tokens_for(LONG, 37)
+    halves = jax.random.randint(jax.random.key(0), k.shape, 0, 31) / 2
+    halves = halves.at[..., 0].set(0).at[..., 1].set(15).astype(k.dtype)
+    arguments = keys, layer, halves, valid, first
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+
+
+def test_appends_in_place_again_and_again():
+    """Steps of one token and of more over the same slots, donated: nothing is copied, nothing older shows through."""
+    run = jax.jit(ON_GPU, donate_argnums=0)
+    keys, layer, *_ = tokens_for(LONG, 1)
+    memory = run.lower(*tokens_for(LONG, 1)).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(pool.nbytes for pool in keys)
+    assert memory.temp_size_in_bytes < keys.packed.nbytes // 4
+    for seed, count in enumerate((37, 1, 1, 20, 37)):
+        before = jax.tree.map(np.array, keys)
+        _, _, k, valid, _ = tokens_for(LONG, count, seed)
+        first = jnp.full(layer.lengths.shape, 5 + seed, jnp.int32)
+        keys = run(keys, layer, k, valid, first)
+        assert_as_on_cpu(keys, (before, layer, k, valid, first))
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_fifty_appends_give_the_same_bits(count):
+    arguments = tokens_for(LONG, count)
+    run = jax.jit(ON_GPU)
+    wanted = run(*arguments)
+    for _ in range(49):
+        for part, want in zip(run(*arguments), wanted, strict=True):
+            np.testing.assert_array_equal(part, want)
+
+
+def test_no_tokens_are_appended():
+    arguments = tokens_for(LONG, 0)
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["identity", "table"])
+def test_appends_behind_2_to_the_31_elements(paged):
+    size, head_dim, pages = 64, 256, 2**17 + 64
+    rng = np.random.default_rng(0)
+    k = jnp.asarray(rng.normal(size=(1, 2, 2, head_dim)), jnp.bfloat16)
+    slot = pages * size - 2
+
+    def run(k):
+        unread = jnp.zeros((2 * pages, size, head_dim), jnp.bfloat16)
+        table = jnp.arange(2 * pages, dtype=jnp.int32).reshape(1, 2, pages) if paged else None
+        layer = LayerCache(unread, unread, jnp.full((1, 2), slot + 2, jnp.int32), table)
+        rows = (2 * pages, size)
+        keys = Int4Keys(
+            jnp.zeros((*rows, head_dim // 2), jnp.uint8), jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
+        )
+        assert keys.packed.size > 2**31
+        keys = ON_GPU(keys, layer, k, jnp.full(1, 2, jnp.int32), jnp.full((1, 2), slot, jnp.int32))
+        last = jnp.array([pages - 1, 2 * pages - 1])
+        return Int4Keys(*(pool[last, -2:] for pool in keys)), jnp.count_nonzero(keys.zero)
+
+    rows, written = jax.jit(run)(k)
+    for part, want in zip(rows, quantise(jax.device_put(k, jax.devices("cpu")[0]).swapaxes(1, 2)), strict=True):
+        np.testing.assert_array_equal(np.asarray(part)[None], np.asarray(want))
+    assert int(written) == 4

@@ -1,4 +1,4 @@
-"""The triton backend of page_bounds against the float32 reference."""
+"""The triton backends of page_bounds and of its append against the float32 reference, exact bounds and 8-bit ones."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,15 @@ import pytest
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, build
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, PageBounds8, append
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
-LARGE = Case(
-    "", head_dim=128, num_pages=300, dense="all", listed="none", capacity=0, table="scrambled", dtype="bfloat16"
-)
+SIZES = {"head_dim": 128, "num_pages": 300, "table": "scrambled", "dtype": "bfloat16"}
+LARGE, LARGE_CODES = (kind("large", dense="all", listed="none", capacity=0, **SIZES) for kind in (Case, Codes))
+both_forms = pytest.mark.parametrize("form", [PageBounds, PageBounds8], ids=lambda form: form.__name__)
+large = pytest.mark.parametrize("case", [LARGE, LARGE_CODES], ids=lambda case: type(case).__name__)
 
 
 def both(inputs, **kwargs):
@@ -25,7 +26,7 @@ def both(inputs, **kwargs):
 
 def assert_near(inputs, got, want, sm_scale):
     """Products are exact and summed in float32; masks agree exactly."""
-    bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds))
+    bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
     size = np.asarray(page_bounds(jnp.abs(inputs.q), inputs.layer, bounds, sm_scale=sm_scale))
     assert got.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
@@ -33,7 +34,7 @@ def assert_near(inputs, got, want, sm_scale):
     assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= 2.0**-18 * size[seen] + 1e-30).all()
 
 
-@pytest.mark.parametrize("case", [*CASES, LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, LARGE, LARGE_CODES], ids=lambda case: f"{type(case).__name__}-{case.name}")
 def test_matches_the_reference(case):
     inputs = build(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
@@ -52,11 +53,27 @@ def test_matches_the_reference_in_half_precision(name, dtype):
     assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
 
 
-def test_neither_tiling_nor_batch_changes_a_bit():
-    from jsparse.pallas_kernels.page_bounds.triton import Tiling
-    from jsparse.pallas_kernels.page_bounds.triton import page_bounds as kernel
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, Codes)], ids=lambda case: case.name)
+def test_codes_match_the_reference_for_queries_in_float16(case):
+    inputs = build(case)
+    inputs = inputs._replace(q=inputs.q.astype("float16"))
+    assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
 
-    q, layer, bounds = inputs = build(LARGE)
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e20, 1e30])
+def test_queries_of_any_size_keep_all_their_bits_beside_codes(size):
+    inputs = build(by_name["codes"])
+    inputs = inputs._replace(q=(inputs.q.astype(jnp.float32) * size).astype(jnp.bfloat16))
+    assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
+
+
+@large
+def test_neither_tiling_nor_batch_changes_a_bit(case):
+    from jsparse.pallas_kernels.page_bounds import codes_triton, triton
+    from jsparse.pallas_kernels.page_bounds.triton import Tiling
+
+    kernel = (codes_triton if isinstance(case, Codes) else triton).page_bounds
+    q, layer, bounds = inputs = build(case)
     tilings = (None, Tiling(16, 3, 1, 1, 2), Tiling(64, 2, 1, 4, 1), Tiling(32, 16, 1, 2, 4))
     outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
     for out in outs[1:]:
@@ -66,35 +83,99 @@ def test_neither_tiling_nor_batch_changes_a_bit():
     np.testing.assert_array_equal(outs[0][1:], kernel(q[1:], alone, bounds, sm_scale=0.1))
 
 
-def test_fifty_runs_give_the_same_bits():
-    inputs = build(LARGE)
+@large
+def test_fifty_runs_give_the_same_bits(case):
+    inputs = build(case)
     run = jax.jit(lambda inputs: page_bounds(*inputs, implementation="triton"))
     first = np.asarray(run(inputs))
     for _ in range(49):
         np.testing.assert_array_equal(first, run(inputs))
 
 
-def test_heads_longer_than_their_room_read_nothing_else():
+@pytest.mark.parametrize("name", ["full", "codes_shared_pages"])
+def test_heads_longer_than_their_room_read_nothing_else(name):
     """After an overflow lengths exceed the capacity; results count for nothing, but no memory beyond is read."""
-    inputs = build(by_name["full"])
+    inputs = build(by_name[name])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = page_bounds(*longer, implementation="triton")
     np.testing.assert_array_equal(got, page_bounds(*inputs, implementation="triton"))
 
 
-def test_bounds_behind_the_first_two_billion_values():
+@both_forms
+def test_bounds_behind_the_first_two_billion_values(form):
     head_dim, used = 128, 40
     rng = np.random.default_rng(0)
-    last = jnp.asarray(rng.normal(size=(used, head_dim)), jnp.bfloat16)
+    last = form.of(*(jnp.asarray(rng.normal(size=(used, head_dim)) + by, jnp.bfloat16) for by in (-2, 2)))
     q = jnp.asarray(rng.normal(size=(1, 4, head_dim)), jnp.bfloat16)
     table = jnp.asarray(rng.permutation(used)[None, None], jnp.int32)
     lengths = jnp.full((1, 1), used * 16, jnp.int32)
 
     def run(q, last, table, front):
-        pool = jnp.zeros((front + used, head_dim), last.dtype).at[front:].set(last)
-        unread = jnp.zeros((front + used, 16, head_dim), last.dtype)
-        layer = LayerCache(unread, unread, lengths, block_table=table + front)
-        return page_bounds(q, layer, PageBounds(pool, pool), implementation="triton")
+        pools = (jnp.zeros((front + used, *kept.shape[1:]), kept.dtype).at[front:].set(kept) for kept in last)
+        unread = jnp.zeros((front + used, 1, head_dim), jnp.bfloat16)
+        layer = LayerCache(unread, unread, lengths // 16, block_table=table + front)
+        return page_bounds(q, layer, form(*pools), implementation="triton")
 
     run = jax.jit(run, static_argnums=3)
     np.testing.assert_array_equal(run(q, last, table, 2**31 // head_dim), run(q, last, table, 0))
+
+
+APPENDED = (
+    Case("ragged"),
+    Case("bfloat16", dtype="bfloat16", head_dim=128, num_pages=9),
+    Case("float16", dtype="float16", head_dim=128),
+    Case("scrambled", table="scrambled", dtype="bfloat16"),
+    Case("head_dim_40", head_dim=40, page_size=24, num_pages=3, dtype="bfloat16"),
+    Case("head_dim_7", head_dim=7, page_size=5),
+    Case("head_dim_96", head_dim=96, page_size=8, table="scrambled"),
+    Case("head_dim_256", head_dim=256, page_size=64, num_pages=2, dtype="bfloat16"),
+    Case("tiny_pages", page_size=1, num_pages=40),
+    Case("huge", spread=1e4, table="scrambled"),
+)
+
+
+@both_forms
+@pytest.mark.parametrize("case", APPENDED, ids=lambda case: case.name)
+def test_append_matches_the_reference_to_the_bit(case, form):
+    """Steps of one token and chunks of many, in front of the first slot, past the room and where nothing is new."""
+    _, layer, _ = case.build()
+    rng = np.random.default_rng(1)
+    layer = layer._replace(k=jnp.asarray(rng.normal(size=layer.k.shape) * case.spread, layer.k.dtype))
+    old = form.of(*(jnp.asarray(rng.normal(size=layer.k[:, 0].shape) + by, layer.k.dtype) for by in (-9, 9)))
+    run = jax.jit(append, static_argnames=("max_new", "implementation"))
+    for new, over in ((1, 0), (1, 3), (9, 0), (case.slots, 0), (case.slots, 5)):
+        lengths = jnp.where(layer.lengths == case.slots, layer.lengths + over, layer.lengths)
+        for valid in (
+            jnp.full(case.batch, new, jnp.int32),
+            jnp.asarray(rng.integers(0, new + 1, case.batch), jnp.int32),
+        ):
+            call = (old, layer._replace(lengths=lengths), valid, lengths - valid[:, None])
+            got, want = (run(*call, max_new=new, implementation=name) for name in ("triton", "reference"))
+            assert over or not bool(valid.any()) or not np.array_equal(want.high, old.high)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@both_forms
+def test_append_behind_the_first_two_billion_values(form):
+    page_size, head_dim, used = 16, 128, 8
+    rng = np.random.default_rng(0)
+    last = jnp.asarray(rng.normal(size=(used, page_size, head_dim)), jnp.bfloat16)
+    table = jnp.asarray(rng.permutation(used)[None, None], jnp.int32)
+    lengths = jnp.full((1, 1), used * page_size - 3, jnp.int32)
+
+    def run(last, table, front):
+        pool = jnp.zeros((front + used, page_size, head_dim), last.dtype).at[front:].set(last)
+        layer = LayerCache(pool, pool, lengths, block_table=table + front)
+        bounds = form.of(*(jnp.zeros((front + used, head_dim), last.dtype) for _ in "lh"))
+        valid = jnp.full(1, page_size * used, jnp.int32)
+        bounds = append(
+            bounds, layer, valid, jnp.zeros_like(lengths), max_new=page_size * used, implementation="triton"
+        )
+        return form(*(kept[front:] for kept in bounds))
+
+    run = jax.jit(run, static_argnums=2)
+    far, near = run(last, table, 2**31 // (page_size * head_dim)), run(last, table, 0)
+    for a, b in zip(far, near, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert bool((near.low != near.high).all())

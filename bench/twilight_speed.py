@@ -1,0 +1,176 @@
+"""What does Twilight's attention cost beside dense attention and Quest alone? The operator of one layer, 8B shape.
+
+Select and attend, as the decode step has them, over a cache full of random K and V; Twilight's counts replay a trace of
+SmolLM2 (bench.twilight_trace), everything else runs on the true sizes. Quest's budget is a quarter of the context, its
+conservative one, and Twilight's base is that Quest. PyTorch's FlashAttention-2 is dense attention in the same run. In
+the table, microseconds a call on the device, launch gaps included; Twilight's by part are sums over kernels:
+
+    base        page bounds and their top-k
+    estimate    logits from the 4-bit copy of what the base listed
+    top-p       their pruning, and what turns it into the cache's pages
+    attend      attention over what is left, and the merge of its splits
+
+    python -m bench.twilight_speed --json bench/results/twilight_speed.json
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.children import run_child, write_report
+from bench.environment import describe
+from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.kernel_programs import Contender, Job, cache
+from bench.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
+from bench.kernel_timing import LEAD_BYTES, Program, lead
+from bench.llama_8b import state_after_prompt
+from bench.peers import numbers
+from bench.twilight_trace import parse
+from jsparse.cache import CacheSpec, KVCache
+from jsparse.decode import attend_layer
+from jsparse.policy import Policy
+
+BATCHES, CONTEXTS = (1, 8, 32, 64), (10240, 30720, 131072)
+BREAK_EVEN = ((1, 2048), (8, 2048), (8, 4096), (32, 1024), (64, 512), (64, 1024))  # batch, context: dense is fast here
+ROTATED_BYTES, MOST_CACHES, LEAST_CALLS = 256_000_000, 16, 4
+BASES = {"": "quest(budget={})", ", 8 bits": "quest(budget={}, bounds_dtype='uint8')"}
+QUERY_HEADS = 32
+PARTS, SIGNS = ("base", "estimate", "top_p", "attend"), ("scores_kernel", "mosaic_gpu")
+
+
+def policies(context: int) -> dict[str, str]:
+    """The contenders' expressions, by name."""
+    bases = {bits: text.format(context // 4) for bits, text in BASES.items()}
+    quests = {f"quest{bits}": base for bits, base in bases.items()}
+    return (
+        {"dense": "dense()"} | quests | {f"twilight{b}": f"replayed(twilight({x}, p=0.95))" for b, x in bases.items()}
+    )
+
+
+def spec_of(case: Attention) -> CacheSpec:
+    """Of one layer."""
+    return CacheSpec(1, case.batch, case.heads, KV_HEADS, HEAD_DIM, case.page, case.num_pages, jnp.bfloat16)
+
+
+def contender(policy: Policy, spec: CacheSpec) -> Contender:
+    """A program of one call a query, each of the caches in turn; each call waits for the one before."""
+
+    @jax.jit
+    def run(sources, queries):
+        results, out = [], None
+        for q, (held, state) in zip(queries, itertools.cycle(sources), strict=False):
+            layer = held.layers[0]
+            q, lengths, out = jax.lax.optimization_barrier((q, layer.lengths, out))
+            held = held._replace(layers=(layer._replace(lengths=lengths),))
+            out = attend_layer(policy, 0, q, held, state)[0].o
+            results.append(out)
+        return results
+
+    def program(caches, queries):
+        sources = [(held, state_after_prompt(policy, spec, held)) for held in caches]
+        return Program(lambda: run(sources, queries), len(queries))
+
+    return program
+
+
+def job(case: Attention, names: Sequence[str] | None) -> Job:
+    """All contenders on one shape; `bytes` are dense attention's."""
+    spec = spec_of(case)
+    copies = min(-(-ROTATED_BYTES // case.pool_bytes), MOST_CACHES)
+
+    def build():
+        held = [cache(case) for _ in range(copies)]
+        keys = jax.random.split(jax.random.key(0), max(copies, LEAST_CALLS))
+        queries = [jax.random.normal(key, (case.batch, case.heads, HEAD_DIM), jnp.bfloat16) for key in keys]
+        return [KVCache((layer,), layer.lengths[:, 0], jnp.bool_(False)) for layer in held], queries
+
+    chosen = {name: text for name, text in policies(case.context).items() if names is None or name in names}
+    contenders = {name: contender(parse(text, case.context), spec) for name, text in chosen.items()}
+    return Job(case.name, case.pool_bytes, build, contenders, attention=case)
+
+
+def parts(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of Twilight's parts, by the kernels' order in a call; {} where there is no estimate."""
+    order = row.get("order", [])
+    estimates, attends = ([i for i, kernel in enumerate(order) if sign in kernel["name"]] for sign in SIGNS)
+    if not (estimates and attends):
+        return {}
+    marks = (0, estimates[0], estimates[0] + 1, attends[0], len(order))
+    times = [sum(kernel["us"] for kernel in order[start:stop]) for start, stop in itertools.pairwise(marks)]
+    return dict(zip(PARTS, times, strict=True))
+
+
+def measure(cases: Sequence[Attention], names: Sequence[str] | None, path: Path | None, nbytes: int) -> dict[str, Any]:
+    """The report, written to `path` after every case."""
+    on_gpu = jax.default_backend() == "gpu"
+    report = {
+        "benchmark": "twilight_speed",
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": jax.local_devices()[0].device_kind,
+        "environment": describe(),
+        "peers": peers(cases) if on_gpu else [],
+        "results": [],
+    }
+    before, settings = lead(nbytes), Settings(calls=40, repeats=3, runs=6)
+    rate: Bandwidth = bandwidth(before, nbytes, settings, on_gpu=on_gpu)
+    report["bandwidth"] = rate._asdict()
+    for case in cases:
+        rows = job_rows(job(case, names), before, rate, settings)
+        report["results"] += [row | {"parts": parts(row)} for row in rows]
+        print(*(line(row, report["peers"]) for row in report["results"][-len(rows) :]), sep="\n", flush=True)
+        write_report(path, report)
+    return report
+
+
+def peers(cases: Sequence[Attention]) -> list[dict[str, Any]]:
+    """PyTorch's times; what went wrong is told in their place."""
+    shapes = [f"{case.heads}x{case.batch}x{case.context}" for case in cases]
+    try:
+        return run_child("bench.peers", ["--peers", "torch", "--shapes", *shapes], timeout_s=240)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return [{"error": str(error)[-600:]}]
+
+
+def line(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    """One line of the table."""
+    text = f"{row['case']:14}{row['contender']:18}"
+    if "us" not in row:
+        return f"{text}{row.get('refused') or row.get('error')}".replace("\n", " ")[:150]
+    us, shape = row["us"]["median"], ("heads", "batch", "context")
+    text += f"{us:9.1f}"
+    for peer in others:
+        if peer.get("contender") == "torch FA2" and all(peer[key] == row[key] for key in shape) and "us" in peer:
+            text += f"  FA2 {peer['us']['median']:8.1f} ({peer['us']['median'] / us:4.1f}x)"
+    return text + "".join(f"  {name} {value:.1f}" for name, value in row["parts"].items())
+
+
+def main() -> None:
+    """Times everything asked for, prints a line for each."""
+    parser = argparse.ArgumentParser(prog="python -m bench.twilight_speed", description="Time Twilight's attention.")
+    parser.add_argument("--cases", nargs="+", help="batch x context, such as 64x30720")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, such as quest twilight")
+    parser.add_argument("--tiny", action="store_true", help="for a CPU, to see the script run; times are no use")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu" and not args.tiny:
+        parser.error("needs a GPU; --tiny shows on a CPU that it runs")
+    shapes = [*itertools.product(BATCHES, CONTEXTS), *BREAK_EVEN]
+    if args.tiny:
+        shapes = [(2, 256)]
+    elif args.cases:
+        shapes = [numbers(case) for case in args.cases]
+    cases = [Attention(f"{b} x {c}", b, c, dense="all", heads=QUERY_HEADS) for b, c in shapes]
+    measure(cases, args.only, args.json, LEAD_BYTES // 1000 if args.tiny else LEAD_BYTES)
+
+
+if __name__ == "__main__":
+    main()

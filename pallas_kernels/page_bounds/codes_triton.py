@@ -1,0 +1,161 @@
+"""jax-triton, 8-bit bounds: codes become float16 by permuting bytes, two at a time, and pages are the rows of the MMAs.
+
+A byte n with 0x64 above it is the float16 1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the
+even and the odd channels are apart, in the query as well; positive channels of the query meet the upper codes, negative
+the lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's channels.
+
+Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose nothing. All of a
+page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+"""
+
+# Where triton is not installed, pyright takes the file triton.py beside this one for it.
+# pyright: reportAttributeAccessIssue=false
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds8
+from jsparse.pallas_kernels.page_bounds.triton import Tiling, default_tiling
+
+
+def page_bounds(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    bounds: PageBounds8,
+    *,
+    sm_scale: float,
+    tiling: Tiling | None = None,
+) -> Float32[Array, "B K M"]:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads), head_dim, pages = layer.lengths.shape, q.shape[2], layer.num_pages
+    tiling = default_tiling(head_dim, 1) if tiling is None else tiling
+    tiles = triton.cdiv(pages, tiling.block)
+    everywhere = tiling.programs * jax.local_devices()[0].core_count
+    per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
+    group, table = q.shape[1] // heads, layer.block_table
+    return triton_call(
+        *(q, *bounds, layer.lengths),
+        layer.lengths if table is None else table,  # without a table it is never read
+        kernel=codes_kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
+        grid=(triton.cdiv(tiles, per_program), batch * heads),
+        num_warps=tiling.num_warps,
+        STAGES=1 + tiling.ahead * (1 + (table is not None)),  # loads that wait for one another share out the stages
+        SCALE=sm_scale,
+        BLOCK=tiling.block,
+        TILES=per_program,
+        M=pages,
+        P=layer.page_size,
+        G=group,
+        COLS=max(8, triton.next_power_of_2(group)),
+        WORDS=head_dim // 2,
+        WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
+        HAS_TABLE=table is not None,
+    )
+
+
+@triton.jit
+def _operands(words):
+    """The two codes of each word, as the float16 1024 + n."""
+    return tl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $2, 0x64646464, 0x4240;
+        prmt.b32 $1, $2, 0x64646464, 0x4341;
+        }""",
+        constraints="=&r,=r,r",
+        args=[words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Even and odd channels [WIDTH, COLS] of the queries' positive and negative parts; their sums, and their unit."""
+    head, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
+    at = (pair * G + head)[:, None] * (2 * WORDS) + channel[None, :]
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0).to(tl.float32)
+    # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
+    exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
+    q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+    unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    zeros = tl.zeros_like(q)
+    even, odd = tl.split(tl.reshape(tl.where(q > 0, q, zeros), [COLS, WIDTH, 2]))
+    even_low, odd_low = tl.split(tl.reshape(tl.where(q < 0, q, zeros), [COLS, WIDTH, 2]))
+    total = tl.sum(q.to(tl.float32), 1)
+    return tl.trans(even), tl.trans(odd), tl.trans(even_low), tl.trans(odd_low), total, unit
+
+
+@triton.jit
+def codes_kernel(
+    q_ptr,
+    low_ptr,
+    high_ptr,
+    affine_ptr,
+    lengths_ptr,
+    table_ptr,
+    out_ptr,
+    STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    COLS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+):
+    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * (BLOCK * TILES)
+    last = tl.minimum(first + BLOCK * TILES, M)
+    row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WIDTH)
+    even, odd, even_low, odd_low, total, unit = _query(q_ptr, pair, G, COLS, WORDS, WIDTH)
+    unit *= SCALE
+    used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
+    low_ptr = low_ptr.to(tl.pointer_type(tl.int16))
+    high_ptr = high_ptr.to(tl.pointer_type(tl.int16))
+    affine_ptr = affine_ptr.to(tl.pointer_type(tl.int32))
+    if not HAS_TABLE:
+        low_ptr += pair.to(tl.int64) * (M * WORDS)
+        high_ptr += pair.to(tl.int64) * (M * WORDS)
+        affine_ptr += pair.to(tl.int64) * M
+    out_ptr += pair.to(tl.int64) * M
+    tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        page = first + tile * BLOCK + row
+        # behind the last page that one is read again, which needs no mask
+        near = tl.minimum(page, used - 1)
+        if HAS_TABLE:
+            near = tl.load(table_ptr + pair * M + near).to(tl.int64)
+        at = near[:, None] * WORDS + word[None, :]
+        if WIDTH == WORDS:
+            high = tl.load(high_ptr + at)
+            low = tl.load(low_ptr + at)
+        else:
+            high = tl.load(high_ptr + at, mask=(word < WORDS)[None, :])
+            low = tl.load(low_ptr + at, mask=(word < WORDS)[None, :])
+        affine = tl.load(affine_ptr + near)
+        scale = (affine << 16).to(tl.float32, bitcast=True)
+        zero = (affine & -0x10000).to(tl.float32, bitcast=True)
+        high_even, high_odd = _operands(high)
+        low_even, low_odd = _operands(low)
+        dot = tl.dot(high_even, even)
+        dot = tl.dot(high_odd, odd, dot)
+        dot = tl.dot(low_even, even_low, dot)
+        dot = tl.dot(low_odd, odd_low, dot)
+        scores = scale[:, None] * (dot - 1024 * total[None, :]) + zero[:, None] * total[None, :]
+        best = unit * tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
+        tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
+    for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
+        page = first + tile * BLOCK + row
+        tl.store(out_ptr + page, tl.full([BLOCK], float("-inf"), tl.float32), mask=page < M)
