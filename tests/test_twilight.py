@@ -1,8 +1,10 @@
 """Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that weighs p."""
 
+import sys
 from dataclasses import replace
 from importlib.resources import files
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, tin
 from toy_policies import bypass, shrink
 
 import jsparse
+from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.forcing import force
 from jsparse.policies import parse
+from jsparse.policies.twilight import break_even
 from jsparse.selection import token_mask
 
 BASES = ("full()", "quest(budget=24)", "streaming(sink=5, recent=19)", "oracle_top_k(budget=17)")
@@ -155,6 +159,27 @@ def test_below_dense_below_everything_is_attended():
     assert np.abs(switching[5:] - exact[5:]).max() > 1e-2
 
 
+def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape():
+    def tokens(batch, kv_heads, head_dim, dtype):
+        pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
+        return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
+
+    assert 36_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 48_000  # what was measured
+    assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
+    assert tokens(1, 2, 64, jnp.float32) == 180e6 // (2 * 2 * 64 * 4)
+
+
+def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
+    params, forced, prompt = tiny_params(), random_tokens(1, 5), random_prompts((28,))
+    auto = "twilight(full(), p=0.5, dense_below='auto')"
+    exact = engine_logits(params, "dense", prompt, forced, page_size=8)
+    assert_close(engine_logits(params, auto, prompt, forced, page_size=8), exact, rtol=1e-5)
+    monkeypatch.setattr(sys.modules[break_even.__module__], "BREAK_EVEN_BYTES", 0)
+    jax.clear_caches()
+    pruned = engine_logits(params, auto, prompt, forced, page_size=8)
+    assert np.abs(pruned[1:] - exact[1:]).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -162,6 +187,10 @@ def test_below_dense_below_everything_is_attended():
         ({"base": jsparse.full(), "p": 0}, "p=0: must be a number above 0 and at most 1"),
         ({"base": jsparse.full(), "prune": "tokens"}, "prune='tokens': must be one of"),
         ({"base": jsparse.full(), "dense_below": -1}, "dense_below=-1: must be an integer of at least 0"),
+        (
+            {"base": jsparse.full(), "dense_below": "always"},
+            "dense_below='always': must be 'auto' or a number of tokens",
+        ),
         ({"base": shrink()}, r"base=shrink\(.*must leave tokens in their slots"),
     ],
 )

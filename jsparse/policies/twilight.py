@@ -25,10 +25,15 @@ from jsparse.policy import Policy, PrefillView, State, builder, fraction, requir
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 
 Prune = Literal["page_mass", "bits", "token"]
+# K and V of a layer, all rows together, that dense attention reads while Twilight selects and reads what is left: on an
+# H200 with 8 KV heads of 128 channels these are 37,000 tokens in one row to 60,000 in 64 (bench.twilight_speed)
+BREAK_EVEN_BYTES = 180e6
 
 
 @builder
-def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_below: int = 0) -> Policy:
+def twilight(
+    base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_below: int | Literal["auto"] = 0
+) -> Policy:
     """What `base` selects, pruned; heads that it makes dense stay so.
 
     Args:
@@ -36,7 +41,8 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
         p: the share of the estimated mass that every query head keeps.
         prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do, as bits of their
             pages, which are read whole; "token": the same tokens, read one by one.
-        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected.
+        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected. "auto": the context at
+            which dense attention was measured to be as fast, given the batch and the shape of the heads.
 
     Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base list tokens.
     """
@@ -44,10 +50,17 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
     fraction("p", p)
     if prune not in get_args(Prune):
         raise ValueError(f"prune={prune!r}: must be one of {list(get_args(Prune))}")
-    whole_number("dense_below", dense_below, 0)
+    if isinstance(dense_below, str):
+        if dense_below != "auto":
+            raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or a number of tokens")
+    else:
+        whole_number("dense_below", dense_below, 0)
     if "slot_positions" in base.needs:
         raise ValueError(f"base={base}: must leave tokens in their slots, where their 4-bit copies are")
     keys = sidecar(int4.init, int4.append)
+
+    def shortest(held: LayerCache) -> int:
+        return break_even(held) if dense_below == "auto" else dense_below
 
     def init(spec: CacheSpec):
         if prune == "bits" and spec.page_size > MAX_BITS_PAGE:
@@ -68,7 +81,7 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
         if chosen.ids.shape[-1] > 0:
             chosen = pruned(q, held, state[1][layer], chosen)
         if dense_below:
-            short = jnp.max(held.lengths, axis=1, keepdims=True) < dense_below
+            short = jnp.max(held.lengths, axis=1, keepdims=True) < shortest(held)
             dense = jnp.broadcast_to(short, held.lengths.shape)
             chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
         return chosen, None, (of_base, state[1])
@@ -92,7 +105,8 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
         return (of_base, state[1]), cache
 
     def fallback(state: State, layer: int, cache: KVCache):
-        short = jnp.max(cache.layers[layer].lengths) < dense_below
+        held = cache.layers[layer]
+        short = jnp.max(held.lengths) < shortest(held)
         return short if base.fallback is None else short | base.fallback(state[0], layer, cache)
 
     return base._replace(
@@ -105,6 +119,11 @@ def twilight(base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_be
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
         full={"base": full(), "p": 1.0},
     )
+
+
+def break_even(held: LayerCache) -> int:
+    """Tokens a row, if all rows hold as many, at which dense attention takes as long as Twilight."""
+    return int(BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
 
 
 def within(kept: Selection, pages: Selection, page_size: int) -> Selection:

@@ -2,7 +2,8 @@
 
 A byte n with 0x64 above it is the float16 1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the
 even and the odd channels are apart, in the query as well; positive channels of the query meet the upper codes, negative
-the lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's channels.
+the lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's channels: taken out
+behind the MMA, it costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
 
 Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose nothing. All of a
 page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.

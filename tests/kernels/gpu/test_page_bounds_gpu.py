@@ -25,13 +25,13 @@ def both(inputs, **kwargs):
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Products are exact and summed in float32; masks agree exactly."""
+    """Products are exact and summed in float32, codes with 1024 that is taken out again; masks agree exactly."""
     bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
     size = np.asarray(page_bounds(jnp.abs(inputs.q), inputs.layer, bounds, sm_scale=sm_scale))
     assert got.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-    seen = np.isfinite(want)
-    assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= 2.0**-18 * size[seen] + 1e-30).all()
+    seen, part = np.isfinite(want), 2.0**-16 if isinstance(inputs.bounds, PageBounds8) else 2.0**-18
+    assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= part * size[seen] + 1e-30).all()
 
 
 @pytest.mark.parametrize("case", [*CASES, LARGE, LARGE_CODES], ids=lambda case: f"{type(case).__name__}-{case.name}")
