@@ -34,6 +34,18 @@ def test_reading_all_and_masking_is_reading_what_is_listed(case):
         np.testing.assert_allclose(x, y, **tolerance(case))
 
 
+def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+    """A kernel takes it as an operand of the MMA: what it rounds away, no backend may rank tokens by."""
+    q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
+    out = jax.jit(lambda q: block_sparse_decode(q, layer, everything(layer.lengths), stats="token_logits"))(q)
+    mean = np.asarray(q, np.float32)[0].mean(0)
+    rounded = np.asarray(jnp.asarray(mean, jnp.bfloat16), np.float32)
+    k = np.asarray(layer.k, np.float32).reshape(-1, q.shape[-1])
+    got, scale = np.asarray(out.stats.scores)[0, 0], q.shape[-1] ** -0.5
+    np.testing.assert_allclose(got, scale * k @ rounded, rtol=1e-5, atol=1e-5)
+    assert np.abs(got - scale * k @ mean).max() > 1e-3
+
+
 def test_cases_are_what_they_say():
     assert len(by_name) == len(CASES)
     for case in CASES:
