@@ -20,15 +20,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any, NamedTuple
 
 from bench.children import write_report
 from bench.environment import REPOSITORY, describe
 from jsparse.evaluation.command import draw, show
+from jsparse.evaluation.runner import plan
 from jsparse.evaluation.statistics import averages
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
-CHANNELS = "bench/smollm2_channels.safetensors"  # jsparse calibrate-channels --text bench/README.md --tokens 4096
+# jsparse calibrate-channels --text bench/README.md --tokens 4096, at revision 5ba8027
+CHANNELS = "bench/smollm2_channels.safetensors"
 SELECTORS = ("quest(", f"double_sparsity(calibration={CHANNELS!r}, ", "tidal(")
 
 
@@ -54,9 +57,8 @@ LENGTHS = (1024, 2048, 4096, 8192)
 
 
 class Part(NamedTuple):
-    """What one process measures: its place among all, the length, the policies, and what its report is called after."""
+    """What one process measures, and what its report is called after."""
 
-    place: int
     length: int
     policies: Sequence[str]
     name: str
@@ -64,18 +66,34 @@ class Part(NamedTuple):
 
 def parts(policies: Sequence[str], lengths: Sequence[int], groups: int) -> list[Part]:
     """The policies of every length, dealt out to so many groups; long ones first, since they take longest."""
-    dealt = [(length, group) for length in sorted(lengths, reverse=True) for group in range(groups)]
     return [
-        Part(place, length, policies[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
-        for place, (length, group) in enumerate(dealt)
+        Part(length, policies[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
+        for length in sorted(lengths, reverse=True)
+        for group in range(min(groups, len(policies)))
     ]
 
 
-def measure(args: argparse.Namespace, part: Part) -> dict[str, Any]:
+def devices(gpus: int, processes: int) -> Queue[str]:
+    """What CUDA_VISIBLE_DEVICES is for each of the processes that run at once: one of the GPUs that are visible here.
+
+    Raises:
+        ValueError: fewer are visible.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    if len(visible) < gpus:
+        raise ValueError(f"gpus={gpus}: must be at most {len(visible)}, those that CUDA_VISIBLE_DEVICES names")
+    free: Queue[str] = Queue()
+    for nth in range(processes):
+        free.put(visible[nth % gpus])
+    return free
+
+
+def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str, Any]:
     """The report of one part; what is there already is read.
 
     Raises:
         RuntimeError: its process failed.
+        ValueError: what is there is of other policies, tasks or samples.
     """
     path = args.json.with_stem(f"{args.json.stem}_{part.name}")
     if not (args.resume and path.exists()):
@@ -83,13 +101,19 @@ def measure(args: argparse.Namespace, part: Part) -> dict[str, Any]:
         command += [word for policy in part.policies for word in ("--policy", policy)]
         command += ["--tasks", ",".join(args.tasks), "--lengths", str(part.length)]
         command += ["--samples", str(args.samples), "--batch", str(args.batch), *["--resume"] * args.resume]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if args.gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(part.place % args.gpus)
+        gpu = free.get()
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": gpu}
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=False)
+        free.put(gpu)
         if done.returncode != 0:
             raise RuntimeError(f"{path.stem} failed; what it had done lies beside {path}: go on with --resume")
-    return json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads(path.read_text(encoding="utf-8"))
+    wanted = {"policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)}
+    wanted |= {"tasks": list(args.tasks), "samples": args.samples}
+    for name, value in wanted.items():
+        if report["settings"][name] != value:
+            raise ValueError(f"{path} has {name}={report['settings'][name]}, not {value}: go on as it was begun")
+    return report
 
 
 def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -127,11 +151,23 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that the processes share (default 1)")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
+    for name in ("samples", "batch", "groups", "processes", "gpus"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    try:
+        run(args)
+    except (RuntimeError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def run(args: argparse.Namespace) -> None:
+    """The same, of arguments that were read."""
+    free = devices(args.gpus, args.processes)
     args.json = args.json.resolve()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
         wanted = parts(args.policy or SETS[args.set], args.lengths, args.groups)
-        report = joined(list(pool.map(lambda part: measure(args, part), wanted)))
+        report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)))
     write_report(args.json, report)
     show(report)
     draw(report, args.json.parent / args.json.stem)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from bench.children import run_child, write_report
 from bench.environment import describe
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
 from bench.kernel_programs import Contender, Job, cache
 from bench.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
 from bench.kernel_timing import LEAD_BYTES, Program, lead
@@ -41,9 +41,10 @@ from jsparse.selection import everything
 
 BATCHES, CONTEXTS = (1, 8, 32, 64), (10240, 30720, 131072)
 BREAK_EVEN = ((1, 2048), (8, 2048), (8, 4096), (32, 1024), (64, 512), (64, 1024))  # batch, context: dense is fast here
-ROTATED_BYTES, MOST_CACHES, LEAST_CALLS = 256_000_000, 16, 4
+# of what dense attention reads, a selection and what it leaves read about an eighth
+READ_SHARE, MOST_CACHES, LEAST_CALLS = 8, 16, 4
+SMALL_BYTES = 2**20  # pools stay outside of barriers, which need not keep from copying them
 BASES = {"": "quest(budget={})", ", 8 bits": "quest(budget={}, bounds_dtype='uint8')"}
-QUERY_HEADS = 32
 PARTS, SIGNS = ("base", "estimate", "top_p", "attend"), ("scores_kernel", "mosaic_gpu")
 
 
@@ -76,8 +77,11 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
         results, out = [], None
         for q, (held, state) in zip(queries, itertools.cycle(sources), strict=False):
             layer = held.layers[0]
-            q, lengths, out = jax.lax.optimization_barrier((q, layer.lengths, out))
+            leaves, tree = jax.tree.flatten(state)
+            small = {nth: leaf for nth, leaf in enumerate(leaves) if leaf.nbytes < SMALL_BYTES}
+            q, lengths, small, out = jax.lax.optimization_barrier((q, layer.lengths, small, out))
             held = held._replace(layers=(layer._replace(lengths=lengths),))
+            state = tree.unflatten([small.get(nth, leaf) for nth, leaf in enumerate(leaves)])
             out = attend_layer(policy, 0, q, held, state)[0].o
             results.append(out)
         return results
@@ -92,7 +96,7 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
 def job(case: Attention, names: Sequence[str] | None) -> Job:
     """All contenders on one shape; `bytes` are dense attention's."""
     spec = spec_of(case)
-    copies = min(-(-ROTATED_BYTES // case.pool_bytes), MOST_CACHES)
+    copies = min(-(-READ_SHARE * ROTATED_BYTES // case.pool_bytes), MOST_CACHES)
 
     def build():
         held = [cache(case) for _ in range(copies)]
@@ -164,7 +168,7 @@ def main() -> None:
     """Times everything asked for, prints a line for each."""
     parser = argparse.ArgumentParser(prog="python -m bench.twilight_speed", description="Time Twilight's attention.")
     parser.add_argument("--cases", nargs="+", help="batch x context, such as 64x30720")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, such as quest twilight")
+    parser.add_argument("--only", nargs="+", choices=["dense", *policies(0)], help="contenders")
     parser.add_argument("--tiny", action="store_true", help="for a CPU, to see the script run; times are no use")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -176,7 +180,9 @@ def main() -> None:
         shapes = [(2, 256)]
     elif args.cases:
         shapes = [numbers(case) for case in args.cases]
-    cases = [Attention(f"{b} x {c}", b, c, dense="all", heads=QUERY_HEADS) for b, c in shapes]
+        if wrong := [text for text, shape in zip(args.cases, shapes, strict=True) if len(shape) != 2 or shape[1] % 64]:
+            parser.error(f"--cases {wrong[0]}: must be batch x context, the context a multiple of 64 tokens")
+    cases = [Attention(f"{b} x {c}", b, c, dense="all") for b, c in shapes]
     measure(cases, args.only, args.json, LEAD_BYTES // 1000 if args.tiny else LEAD_BYTES)
 
 

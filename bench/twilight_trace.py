@@ -71,22 +71,31 @@ def pages_kept(context: int) -> np.ndarray:
 def replayed(policy: Policy, context: int) -> Policy:
     """`policy`, but each head keeps only as many of its pages as one did in the trace: the first of them.
 
-    Which head gets which count is drawn once, by layer. Everything that `policy` computes is still computed.
+    Counts are spread evenly over the trace's, and dealt out to the heads by layer. Everything that `policy` computes is
+    still computed, and one small kernel besides.
     """
     recorded = pages_kept(context)
 
     def select(state: State, layer: int, q: Array, cache: KVCache):
         chosen, summary, state = policy.select(state, layer, q, cache)
-        drawn = np.random.default_rng(layer).choice(recorded, chosen.count.shape)
-        return replace(chosen, count=jnp.minimum(chosen.count, jnp.asarray(drawn, jnp.int32))), summary, state
+        dealt = jnp.asarray(spread_evenly(recorded, layer, chosen.count.shape), jnp.int32)
+        return replace(chosen, count=jnp.minimum(chosen.count, dealt)), summary, state
 
     return policy._replace(select=select, name=f"replayed({policy.name})")
 
 
+def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """As many of the recorded counts as that, at equal steps of their rank, in an order of the seed's."""
+    number = int(np.prod(shape))
+    ranks = (np.random.default_rng(seed).permutation(number) + 0.5) / number
+    return np.quantile(recorded, ranks, method="nearest").reshape(shape)
+
+
 def parse(text: str, context: int) -> Policy:
     """A policy's expression; replayed(…) around it replays the counts of that context."""
-    inner = text.removeprefix("replayed(")
-    return policies.parse(text) if inner == text else replayed(policies.parse(inner.removesuffix(")")), context)
+    if text.startswith("replayed(") and text.endswith(")"):
+        return replayed(policies.parse(text[len("replayed(") : -1]), context)
+    return policies.parse(text)
 
 
 def main() -> None:

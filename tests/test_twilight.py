@@ -186,10 +186,10 @@ def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
         ({"base": "quest"}, "base='quest': must be a policy"),
         ({"base": jsparse.full(), "p": 0}, "p=0: must be a number above 0 and at most 1"),
         ({"base": jsparse.full(), "prune": "tokens"}, "prune='tokens': must be one of"),
-        ({"base": jsparse.full(), "dense_below": -1}, "dense_below=-1: must be an integer of at least 0"),
+        ({"base": jsparse.full(), "dense_below": -1}, "dense_below=-1: must be 'auto' or an integer of at least 0"),
         (
             {"base": jsparse.full(), "dense_below": "always"},
-            "dense_below='always': must be 'auto' or a number of tokens",
+            "dense_below='always': must be 'auto' or an integer of at least 0",
         ),
         ({"base": shrink()}, r"base=shrink\(.*must leave tokens in their slots"),
     ],

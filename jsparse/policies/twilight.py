@@ -21,12 +21,12 @@ from jsparse.pallas_kernels.select import TopP
 from jsparse.pallas_kernels.select import select as choose
 from jsparse.policies.full import full
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy, whole_number
+from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 
 Prune = Literal["page_mass", "bits", "token"]
-# K and V of a layer, all rows together, that dense attention reads while Twilight selects and reads what is left: on an
-# H200 with 8 KV heads of 128 channels these are 37,000 tokens in one row to 60,000 in 64 (bench.twilight_speed)
+# of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits. Measured there, over
+# a Quest that takes a quarter of the context: 37,000 in one row or in 8, up to 65,000 in 64 (bench.twilight_speed)
 BREAK_EVEN_BYTES = 180e6
 
 
@@ -42,7 +42,7 @@ def twilight(
         prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do, as bits of their
             pages, which are read whole; "token": the same tokens, read one by one.
         dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected. "auto": the context at
-            which dense attention was measured to be as fast, given the batch and the shape of the heads.
+            which dense attention was measured to be as fast, on an H200, by the bytes of K and V of the whole batch.
 
     Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base list tokens.
     """
@@ -50,11 +50,8 @@ def twilight(
     fraction("p", p)
     if prune not in get_args(Prune):
         raise ValueError(f"prune={prune!r}: must be one of {list(get_args(Prune))}")
-    if isinstance(dense_below, str):
-        if dense_below != "auto":
-            raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or a number of tokens")
-    else:
-        whole_number("dense_below", dense_below, 0)
+    if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
+        raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
     if "slot_positions" in base.needs:
         raise ValueError(f"base={base}: must leave tokens in their slots, where their 4-bit copies are")
     keys = sidecar(int4.init, int4.append)

@@ -5,22 +5,20 @@ even and the odd channels are apart, in the query as well; positive channels of 
 the lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's channels: taken out
 behind the MMA, it costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
 
-Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose nothing. All of a
-page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose nothing that counts.
+All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
 # Where triton is not installed, pyright takes the file triton.py beside this one for it.
 # pyright: reportAttributeAccessIssue=false
 
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds8
-from jsparse.pallas_kernels.page_bounds.triton import Tiling, default_tiling
+from jsparse.pallas_kernels.page_bounds.triton import Tiling, default_tiling, launch
 
 
 def page_bounds(
@@ -32,33 +30,9 @@ def page_bounds(
     tiling: Tiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """See api."""
-    from jsparse.pallas_kernels.triton_call import triton_call
-
-    (batch, heads), head_dim, pages = layer.lengths.shape, q.shape[2], layer.num_pages
-    tiling = default_tiling(head_dim, 1) if tiling is None else tiling
-    tiles = triton.cdiv(pages, tiling.block)
-    everywhere = tiling.programs * jax.local_devices()[0].core_count
-    per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
-    group, table = q.shape[1] // heads, layer.block_table
-    return triton_call(
-        *(q, *bounds, layer.lengths),
-        layer.lengths if table is None else table,  # without a table it is never read
-        kernel=codes_kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
-        grid=(triton.cdiv(tiles, per_program), batch * heads),
-        num_warps=tiling.num_warps,
-        STAGES=1 + tiling.ahead * (1 + (table is not None)),  # loads that wait for one another share out the stages
-        SCALE=sm_scale,
-        BLOCK=tiling.block,
-        TILES=per_program,
-        M=pages,
-        P=layer.page_size,
-        G=group,
-        COLS=max(8, triton.next_power_of_2(group)),
-        WORDS=head_dim // 2,
-        WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
-        HAS_TABLE=table is not None,
-    )
+    half = q.shape[2] // 2
+    constants = {"SCALE": sm_scale, "WORDS": half, "WIDTH": max(16, triton.next_power_of_2(half))}
+    return launch(codes_kernel, q, bounds, layer, tiling or default_tiling(q.shape[2], 1), constants)
 
 
 @triton.jit
@@ -146,8 +120,8 @@ def codes_kernel(
             high = tl.load(high_ptr + at, mask=(word < WORDS)[None, :])
             low = tl.load(low_ptr + at, mask=(word < WORDS)[None, :])
         affine = tl.load(affine_ptr + near)
-        scale = (affine << 16).to(tl.float32, bitcast=True)
-        zero = (affine & -0x10000).to(tl.float32, bitcast=True)
+        scale = (affine << 16).to(tl.float32, bitcast=True) * unit
+        zero = (affine & -0x10000).to(tl.float32, bitcast=True) * unit
         high_even, high_odd = _operands(high)
         low_even, low_odd = _operands(low)
         dot = tl.dot(high_even, even)
@@ -155,7 +129,7 @@ def codes_kernel(
         dot = tl.dot(low_even, even_low, dot)
         dot = tl.dot(low_odd, odd_low, dot)
         scores = scale[:, None] * (dot - 1024 * total[None, :]) + zero[:, None] * total[None, :]
-        best = unit * tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
+        best = tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
         tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         page = first + tile * BLOCK + row

@@ -41,7 +41,8 @@ class PageBounds8(NamedTuple):
     Attributes:
         low, high: the codes.
         affine: scale and zero of each page, beside each other: 4 bytes are the fewest that a GPU copies asynchronously.
-            Bfloat16 reaches as far as float32 does; that it is coarse costs a step's length up to 1/64 of it.
+            Bfloat16 reaches as far as float32 does; that it is coarse makes a step longer, by up to 1/128 of it and of
+            |zero| / 254, which is much where all keys of a page lie far from 0.
     """
 
     low: UInt8[Array, "*pages H"]

@@ -6,7 +6,8 @@ All of a page's score comes from one row of one tile: neither the tiling nor the
 # Where triton is not installed, pyright takes this very file for it.
 # pyright: reportAttributeAccessIssue=false
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.page_bounds.sidecar import Bounds, PageBounds
 
 
 class Tiling(NamedTuple):
@@ -50,10 +51,23 @@ def page_bounds(
     tiling: Tiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """See api."""
+    head_dim = q.shape[2]
+    constants = {
+        "SCALE": sm_scale,
+        "H": head_dim,
+        "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
+    }
+    return launch(bounds_kernel, q, bounds, layer, tiling or default_tiling(head_dim, q.dtype.itemsize), constants)
+
+
+def launch(
+    kernel: Any, q: Array, bounds: Bounds, layer: LayerCache, tiling: Tiling, constants: Mapping[str, Any]
+) -> Float32[Array, "B K M"]:
+    """A kernel over tiles of pages, which takes `constants` besides what both kernels take."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    (batch, heads), head_dim, pages = layer.lengths.shape, q.shape[2], layer.num_pages
-    tiling = default_tiling(head_dim, q.dtype.itemsize) if tiling is None else tiling
+    (batch, heads), pages = layer.lengths.shape, layer.num_pages
     tiles = triton.cdiv(pages, tiling.block)
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
@@ -61,22 +75,19 @@ def page_bounds(
     return triton_call(
         *(q, *bounds, layer.lengths),
         layer.lengths if table is None else table,  # without a table it is never read
-        kernel=bounds_kernel,
+        kernel=kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
         num_warps=tiling.num_warps,
         STAGES=1 + tiling.ahead * (1 + (table is not None)),  # loads that wait for one another share out the stages
-        SCALE=sm_scale,
         BLOCK=tiling.block,
         TILES=per_program,
         M=pages,
         P=layer.page_size,
         G=group,
         COLS=max(8, triton.next_power_of_2(group)),
-        H=head_dim,
-        CHANNELS=max(16, triton.next_power_of_2(head_dim)),
         HAS_TABLE=table is not None,
-        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+        **constants,
     )
 
 

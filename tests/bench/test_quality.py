@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.quality import SETS, joined, parts
+from bench.quality import SETS, devices, joined, parts
 from jsparse.evaluation.statistics import averages, summarize
 from jsparse.policies import parse
 
@@ -19,7 +19,19 @@ def test_every_policy_is_measured_once_at_every_length(groups):
     pairs = sorted((part.length, policy) for part in dealt for policy in part.policies)
     assert pairs == [(length, policy) for length in (128, 256) for policy in "abcde"]
     assert len({part.name for part in dealt}) == len(dealt) == 2 * groups
-    assert [part.place for part in dealt] == list(range(len(dealt)))
+
+
+def test_more_groups_than_policies_leave_none_empty():
+    assert [part.policies for part in parts(["a", "b"], [128], 5)] == [["a"], ["b"]]
+
+
+def test_processes_take_turns_on_the_gpus_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert list(devices(2, 3).queue) == ["4", "5", "4"]
+    with pytest.raises(ValueError, match="gpus=4: must be at most 3"):
+        devices(4, 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert list(devices(2, 3).queue) == ["0", "1", "0"]
 
 
 def report(length, policies=("quest(budget=16)",)):
