@@ -13,7 +13,6 @@ SmolLM2 on the text of `jsparse eval`, decoding what dense attention continues. 
 import argparse
 from collections import deque
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from bench.children import write_report
 from bench.environment import describe
+from bench.twilight_trace import recording, text_tokens
 from jsparse.cache import KVCache, LayerCache
 from jsparse.evaluation.forcing import force
 from jsparse.models.checkpoint import Params, load
@@ -70,11 +70,7 @@ def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
         record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
         return chosen, summary, (inner, steps_of.at[layer].add(1), (*records[:layer], record, *records[layer + 1 :]))
 
-    def passed_on(hook):
-        return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
-
-    hooks = {name: passed_on(getattr(pruned, name)) for name in ("prefill", "append", "update")}
-    return pruned._replace(select=choose, init=init, **hooks)
+    return recording(pruned, init, choose)
 
 
 def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: float) -> Seen:
@@ -132,10 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     params = load("smollm2")
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
-    if params.tokenizer is None:
-        parser.error("the model has no tokenizer")
-    tokens = params.tokenizer.encode(text)
+    tokens = text_tokens(params)
     if len(tokens) < args.prompts * args.length:
         parser.error(f"--prompts {args.prompts} of --length {args.length}: the text has {len(tokens)} tokens")
     prompts = [tokens[i * args.length : (i + 1) * args.length] for i in range(args.prompts)]

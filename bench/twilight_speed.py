@@ -43,7 +43,7 @@ BATCHES, CONTEXTS = (1, 8, 32, 64), (10240, 30720, 131072)
 BREAK_EVEN = ((1, 2048), (8, 2048), (8, 4096), (32, 1024), (64, 512), (64, 1024))  # batch, context: dense is fast here
 # of what dense attention reads, a selection and what it leaves read about an eighth
 READ_SHARE, MOST_CACHES, LEAST_CALLS = 8, 16, 4
-SMALL_BYTES = 2**20  # pools stay outside of barriers, which need not keep from copying them
+SMALL_BYTES = 2**20  # larger parts of a state stay outside the barrier, lest they be copied
 BASES = {"": "quest(budget={})", ", 8 bits": "quest(budget={}, bounds_dtype='uint8')"}
 PARTS, SIGNS = ("base", "estimate", "top_p", "attend"), ("scores_kernel", "mosaic_gpu")
 

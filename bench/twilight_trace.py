@@ -10,7 +10,7 @@ decoded. The base is all tokens, so that a base that finds less than everything 
 import argparse
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -27,6 +27,7 @@ from jsparse.cache import KVCache
 from jsparse.evaluation.forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.policy import Policy, State
+from jsparse.prompts import tokenizer_of
 
 TRACE = REPOSITORY / "bench/results/twilight_trace.json"
 RECORDED = "dense_layers(twilight(full(), p=0.95), n=2)"
@@ -46,11 +47,27 @@ def counting(policy: Policy, steps: int) -> Policy:
         kept = chosen.count if chosen.dense is None else jnp.where(chosen.dense, -1, chosen.count)
         return chosen, summary, (inner, nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept))
 
+    return recording(policy, init, select)
+
+
+def recording(policy: Policy, init: Callable[..., State], select: Callable[..., Any]) -> Policy:
+    """`policy` with another select, and a state of which its own comes first; it must not fall back or maintain."""
+
     def passed_on(hook):
         return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
 
+    if policy.fallback is not None or policy.period:
+        raise ValueError(
+            f"policy={policy}: must neither fall back nor maintain, which would see the records as its state"
+        )
     hooks = {name: passed_on(getattr(policy, name)) for name in ("prefill", "append", "update")}
     return policy._replace(select=select, init=init, **hooks)
+
+
+def text_tokens(params: Params) -> list[int]:
+    """Of the text of `jsparse eval`."""
+    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    return tokenizer_of(params, "the benchmark").encode(text)
 
 
 def record(params: Params, prompts: Sequence[Sequence[int]], steps: int) -> list[int]:
@@ -106,10 +123,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     params = load("smollm2")
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
-    if params.tokenizer is None:
-        parser.error("the model has no tokenizer")
-    tokens = params.tokenizer.encode(text)
+    tokens = text_tokens(params)
     report: dict[str, Any] = {"benchmark": "twilight_trace", "environment": describe(), "policy": RECORDED}
     report |= {"model": "smollm2", "dtype": str(params.dtype), "steps": args.steps, "page_size": 16, "traces": []}
     for length in args.lengths:

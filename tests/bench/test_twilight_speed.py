@@ -6,7 +6,7 @@ import pytest
 
 import jsparse
 from bench.twilight_speed import main, parts
-from bench.twilight_trace import pages_kept, parse, spread_evenly
+from bench.twilight_trace import counting, pages_kept, parse, spread_evenly
 from jsparse import cache as kv_cache
 
 
@@ -53,3 +53,8 @@ def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line[14:32].strip() for line in lines] == ["dense", "twilight, 8 bits"]
     assert all(float(line.split()[-1]) > 0 for line in lines)
+
+
+def test_what_falls_back_is_not_recorded():
+    with pytest.raises(ValueError, match="must neither fall back"):
+        counting(parse("twilight(full(), dense_below=9)", 1024), 2)
