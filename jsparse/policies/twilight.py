@@ -23,6 +23,7 @@ from jsparse.policies.full import full
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
+from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
 # of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits. Measured there, over
@@ -91,8 +92,18 @@ def twilight(
         if held.bias is not None:
             logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
         size = None if prune == "token" else held.page_size
-        kept = choose(logits, TopP(p), capacity=logits.shape[-1] // (size or 1), unit=prune, page_size=size)
-        return within(kept, pages, held.page_size)
+        bits = pages.bits if prune == "page_mass" else None  # the base's, of pages that are kept whole
+        kept = choose(
+            logits,
+            TopP(p),
+            capacity=logits.shape[-1] // (size or 1),
+            unit=prune,
+            page_size=size,
+            names=pages.ids if bits is None else None,
+        )
+        if bits is not None:
+            kept = within(kept, pages.ids, bits)
+        return replace(kept, dense=pages.dense)
 
     def update(state: State, *arguments):
         return base.update(state[0], *arguments), state[1]
@@ -123,13 +134,8 @@ def break_even(held: LayerCache) -> int:
     return int(BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
 
 
-def within(kept: Selection, pages: Selection, page_size: int) -> Selection:
-    """`kept`, whose ids count the entries of `pages` or their slots, by the ids of the cache."""
-    size = page_size if kept.granularity == "token" else 1
-    entry, slot = kept.ids // size, kept.ids % size
+def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
+    """Those of the pages `ids`, with their bits, that the ids of `kept` count."""
     valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
-    ids = jnp.where(valid, jnp.take_along_axis(pages.ids, entry, axis=-1) * size + slot, 0)
-    bits = kept.bits
-    if bits is None and kept.granularity == "page" and pages.bits is not None:
-        bits = jnp.where(valid, jnp.take_along_axis(pages.bits, entry, axis=-1), jnp.uint32(0))
-    return Selection(ids, kept.count, bits=bits, dense=pages.dense, granularity=kept.granularity)
+    ids, bits = (jnp.where(valid, jnp.take_along_axis(x, kept.ids, axis=-1), 0) for x in (ids, bits))
+    return replace(kept, ids=ids, bits=bits)

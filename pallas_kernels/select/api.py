@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
 from jsparse.pallas_kernels.select import reference
@@ -26,6 +26,7 @@ def select(
     weights: Weights = "softmax",
     group: Group = "union",
     lengths: Lengths | None = None,
+    names: Int32[Array, "B K m"] | None = None,
     implementation: str | None = None,
 ) -> Selection:
     """What each KV head attends to, from the scores of its query heads.
@@ -49,6 +50,8 @@ def select(
         group: "union": each row of a group chooses for itself. "max": the group chooses once, by the largest weight
             (TopP: as a share of these), or where weights are raw the largest score, that a unit has in any row.
         lengths: how many scores of each head's rows count; None: all.
+        names: what to list units as, ascending; None: their indices. Each names S = units / m neighbours: unit i is
+            listed as names[…, i // S]·S + i % S, so that pages' names do for their tokens.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -59,6 +62,7 @@ def select(
     """
     _check_options(unit, weights, group, capacity)
     _check_shapes(scores, lengths, unit, page_size)
+    _check_names(names, scores.shape[:2], scores.shape[-1] // (page_size or 1))
     _check_rule(rule, scores)
     return choose(
         "select",
@@ -72,6 +76,7 @@ def select(
         weights=weights,
         group=group,
         lengths=lengths,
+        names=names,
     )
 
 
@@ -81,9 +86,12 @@ def _triton():
     return select
 
 
-def _triton_refuses(*_, page_size: int, **__) -> str | None:
+def _triton_refuses(scores: Array, *_, page_size: int, names: Array | None, **__) -> str | None:
     if page_size & (page_size - 1):
         return f"needs page_size to be a power of two, not {page_size}"
+    span = 1 if names is None else scores.shape[-1] // page_size // names.shape[-1]
+    if span & (span - 1):
+        return f"needs a name to be of as many units as a power of two, not of {span}"
     return no_triton()
 
 
@@ -112,6 +120,15 @@ def _check_shapes(scores: Array, lengths: Array | None, unit: str, page_size: in
         raise ValueError(f"page_size={page_size}: must divide n={scores.shape[-1]} for unit={unit!r}")
     elif unit == "bits" and page_size > MAX_BITS_PAGE:
         raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} for unit='bits'")
+
+
+def _check_names(names: Array | None, heads: tuple[int, ...], units: int) -> None:
+    if names is None:
+        return
+    if names.dtype != jnp.int32 or names.shape[:-1] != heads or names.shape[-1] == 0 or units % names.shape[-1]:
+        raise ValueError(
+            f"names={names.dtype}{[*names.shape]}: must be int32[B, K, m], [B, K] = {[*heads]}, m a divisor of {units}"
+        )
 
 
 def _check_rule(rule: Rule, scores: Array) -> None:

@@ -35,6 +35,7 @@ class Case:
             three in four are -inf, some rows throughout; "nan", some are NaN.
         spread: standard deviation of the scores.
         ragged: heads have lengths of their own, 0, 1 and n among them.
+        span: units that share a name, neighbours; None: there are no names.
         dtype: of the scores.
     """
 
@@ -54,6 +55,7 @@ class Case:
     like: Literal["normal", "sink", "ties", "constant", "masked", "nan"] = "normal"
     spread: float = 3.0
     ragged: bool = False
+    span: int | None = None
     dtype: str = "float32"
 
     @property
@@ -83,6 +85,7 @@ class Case:
             "weights": self.weights,
             "group": self.pool,
             "lengths": None if lengths is None else jnp.asarray(lengths, jnp.int32),
+            "names": None if self.span is None else _names(self.units // self.span, heads, rng),
         }
         return Inputs(jnp.asarray(scores, self.dtype), rule, kwargs)
 
@@ -106,6 +109,11 @@ def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
     if case.weights == "raw" and case.rule == "top_p":
         scores = np.where(np.isneginf(scores), scores, np.abs(scores))
     return scores
+
+
+def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp.ndarray:
+    names = [np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])]
+    return jnp.asarray(np.reshape(names, (*heads, number)), jnp.int32)
 
 
 CASES = (
@@ -162,4 +170,13 @@ CASES = (
     Case("bits_max", unit="bits", page_size=8, group=3, pool="max", rule="top_k", value=30, capacity=9),
     Case("touched", unit="touched", page_size=8, group=2),
     Case("touched_large_page", unit="touched", page_size=64, size=640, rule="top_k", value=5, capacity=3, group=2),
+    Case("named", span=1, size=333, group=2, ragged=True),
+    Case("named_few", span=1, rule="top_k", value=40, unit="page", capacity=25, group=2, like="ties"),
+    Case("named_tokens", span=8, group=2, ragged=True),
+    Case("named_all_tokens", span=32, size=640, value=1.0, pool="max", group=2),
+    Case("named_tokens_capped", span=16, size=336, capacity=60, group=2),
+    Case("named_mass", span=1, unit="page_mass", page_size=8, value=0.7, group=2, ragged=True),
+    Case("named_mass_capped", span=1, unit="page_mass", page_size=8, value=0.99, group=2, capacity=6, like="masked"),
+    Case("named_bits", span=1, unit="bits", page_size=8, group=2, capacity=20, ragged=True),
+    Case("named_touched", span=2, unit="touched", page_size=64, size=640, rule="top_k", value=5, group=2),
 )

@@ -1,7 +1,9 @@
 """Plain jnp: the CPU path and the oracle of every other backend."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
 from jsparse.partials import softmax_partial
@@ -22,6 +24,7 @@ def select(
     weights: str,
     group: str,
     lengths: Lengths | None,
+    names: Int32[Array, "B K m"] | None,
 ) -> Selection:
     """See api."""
     rows = scores.astype(jnp.float32)
@@ -43,8 +46,19 @@ def select(
         kept &= top_k_mask(best, capacity)
     if unit == "bits":
         mask = (by_unit & kept[..., None]).reshape(*kept.shape[:2], -1)
-        return from_token_mask(mask, capacity, page_size=size, granularity="page")
-    return from_token_mask(kept, capacity, page_size=1) if unit == "token" else from_page_mask(kept, capacity)
+        listed = from_token_mask(mask, capacity, page_size=size, granularity="page")
+    elif unit == "token":
+        listed = from_token_mask(kept, capacity, page_size=1)
+    else:
+        listed = from_page_mask(kept, capacity)
+    return listed if names is None else named(listed, names, kept.shape[-1] // names.shape[-1])
+
+
+def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
+    """`listed` by the names of units, of which `span` neighbours share one."""
+    ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
+    valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
+    return replace(listed, ids=jnp.where(valid, ids, 0))
 
 
 def page_mass(rows: Float32[Array, "B K G n"], page_size: int, softmax: bool) -> Float32[Array, "B K G M"]:

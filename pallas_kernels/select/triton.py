@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
 from jsparse.pallas_kernels.select.triton_kernel import Lists, select_kernel
@@ -41,6 +41,7 @@ def select(
     weights: str,
     group: str,
     lengths: Lengths | None,
+    names: Int32[Array, "B K m"] | None,
     tiling: Tiling | None = None,
 ) -> Selection:
     """See api."""
@@ -59,6 +60,7 @@ def select(
         softmax=weights == "softmax",
         pooled=group == "max" and scores.shape[2] > 1,
         with_lengths=lengths is not None,
+        names=0 if names is None else names.shape[-1],
         tiling=tiling or Tiling(),
     )
     listed = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32)
@@ -74,6 +76,7 @@ def select(
         scores,
         scores if static else setting,  # where there is none, any array stands for it
         scores if lengths is None else lengths,
+        scores if names is None else names,
         kernel=select_kernel,
         out_shape=outputs,
         grid=(batch * heads * plan.rows,),
@@ -97,6 +100,7 @@ def make_plan(
     softmax: bool,
     pooled: bool,
     with_lengths: bool,
+    names: int,
     tiling: Tiling,
 ) -> Lists:
     """All that is static about a call."""
@@ -112,7 +116,7 @@ def make_plan(
     row = Row(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
     fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
     cap = None if fits else Row("top_k", None, False, False, units, threads, runs(units), tiling.few)
-    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, unit == "bits", with_lengths)
+    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, unit == "bits", with_lengths, names)
 
 
 def _power_of_two(number: int) -> int:

@@ -82,8 +82,10 @@ def unite(words, length, plan: tl.constexpr):
 
 
 @triton.jit
-def list_entries(words, length, ids, plan: tl.constexpr):
-    """Writes the marked entries, ascending, up to the capacity, and returns their number; a tile's words at once."""
+def list_entries(words, length, names, ids, plan: tl.constexpr):
+    """Writes the names of marked entries, ascending, up to the capacity, and returns their number; a tile's words at
+    once.
+    """
     T: tl.constexpr = plan.row.threads
     EACH: tl.constexpr = plan.words_each
     total = length * 0
@@ -93,21 +95,22 @@ def list_entries(words, length, ids, plan: tl.constexpr):
         number = ones(word)
         in_thread = tl.sum(number, 1)
         slot = total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
-        list_bits(word, at * 32, ids + slot, plan.capacity - slot)
+        list_bits(word, at * 32, ids + slot, plan.capacity - slot, names, plan.shift)
         total += tl.sum(in_thread, 0)
     return total
 
 
 @triton.jit
-def list_bits(word, first, ids, room):
-    """Writes first + b for every set bit b, ascending, at most `room` of them. Few bits are set as a rule, so each warp
-    loops as often as its fullest word needs, for which Triton has no words.
+def list_bits(word, first, ids, room, names, SHIFT: tl.constexpr):
+    """Writes `name` of first + b for every set bit b, ascending, at most `room` of them. Few bits are set as a rule, so
+    each warp loops as often as its fullest word needs, for which Triton has no words.
     """
     tl.inline_asm_elementwise(
         """{
-        .reg .b32 word, bit, room;
-        .reg .b64 id;
-        .reg .pred done;
+        .reg .b32 word, bit, room, run, name;
+        .reg .b64 id, at;
+        .reg .pred done, named;
+        setp.ge.s32 named, $6, 0;
         mov.b32 word, $1;
         mov.b32 room, $4;
         mov.b64 id, $3;
@@ -118,6 +121,12 @@ def list_bits(word, first, ids, room):
         brev.b32 bit, word;
         clz.b32 bit, bit;
         add.s32 bit, bit, $2;
+        @named shr.u32 run, bit, $6;
+        @named mad.wide.u32 at, run, 4, $5;
+        @named ld.global.b32 name, [at];
+        @named sub.s32 name, name, run;
+        @named shl.b32 name, name, $6;
+        @named add.s32 bit, bit, name;
         st.global.b32 [id], bit;
         add.s64 id, id, 4;
         sub.s32 room, room, 1;
@@ -127,8 +136,8 @@ def list_bits(word, first, ids, room):
         end:
         mov.b32 $0, room;
         }""",
-        "=r,r,r,l,r",
-        [word, first, ids.to(tl.int64), room],
+        "=r,r,r,l,r,l,r",
+        [word, first, ids.to(tl.int64), room, names.to(tl.int64), SHIFT],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -136,9 +145,9 @@ def list_bits(word, first, ids, room):
 
 
 @triton.jit
-def list_pages(words, kept, length, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
-    """Writes the pages that hold a marked entry, and their bits, up to the capacity, and returns how many there are; of
-    a list that is CUT, those in the bitmap `kept`.
+def list_pages(words, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
+    """Writes the names of the pages that hold a marked entry, and their bits, up to the capacity, and returns how many
+    there are; of a list that is CUT, those in the bitmap `kept`.
     """
     T: tl.constexpr = plan.row.threads
     total = length * 0
@@ -152,11 +161,20 @@ def list_pages(words, kept, length, ids, bits, CUT: tl.constexpr, plan: tl.const
         number = listed.to(tl.int32)
         slot = total + tl.cumsum(number, 0) - number
         inside = listed & (slot < plan.capacity)
-        tl.store(ids + slot, page, mask=inside)
+        tl.store(ids + slot, name(page, inside, names, plan.shift), mask=inside)
         if plan.with_bits:
             tl.store(bits + slot, marked, mask=inside)
         total += tl.sum(number, 0)
     return total
+
+
+@triton.jit
+def name(unit, inside, names, SHIFT: tl.constexpr):
+    """What units are listed as: where SHIFT is below 0, their indices."""
+    if SHIFT >= 0:
+        run = unit >> SHIFT
+        unit += (tl.load(names + run, mask=inside, other=0) - run) << SHIFT
+    return unit
 
 
 @triton.jit

@@ -32,6 +32,7 @@ class Lists:
         capacity: C.
         with_bits: pages carry token bits.
         with_lengths: heads have lengths of their own.
+        names: m, of a head; 0: units are listed as their indices.
     """
 
     row: Row
@@ -43,6 +44,7 @@ class Lists:
     capacity: int
     with_bits: bool
     with_lengths: bool
+    names: int
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,11 @@ class Lists:
     def units(self) -> int:
         """How many there are."""
         return self.row.size // self.entries
+
+    @property
+    def shift(self) -> int:
+        """The logarithm to base 2 of how many neighbouring units share a name; -1: there are no names."""
+        return (self.units // self.names).bit_length() - 1 if self.names else -1
 
     @property
     def scores(self) -> int:
@@ -101,7 +108,7 @@ class Lists:
 
 
 @triton.jit
-def select_kernel(scores, settings, lengths, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr):
+def select_kernel(scores, settings, lengths, names, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr):
     """One searched row: program head · rows + row."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
@@ -138,6 +145,7 @@ def select_kernel(scores, settings, lengths, ids, count, bits, bitmaps, floats, 
             bitmaps,
             floats,
             length,
+            names + wide * plan.names,
             ids + wide * plan.capacity,
             count + head,
             bits + wide * plan.capacity,
@@ -146,12 +154,12 @@ def select_kernel(scores, settings, lengths, ids, count, bits, bitmaps, floats, 
 
 
 @triton.jit
-def write_list(rows, bitmaps, floats, length, ids, count, bits, plan: tl.constexpr):
+def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.constexpr):
     """One head's list, from the bitmaps of its rows: united, cut to the capacity if it is too long, 0 past its end."""
     if plan.rows > 1:
         unite(bitmaps, length, plan)
         tl.debug_barrier()
-    total = list_units(bitmaps, bitmaps, length, ids, bits, False, plan)
+    total = list_units(bitmaps, bitmaps, length, names, ids, bits, False, plan)
     if plan.cap is not None:
         CAP: tl.constexpr = plan.cap
         if total > plan.capacity:
@@ -160,7 +168,7 @@ def write_list(rows, bitmaps, floats, length, ids, count, bits, plan: tl.constex
             pool(rows, length, bitmaps, best, plan.rows, plan.entries, plan.units, plan)
             tl.debug_barrier()
             choose(best, kept, tl.full([], plan.units, tl.int32), tl.full([], plan.capacity, tl.float32), CAP)
-            total = list_units(bitmaps, kept, length, ids, bits, True, plan)
+            total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)
     for start in range(0, plan.capacity, 4 * plan.row.threads):
         slot = start + tl.arange(0, 4 * plan.row.threads)
@@ -171,8 +179,8 @@ def write_list(rows, bitmaps, floats, length, ids, count, bits, plan: tl.constex
 
 
 @triton.jit
-def list_units(bitmap, kept, length, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
+def list_units(bitmap, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
     """Lists what a bitmap marks and returns its number; of a list that is CUT, what the bitmap `kept` marks as well."""
     if plan.entries == 1 and not plan.with_bits:
-        return list_entries(kept, length, ids, plan)
-    return list_pages(bitmap, kept, length, ids, bits, CUT, plan)
+        return list_entries(kept, length, names, ids, plan)
+    return list_pages(bitmap, kept, length, names, ids, bits, CUT, plan)

@@ -67,8 +67,15 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
             units.setdefault(i // per_unit, set()).add(i % per_unit)
         worth = {u: max(best[u * per_unit + t] for t in tokens) for u, tokens in units.items()}
         kept = sorted(units, key=lambda u: (-worth[u], u))[: kwargs["capacity"]]
-        listed[head] = {u: units[u] for u in sorted(kept)}
+        listed[head] = {name(u, kwargs["names"], head, scores.shape[-1] // size): units[u] for u in sorted(kept)}
     return listed
+
+
+def name(unit: int, names, head: tuple[int, int], units: int) -> int:
+    if names is None:
+        return unit
+    span = units // names.shape[-1]
+    return int(names[head][unit // span]) * span + unit % span
 
 
 def assert_lists(got: Selection, want, kwargs) -> None:
@@ -87,15 +94,16 @@ def assert_lists(got: Selection, want, kwargs) -> None:
 
 def call(inputs, **kwargs) -> Selection:
     """Compiled, with the rule's numbers static or not, as they come."""
-    static = {key: value for key, value in inputs.kwargs.items() if key != "lengths"} | kwargs
+    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
+    static = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
-    def run(scores, setting, lengths):
+    def run(scores, setting, arrays):
         rule = type(inputs.rule)(inputs.rule[0] if setting is None else setting)
-        return select(scores, rule, lengths=lengths, **static)
+        return select(scores, rule, **arrays, **static)
 
     setting = inputs.rule[0] if hasattr(inputs.rule[0], "shape") else None
-    return run(inputs.scores, setting, inputs.kwargs["lengths"])
+    return run(inputs.scores, setting, arrays)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -129,6 +137,12 @@ def test_bits_and_tokens_say_the_same():
     np.testing.assert_array_equal(*masks)
     whole = select(inputs.scores, inputs.rule, **inputs.kwargs | {"unit": "touched"})
     np.testing.assert_array_equal(whole.ids, by_page.ids)
+
+
+def test_names_of_odd_pages_do_for_their_tokens():
+    names = jnp.array([[[1, 4, 9]]], jnp.int32)
+    got = select(jnp.arange(9.0).reshape(1, 1, 1, 9), TopK(5), capacity=6, names=names)
+    np.testing.assert_array_equal(got.ids, [[[13, 14, 27, 28, 29, 0]]])
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -186,6 +200,15 @@ WRONG = {
     "page size": (SCORES, TopK(1), {"unit": "touched", "page_size": 5}, "page_size=5: must divide n=32"),
     "bits": (jnp.zeros((1, 1, 1, 128)), TopK(1), {"unit": "bits", "page_size": 64}, "page_size=64: must be at most 32"),
     "lengths": (SCORES, TopK(1), {"lengths": jnp.zeros(2, jnp.int32)}, r"lengths.shape=\(2,\): must be \[B, K\]"),
+    "names": (SCORES, TopK(1), {"names": jnp.zeros((3, 32), jnp.int32)}, r"\[3, 32\]: must be int32\[B, K, m\]"),
+    "names of no units": (
+        SCORES,
+        TopK(1),
+        {"names": jnp.zeros((2, 3, 32), jnp.int32), "unit": "touched", "page_size": 8},
+        r"names=int32\[2, 3, 32\]: must be int32\[B, K, m\], \[B, K\] = \[2, 3\], m a divisor of 4",
+    ),
+    "no names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 0), jnp.int32)}, "m a divisor of 32"),
+    "dtype of names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 32))}, "names=float32.*must be int32"),
     "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP or a Threshold"),
     "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
     "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),
@@ -197,6 +220,12 @@ WRONG = {
         TopK(1),
         {"unit": "touched", "page_size": 24, "implementation": "triton"},
         "needs page_size to be a power of two, not 24",
+    ),
+    "odd names": (
+        jnp.zeros((1, 1, 1, 48)),
+        TopK(1),
+        {"unit": "touched", "page_size": 4, "names": jnp.zeros((1, 1, 4), jnp.int32), "implementation": "triton"},
+        "needs a name to be of as many units as a power of two, not of 3",
     ),
 }
 

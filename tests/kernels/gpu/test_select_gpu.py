@@ -22,6 +22,8 @@ LONG = (
     Case("top_k_128k_ties", size=131072, rule="top_k", value=5000, like="ties"),
     Case("top_k_odd", size=70001, rule="top_k", value=333, group=2),
     Case("threshold_raw", size=131072, rule="threshold", value=7.0, weights="raw", group=2),
+    Case("top_k_named_tokens", size=131072, rule="top_k", value=5000, group=2, span=16, ragged=True),
+    Case("top_k_named_pages", size=8192, rule="top_k", value=4000, group=4, unit="page", span=1),
     Case("top_k_pages_max", size=8192, group=4, pool="max", rule="top_k", value=256, capacity=256, weights="raw"),
 )
 HEAVY = (
@@ -38,15 +40,16 @@ HEAVY = (
 
 
 def call(inputs, implementation="triton", **kwargs):
-    fixed = {key: value for key, value in inputs.kwargs.items() if key != "lengths"} | kwargs
+    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
+    fixed = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
-    def run(scores, setting, lengths):
+    def run(scores, setting, arrays):
         rule = type(inputs.rule)(inputs.rule[0] if setting is None else setting)
-        return select(scores, rule, lengths=lengths, implementation=implementation, **fixed)
+        return select(scores, rule, **arrays, implementation=implementation, **fixed)
 
     setting = inputs.rule[0] if hasattr(inputs.rule[0], "shape") else None
-    return run(inputs.scores, setting, inputs.kwargs["lengths"])
+    return run(inputs.scores, setting, arrays)
 
 
 def assert_same(a, b):
