@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from jsparse.output import Generation, GenerationStats
     from jsparse.policies import parse as parse_policy
     from jsparse.policies.double_sparsity import double_sparsity
+    from jsparse.policies.duo_attention import duo_attention
     from jsparse.policies.full import full
+    from jsparse.policies.lychee_decode import lychee_decode
     from jsparse.policies.oracle import oracle_top_k, oracle_top_p
     from jsparse.policies.quest import quest
     from jsparse.policies.streaming import streaming
@@ -41,9 +43,11 @@ _HOMES = {
     "dense": "jsparse.policy",
     "dense_layers": "jsparse.policies.wrappers",
     "double_sparsity": "jsparse.policies.double_sparsity",
+    "duo_attention": "jsparse.policies.duo_attention",
     "full": "jsparse.policies.full",
     "generate": "jsparse.generation",
     "keep": "jsparse.policies.wrappers",
+    "lychee_decode": "jsparse.policies.lychee_decode",
     "load": "jsparse.models.checkpoint",
     "logits": "jsparse.scoring",
     "oracle_top_k": "jsparse.policies.oracle",
@@ -67,11 +71,13 @@ __all__ = [
     "dense",
     "dense_layers",
     "double_sparsity",
+    "duo_attention",
     "full",
     "generate",
     "keep",
     "load",
     "logits",
+    "lychee_decode",
     "oracle_top_k",
     "oracle_top_p",
     "parse_policy",

@@ -158,13 +158,22 @@ def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
     def wrapper(*args: Any, **kwargs: Any) -> Policy:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for key, value in bound.arguments.items():
-            if not isinstance(value, int | float | str | Policy | None):
-                raise ValueError(f"{key}={value!r}: must be a number, a string or a policy")
+        given = {key: _literal(value) for key, value in bound.arguments.items()}
+        for key, value in given.items():
+            if not isinstance(value, int | float | str | tuple | Policy | None):
+                raise ValueError(f"{key}={value!r}: must be a number, a string, an array of numbers or a policy")
         # 1, 1.0 and True are equal as keys; their types tell them apart
-        return once(tuple((key, type(value), value) for key, value in bound.arguments.items()))
+        return once(tuple((key, type(value), value) for key, value in given.items()))
 
     return wrapper
+
+
+def _literal(value: Any) -> Any:
+    """The value; arrays and lists as tuples of numbers, as which a name can spell them."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    listed = isinstance(value, list | tuple) and not isinstance(value, Policy)
+    return tuple(_literal(x) for x in value) if listed else value
 
 
 def whole_number(name: str, value: Any, least: int) -> None:

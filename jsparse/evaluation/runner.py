@@ -1,11 +1,10 @@
 """Runs the evaluation: for every task and length batches of samples, each prompt read once for all policies."""
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jsparse.evaluation import tasks
+from jsparse.evaluation import tasks, texts
 from jsparse.evaluation.measures import MEASURES, Answers, Comparison, Measured
 from jsparse.evaluation.results import Cell, Entry, Store
 from jsparse.models.checkpoint import Params
@@ -109,7 +108,7 @@ class Part(NamedTuple):
 
 def _parts(params: Params, plan: Plan) -> Iterator[Part]:
     tokenizer = tokenizer_of(params, "the evaluation")
-    text = tokenizer.encode(_text(plan.text)) if set(plan.tasks) & set(MEASURES) else []
+    text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
     for name in plan.tasks:
         task = None if name in MEASURES else tasks.parse(name, plan.files)[0]
         for length in plan.lengths:
@@ -120,17 +119,3 @@ def _parts(params: Params, plan: Plan) -> Iterator[Part]:
                 measure = Answers(params, tokenizer, task, length, plan.batch, plan.chat)
                 samples = task.num_samples
             yield Part(name, length, plan.samples if samples is None else min(plan.samples, samples), measure)
-
-
-def _text(path: Path | None) -> str:
-    """The file's text, or that which ships.
-
-    The latter is the article Shakespeare of the Encyclopaedia Britannica, 11th edition, 1911, which is in the public
-    domain: without its bibliography, as it was scanned.
-    """
-    if path is None:
-        return files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at {error.start}") from None

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jsparse.policies.double_sparsity import double_sparsity
+from jsparse.policies.duo_attention import duo_attention
 from jsparse.policies.full import full
+from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
 from jsparse.policies.streaming import streaming
@@ -23,6 +25,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         quest,
         double_sparsity,
         tidal,
+        lychee_decode,
+        duo_attention,
         full,
         oracle_top_k,
         oracle_top_p,

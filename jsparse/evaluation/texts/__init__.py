@@ -1,0 +1,21 @@
+"""The text that ships, for what needs any: the article Shakespeare of the Encyclopaedia Britannica.
+
+11th edition, 1911, which is in the public domain: without its bibliography, as it was scanned.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def read(path: Path | None) -> str:
+    """The file's text, or that which ships.
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    if path is None:
+        return files(__name__).joinpath("shakespeare_1911.txt").read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at {error.start}") from None

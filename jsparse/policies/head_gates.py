@@ -1,0 +1,101 @@
+"""Which KV heads are retrieval heads, as a file: what training writes, what LycheeDecode and DuoAttention read.
+
+A file of safetensors holds `retrieval`, bool[L, K], and may hold `scores`, float32[L, K], by which the heads were
+ranked; its metadata may hold `record`, a JSON object that says how the gates came about. The shape tells for which
+models it is. Files in the folder gates/ beside this one ship with the package and go by their names alone.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from jsparse.cache import CacheSpec
+
+SUFFIX = ".safetensors"
+
+
+class HeadGates(NamedTuple):
+    """What a file of gates holds.
+
+    Attributes:
+        retrieval: the KV heads that attend to everything.
+        scores: by which they were ranked, greater for retrieval heads; None where nothing ranked them.
+        record: how they came about; JSON values.
+    """
+
+    retrieval: Bool[np.ndarray, "L K"]
+    scores: Float32[np.ndarray, "L K"] | None = None
+    record: Mapping[str, Any] = {}
+
+
+def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
+    """Writes gates, over what is there."""
+    arrays = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
+    if gates.scores is not None:
+        arrays["scores"] = np.ascontiguousarray(gates.scores, np.float32)
+    Path(path).write_bytes(to_bytes(arrays, metadata={"record": json.dumps(gates.record, sort_keys=True)}))
+
+
+def load(gates: str) -> HeadGates:
+    """Reads what `save` wrote.
+
+    Args:
+        gates: a name of `shipped()`, or a path.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or it holds something else.
+    """
+    path = str(files("jsparse.policies") / "gates" / (gates + SUFFIX)) if gates in shipped() else gates
+    try:
+        with safe_open(path, "numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            record = json.loads((file.metadata() or {}).get("record", "{}"))
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"gates={gates!r}: must be one of {', '.join(shipped()) or 'none'}, which ship with jsparse, "
+            f"or a safetensors file of gates that can be read ({error})"
+        ) from None
+    retrieval, scores = arrays.get("retrieval"), arrays.get("scores")
+    if retrieval is None or retrieval.dtype != np.bool_ or retrieval.ndim != 2:
+        raise ValueError(f"gates={gates!r}: must hold 'retrieval', bool [L, K], as `jsparse train-gates` writes it")
+    if scores is not None and (scores.dtype != np.float32 or scores.shape != retrieval.shape):
+        raise ValueError(f"gates={gates!r}: its 'scores' must be float32 {list(retrieval.shape)}, like 'retrieval'")
+    return HeadGates(retrieval, scores, record)
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the gates that come with the package."""
+    folder = files("jsparse.policies") / "gates"
+    return tuple(sorted(file.name.removesuffix(SUFFIX) for file in folder.iterdir() if file.name.endswith(SUFFIX)))
+
+
+def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, "L K"]:
+    """The mask that a policy's argument names: a shipped name, a path, or the mask itself as rows of 0 and 1.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(gates, str):
+        return load(gates).retrieval
+    rows = [row if isinstance(row, tuple) else () for row in gates] if isinstance(gates, tuple) else []
+    if not rows or len({len(row) for row in rows}) > 1 or not rows[0] or {x for row in rows for x in row} - {0, 1}:
+        raise ValueError(f"gates={gates!r}: must be a name, a path, or 0 and 1 for every layer and KV head, [L, K]")
+    return np.array(rows, np.bool_)
+
+
+def require_fit(retrieval: Bool[np.ndarray, "L K"], spec: CacheSpec) -> None:
+    """Raises ValueError where the gates are of a model of other sizes."""
+    wanted = spec.num_layers, spec.num_kv_heads
+    if retrieval.shape != wanted:
+        raise ValueError(
+            f"gates of {' × '.join(map(str, retrieval.shape))} layers × KV heads: "
+            f"must be for the model's {' × '.join(map(str, wanted))}"
+        )

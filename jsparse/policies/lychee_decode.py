@@ -1,0 +1,119 @@
+"""LycheeDecode: a few KV heads attend to everything and pick the tokens that the others attend to.
+
+Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin et al.),
+arXiv:2602.04541. A retrieval head attends to all it holds and hands what it weighs most to the head of the same index
+in the next layer; a sparse head attends to the set that it was handed, and hands that on. Which head is which is
+learned (`jsparse.train`).
+
+What a group's mean query weighs stands for its query heads, as in the paper's appendix F; attention reports it from the
+pass that it makes anyway, so that picking reads no K. Where we differ: sets are of pages of 16 tokens by default, since
+those are read at the full speed of memory (`unit="token"` is the paper's); and the weights of the projections are not
+reordered by head type, since one pool of work units over all heads of the batch needs no contiguous heads.
+"""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.pallas_kernels.select import Threshold, TopK, TopP
+from jsparse.pallas_kernels.select import select as choose
+from jsparse.partials import Stats
+from jsparse.policies import head_gates
+from jsparse.policy import Policy, State, builder, fraction, whole_number
+from jsparse.selection import Granularity, Selection
+
+Select = Literal["top_k", "top_p", "threshold", "ratio"]
+
+
+@builder
+def lychee_decode(
+    gates,
+    budget: int = 4096,
+    select: Select = "top_k",
+    p: float = 0.99,
+    threshold: float = 1e-3,
+    ratio: float = 0.5,
+    unit: Granularity = "page",
+    correct_every: int = 0,
+) -> Policy:
+    """Retrieval heads are dense; sparse heads attend to what the last retrieval head of their index picked.
+
+    Args:
+        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, or the mask [L, K]
+            itself. In layer 0 all must be retrieval heads.
+        budget: with "top_k", tokens that are picked.
+        select: how tokens are picked, by the weights of a group's mean query.
+        p: with "top_p", the fewest tokens that weigh p.
+        threshold: with "threshold", tokens that weigh more; of a page, its sum counts.
+        ratio: with "ratio", the share of the context that is left out: what is picked grows with it.
+        unit: "page" picks whole pages by their tokens' sum, "token" single tokens.
+        correct_every: after so many new tokens their K and V are computed again, densely; 0: never. The paper has 32.
+    """
+    whole_number("budget", budget, 1)
+    fraction("p", p)
+    fraction("ratio", ratio)
+    whole_number("correct_every", correct_every, 0)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+        raise ValueError(f"threshold={threshold!r}: must be a number from 0 to below 1")
+    for name, value, kinds in (("select", select, Select), ("unit", unit, Granularity)):
+        if value not in get_args(kinds):
+            raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
+    retrieval = head_gates.retrieval_heads(gates)
+    if not retrieval[0].all():
+        raise ValueError(
+            f"gates={gates!r}: all heads of layer 0 must be retrieval heads, nothing is picked before them"
+        )
+
+    def size(page_size: int) -> int:
+        return page_size if unit == "page" else 1
+
+    def capacity(units: int, page_size: int) -> int:
+        most = {"top_k": budget // size(page_size), "ratio": -int(-(1 - ratio) * units // 1)}.get(select, units)
+        return min(max(most, 1), units)
+
+    def rule(held: LayerCache):
+        match select:
+            case "top_k":
+                return TopK(max(budget // size(held.page_size), 1))
+            case "top_p":
+                return TopP(p)
+            case "threshold":
+                return Threshold(threshold)
+        return TopK(jnp.ceil((1 - ratio) * held.lengths / size(held.page_size)).astype(jnp.int32))
+
+    def init(spec: CacheSpec) -> State:
+        head_gates.require_fit(retrieval, spec)
+        heads, units = (spec.batch, spec.num_kv_heads), spec.capacity // size(spec.page_size)
+        return jnp.zeros((*heads, capacity(units, spec.page_size)), jnp.int32), jnp.zeros(heads, jnp.int32)
+
+    def attended(state: State, layer: int, q: Array, cache: KVCache):
+        ids, count = state
+        dense = jnp.broadcast_to(retrieval[layer], count.shape) if retrieval[layer].any() else None
+        return Selection(ids, count, dense=dense, granularity=unit), None, state
+
+    def picks(layer: int) -> bool:
+        """Whether a set that is picked here is used in the next."""
+        return layer + 1 < len(retrieval) and bool((retrieval[layer] & ~retrieval[layer + 1]).any())
+
+    def update(state: State, layer: int, stats: Stats | None, cache: KVCache) -> State:
+        if stats is None:
+            return state
+        held = cache.layers[layer]
+        most = state[0].shape[-1]
+        picked = choose(stats.scores[:, :, None], rule(held), capacity=most, unit=unit)
+        here = jnp.broadcast_to(retrieval[layer], picked.count.shape)
+        return jnp.where(here[..., None], picked.ids, state[0]), jnp.where(here, picked.count, state[1])
+
+    def stats(layer: int):
+        return ("page_mass" if unit == "page" else "token_logits") if picks(layer) else None
+
+    return Policy(
+        attended,
+        init=init,
+        update=update,
+        stats=stats,
+        correct_every=correct_every,
+        full={"select": "top_k", "budget": 2**30},
+    )
