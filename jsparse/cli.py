@@ -1,4 +1,4 @@
-"""The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels.
+"""The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
 
 jax and what needs it are imported inside the commands, so that help and mistakes in options come at once.
 """
@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from jsparse.console import Bars, TextOutput, print_error, print_stats, quiet_jax
 from jsparse.evaluation.command import evaluate
 from jsparse.generation_options import DtypeName, GenerationOptions, takes_generation_options
+from jsparse.train.run import train_gates
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
@@ -160,6 +161,7 @@ def policies() -> None:
 
 
 app.command("eval")(evaluate)
+app.command("train-gates")(train_gates)
 
 
 @app.command()

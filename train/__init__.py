@@ -1,1 +1,1 @@
-"""Training of what methods learn; nothing is trained yet."""
+"""What trains methods: gates that tell retrieval heads from the others (LycheeDecode, DuoAttention)."""

@@ -1,0 +1,114 @@
+"""Batches to train on: contexts, and what follows them.
+
+A batch depends on the seed of its source, its step and its size alone, so that training that goes on sees the same
+ones. Rows are padded to few widths, so that few shapes are compiled.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jsparse.models.tokenizer import Tokenizer
+
+Ids = Int32[np.ndarray, " n"]
+
+
+class Batch(NamedTuple):
+    """What a step of training takes.
+
+    Attributes:
+        context: token ids, padded at the end with 0.
+        length: how many of them count, at least 1.
+        target: what follows the context, fed to the model whatever it would say; padded with 0.
+        scored: the tokens of the answer: the loss is taken on these alone.
+    """
+
+    context: Int32[np.ndarray, "B S"]
+    length: Int32[np.ndarray, " B"]
+    target: Int32[np.ndarray, "B T"]
+    scored: Bool[np.ndarray, "B T"]
+
+
+class Sample(NamedTuple):
+    """A row of a batch, not padded: the ids of context and target, and which of the target's tokens are scored."""
+
+    context: Ids
+    target: Ids
+    scored: Bool[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where batches come from.
+
+    Attributes:
+        draw: (step, size) -> the samples of a step; a pure function.
+        target_tokens: T, the width of targets: the longest there can be.
+        buckets: the widths that contexts are padded to, ascending.
+        settings: plain JSON values that say what is drawn from.
+    """
+
+    draw: Callable[[int, int], Sequence[Sample]] = field(repr=False)
+    target_tokens: int
+    buckets: tuple[int, ...]
+    settings: dict[str, Any]
+
+    def batch(self, step: int, size: int) -> Batch:
+        """The batch of a step, B = size rows; S is the smallest bucket that holds the longest context.
+
+        Raises:
+            ValueError: `step` is below 0, or `size` below 1.
+        """
+        check_at_least(0, step=step)
+        check_at_least(1, size=size)
+        contexts, targets, scored = zip(*self.draw(step, size), strict=True)
+        lengths = np.array([len(ids) for ids in contexts], np.int32)
+        width = next(bucket for bucket in self.buckets if bucket >= lengths.max())
+        return Batch(
+            _padded(contexts, width), lengths, _padded(targets, self.target_tokens), _padded(scored, self.target_tokens)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What was drawn from and how, as plain JSON values, for the record."""
+        return {**self.settings, "buckets": list(self.buckets), "target_tokens": self.target_tokens}
+
+
+def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+    return np.stack([np.pad(row, (0, width - len(row))) for row in rows])
+
+
+def check_at_least(least: int, **arguments: int) -> None:
+    """ValueError where one of the arguments is less."""
+    for name, value in arguments.items():
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+
+
+def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+    """The buckets of contexts of up to `max_length` tokens; None: half of it, and all.
+
+    Raises:
+        ValueError: they do not ascend from 1, or none holds `max_length`.
+    """
+    if buckets is None:
+        return max_length // 2, max_length
+    if any(low >= high for low, high in itertools.pairwise([0, *buckets])) or max(buckets, default=0) < max_length:
+        raise ValueError(f"buckets={buckets!r}: must ascend from at least 1 to at least max_length={max_length}")
+    return tuple(buckets)
+
+
+def continued(tokenizer: Tokenizer, text: str) -> Ids:
+    """The ids of `text` as it follows a word: without special tokens, or a space that is put before a whole text.
+
+    Raises:
+        ValueError: the tokenizer joins the beginning of `text` with the word.
+    """
+    word = tokenizer.encode("zulu", add_special_tokens=False)
+    both = tokenizer.encode("zulu" + text, add_special_tokens=False)
+    if both[: len(word)] != word:
+        raise ValueError(f"text={text!r}: must begin with a token of its own after a word, this tokenizer joins them")
+    return np.array(both[len(word) :], np.int32)

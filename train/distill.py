@@ -1,0 +1,144 @@
+"""Distillation: how far is the model with gated heads from itself?
+
+LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely; the tokens behind it, whose predictions
+are compared, then run twice over its K and V: densely, as teacher, and with every KV head a mixture
+
+    z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer above)
+
+of its two possible roles. A set is the best `keep` of what a token sees, by the logits of the group's mean query in the
+layer above. Only rows of attention of those tokens ever exist, and the backward pass computes them anew.
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from jsparse import cache as kv_cache
+from jsparse import prefill
+from jsparse.cache import CacheSpec, read_heads
+from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
+from jsparse.policy import dense
+from jsparse.shapes import Rows, Tokens
+from jsparse.threshold import top_k_mask
+from jsparse.train.data import Batch
+
+Match = Literal["logits", "hidden"]
+KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
+
+
+class Lesson(NamedTuple):
+    """What a batch teaches, whatever the gates.
+
+    Attributes:
+        context: K and V of everything before the first of `tokens`, a layer.
+        held: how much of that counts.
+        tokens: those that predict the targets: the context's last and all targets but the last.
+        outputs: what the dense model makes of them.
+        scored: which count.
+    """
+
+    context: tuple[KV, ...]
+    held: Rows
+    tokens: Tokens
+    outputs: Float32[Array, "B T out"]
+    scored: Bool[Array, "B T"]
+
+
+def lesson(decoder: Decoder, weights: Weights, batch: Batch, match: Match) -> Lesson:
+    """Reads the context and lets the dense model predict."""
+    context, length, target, scored = map(jnp.asarray, batch)
+    held = length - 1
+    last = jnp.take_along_axis(context, held[:, None], axis=1)
+    tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
+    given = Lesson(read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored)
+    return given._replace(outputs=predictions(decoder, weights, given, None, keep=1.0, match=match))
+
+
+def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
+    """K and V of the first `held` tokens, from the engine's own prefill."""
+    config, (rows, size) = decoder.config, context.shape
+    sizes = prefill.chunk_sizes(size, prefill.chunk_tokens(decoder, rows))
+    shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
+    spec = CacheSpec(*shape, page_size=16, num_pages=-(-sum(sizes) // 16), dtype=decoder.dtype)
+    carry = prefill.start(decoder, dense(), kv_cache.init(spec), ())
+    tokens = jnp.pad(context, ((0, 0), (0, sum(sizes) - size)))
+    done = 0
+    for chunk in sizes:
+        valid = jnp.clip(held - done, 0, chunk)
+        part = tokens[:, done : done + chunk]
+        carry = prefill.prefill_chunk(decoder, dense(), weights, part, valid, carry, last=done + chunk == sum(sizes))
+        done += chunk
+    return tuple((read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers)
+
+
+def predictions(
+    decoder: Decoder, weights: Weights, given: Lesson, gates: Float[Array, "L K"] | None, *, keep: float, match: Match
+) -> Float32[Array, "B T out"]:
+    """Logits of the lesson's tokens, or their last hidden states; `gates` None: dense."""
+    steps = jnp.arange(given.tokens.shape[1], dtype=jnp.int32)
+    inherited = None
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal inherited
+        own = tuple(x.swapaxes(1, 2) for x in (k, v))
+        joined = tuple(jnp.concatenate(pair, axis=2) for pair in zip(given.context[layer], own, strict=True))
+        if gates is None:
+            return attention(q, *joined, given.held, None, None, None)[0]
+        # nothing is handed to the first layer, nor does anyone inherit from the last
+        picks = keep if layer + 1 < gates.shape[0] else None
+        z = None if inherited is None else gates[layer]
+        o, inherited = attention(q, *joined, given.held, z, inherited, picks)
+        return o
+
+    hidden = hidden_states(decoder, weights, given.tokens, given.held[:, None] + steps, attend)
+    return hidden.astype(jnp.float32) if match == "hidden" else to_logits(decoder, weights, hidden)
+
+
+@partial(jax.checkpoint, static_argnums=(6,))
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K slots H"],
+    v: Float[Array, "B K slots H"],
+    held: Rows,
+    z: Float[Array, "K"] | None,
+    inherited: Bool[Array, "B K T slots"] | None,
+    keep: float | None,
+) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
+    """A layer's mixture, and the set that it hands on: of each token the best `keep` of what it sees, and itself.
+
+    The last T slots are the tokens' own; of those before, `held` count.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    slot = jnp.arange(k.shape[2], dtype=jnp.int32)
+    own = slot - (k.shape[2] - tokens)  # which of the tokens a slot holds, negative in the context
+    step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    seen = (slot < held[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
+    grouped = q.reshape(batch, tokens, k.shape[1], -1, head_dim)
+    logits = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf))
+    if z is not None and inherited is not None:
+        sparse = jax.nn.softmax(jnp.where(inherited[:, :, None], logits, -jnp.inf))
+        z = z[:, None, None, None]
+        weights = z * weights + (1 - z) * sparse
+    o = jnp.einsum("bkgts,bksh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = o.reshape(batch, tokens, heads, head_dim)
+    if keep is None:
+        return o, None
+    mean = jnp.where(seen[:, None], jax.lax.stop_gradient(jnp.mean(logits, axis=2)), -jnp.inf)
+    count = jnp.ceil(keep * jnp.sum(seen, axis=-1)).astype(jnp.int32)
+    return o, top_k_mask(mean, count[:, None]) | (own == step)
+
+
+def distance(outputs: Float32[Array, "B T out"], given: Lesson) -> Float32[Array, ""]:
+    """The squared difference to the teacher at scored tokens, as a share of the teacher's variance; mean over rows."""
+    scored = given.scored[..., None]
+    count = jnp.maximum(jnp.sum(given.scored, axis=1), 1) * outputs.shape[-1]
+
+    def mean(x: Array) -> Array:
+        return jnp.sum(jnp.where(scored, x, 0.0), axis=(1, 2)) / count
+
+    centre = mean(given.outputs)[:, None, None]
+    return jnp.mean(mean((outputs - given.outputs) ** 2) / mean((given.outputs - centre) ** 2))

@@ -1,0 +1,52 @@
+"""Hard Concrete gates: a logistic variable through a sigmoid of temperature 2/3, stretched and clipped.
+
+"Learning Sparse Neural Networks through L0 Regularization" (Louizos et al., arXiv:1712.01312), section 2.3. Where we
+differ: a gate starts with the P(z ≠ 0) at which HardKuma starts, so that one target of E[L0] is as far from both, and
+what decides is E[s], as for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax.nn import sigmoid
+from jax.scipy.special import logit
+from jaxtyping import Array, Float32
+
+from jsparse.train import stretched
+
+BETA = 2 / 3
+
+
+def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
+    """Where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
+    return jnp.full(shape, (1 - BETA) * jnp.log(-stretched.HIGH / stretched.LOW), jnp.float32)
+
+
+def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+    """As it is: log α has no bounds."""
+    return log_alpha
+
+
+def sample(log_alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+    """The gate z out of noise u on (0, 1)."""
+    return stretched.rectify(sigmoid((logit(u) + log_alpha) / BETA))
+
+
+def tail(log_alpha: Float32[Array, "..."], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """P(s > x), for x on (0, 1)."""
+    return sigmoid(log_alpha - BETA * logit(x))
+
+
+def active(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+    """P(z ≠ 0) = sigmoid(log α - β log(-l/r)), a gate's term of E[L0]."""
+    return tail(log_alpha, jnp.float32(stretched.ZERO))
+
+
+def mean(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+    """E[z]."""
+    return stretched.mean(partial(tail, log_alpha))
+
+
+def score(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+    """E[s]."""
+    return stretched.score(partial(tail, log_alpha))

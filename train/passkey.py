@@ -1,0 +1,186 @@
+"""Pass keys of many words hidden in filler, some of which are to be recited.
+
+"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et al.), arXiv:2410.10819,
+on whose data "LycheeDecode" trains its gates. Where we differ: some of the keys are asked for, not all of them;
+contexts are exactly as long as drawn, in tokens; the texts around the keys are ours.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.train.data import Ids, Sample, Source, check_at_least, continued, widths
+
+ALPHABET = (
+    *("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett", "kilo", "lima"),
+    *("mike", "november", "oscar", "papa", "quebec", "romeo", "sierra", "tango", "uniform", "victor", "whiskey"),
+    *("x-ray", "yankee", "zulu"),
+)
+INTRODUCTION = "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
+SHALLOWEST, DEEPEST = 0.05, 0.95
+
+
+class _Pieces(NamedTuple):
+    """Tokens to make samples of. What is said of a pass key stands at its number less 1."""
+
+    introduction: Ids
+    filler: Ids
+    words: list[Ids]  # " alpha"
+    opening: list[Ids]  # "\nPass key 3 is:"
+    closing: Ids
+    asking: Ids
+    name: list[Ids]  # " pass key 3"
+    joint: Ids
+    prompt: Ids  # the end of the context
+    first: list[Ids]  # " Pass key 3:", in the answer
+    later: list[Ids]  # the same after other pass keys, on a line of its own
+
+
+def _tokenized(tokenizer: Tokenizer, text: str, needles: int) -> _Pieces:
+    def numbered(form: str) -> list[Ids]:
+        return [continued(tokenizer, form.format(number)) for number in range(1, needles + 1)]
+
+    return _Pieces(
+        introduction=np.array(tokenizer.encode(INTRODUCTION), np.int32),
+        filler=np.array(tokenizer.encode(text, add_special_tokens=False), np.int32),
+        words=[continued(tokenizer, f" {word}") for word in ALPHABET],
+        opening=numbered("\nPass key {} is:"),
+        closing=continued(tokenizer, ".\n"),
+        asking=continued(tokenizer, "\n\nRecite"),
+        name=numbered(" pass key {}"),
+        joint=continued(tokenizer, " and"),
+        prompt=continued(tokenizer, ".\nAnswer:"),
+        first=numbered(" Pass key {}:"),
+        later=numbered("\nPass key {}:"),
+    )
+
+
+def _question(pieces: _Pieces, chosen: Sequence[int]) -> Ids:
+    named = [piece for number in chosen for piece in (pieces.joint, pieces.name[number])]
+    return np.concatenate([pieces.asking, *named[1:], pieces.prompt])
+
+
+def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Ids, np.ndarray]:
+    """The target, and which of its tokens are words of keys."""
+    headings = [pieces.first[chosen[0]], *(pieces.later[number] for number in chosen[1:])]
+    spans = [span for number, heading in zip(chosen, headings, strict=True) for span in (heading, keys[number])]
+    return np.concatenate(spans), np.repeat(np.arange(len(spans)) % 2 == 1, [len(span) for span in spans])
+
+
+def _context(pieces: _Pieces, rng: np.random.Generator, keys: list[Ids], question: Ids, length: int) -> Ids:
+    """The keys in random order at depths of their own in as much filler as it takes; more than `length` without any."""
+    needles = [
+        np.concatenate([pieces.opening[number], keys[number], pieces.closing]) for number in rng.permutation(len(keys))
+    ]
+    size = max(0, length - sum(map(len, (pieces.introduction, *needles, question))))
+    window = np.take(pieces.filler, rng.integers(len(pieces.filler)) + np.arange(size), mode="wrap")
+    depths = np.sort(rng.uniform(SHALLOWEST, DEEPEST, len(keys)))
+    before, *after = np.split(window, np.rint(depths * size).astype(int))
+    hidden = [piece for pair in zip(needles, after, strict=True) for piece in pair]
+    return np.concatenate([pieces.introduction, before, *hidden, question])
+
+
+def _longest(pieces: Sequence[Ids], count: int = 1) -> int:
+    """The tokens of that many different pieces, at most."""
+    return sum(sorted(map(len, pieces), reverse=True)[:count])
+
+
+def _longest_headings(pieces: _Pieces, asked: int) -> int:
+    """The tokens of the headings of that many different pass keys in an answer, at most."""
+    return max(
+        len(first) + _longest(pieces.later[:number] + pieces.later[number + 1 :], asked - 1)
+        for number, first in enumerate(pieces.first)
+    )
+
+
+def _least_length(pieces: _Pieces, words: int, asked: int) -> int:
+    """The tokens of a context without filler whose words are of average length."""
+    needles = sum(map(len, pieces.opening)) + len(pieces.opening) * len(pieces.closing)
+    question = len(pieces.asking) + _longest(pieces.name, asked) + (asked - 1) * len(pieces.joint) + len(pieces.prompt)
+    keys = len(pieces.opening) * words * sum(map(len, pieces.words)) / len(pieces.words)
+    return len(pieces.introduction) + needles + question + math.ceil(keys)
+
+
+def passkeys(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    min_length: int = 1024,
+    max_length: int = 8192,
+    needles: int = 10,
+    words: int = 32,
+    asked: int = 2,
+    seed: int = 0,
+    buckets: Sequence[int] | None = None,
+) -> Source:
+    """Contexts of filler with pass keys in it, a question for some of them, and the answer that recites these.
+
+    The length of a context is uniform in [min_length, max_length]; keys that leave no room in it are drawn anew. A
+    context is put together from pieces that are tokenised each on its own, and ends with the question; only the words
+    of the keys are scored. The depths of the keys are uniform from 0.05 to 0.95 of the filler.
+
+    Args:
+        tokenizer: the model's.
+        text: the filler; every context has another window of it, whose end is followed by its beginning.
+        min_length: tokens of the shortest context, that of the question and special tokens included.
+        max_length: tokens of the longest.
+        needles: how many pass keys are hidden; they are numbered from 1.
+        words: how many words a pass key has, each of the 26 equally likely.
+        asked: how many pass keys are asked for.
+        seed: of all draws.
+        buckets: the widths that contexts are padded to; None: max_length // 2 and max_length.
+
+    Raises:
+        ValueError: an argument is out of its range, the text has no tokens, more keys are asked for than there are, or
+            `min_length` does not hold keys of average length.
+    """
+    check_at_least(1, needles=needles, words=words, asked=asked)
+    check_at_least(0, seed=seed)
+    if asked > needles:
+        raise ValueError(f"asked={asked}: must be at most needles={needles}")
+    if max_length < min_length:
+        raise ValueError(f"max_length={max_length}: must be at least min_length={min_length}")
+    pieces = _tokenized(tokenizer, text, needles)
+    if not pieces.filler.size:
+        raise ValueError(f"text={text!r}: must have at least one token")
+    least = _least_length(pieces, words, asked)
+    if min_length < least:
+        raise ValueError(
+            f"min_length={min_length}: must be at least {least}, which needles={needles} of words={words} and the "
+            "question take on average"
+        )
+
+    def made(rng: np.random.Generator) -> Sample:
+        length = int(rng.integers(min_length, max_length, endpoint=True))
+        while True:
+            drawn = rng.integers(len(ALPHABET), size=(needles, words))
+            keys = [np.concatenate([pieces.words[word] for word in key]) for key in drawn]
+            chosen = rng.permutation(needles)[:asked].tolist()
+            context = _context(pieces, rng, keys, _question(pieces, chosen), length)
+            if len(context) == length:
+                return Sample(context, *_answer(pieces, keys, chosen))
+
+    def draw(step: int, size: int) -> list[Sample]:
+        rng = np.random.default_rng((seed, step))
+        return [made(rng) for _ in range(size)]
+
+    return Source(
+        draw=draw,
+        target_tokens=_longest_headings(pieces, asked) + asked * words * _longest(pieces.words),
+        buckets=widths(buckets, max_length),
+        settings={
+            "source": "passkeys",
+            "min_length": min_length,
+            "max_length": max_length,
+            "needles": needles,
+            "words": words,
+            "asked": asked,
+            "seed": seed,
+            "text_tokens": len(pieces.filler),
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        },
+    )

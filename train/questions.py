@@ -1,0 +1,86 @@
+"""Questions about long texts, from a file of JSON lines."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.train.data import Sample, Source, check_at_least, continued, widths
+
+FIELDS = ("context", "question", "answer")
+PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> Sample:
+    """The sample that a line holds; ValueError where it holds none."""
+    item = json.loads(line)
+    if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in FIELDS):
+        raise ValueError(f"must be an object that has the strings {', '.join(FIELDS)}")
+    if not item["answer"].strip():
+        raise ValueError(f"answer={item['answer']!r}: must not be blank")
+    context = np.array(tokenizer.encode(PROMPT.format_map(item)), np.int32)
+    if len(context) > max_length:
+        raise ValueError(f"context and question have {len(context)} tokens: must be at most max_length={max_length}")
+    target = continued(tokenizer, f" {item['answer']}")
+    return Sample(context, target, np.ones(len(target), bool))
+
+
+def questions(
+    tokenizer: Tokenizer,
+    path: str | Path,
+    *,
+    max_length: int,
+    seed: int = 0,
+    buckets: Sequence[int] | None = None,
+) -> Source:
+    r"""The questions of a file, every one once an epoch, in an order of that epoch's own.
+
+    Every line is an object with the strings context, question and answer, others beside them are left alone. What the
+    model reads is "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then " {answer}", all of it scored.
+    An epoch may end within a batch; orders follow each other without a gap as long as all batches are of one size.
+
+    Args:
+        tokenizer: the model's.
+        path: of the file, in UTF-8.
+        max_length: how many tokens context and question may have, special tokens included.
+        seed: of the orders.
+        buckets: the widths that contexts are padded to; None: max_length // 2 and max_length.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an argument is out of its range, a line is no such object, its answer is blank, its context and
+            question are too long, or there is no line.
+    """
+    check_at_least(1, max_length=max_length)
+    check_at_least(0, seed=seed)
+    chosen = widths(buckets, max_length)
+    content = Path(path).read_bytes()
+    samples = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            samples.append(_sample(tokenizer, line, max_length))
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r}, line {number}: {error}") from error
+    if not samples:
+        raise ValueError(f"path={str(path)!r}: must hold at least one line")
+
+    def one(index: int) -> Sample:
+        epoch, place = divmod(index, len(samples))
+        return samples[np.random.default_rng((seed, epoch)).permutation(len(samples))[place]]
+
+    return Source(
+        draw=lambda step, size: [one(index) for index in range(step * size, (step + 1) * size)],
+        target_tokens=max(len(sample.target) for sample in samples),
+        buckets=chosen,
+        settings={
+            "source": "questions",
+            "path": str(path),
+            "max_length": max_length,
+            "seed": seed,
+            "questions": len(samples),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        },
+    )

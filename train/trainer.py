@@ -1,0 +1,294 @@
+"""The training of head gates: its settings, its loop, what it leaves on disk.
+
+The folder of a run holds `settings.json`, `log.jsonl` (a line a step, and every so often all gates), `checkpoints/`
+and, when it is done, a file of gates a seed (see jsparse.policies.head_gates) and `record.json`. A run that was cut off
+goes on where its last checkpoint is, with the same samples and the same noise.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jsparse.models.checkpoint import Params
+from jsparse.policies.head_gates import HeadGates, save
+from jsparse.train import distill, minmax
+from jsparse.train.data import Source, check_at_least
+from jsparse.train.head_gates import FAMILIES, hardened
+from jsparse.train.minmax import Game, State
+
+GREY = 0.1, 0.9
+PENALTIES = {"ascent": (0.5, 0.0), "exponential": (1e-3, 2.0), "fixed": (0.0, 0.05)}  # rate, start
+Report = Callable[[int, int, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training depends on, besides the model and its data.
+
+    Attributes:
+        target: retrieval heads wanted, layer 0's counted.
+        family: "hard_kuma", "hard_concrete" or "direct".
+        penalty: "ascent", "exponential" or "fixed"; see `minmax.Game`.
+        penalty_rate, penalty_start: None: what suits the penalty.
+        steps, batch: how many, and samples in each, a multiple of the devices.
+        anneal: share of the steps over which the wanted number falls to the target.
+        rate: of AdamW.
+        keep: the share of the context that a sparse head inherits.
+        match: what is compared, "logits" or "hidden".
+        seeds: trained side by side, on the same samples with noise of their own.
+        held_out: batches, after those that are trained on, by which the result is measured.
+    """
+
+    target: int
+    family: str = "hard_kuma"
+    penalty: minmax.Penalty = "ascent"
+    penalty_rate: float | None = None
+    penalty_start: float | None = None
+    anneal: float = 0.6
+    steps: int = 3000
+    batch: int = 1
+    rate: float = 0.01
+    keep: float = 0.3
+    match: distill.Match = "logits"
+    seeds: int = 1
+    held_out: int = 16
+
+    def game(self, layers: int, heads: int) -> Game:
+        """The rules for a model of so many layers and KV heads.
+
+        Raises:
+            ValueError: a setting is out of its range.
+        """
+        kinds = {"family": tuple(FAMILIES), "penalty": get_args(minmax.Penalty), "match": get_args(distill.Match)}
+        for name, known in kinds.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
+        check_at_least(1, steps=self.steps, batch=self.batch, seeds=self.seeds, held_out=self.held_out)
+        if not heads <= self.target <= layers * heads:
+            raise ValueError(
+                f"target={self.target}: must be from {heads}, layer 0's KV heads, to {layers * heads}, all of them"
+            )
+        for name, most in (("keep", 1), ("rate", float("inf"))):
+            if not 0 < getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and at most {most}")
+        if not 0 <= self.anneal <= 1:
+            raise ValueError(f"anneal={self.anneal}: must be from 0 to 1")
+        usual = PENALTIES[self.penalty]
+        rate, start = (
+            default if given is None else given
+            for given, default in zip((self.penalty_rate, self.penalty_start), usual, strict=True)
+        )
+        if rate < 0 or start < 0:
+            raise ValueError(f"penalty_rate={rate}, penalty_start={start}: must be at least 0")
+        shape = (layers, heads)
+        return Game(
+            FAMILIES[self.family], shape, self.target, self.steps, self.rate, self.penalty, rate, start, self.anneal
+        )
+
+
+class Trainer:
+    """One training, in a folder."""
+
+    def __init__(self, params: Params, source: Source, settings: Settings, folder: Path, *, resume: bool = False):
+        """Begins, or with `resume` goes on.
+
+        Raises:
+            ValueError: a setting is out of its range; the folder holds a run already, and `resume` is False; or one of
+                other settings, and it is True.
+        """
+        config = params.config
+        self.game = settings.game(config.num_layers, config.num_kv_heads)
+        devices = np.array(jax.local_devices())
+        if settings.batch % devices.size:
+            raise ValueError(f"batch={settings.batch}: must be a multiple of the {devices.size} devices")
+        self.settings, self.source, self.folder = settings, source, folder.absolute()
+        self._mesh = Mesh(devices, ("data",))
+        self._decoder = params.decoder
+        self._weights = jax.device_put(params.weights, NamedSharding(self._mesh, PartitionSpec()))
+        told = {"settings": asdict(settings), "data": source.describe(), "model": params.name}
+        self._claim(told | {"dtype": str(np.dtype(params.dtype))}, resume)
+        self._seeds = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
+
+    def _claim(self, told: dict[str, Any], resume: bool) -> None:
+        """Writes the settings, or finds the same ones there."""
+        path = self.folder / "settings.json"
+        self._told = json.loads(json.dumps(told))
+        if path.exists():
+            if not resume:
+                raise ValueError(
+                    f"out={str(self.folder)!r}: holds a training already; resume it or name another folder"
+                )
+            there = json.loads(path.read_text(encoding="utf-8"))
+            if there != self._told:
+                differing = [name for name in sorted(there | self._told) if there.get(name) != self._told.get(name)]
+                raise ValueError(
+                    f"out={str(self.folder)!r}: holds a training with other {', '.join(differing)} ({path})"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self._told, indent=2) + "\n", encoding="utf-8")
+
+    @partial(jax.jit, static_argnums=0)
+    def _lesson(self, weights: Any, batch: Any) -> distill.Lesson:
+        rows, everywhere = PartitionSpec("data"), PartitionSpec()
+        teach = partial(distill.lesson, self._decoder, match=self.settings.match)
+        shared = jax.shard_map(teach, mesh=self._mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=False)
+        return shared(weights, batch)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def _step(self, weights: Any, state: State, nth: Array, given: distill.Lesson) -> tuple[State, minmax.Progress]:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(self._seeds, nth)
+        return minmax.step(self.game, state, keys, partial(self._distance, weights, given), nth)
+
+    @partial(jax.jit, static_argnums=0)
+    def _distances(self, weights: Any, gates: Array, given: distill.Lesson) -> Array:
+        """Of every seed's gates [seeds, L, K]."""
+        return jax.lax.map(partial(self._distance, weights, given), gates)
+
+    def _distance(self, weights: Any, given: distill.Lesson, gates: Array) -> Array:
+        keep, match = self.settings.keep, self.settings.match
+        return distill.distance(
+            distill.predictions(self._decoder, weights, given, gates, keep=keep, match=match), given
+        )
+
+    def teach(self, nth: int) -> distill.Lesson:
+        """The nth batch, read."""
+        batch = self.source.batch(nth, self.settings.batch)
+        return self._lesson(self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data"))))
+
+    def run(self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50) -> dict[str, Any]:
+        """Trains to the end; returns the record that it writes.
+
+        Args:
+            report: called after a step with its number, their number, and what the log says of it.
+            save_every: steps between checkpoints.
+            kept: times that all gates are logged, evenly over the training.
+        """
+        from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions
+        from orbax.checkpoint.args import StandardRestore, StandardSave
+
+        check_at_least(1, save_every=save_every, kept=kept)
+        steps = self.settings.steps
+        state = minmax.start(self.game, self.settings.seeds)
+        options = CheckpointManagerOptions(max_to_keep=1)
+        with CheckpointManager(self.folder / "checkpoints", options=options) as checkpoints:
+            first = checkpoints.latest_step() or 0
+            if first:
+                state = checkpoints.restore(first, args=StandardRestore(state))
+            state = jax.device_put(state, NamedSharding(self._mesh, PartitionSpec()))
+            with Log(self.folder / "log.jsonl", first) as log:
+                if first == 0:
+                    log.write(self._gates(0, state))
+                ahead = self.teach(first)
+                for nth in range(first, steps):
+                    began = time.perf_counter()
+                    state, progress = self._step(self._weights, state, jnp.int32(nth), ahead)
+                    ahead = self.teach(nth + 1)  # while the device is at work
+                    line = {"step": nth + 1, **{name: np.asarray(x).tolist() for name, x in progress._asdict().items()}}
+                    line["seconds"] = round(time.perf_counter() - began, 4)
+                    log.write(line)
+                    if (nth + 1) * kept // steps > nth * kept // steps:
+                        log.write(self._gates(nth + 1, state))
+                    if (nth + 1) % save_every == 0 or nth + 1 == steps:
+                        log.flush()
+                        checkpoints.save(nth + 1, args=StandardSave(state))
+                        checkpoints.wait_until_finished()
+                    report(nth + 1, steps, line)
+        return self._finish(state)
+
+    def _gates(self, step: int, state: State) -> dict[str, Any]:
+        """A line of the log with every gate, by seed: its mean, and the parameters behind it."""
+        means = minmax.with_first_layer(jax.vmap(self.game.gates.mean)(state.gates))
+        leaves = {jax.tree_util.keystr(path).lstrip("."): x for path, x in jax.tree.leaves_with_path(state.gates)}
+        return {
+            "step": step,
+            "mean": np.asarray(means).round(6).tolist(),
+            "parameters": {name or "value": np.asarray(x).tolist() for name, x in leaves.items()},
+        }
+
+    def _finish(self, state: State) -> dict[str, Any]:
+        """Measures what came out, writes the gates and the record."""
+        gates, target = self.game.gates, self.game.target
+        scores = np.asarray(minmax.with_first_layer(jax.vmap(gates.score)(state.gates)))
+        soft = minmax.with_first_layer(jax.vmap(gates.mean)(state.gates))
+        hard = jnp.stack([hardened(jnp.asarray(row), target) for row in scores])
+        nothing = jnp.zeros_like(soft[:1]).at[:, 0].set(1.0)
+        candidates = jnp.concatenate([soft, hard.astype(jnp.float32), nothing])
+        far = np.mean([np.asarray(self._distances(self._weights, candidates, given)) for given in self._held_out()], 0)
+        seeds = self.settings.seeds
+        learned = np.asarray(soft[:, 1:])
+        record = self._told | {
+            "seconds": sum(line["seconds"] for line in read_log(self.folder) if "seconds" in line),
+            "peak_bytes": self._peak_bytes(),
+            "distance_of_layer_0_alone": float(far[-1]),
+            "seeds": [
+                {
+                    "active": float(minmax.expected(self.game, jax.tree.map(lambda x, i=i: x[i], state.gates))),
+                    "multiplier": float(state.multiplier[i]),
+                    "above_half": int((scores[i] > 0.5).sum()),
+                    "retrieval_heads": int(hard[i].sum()),
+                    "grey": float(((learned[i] > GREY[0]) & (learned[i] < GREY[1])).mean()),
+                    "distance_of_mean_gates": float(far[i]),
+                    "distance_of_hard_gates": float(far[seeds + i]),
+                }
+                for i in range(seeds)
+            ],
+        }
+        (self.folder / "record.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for i in range(seeds):
+            own = {**record, "seeds": None, "seed": i, **record["seeds"][i]}
+            save(HeadGates(np.asarray(hard[i]), scores[i], own), self.folder / f"gates_{i}.safetensors")
+        return record
+
+    def _held_out(self) -> Iterator[distill.Lesson]:
+        return (self.teach(self.settings.steps + i) for i in range(self.settings.held_out))
+
+    def _peak_bytes(self) -> int | None:
+        """The most that was in use on a device; None where it does not tell."""
+        told = [device.memory_stats() or {} for device in self._mesh.devices.flat]
+        return max((stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats), default=None)
+
+
+class Log:
+    """A file of JSON lines; lines after step `first`, of a run that was cut off, are dropped."""
+
+    def __init__(self, path: Path, first: int):
+        lines = read_lines(path) if path.exists() and first else []
+        self._file = path.open("w", encoding="utf-8")
+        for line in lines:
+            if line["step"] <= first:
+                self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Adds a line."""
+        self._file.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        """What was written is on disk."""
+        self._file.flush()
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's log."""
+    return read_lines(folder / "log.jsonl")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; one that was cut off while it was written is none."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
