@@ -160,7 +160,7 @@ def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
         bound.apply_defaults()
         given = {key: _literal(value) for key, value in bound.arguments.items()}
         for key, value in given.items():
-            if not isinstance(value, int | float | str | tuple | Policy | None):
+            if not _is_plain(value):
                 raise ValueError(f"{key}={value!r}: must be a number, a string, an array of numbers or a policy")
         # 1, 1.0 and True are equal as keys; their types tell them apart
         return once(tuple((key, type(value), value) for key, value in given.items()))
@@ -174,6 +174,10 @@ def _literal(value: Any) -> Any:
         value = value.tolist()
     listed = isinstance(value, list | tuple) and not isinstance(value, Policy)
     return tuple(_literal(x) for x in value) if listed else value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, int | float | str | Policy | None)
 
 
 def whole_number(name: str, value: Any, least: int) -> None:

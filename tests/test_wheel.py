@@ -59,7 +59,8 @@ def test_every_source_file_is_in_it(wheel):
         wanted |= {f"jsparse/{file.relative_to(ROOT)}" for file in (ROOT / folder).rglob("*.py")}
     assert packed == wanted
     assert {"jsparse/models/transformer.py", "jsparse/pallas_kernels/block_sparse_decode/api.py"} <= packed
-    assert "jsparse/py.typed" in zipfile.ZipFile(wheel).namelist()
+    data = {"jsparse/py.typed", "jsparse/policies/gates/smollm2.safetensors"}
+    assert data | {"jsparse/evaluation/texts/shakespeare_1911.txt"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_no_entry_is_a_link(wheel):

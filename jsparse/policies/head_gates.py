@@ -38,7 +38,7 @@ class HeadGates(NamedTuple):
 
 def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
     """Writes gates, over what is there."""
-    arrays = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
+    arrays: dict[str, np.ndarray] = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
     if gates.scores is not None:
         arrays["scores"] = np.ascontiguousarray(gates.scores, np.float32)
     Path(path).write_bytes(to_bytes(arrays, metadata={"record": json.dumps(gates.record, sort_keys=True)}))
@@ -58,16 +58,18 @@ def load(gates: str) -> HeadGates:
         with safe_open(path, "numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             record = json.loads((file.metadata() or {}).get("record", "{}"))
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError, AttributeError) as error:  # numpy lacks a tensor's type
         raise ValueError(
             f"gates={gates!r}: must be one of {', '.join(shipped()) or 'none'}, which ship with jsparse, "
             f"or a safetensors file of gates that can be read ({error})"
         ) from None
     retrieval, scores = arrays.get("retrieval"), arrays.get("scores")
-    if retrieval is None or retrieval.dtype != np.bool_ or retrieval.ndim != 2:
+    if retrieval is None or retrieval.dtype != np.bool_ or retrieval.ndim != 2 or not retrieval.size:
         raise ValueError(f"gates={gates!r}: must hold 'retrieval', bool [L, K], as `jsparse train-gates` writes it")
     if scores is not None and (scores.dtype != np.float32 or scores.shape != retrieval.shape):
         raise ValueError(f"gates={gates!r}: its 'scores' must be float32 {list(retrieval.shape)}, like 'retrieval'")
+    if not isinstance(record, dict):
+        raise ValueError(f"gates={gates!r}: its 'record' must be a JSON object")
     return HeadGates(retrieval, scores, record)
 
 

@@ -81,7 +81,8 @@ def lychee_decode(
                 return TopP(p)
             case "threshold":
                 return Threshold(threshold)
-        return TopK(jnp.ceil((1 - ratio) * held.lengths / size(held.page_size)).astype(jnp.int32))
+        # a whole number of units may come out a little above itself, which must not round up
+        return TopK(jnp.ceil((1 - ratio) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
 
     def init(spec: CacheSpec) -> State:
         head_gates.require_fit(retrieval, spec)
