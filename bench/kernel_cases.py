@@ -3,8 +3,9 @@
 The attention of Llama 3.1 8B unless said: 32 query heads, 8 KV heads of 128 channels, bf16, pages of 16 tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,8 @@ KV_HEADS, HEAD_DIM, ITEM_BYTES = 8, 128, 2
 ROTATED_BYTES = 256_000_000  # what consecutive calls read together: several times an H200's L2 of 60 MB
 BATCHES, CONTEXTS = (1, 4, 8, 16), (8192, 16384, 32768, 65536, 131072)
 FRACTIONS = (0.5, 0.25, 0.1, 0.05, 0.02)
+HYBRID_BATCHES, HYBRID_CONTEXTS = (1, 2, 4, 8), (16384, 32768, 65536, 131072)
+SPARSE_HEADS = (4, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Attention:
         context: tokens that every head holds.
         tokens: of them a head lists, at random, the newest among them.
         fewest: where heads differ: counts spread log-uniformly from it to `tokens`.
-        dense: heads that attend to everything instead.
+        dense: heads that attend to everything instead; a number: so many of each row's KV heads.
         page: P. `lists` is what ids count.
         heads: N.
         capacity: C, in ids; None is the longest list.
@@ -36,7 +39,7 @@ class Attention:
     context: int
     tokens: int = 0
     fewest: int | None = None
-    dense: Literal["none", "all", "alternate", "one"] = "none"
+    dense: Literal["none", "all", "alternate", "one"] | int = "none"
     page: int = 16
     lists: Literal["page", "token"] = "page"
     bits: bool = False
@@ -69,6 +72,8 @@ class Attention:
 
     def dense_heads(self, seed: int = 0) -> np.ndarray:
         """Which of the pairs are dense; the one that is alone changes with the seed, or it would stay in the cache."""
+        if isinstance(self.dense, int):
+            return np.arange(self.pairs) % KV_HEADS < self.dense
         nth = (np.arange(self.pairs) + seed) % self.pairs
         return {"none": nth < 0, "all": nth >= 0, "alternate": nth % 2 == 1, "one": nth == 0}[self.dense]
 
@@ -141,19 +146,35 @@ CASES = (
 
 
 def grid(limit: int) -> list[Attention]:
-    """Dense and each fraction, of every batch and context whose K and V fit into `limit` bytes, by shape.
-
-    The cases of a shape share one program: lists have room for half the pages, and every head a flag of being dense.
-    """
+    """Dense and each fraction, of every batch and context whose K and V fit into `limit` bytes, by shape."""
     shapes = [(32, batch, context) for batch in BATCHES for context in CONTEXTS]
     shapes += [(64, 8, context) for context in CONTEXTS]
     cases = []
     for heads, batch, context in shapes:
-        same = Attention(f"{heads} heads b{batch} {context // 1024}K", batch, context, heads=heads, flags=True)
-        same = replace(same, capacity=same.num_pages // 2)
-        if same.pool_bytes <= limit:
-            cases += [replace(same, dense="all")] + [replace(same, tokens=round(context * f)) for f in FRACTIONS]
-    return cases
+        same = _of_shape(f"{heads} heads b{batch}", heads, batch, context)
+        cases += [replace(same, dense="all")] + [replace(same, tokens=round(context * f)) for f in FRACTIONS]
+    return [case for case in cases if case.pool_bytes <= limit]
+
+
+def hybrid(limit: int) -> list[Attention]:
+    """Figure 5 of LycheeDecode: dense, and so many of a row's KV heads sparse, the others dense; by shape, as the grid.
+
+    A sparse head lists a tenth of the context, as in the figure (whose pages are of 64 tokens), or 4096 tokens.
+    """
+    cases = []
+    for batch, context in product(HYBRID_BATCHES, HYBRID_CONTEXTS):
+        for name, tokens in (("10%", round(context * 0.1)), ("4096", 4096)):
+            same = replace(_of_shape(f"{name} listed, batch {batch}", 32, batch, context), tokens=tokens)
+            cases += [replace(same, dense="all")] + [replace(same, dense=KV_HEADS - n) for n in SPARSE_HEADS]
+    return [case for case in cases if case.pool_bytes <= limit]
+
+
+GRIDS: Mapping[str, Callable[[int], list[Attention]]] = {"grid": grid, "hybrid": hybrid}
+
+
+def _of_shape(name: str, heads: int, batch: int, context: int) -> Attention:
+    """All of a shape share one program: lists have room for half the pages, and every head a flag of being dense."""
+    return Attention(name, batch, context, heads=heads, capacity=context // Attention.page // 2, flags=True)
 
 
 def dense_shapes(cases: Sequence[Attention]) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from bench.kernel_cases import HEAD_DIM, Attention
+from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
 from bench.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
 from bench.kernel_timing import Program, profile, wall
 from bench.llama_8b import READ_BANDWIDTH
@@ -98,7 +98,9 @@ def grid_rows(
             found = [_failure(error)] * len(same)
         for case, row in zip(same, found, strict=True):
             fraction = 1.0 if case.dense == "all" else case.tokens / case.context
-            row = {"case": case.name, "fraction": fraction, "bytes": case.bytes, "crosses": "memory", **row}
+            sparse = KV_HEADS - int(case.dense_heads().sum()) // case.batch
+            heads = {"sparse_heads": sparse, "fraction": fraction}  # of each row; what they attend to
+            row = {"case": case.name, **heads, "bytes": case.bytes, "crosses": "memory", **row}
             yield _finished({**_shape(case), **row}, rate)
 
 

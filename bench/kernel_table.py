@@ -1,15 +1,15 @@
 """The table that bench.kernels prints: lines of at most 150 characters out of its report alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PEER_COLUMNS = ("torch FA2", "torch cuDNN", "FlashInfer CUDA", "FlashInfer tensor")
 SHAPE = ("heads", "batch", "context")
-SHOWN_BATCHES = (1, 8)  # of the grid; the report has all
+SHOWN_BATCHES = (1, 8)  # of the grids; the report has all
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """A line for each contender of each case, then one for each shape of the grid."""
+    """A line for each contender of each case, then one for each shape of the grids."""
     rate = report["bandwidth"]
     yield f"read {rate['memory'] / 1e12:.2f} TB/s, bus {rate['bus'] / 1e9:.0f} GB/s; us a call, + is a kernel launch"
     yield f"{'case':32}{'contender':20}{'us':>8}{'kernels':>12}{'wall':>8}{'floor':>8}{'x':>7}" + "".join(
@@ -17,7 +17,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     )
     for row in report["results"]:
         yield _line(row, report["peers"])
-    yield from _grid(report)
+    yield from _grid(report, "grid", lambda row: f"{row['fraction']:.0%}")
+    yield from _grid(report, "hybrid", lambda row: f"{row['sparse_heads']} sparse")
     for peer in report["peers"]:
         if "error" in peer:
             where = peer.get("case") or f"{peer['heads']} heads b{peer['batch']} {peer['context']}"
@@ -45,21 +46,24 @@ def _line(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
     return text + ("  " + row["profile_error"][:20] if "profile_error" in row else "")
 
 
-def _grid(report: dict[str, Any]) -> Iterator[str]:
+def _grid(report: dict[str, Any], name: str, column: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     shapes: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(report["grid"], key=lambda row: -row["fraction"]):
+    for row in report[name]:
         if row["batch"] in SHOWN_BATCHES:
-            shapes.setdefault(row["case"], []).append(row)
-    for nth, name in enumerate(sorted(shapes, key=lambda name: [shapes[name][0][key] for key in SHAPE])):
-        rows, cells = shapes[name], ""
+            shapes.setdefault(f"{row['context']}, {row['case']}", []).append(row)
+    for nth, (shape, rows) in enumerate(shapes.items()):
         if nth == 0:
-            heading = "".join(f"{row['fraction']:>15.0%}" for row in rows)
-            yield f"{'grid, us (x faster than FA2)':32}{heading}{'FA2':>9}{'cuDNN':>9}"
-        dense, cudnn = (peer_us(rows[0], report["peers"], name) for name in ("torch FA2", "torch cuDNN"))
-        for row in rows:
-            us = row["us"]["median"] if "us" in row else None
-            cells += f"{_or_dash(us) + (f' ({dense / us:.1f}x)' if us and dense else ''):>15}"
-        yield f"{name:32}{cells}{_or_dash(dense):>9}{_or_dash(cudnn):>9}"
+            heading = "".join(f"{column(row):>17}" for row in rows)
+            yield f"{f'{name}, us/floor (x over FA2)':30}{heading}{'FA2':>9}{'cuDNN':>9}"
+        dense, cudnn = (peer_us(rows[0], report["peers"], contender) for contender in ("torch FA2", "torch cuDNN"))
+        cells = "".join(f"{_cell(row, dense):>17}" for row in rows)
+        yield f"{shape:30}{cells}{_or_dash(dense):>9}{_or_dash(cudnn):>9}"
+
+
+def _cell(row: dict[str, Any], dense: float | None) -> str:
+    us = row["us"]["median"] if "us" in row else None
+    faster = f" ({dense / us:.1f}x)" if us and dense else ""
+    return f"{_or_dash(us)}/{row['floor_us']:.0f}{faster}"
 
 
 def _or_dash(us: float | None) -> str:

@@ -11,9 +11,10 @@ kernel_ops, clocks in kernel_timing, PyTorch and FlashInfer in peers. In the tab
     x           us over floor
 
 PyTorch's times are those of dense attention, whatever the case. `--grid` adds dense and 50 % to 2 % of 8K to 128K
-tokens at batch 1 to 16, each call alone and cold.
+tokens at batch 1 to 16, each call alone and cold; `--hybrid` likewise 4, 6, 7 or 8 of a row's 8 KV heads that attend to
+10 % of 16K to 128K tokens, or to 4096, beside dense ones, at batch 1 to 8 (LycheeDecode's Figure 5).
 
-    python -m bench.kernels --grid --json bench/results/kernels.json
+    python -m bench.kernels --grid --hybrid --json bench/results/kernels.json
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,14 @@ import jax
 from bench import kernel_ops, peers
 from bench.children import write_report
 from bench.environment import describe
-from bench.kernel_cases import CASES, Attention, grid, shrunk
+from bench.kernel_cases import CASES, GRIDS, Attention, dense_shapes, shrunk
 from bench.kernel_programs import Job, attention_job
 from bench.kernel_rows import Settings, bandwidth, grid_contender, grid_rows, job_rows, warm, warm_grid
 from bench.kernel_table import lines
 from bench.kernel_timing import LEAD_BYTES, lead
 from bench.llama_8b import READ_BANDWIDTH
 
-MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grid
+MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grids
 TINY = 512  # by which --tiny shrinks
 PACKAGES = ("triton", "jax-triton", "flashinfer-python")
 
@@ -48,7 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Time the kernels.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
-    parser.add_argument("--grid", action="store_true", help="batch by context by fraction attended, too")
+    for name, of in (("grid", "fraction attended"), ("hybrid", "number of sparse heads")):
+        what = f"batch by context by {of}, too"
+        parser.add_argument(f"--{name}", dest="grids", action="append_const", const=name, default=[], help=what)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=peers.PEERS, help="with no name: nobody")
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU, to see the script run; times are no use")
@@ -57,7 +61,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu" and not args.tiny:
         parser.error("needs a GPU; --tiny shows on a CPU that it runs")
-    report = measure(args.only, args.peers, args.json, with_grid=args.grid, quick=args.quick, tiny=args.tiny)
+    report = measure(args.only, args.peers, args.json, grids=args.grids, quick=args.quick, tiny=args.tiny)
     print(*lines(report), sep="\n")
 
 
@@ -66,15 +70,15 @@ def measure(
     wanted: Sequence[str],
     path: Path | None = None,
     *,
-    with_grid: bool = False,
+    grids: Sequence[str] = (),
     quick: bool = False,
     tiny: bool = False,
 ) -> dict[str, Any]:
     """The report, written to `path` after every case."""
     on_gpu = jax.default_backend() == "gpu"
     settings = Settings(calls=40, repeats=2, runs=4) if quick or tiny else Settings()
-    limit = _memory_limit() if with_grid else 0
-    jobs, shapes = _work(only, limit, on_gpu=on_gpu, tiny=tiny)
+    jobs, cases = _work(only, grids, on_gpu=on_gpu, tiny=tiny)
+    of_grids = list(chain.from_iterable(cases.values()))
     contender = grid_contender("mosaic" if on_gpu else "reference")
     report = _header(settings)
     ready = peers.present(wanted, report["left_out"], on_gpu=on_gpu)
@@ -82,9 +86,9 @@ def measure(
         with _stage("compiling, FlashInfer beside", report), peers.building(report["left_out"]):
             for job in jobs:
                 warm(job)
-            warm_grid(shapes, contender)
+            warm_grid(of_grids, contender)
     with _stage("peers", report):
-        report["peers"] = peers.from_child(ready, only, limit, settings.repeats, report["left_out"])
+        report["peers"] = peers.from_child(ready, only, dense_shapes(of_grids), settings.repeats, report["left_out"])
     for name, reason in report["left_out"].items():
         print(f"{name} is left out: {reason}", flush=True)
     nbytes = LEAD_BYTES // (TINY if tiny else 1)
@@ -95,22 +99,27 @@ def measure(
         for job in jobs:
             report["results"] += job_rows(job, before, rate, settings)
             write_report(path, report)
-    with _stage("grid", report):
-        for row in grid_rows(shapes, contender, before, rate, settings):
-            report["grid"].append(row)
-            write_report(path, report)
+    for name, same in cases.items():
+        with _stage(name, report):
+            for row in grid_rows(same, contender, before, rate, settings):
+                report[name].append(row)
+                write_report(path, report)
     write_report(path, report)
     return report
 
 
-def _work(only: Sequence[str] | None, limit: int, *, on_gpu: bool, tiny: bool) -> tuple[list[Job], list[Attention]]:
-    """The jobs whose names are asked for, and the grid's cases."""
-    cases, shapes, most_calls = CASES, grid(limit), 2 if tiny else 32
+def _work(
+    only: Sequence[str] | None, names: Sequence[str], *, on_gpu: bool, tiny: bool
+) -> tuple[list[Job], dict[str, list[Attention]]]:
+    """The jobs whose names are asked for, and the cases of the grids that are."""
+    limit, most_calls = _memory_limit(), 2 if tiny else 32
+    cases, grids = CASES, {name: GRIDS[name](limit) for name in names}
     if tiny:
-        cases, shapes = [shrunk(case) for case in cases], [shrunk(case) for case in shapes[:12]]
+        cases = [shrunk(case) for case in cases]
+        grids = {name: [shrunk(c) for c in some if c.pool_bytes == some[0].pool_bytes] for name, some in grids.items()}
     jobs = [attention_job(case, on_gpu=on_gpu, most_calls=most_calls) for case in cases]
     jobs += kernel_ops.jobs(on_gpu=on_gpu, most_calls=most_calls, shrink=TINY if tiny else 1)
-    return [job for job in jobs if only is None or any(name in job.case for name in only)], shapes
+    return [job for job in jobs if only is None or any(name in job.case for name in only)], grids
 
 
 def _header(settings: Settings) -> dict[str, Any]:
@@ -130,12 +139,12 @@ def _header(settings: Settings) -> dict[str, Any]:
         "seconds": {},
         "peers": [],
         "results": [],
-        "grid": [],
+        **{name: [] for name in GRIDS},
     }
 
 
 def _memory_limit() -> int:
-    """How large the grid's K and V may be."""
+    """How large the K and V of a grid's case may be."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return MOST_POOL_BYTES if memory is None else min(MOST_POOL_BYTES, int(MEMORY_SHARE * memory))
 

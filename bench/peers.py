@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.children import run_child, spread
 from bench.environment import REPOSITORY
-from bench.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes, grid
+from bench.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
 
 PEERS = ("torch", "flashinfer")
 WORKSPACE_BYTES = 512 << 20
@@ -173,13 +173,18 @@ def building(left_out: dict[str, str]) -> Iterator[None]:
 
 
 def from_child(
-    names: Sequence[str], only: Sequence[str] | None, limit: int, repeats: int, left_out: dict[str, str]
+    names: Sequence[str],
+    only: Sequence[str] | None,
+    grids: Sequence[tuple[int, int, int]],
+    repeats: int,
+    left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """The rows of those that are not left out; the grid's too, up to `limit` bytes."""
+    """The rows of those that are not left out; PyTorch's of the grids' (heads, batch, context) too."""
     names = [name for name in names if name not in left_out]
     if not names:
         return []
-    arguments = ["--peers", *names, "--grid", str(limit), "--repeats", str(repeats)]
+    shapes = ["x".join(map(str, shape)) for shape in grids]
+    arguments = ["--peers", *names, "--grids", *shapes, "--repeats", str(repeats)]
     try:
         return run_child("bench.peers", arguments + (["--only", *only] if only else []), timeout_s=CHILD_SECONDS)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -200,6 +205,10 @@ def numbers(shape: str) -> list[int]:
     return [int(number) for number in shape.split("x")]
 
 
+def _of_shapes(shapes: Sequence[str]) -> list[Attention]:
+    return [Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, shapes)]
+
+
 def build() -> None:
     """Compiles what `flashinfer_rows` uses, both parts at once; FlashInfer keeps it for later processes."""
     os.nice(10)  # others compile meanwhile
@@ -218,8 +227,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Time PyTorch and FlashInfer.")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
-    parser.add_argument("--grid", type=int, default=0, metavar="BYTES", help="the grid's cases up to that size too")
-    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="heads x batch x context: dense, PyTorch alone")
+    parser.add_argument(
+        "--grids", nargs="*", metavar="SHAPE", default=(), help="heads x batch x context, for PyTorch too"
+    )
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="these alone: dense, PyTorch alone")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--build", action="store_true", help="only compile FlashInfer's kernels")
     args = parser.parse_args()
@@ -227,13 +238,12 @@ def main() -> None:
         build()
         return
     if args.shapes:
-        shapes = [Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, args.shapes)]
-        print(json.dumps(list(torch_rows(dense_shapes(shapes), args.repeats))))
+        print(json.dumps(list(torch_rows(dense_shapes(_of_shapes(args.shapes)), args.repeats))))
         return
     cases = [case for case in CASES if args.only is None or any(name in case.name for name in args.only)]
     rows = []
     if "torch" in args.peers:
-        rows += torch_rows(dense_shapes([*cases, *(grid(args.grid) if args.grid else ())]), args.repeats)
+        rows += torch_rows(dense_shapes([*cases, *_of_shapes(args.grids)]), args.repeats)
     if "flashinfer" in args.peers:
         rows += flashinfer_rows(cases, args.repeats)
     print(json.dumps(rows))

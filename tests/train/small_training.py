@@ -1,0 +1,56 @@
+"""A training that takes seconds: a tiny model, samples of random ids, few steps."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import VOCAB, tiny_params
+
+from jsparse.compilation import keep_compilations
+from jsparse.policies.head_gates import load
+from jsparse.train.data import Sample, Source
+from jsparse.train.trainer import Settings, Trainer, read_log
+
+STEPS, SEEDS = 6, 2
+LAYERS, HEADS = 2, 4
+
+
+def random_source(longest=24):
+    def draw(step, size):
+        rng = np.random.default_rng((7, step))
+        for _ in range(size):
+            length, answer = rng.integers(8, longest, endpoint=True), rng.integers(1, 4, endpoint=True)
+            context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer))
+            yield Sample(context, target, np.arange(answer) < 3)
+
+    return Source(lambda step, size: [*draw(step, size)], 4, (longest,), {"source": "random", "longest": longest})
+
+
+def model():
+    return tiny_params(LAYERS, num_heads=2 * HEADS, num_kv_heads=HEADS)
+
+
+def trainer(folder, *, resume=False, devices=1, longest=24, params=None, **changes):
+    """On the first so many devices."""
+    keep_compilations()
+    usual = {"target": 6, "steps": STEPS, "batch": 2, "seeds": SEEDS, "held_out": 2, "rate": 0.1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
+        return Trainer(params or model(), random_source(longest), Settings(**usual | changes), folder, resume=resume)
+
+
+def timeless(told):
+    """A record, or a line of the log, without what differs from run to run."""
+    return {name: value for name, value in told.items() if name not in ("seconds", "peak_bytes")}
+
+
+def left(folder):
+    """What a run has left: the gates files' masks, scores and records, and the log."""
+    files = sorted(folder.glob("gates_*.safetensors"))
+    gates = [load(str(file)) for file in files]
+    return {
+        "files": [file.name for file in files],
+        "retrieval": [each.retrieval.tolist() for each in gates],
+        "scores": [np.asarray(each.scores).tolist() for each in gates],
+        "records": [timeless(each.record) for each in gates],
+        "log": [timeless(line) for line in read_log(folder)],
+    }

@@ -1,0 +1,233 @@
+"""Distillation: the teacher is the dense model, the mixture that of slow doubles, and the gates' gradient true."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from slow_model import SlowModel, SlowRow, attend, logits_of, softmax
+from tiny import VOCAB, assert_close, tiny_params
+
+from jsparse import prefill
+from jsparse.models.transformer import to_logits
+from jsparse.scoring import full_pass
+from jsparse.train import distill
+from jsparse.train.data import Sample, Source
+
+PARAMS = tiny_params()
+LENGTHS, ANSWERS = (23, 1, 7), (5, 5, 3)
+GATES = np.array([[1, 1], [0.2, 0.9], [0.5, 0.0]], np.float32)
+
+
+def random_samples():
+    rng = np.random.default_rng(3)
+    for length, answer in zip(LENGTHS, ANSWERS, strict=True):
+        context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer))
+        yield Sample(context, target, np.ones(answer, bool))
+
+
+SAMPLES = [*random_samples()]
+
+
+def batch_of(width):
+    return Source(lambda step, size: SAMPLES, max(ANSWERS), (width,), {}).batch(0, len(SAMPLES))
+
+
+@jax.jit
+def taught(batch):
+    return distill.lesson(PARAMS.decoder, PARAMS.weights, batch, "logits")
+
+
+@pytest.fixture(scope="module")
+def given():
+    """Contexts are read in three pieces, the last two without tokens of the shorter rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, rows: 16)
+        return taught(batch_of(40))
+
+
+@partial(jax.jit, static_argnames=("keep", "match"))
+def student(gates, given, keep=0.3, match="logits"):
+    return distill.predictions(PARAMS.decoder, PARAMS.weights, given, gates, keep=keep, match=match)
+
+
+def distance(gates, given, keep=0.3, match="logits"):
+    return float(distill.distance(student(gates, given, keep, match), given))
+
+
+@jax.jit
+@jax.grad
+def gradient(gates, given):
+    return distill.distance(student(gates, given), given)
+
+
+def assert_rows_close(actual, expected, **at):
+    """Where tokens are scored."""
+    for row, answer in enumerate(ANSWERS):
+        assert_close(actual[row, :answer], expected[row][:answer], row=row, **at)
+
+
+# the teacher
+
+
+def test_the_teacher_is_a_full_pass_over_context_and_target(given):
+    texts = [np.concatenate(sample[:2]) for sample in SAMPLES]
+    whole = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
+    expected = np.asarray(full_pass(PARAMS.decoder, PARAMS.weights, jnp.asarray(whole)))
+    assert_rows_close(given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)])
+    assert given.held.tolist() == [length - 1 for length in LENGTHS]
+
+
+def test_neither_padding_nor_bucket_matters(given):
+    batch = batch_of(24)
+    context, target = batch.context.copy(), batch.target.copy()
+    for row, (length, answer) in enumerate(zip(LENGTHS, ANSWERS, strict=True)):
+        context[row, length:] = 7
+        target[row, answer:] = 9
+    plain, padded = taught(batch), taught(batch._replace(context=context, target=target))
+    assert_rows_close(plain.outputs, given.outputs)
+    assert_rows_close(student(GATES, plain), student(GATES, given))
+    scored = np.asarray(plain.scored)
+    for one, two in ((plain.outputs, padded.outputs), [student(GATES, lesson) for lesson in (plain, padded)]):
+        np.testing.assert_array_equal(one[scored], two[scored])
+        assert not np.array_equal(one, two)
+    assert distance(GATES, plain) == distance(GATES, padded)
+
+
+# the student
+
+
+@pytest.mark.parametrize(("keep", "gates"), [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))])
+def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
+    assert distance(gates, given, keep) < 1e-9
+    assert distance(np.zeros_like(gates), given) > 0.01
+
+
+@pytest.mark.parametrize("gates", [GATES, np.round(GATES), np.zeros_like(GATES)])
+def test_predictions_are_those_of_the_slow_model(given, gates):
+    """Every head hands on its best of each token, whatever its own gate is."""
+    model, keep = SlowModel(PARAMS), 0.3
+    outputs = student(gates, given, keep)
+    for at, sample in enumerate(SAMPLES):
+        row, sets = SlowRow(model, sample.context[:-1].tolist()), []
+
+        def rule(layer, q, row=row, sets=sets):
+            full = row.dense(layer, q)
+            o = full
+            if layer:
+                z = np.repeat(gates[layer], row.group)[:, None]
+                o = z * full + (1 - z) * np.stack(row.over(layer, q, sets))
+            sets[:] = [
+                best(logits_of(row.mean_query(q, head), row.k[layer][head]), keep) for head in range(len(row.k[layer]))
+            ]
+            return list(o)
+
+        tokens = [sample.context[-1], *sample.target[:-1]]
+        assert_close(outputs[at, : len(tokens)], [row.push(int(token), rule) for token in tokens], row=at)
+
+
+def best(logits, keep):
+    """The slots of the best ceil(keep · n), the first of equals, and the last slot."""
+    count = math.ceil(np.float32(keep) * np.float32(len(logits)))
+    return sorted({*np.argsort(-np.asarray(logits), kind="stable")[:count].tolist(), len(logits) - 1})
+
+
+def test_hidden_states_are_compared_before_the_head(given):
+    logits = partial(to_logits, PARAMS.decoder, PARAMS.weights)
+    lesson = given._replace(outputs=student(None, given, match="hidden"))
+    assert lesson.outputs.shape == (len(SAMPLES), max(ANSWERS), PARAMS.config.hidden_size)
+    assert_rows_close(logits(lesson.outputs), given.outputs)
+    assert_rows_close(logits(student(GATES, lesson, match="hidden")), student(GATES, given))
+    assert distance(np.ones_like(GATES), lesson, match="hidden") < 1e-9
+    assert distance(GATES, lesson, match="hidden") > 0.01
+
+
+def moved(place, step):
+    gates = GATES.copy()
+    gates[place] += step
+    return gates
+
+
+def test_the_first_layers_gates_do_nothing(given):
+    assert distance(moved(0, -1), given) == distance(GATES, given)
+    np.testing.assert_array_equal(gradient(GATES, given)[0], 0)
+
+
+def test_gradients_are_differences(given):
+    """No set depends on the gates while there are three layers, so that the distance is smooth."""
+    slope, step = gradient(GATES, given), 0.02
+    for place in ((1, 0), (1, 1), (2, 0)):
+        ends = [distance(moved(place, sign * step), given) for sign in (1, -1)]
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(slope[place]), rel=0.02), place
+
+
+# one layer's attention
+
+B, T, K, GROUP, S, H = 2, 4, 2, 2, 9, 16
+HELD = (9, 3)
+
+
+def seen_slots(row, step):
+    return [*range(HELD[row]), *range(S, S + step + 1)]
+
+
+def slow_attention(q, k, v, z, inherited, keep):
+    """Output and handed-on mask, one query at a time."""
+    out, sets = np.zeros((B, T, K * GROUP, H)), np.zeros((B, K, T, S + T), bool)
+    for row, step, head in np.ndindex(B, T, K):
+        seen = seen_slots(row, step)
+        queries = q[row, step, head * GROUP : (head + 1) * GROUP].astype(np.float64)
+        for n, query in enumerate(queries, head * GROUP):
+            out[row, step, n] = attend(query, k[row, head, seen], v[row, head, seen])
+            if inherited is not None:
+                few = np.flatnonzero(inherited[row, head, step])
+                sparse = softmax(logits_of(query, k[row, head, few])) @ v[row, head, few]
+                out[row, step, n] = z[head] * out[row, step, n] + (1 - z[head]) * sparse
+        picked = best(logits_of(queries.mean(axis=0), k[row, head, seen]), keep or 1)
+        sets[row, head, step, np.array(seen)[picked]] = True
+    return out, sets
+
+
+@pytest.mark.parametrize(("keep", "mixed"), [(0.3, True), (0.25, False), (0.01, True), (1.0, True), (None, True)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_attention_is_the_slow_one(keep, mixed, ties):
+    rng = np.random.default_rng(5)
+    draw = partial(rng.integers, -1, 2) if ties else lambda size: rng.normal(size=size)
+    q, k, v = (np.float32(draw(size=size)) for size in ((B, T, K * GROUP, H), *[(B, K, S + T, H)] * 2))
+    inherited, z = None, np.float32([0.3, 0.0])
+    if mixed:
+        inherited = np.zeros((B, K, T, S + T), bool)
+        for row, step in np.ndindex(B, T):
+            slots = seen_slots(row, step)
+            inherited[row, :, step, slots] = (rng.random((len(slots), K)) < 0.3) | (np.array(slots) == S + step)[
+                :, None
+            ]
+    o, handed = distill.attention(q, k, v, jnp.int32(HELD), z if mixed else None, inherited, keep)
+    expected, sets = slow_attention(q, k, v, z, inherited, keep)
+    assert_close(o, expected, rtol=1e-5)
+    if keep is None:
+        assert handed is None
+    else:
+        np.testing.assert_array_equal(handed, sets)
+
+
+# the distance
+
+
+def lesson_of(outputs, scored):
+    return distill.Lesson((), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored)
+
+
+def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
+    rng = np.random.default_rng(6)
+    teacher, outputs = 5 + 3 * rng.normal(size=(2, 2, 3, 8))
+    scored = np.array([[True, False, True], [False, True, False]])
+    rows = [(teacher[row][scored[row]], outputs[row][scored[row]]) for row in range(2)]
+    expected = np.mean([((y - x) ** 2).mean() / x.var() for x, y in rows])
+    for scale in (1, 100):
+        given = lesson_of(scale * teacher, scored)
+        assert distill.distance(scale * jnp.float32(outputs), given) == pytest.approx(expected, rel=1e-5)
+    outputs[~scored] = 1e6
+    assert distill.distance(jnp.float32(outputs), lesson_of(teacher, scored)) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,123 @@
+"""Plots of the training are PNGs that show the steps, heads and numbers they were given."""
+
+import builtins
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.train import hard_kuma
+from jsparse.train.plots import densities, heat_map
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+STEPS = [*range(0, 1000, 100), 950]
+NAMES = [f"layer {layer}, KV head {head}" for layer in (1, 2, 3) for head in (0, 1)]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """What is saved, as objects, too."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    save = Figure.savefig
+
+    def savefig(figure, *args, **kwargs):
+        saved.append(figure)
+        return save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+@pytest.fixture
+def values():
+    return np.random.default_rng(0).random((len(STEPS), 4, 2))
+
+
+@pytest.fixture
+def shapes():
+    """Gates [steps, 3, 2] that part: the fourth becomes the clearest of retrieval, the third the sparsest."""
+    ends = np.array([[-1, 1], [-2, 3], [0.5, -0.5]])
+    logs = np.linspace(0, 1, len(STEPS))[:, None, None] * ends
+    return np.exp(logs), np.exp(-logs)
+
+
+def assert_png(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
+
+
+def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figures):
+    heat_map(tmp_path / "h.png", STEPS, values)
+    assert_png(tmp_path / "h.png")
+    *panels, bar = figures[0].axes
+    assert [panel.get_title() for panel in panels] == [f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)]
+    for panel, i in zip(panels, (0, 2, 4, 6, 8, 10), strict=True):
+        (image,) = panel.get_images()
+        np.testing.assert_allclose(image.get_array(), values[i], rtol=1e-6)
+        assert image.get_clim() == (0, 1)
+    assert "retrieval" in bar.get_ylabel()
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_few_steps_are_all_shown(values, shapes, tmp_path, figures, count):
+    heat_map(str(tmp_path / "h.png"), STEPS[:count], values[:count])
+    densities(str(tmp_path / "d.png"), STEPS[:count], shapes[0][:count], shapes[1][:count], NAMES)
+    assert len(figures[0].axes) == count + 1
+    assert len(figures[1].axes[0].get_lines()) == count
+
+
+def test_the_densities_are_of_the_clearest_gates(shapes, tmp_path, figures):
+    densities(tmp_path / "d.png", STEPS, shapes[0], shapes[1], NAMES)
+    assert_png(tmp_path / "d.png")
+    retrieval, sparse = figures[0].axes
+    a, b = shapes[0].astype(np.float32), shapes[1].astype(np.float32)
+    for panel, role, place in ((retrieval, "retrieval", (1, 1)), (sparse, "sparse", (1, 0))):
+        score = hard_kuma.score(hard_kuma.Kuma(a[-1], b[-1]))[place]
+        name = f"layer {1 + place[0]}, KV head {place[1]}"
+        assert panel.get_title() == f"most clearly {role}: {name}, E[s] = {score:.2f}"
+        lines = panel.get_lines()
+        assert [line.get_label() for line in lines] == [f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)]
+        np.testing.assert_allclose(lines[0].get_ydata(), 1, rtol=1e-5)
+        last = hard_kuma.pdf(hard_kuma.Kuma(a[-1][place], b[-1][place]), jnp.asarray(lines[-1].get_xdata()))
+        np.testing.assert_allclose(lines[-1].get_ydata(), last)
+
+
+@pytest.mark.parametrize("shape", [(10, 4, 2), (11, 8), (11, 0, 2), (11, 4, 2, 1)])
+def test_a_heat_map_of_another_shape_is_refused(tmp_path, shape):
+    with pytest.raises(ValueError, match=r"values of shape \(.*\): must be \[11 steps, layers, KV heads\]"):
+        heat_map(tmp_path / "h.png", STEPS, np.zeros(shape))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((11, 3, 2), (11, 2, 3)), ((10, 3, 2),) * 2, ((11, 5),) * 2, ((11,),) * 2, ((11, 0),) * 2]
+)
+def test_densities_of_another_shape_are_refused(tmp_path, a, b):
+    with pytest.raises(ValueError, match=r"a of shape .* and b of shape .* must both be \[11 steps, ...\] of 6 named"):
+        densities(tmp_path / "d.png", STEPS, np.ones(a), np.ones(b), NAMES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_steps_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must be \[0 steps"):
+        heat_map(tmp_path / "h.png", [], np.zeros((0, 4, 2)))
+    with pytest.raises(ValueError, match=r"must both be \[0 steps"):
+        densities(tmp_path / "d.png", [], np.ones((0, 6)), np.ones((0, 6)), NAMES)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(values, shapes, tmp_path, monkeypatch):
+    found = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
+        return found(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for plot in (partial(heat_map, values=values), partial(densities, a=shapes[0], b=shapes[1], names=NAMES)):
+        with pytest.raises(ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"):
+            plot(path=tmp_path / "p.png", steps=STEPS)

@@ -1,0 +1,147 @@
+"""Questions of a file: every one once an epoch, none cut, and lines that are none refused."""
+
+import json
+
+import numpy as np
+import pytest
+from model_tokenizers import NAMES, tokenizer_of
+
+from jsparse.train.questions import questions
+
+ITEMS = [
+    {"context": "The river was wide. " * (i + 1), "question": f"How wide was it in {i}?", "answer": f"{i + 3} miles"}
+    for i in range(7)
+]
+
+
+def written(folder, items=ITEMS):
+    file = folder / "questions.jsonl"
+    file.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), "utf-8")
+    return file
+
+
+def prompt(item):
+    return f"{item['context']}\n\nQuestion: {item['question']}\nAnswer:"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_hold_question_and_answer(name, tmp_path):
+    tokenizer = tokenizer_of(name)
+    source = questions(tokenizer, written(tmp_path), max_length=200)
+    expected = {tuple(tokenizer.encode(prompt(item))): item["answer"] for item in ITEMS}
+    seen = {}
+    for step in range(7):
+        batch = source.batch(step, 1)
+        assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
+        (context, length, target, scored) = (array[0] for array in batch)
+        assert (context[length:] == 0).all() and scored[: scored.sum()].all() and (target[~scored] == 0).all()
+        seen[tuple(context[:length].tolist())] = tokenizer.decode(target[scored]).strip()
+    assert seen == expected
+    assert source.target_tokens == max(int(source.batch(step, 1).scored.sum()) for step in range(7))
+
+
+def test_the_answer_goes_on_as_a_whole_text_would(tmp_path):
+    tokenizer = tokenizer_of("smollm2")
+    source = questions(tokenizer, written(tmp_path, ITEMS[:1]), max_length=200)
+    batch = source.batch(0, 1)
+    together = [*batch.context[0, : batch.length[0]], *batch.target[0][batch.scored[0]]]
+    assert together == tokenizer.encode(f"{prompt(ITEMS[0])} {ITEMS[0]['answer']}")
+
+
+def test_every_question_comes_once_an_epoch(tmp_path):
+    source = questions(tokenizer_of("smollm2"), written(tmp_path), max_length=200, seed=5)
+    drawn = [int(length) for step in range(35) for length in source.batch(step, 3).length]
+    epochs = [tuple(drawn[start : start + 7]) for start in range(0, 105, 7)]
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(set(drawn)))}
+    assert len(set(epochs)) > 12
+
+
+def test_training_that_goes_on_sees_the_same_batches(tmp_path):
+    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
+    source = questions(tokenizer, file, max_length=200, seed=5)
+    once = [source.batch(step, 2) for step in range(8)]
+    again = questions(tokenizer, file, max_length=200, seed=5).batch(7, 2)
+    assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
+    other = questions(tokenizer, file, max_length=200, seed=6)
+    assert any(not np.array_equal(batch.length, other.batch(step, 2).length) for step, batch in enumerate(once))
+
+
+def test_the_smallest_bucket_that_holds_the_batch_is_taken(tmp_path):
+    source = questions(tokenizer_of("smollm2"), written(tmp_path), max_length=60, buckets=(30, 40, 60))
+    seen = set()
+    for step in range(7):
+        batch = source.batch(step, 1)
+        seen.add(batch.context.shape[1])
+        assert batch.context.shape[1] == min(bucket for bucket in source.buckets if bucket >= batch.length[0])
+    assert seen == {30, 40, 60}
+    assert questions(tokenizer_of("smollm2"), written(tmp_path), max_length=60).buckets == (30, 60)
+
+
+def test_a_source_describes_itself(tmp_path):
+    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
+    said = questions(tokenizer, file, max_length=200, seed=5).describe()
+    assert json.loads(json.dumps(said)) == said
+    assert said.items() >= {"source": "questions", "path": str(file), "questions": 7, "buckets": [100, 200]}.items()
+    shorter = questions(tokenizer, written(tmp_path, ITEMS[:6]), max_length=200, seed=5).describe()
+    assert said["sha256"] != shorter["sha256"]
+
+
+def test_other_fields_and_separators_inside_texts_are_left_alone(tmp_path):
+    tokenizer = tokenizer_of("smollm2")
+    item = {"context": "One\u2028two\x85 {question}", "question": "{context}?", "answer": "both", "id": 3}
+    batch = questions(tokenizer, written(tmp_path, [item]), max_length=200).batch(0, 1)
+    assert batch.context[0, : batch.length[0]].tolist() == tokenizer.encode(prompt(item))
+
+
+GOOD = json.dumps(ITEMS[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting"),
+        ("[1, 2]", "must be an object that has the strings context, question, answer"),
+        ('{"context": "a", "question": "b"}', "must be an object that has the strings context, question, answer"),
+        ('{"context": "a", "question": "b", "answer": 3}', "must be an object that has the strings"),
+        ('{"context": "a", "question": "b", "answer": " "}', "answer=' ': must not be blank"),
+        (json.dumps(ITEMS[0] | {"context": "wide " * 300}), r"have 3\d\d tokens: must be at most max_length=200"),
+        ('{"context": "\\ud800", "question": "b", "answer": "c"}', "UTF-8 cannot encode"),
+        (b'{"context": "\xff", "question": "b", "answer": "c"}', "codec can't decode"),
+    ],
+)
+def test_lines_that_are_no_questions_are_refused(line, rule, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    lines = [GOOD, GOOD, line, GOOD]
+    file.write_bytes(b"\n".join(text if isinstance(text, bytes) else text.encode() for text in lines))
+    with pytest.raises(ValueError, match=rf"questions\.jsonl', line 3: .*{rule}"):
+        questions(tokenizer_of("smollm2"), file, max_length=200)
+
+
+def test_contexts_may_just_fit(tmp_path):
+    tokenizer, file = tokenizer_of("smollm2"), written(tmp_path, ITEMS[:1])
+    length = len(tokenizer.encode(prompt(ITEMS[0])))
+    assert questions(tokenizer, file, max_length=length).batch(0, 2).length.tolist() == [length] * 2
+    with pytest.raises(ValueError, match=f"line 1: .*{length} tokens: must be at most max_length={length - 1}"):
+        questions(tokenizer, file, max_length=length - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length=0: must be at least 1"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
+        ({"buckets": (20, 199)}, r"buckets=\(20, 199\): must ascend from at least 1 to at least max_length=200"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message, tmp_path):
+    arguments = {"path": written(tmp_path), "max_length": 200, **options}
+    with pytest.raises(ValueError, match=message):
+        questions(tokenizer_of("smollm2"), **arguments)
+
+
+def test_files_without_lines_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="path=.*must hold at least one line"):
+        questions(tokenizer_of("smollm2"), written(tmp_path, []), max_length=200)
+    with pytest.raises(FileNotFoundError):
+        questions(tokenizer_of("smollm2"), tmp_path / "none.jsonl", max_length=200)

@@ -1,0 +1,259 @@
+"""Pass keys to train on: exact lengths, every key once where it was drawn, only words of the asked keys scored."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from model_tokenizers import NAMES, joining, tokenizer_of
+
+from jsparse.train.data import continued
+from jsparse.train.passkey import ALPHABET, INTRODUCTION, passkeys
+
+TEXT = " ".join(f"The ferry of day {day} left the quay and turned north." for day in range(100, 400))
+SHORT = {"min_length": 400, "max_length": 700, "needles": 4, "words": 6}
+NEEDLE = re.compile(r"^\s*Pass key (\d+) is: ([a-z -]+)\.\n\Z")
+
+
+def rows(source, steps, size=1):
+    """Context, target and scored of every row, without padding of the context."""
+    for step in range(steps):
+        batch = source.batch(step, size)
+        for context, length, target, scored in zip(*batch, strict=True):
+            yield context[:length], target, scored
+
+
+def parts(tokenizer, context):
+    """The filler before, between and after the needles, as ids, and the keys by their numbers."""
+    ids = context[len(tokenizer.encode(INTRODUCTION)) :]
+    ends, keys = [], {}
+    opening, closing = continued(tokenizer, "\nPass key"), continued(tokenizer, ".\n")
+    start = 0
+    while (at := find(ids, opening, start)) >= 0:
+        end = find(ids, closing, at) + len(closing)
+        ((number, key),) = NEEDLE.findall(tokenizer.decode(ids[at:end]))
+        assert int(number) not in keys
+        keys[int(number)] = key.split()
+        ends.append((start, at))
+        start = end
+    ends.append((start, find(ids, continued(tokenizer, "\n\nRecite"), start)))
+    return [ids[low:high] for low, high in ends], keys
+
+
+def find(ids, piece, start):
+    windows = np.lib.stride_tricks.sliding_window_view(ids[start:], len(piece))
+    hits = np.flatnonzero((windows == piece).all(1))
+    return start + int(hits[0]) if hits.size else -1
+
+
+def asked_of(tokenizer, context):
+    question = tokenizer.decode(context).rpartition("Recite")[2]
+    assert re.fullmatch(r" pass key \d+( and pass key \d+)*\.\nAnswer:", question)
+    return [int(number) for number in re.findall(r"\d+", question)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_stands_in_the_context_once(name):
+    tokenizer = tokenizer_of(name)
+    filler = np.array(tokenizer.encode(TEXT, add_special_tokens=False))
+    circle = np.tile(filler, 2)
+    for context, _, _ in rows(passkeys(tokenizer, TEXT, **SHORT), 8, 2):
+        beginning = tokenizer.encode(INTRODUCTION)
+        assert context[: len(beginning)].tolist() == beginning
+        fillers, keys = parts(tokenizer, context)
+        assert sorted(keys) == [1, 2, 3, 4]
+        assert all(len(key) == 6 and set(key) <= set(ALPHABET) for key in keys.values())
+        window = np.concatenate(fillers)
+        assert len(window) > 20 and find(circle, window, 0) >= 0
+        depths = np.cumsum([len(piece) for piece in fillers])[:-1] / len(window)
+        assert (depths >= 0.05 - 0.5 / len(window)).all() and (depths <= 0.95 + 0.5 / len(window)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("asked", [1, 2, 4])
+def test_what_is_scored_is_what_is_asked(name, asked):
+    tokenizer = tokenizer_of(name)
+    source = passkeys(tokenizer, TEXT, asked=asked, **SHORT)
+    orders = set()
+    for context, target, scored in rows(source, 6):
+        _, keys = parts(tokenizer, context)
+        numbers = asked_of(tokenizer, context)
+        orders.add(tuple(numbers))
+        assert len(set(numbers)) == len(numbers) == asked
+        words = [word for number in numbers for word in keys[number]]
+        assert tokenizer.decode(target[scored]).split() == words
+        told = "\n".join(f"Pass key {number}: {' '.join(keys[number])}" for number in numbers)
+        end = len(target) - int((target[::-1] != 0).argmax())
+        assert tokenizer.decode(target[:end]).strip() == told and scored[end - 1]
+    assert len(orders) > 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_are_tokenised_as_in_a_whole_text(name):
+    tokenizer = tokenizer_of(name)
+    source = passkeys(tokenizer, TEXT, **SHORT)
+    _, target, _ = next(rows(source, 1))
+    end = len(target) - int((target[::-1] != 0).argmax())
+    answer = tokenizer.decode(target[:end]).lstrip()
+    assert continued(tokenizer, f" {answer}").tolist() == target[:end].tolist()
+
+
+def test_lengths_and_depths_are_uniform():
+    tokenizer = tokenizer_of("qwen2")
+    source = passkeys(tokenizer, TEXT, min_length=500, max_length=900, needles=2, words=2, asked=1)
+    contexts = [context for context, _, _ in rows(source, 60, 10)]
+    lengths = np.sort([len(context) for context in contexts])
+    assert lengths[0] >= 500 and lengths[-1] <= 900
+    np.testing.assert_allclose(lengths, np.linspace(500, 900, 600), atol=25)
+    depths, firsts = [], []
+    for context in contexts[:300]:
+        fillers, keys = parts(tokenizer, context)
+        sizes = np.array([len(piece) for piece in fillers])
+        depths += (np.cumsum(sizes)[:-1] / sizes.sum()).tolist()
+        firsts.append(next(iter(keys)))
+    np.testing.assert_allclose(np.sort(depths), np.linspace(0.05, 0.95, 600), atol=0.06)
+    assert 110 < firsts.count(1) < 190
+
+
+def test_words_are_drawn_evenly():
+    tokenizer = tokenizer_of("smollm2")
+    drawn = []
+    for context, _, _ in rows(passkeys(tokenizer, TEXT, needles=10, words=32), 8):
+        drawn += [word for key in parts(tokenizer, context)[1].values() for word in key]
+    counts = [drawn.count(word) for word in ALPHABET]
+    assert len(drawn) == 2560 == sum(counts) and 60 < min(counts) < max(counts) < 140
+
+
+def test_lengths_are_exact_where_they_cannot_vary():
+    for name in NAMES:
+        source = passkeys(tokenizer_of(name), TEXT, min_length=601, max_length=601, needles=3, words=5)
+        assert [len(context) for context, _, _ in rows(source, 3, 2)] == [601] * 6
+
+
+def test_keys_that_leave_no_room_are_drawn_anew():
+    tokenizer, small = tokenizer_of("smollm2"), {"needles": 3, "words": 8, "asked": 3}
+    with pytest.raises(ValueError, match="min_length=1: must be at least") as error:
+        passkeys(tokenizer, TEXT, min_length=1, **small)
+    least = int(re.findall(r"\d+", str(error.value))[1])
+    roomy = rows(passkeys(tokenizer, TEXT, min_length=600, max_length=600, **small), 200)
+    taken = [600 - sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in roomy]
+    assert abs(np.mean(taken) - (least - 0.5)) < 1.2  # least is rounded up
+    source = passkeys(tokenizer, TEXT, min_length=least, max_length=least, **small)
+    fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
+    assert 0 <= min(fillers) < 4 < max(fillers) < 30
+    with pytest.raises(
+        ValueError, match=f"min_length={least - 1}: must be at least {least}, which needles=3 of words=8"
+    ):
+        passkeys(tokenizer, TEXT, min_length=least - 1, **small)
+
+
+def test_a_short_text_is_a_circle():
+    tokenizer = tokenizer_of("smollm2")
+    text = "One two three four five."
+    filler = np.array(tokenizer.encode(text))
+    assert len(set(filler.tolist())) == len(filler)
+    starts = set()
+    for context, _, _ in rows(passkeys(tokenizer, text, **SHORT), 12):
+        window = np.concatenate(parts(tokenizer, context)[0])
+        start = int(np.flatnonzero(filler == window[0])[0])
+        starts.add(start)
+        assert window.tolist() == np.resize(np.roll(filler, -start), len(window)).tolist()
+    assert len(starts) > 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_targets_are_as_wide_as_the_longest_answer(name):
+    tokenizer = tokenizer_of(name)
+    source = passkeys(tokenizer, TEXT, asked=2, min_length=900, max_length=900, needles=12, words=2)
+    longest = max(len(continued(tokenizer, f" {word}")) for word in ALPHABET)
+    first, later = (
+        [len(continued(tokenizer, f"{mark}Pass key {number}:")) for number in range(1, 13)] for mark in " \n"
+    )
+    headings = max(first[i] + later[j] for i in range(12) for j in range(12) if i != j)
+    assert source.target_tokens == headings + 2 * 2 * longest
+    # one word: the longest answer is drawn soon
+    single = passkeys(tokenizer, TEXT, asked=1, min_length=400, max_length=400, needles=1, words=1)
+    widths = [int(scored.sum()) for _, _, scored in rows(single, 20, 10)]
+    assert max(widths) == longest and single.target_tokens == longest + len(continued(tokenizer, " Pass key 1:"))
+
+
+def test_batches_are_padded_at_the_end_alone():
+    tokenizer = tokenizer_of("smollm2")
+    source = passkeys(tokenizer, TEXT, **SHORT)
+    for step in range(5):
+        batch = source.batch(step, 3)
+        assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
+        assert batch.context.shape == (3, 700) and batch.length.shape == (3,)
+        assert batch.target.shape == batch.scored.shape == (3, source.target_tokens)
+        for context, length, target, scored in zip(*batch, strict=True):
+            assert (context[length:] == 0).all() and (context[:length] != 0).all()
+            last = int(np.flatnonzero(scored)[-1])
+            assert (target[last + 1 :] == 0).all() and (target[: last + 1] != 0).all()
+
+
+def test_the_smallest_bucket_that_holds_the_batch_is_taken():
+    source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT, buckets=(450, 500, 600, 700))
+    seen = set()
+    for step in range(30):
+        batch = source.batch(step, 1)
+        width = batch.context.shape[1]
+        assert width == min(bucket for bucket in source.buckets if bucket >= batch.length.max())
+        seen.add(width)
+    assert seen == {450, 500, 600, 700}
+    assert passkeys(tokenizer_of("smollm2"), TEXT).buckets == (4096, 8192)
+
+
+def test_training_that_goes_on_sees_the_same_batches():
+    tokenizer = tokenizer_of("smollm2")
+    source = passkeys(tokenizer, TEXT, **SHORT, seed=3)
+    once = [source.batch(step, 2) for step in range(8)]
+    again = passkeys(tokenizer, TEXT, **SHORT, seed=3).batch(7, 2)
+    assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
+    assert len({batch.context.tobytes() for batch in once}) == 8
+    assert not np.array_equal(passkeys(tokenizer, TEXT, **SHORT, seed=4).batch(7, 2).target, again.target)
+
+
+def test_a_source_describes_itself():
+    source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT, seed=3)
+    said = source.describe()
+    assert json.loads(json.dumps(said)) == said
+    assert said.items() >= {"source": "passkeys", **SHORT, "asked": 2, "seed": 3, "buckets": [350, 700]}.items()
+    other = passkeys(tokenizer_of("smollm2"), TEXT + "!", **SHORT, seed=3).describe()
+    assert {name for name in said if said[name] != other[name]} == {"text_tokens", "text_sha256"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needles": 0}, "needles=0: must be at least 1"),
+        ({"words": 0}, "words=0: must be at least 1"),
+        ({"asked": 0}, "asked=0: must be at least 1"),
+        ({"asked": 5}, "asked=5: must be at most needles=4"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
+        ({"max_length": 399}, "max_length=399: must be at least min_length=400"),
+        ({"min_length": 50}, r"min_length=50: must be at least \d+, which needles=4 of words=6"),
+        ({"text": ""}, "text='': must have at least one token"),
+        ({"buckets": ()}, r"buckets=\(\): must ascend .* max_length=700"),
+        ({"buckets": (0, 700)}, r"buckets=\(0, 700\): must ascend from at least 1"),
+        ({"buckets": (700, 400)}, r"buckets=\(700, 400\): must ascend"),
+        ({"buckets": (400, 699)}, r"buckets=\(400, 699\): must ascend from at least 1 to at least max_length=700"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    arguments = {"text": TEXT, **SHORT, **options}
+    with pytest.raises(ValueError, match=message):
+        passkeys(tokenizer_of("smollm2"), **arguments)
+
+
+def test_steps_and_sizes_out_of_range_are_refused():
+    source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT)
+    with pytest.raises(ValueError, match="step=-1: must be at least 0"):
+        source.batch(-1, 1)
+    with pytest.raises(ValueError, match="size=0: must be at least 1"):
+        source.batch(0, 0)
+
+
+def test_a_tokenizer_that_joins_pieces_is_refused():
+    with pytest.raises(ValueError, match="text=.*must begin with a token of its own after a word"):
+        continued(joining(), " pass key")
+    assert len(continued(joining(), ".\n")) == 2

@@ -1,0 +1,250 @@
+"""The training: cut off anywhere it ends as if it had not been, on any devices; and what it refuses."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
+from tiny import engine_logits, random_prompts, random_tokens
+
+from jsparse.policies import head_gates
+from jsparse.policies.lychee_decode import lychee_decode
+from jsparse.train.head_gates import hardened
+from jsparse.train.trainer import Log, read_lines, read_log
+
+TESTS = Path(__file__).parents[1]
+ON_TWO_DEVICES = """
+import json, pathlib, sys
+from small_training import left, trainer
+
+folder = pathlib.Path(sys.argv[1])
+try:
+    trainer(folder / "refused", devices=2, batch=1)
+except ValueError as error:
+    print(json.dumps(str(error)))
+print(json.dumps(trainer(folder / "run", devices=2).run()))
+"""
+
+
+class CutOffError(Exception):
+    """Raised from a report."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a training in one piece, and what it returned."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, trainer(folder).run(save_every=2)
+
+
+# what it leaves
+
+
+def test_record_log_and_gates_say_the_same(whole):
+    folder, record = whole
+    assert json.loads((folder / "record.json").read_text()) == record
+    assert record["settings"] == json.loads((folder / "settings.json").read_text())["settings"]
+    assert record["data"] == {"source": "random", "longest": 24, "buckets": [24], "target_tokens": 4}
+    assert (record["model"], record["dtype"], len(record["seeds"])) == ("tiny", "float32", SEEDS)
+    steps = [line for line in read_log(folder) if "distance" in line]
+    assert [line["step"] for line in steps] == [*range(1, STEPS + 1)]
+    assert record["seconds"] == pytest.approx(sum(line["seconds"] for line in steps))
+    assert all(math.isfinite(x) for line in steps for name in ("distance", "active", "multiplier") for x in line[name])
+    for i, seed in enumerate(record["seeds"]):
+        gates = head_gates.load(str(folder / f"gates_{i}.safetensors"))
+        np.testing.assert_array_equal(gates.retrieval, hardened(jnp.asarray(gates.scores), 6))
+        assert gates.record == {**record, "seeds": None, "seed": i, **seed}
+        assert seed["above_half"] == np.sum(np.asarray(gates.scores) > 0.5)
+    one, other = record["seeds"]
+    assert one["distance_of_hard_gates"] > 1e-4
+    assert one["distance_of_mean_gates"] != other["distance_of_mean_gates"]
+    assert record["distance_of_layer_0_alone"] > 1e-4
+
+
+def test_all_gates_are_logged_as_often_as_asked(whole):
+    lines = [line for line in read_log(whole[0]) if "mean" in line]
+    assert [line["step"] for line in lines] == [*range(STEPS + 1)]
+    means = np.array([line["mean"] for line in lines])
+    assert means.shape == (STEPS + 1, SEEDS, LAYERS, HEADS)
+    np.testing.assert_array_equal(means[:, :, 0], 1)
+    np.testing.assert_allclose(means[0, :, 1:], 0.5, atol=1e-5)
+    assert all((one != two).any() for one, two in pairwise(means[1:, :, 1:]))  # the first step is at rate 0
+    assert {name: np.shape(x) for name, x in lines[0]["parameters"].items()} == dict.fromkeys(
+        "ab", (SEEDS, LAYERS - 1, HEADS)
+    )
+
+
+@pytest.mark.parametrize("changes", [{"family": "hard_concrete"}, {"family": "direct", "match": "hidden"}])
+def test_the_target_is_hit_exactly_by_other_families(changes, tmp_path):
+    record = trainer(tmp_path, target=7, steps=2, penalty="fixed", **changes).run(kept=1)
+    assert [line["step"] for line in read_log(tmp_path) if "mean" in line] == [0, 2]
+    assert_target(tmp_path, record, 7)
+
+
+def assert_target(folder, record, target):
+    assert [seed["retrieval_heads"] for seed in record["seeds"]] == [target] * SEEDS
+    for i in range(SEEDS):
+        retrieval = head_gates.load(str(folder / f"gates_{i}.safetensors")).retrieval
+        assert retrieval.shape == (LAYERS, HEADS)
+        assert retrieval.sum() == target
+        assert retrieval[0].all()
+
+
+def test_the_gates_run(whole):
+    folder, record = whole
+    assert_target(folder, record, 6)
+    path = str(folder / "gates_1.safetensors")
+    rows = tuple(tuple(map(int, row)) for row in head_gates.load(path).retrieval)
+    by_file, by_rows = (
+        engine_logits(model(), lychee_decode(gates, budget=16), random_prompts([100]), random_tokens(1, 3))
+        for gates in (path, rows)
+    )
+    np.testing.assert_array_equal(by_file, by_rows)
+
+
+# going on
+
+
+def test_a_run_that_is_cut_off_anywhere_ends_as_one_in_one_piece(whole, tmp_path):
+    began = []
+
+    def cut_after(last):
+        def report(step, steps, line):
+            assert (steps, line["step"]) == (STEPS, step)
+            if len(began) < last:
+                began.append(step)
+            if step == last:
+                raise CutOffError
+
+        return report
+
+    begun = trainer(tmp_path)
+    for last in range(1, STEPS + 1):
+        with pytest.raises(CutOffError):
+            begun.run(cut_after(last), save_every=2)
+    assert began == [1, 1, 3, 3, 5, 5]
+    assert not list(tmp_path.glob("gates_*"))
+    record = trainer(tmp_path, resume=True).run(save_every=2)
+    assert timeless(record) == timeless(whole[1])
+    assert left(tmp_path) == left(whole[0])
+
+
+def test_another_process_goes_on_from_the_checkpoint_alone(whole, tmp_path):
+    def report(step, steps, line):
+        if step == 3:
+            raise CutOffError
+
+    with pytest.raises(CutOffError):
+        trainer(tmp_path).run(report, save_every=2)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "dist')  # killed while it wrote
+    steps = []
+    record = trainer(tmp_path, resume=True).run(lambda step, *_: steps.append(step))
+    assert steps == [3, 4, 5, 6]
+    assert timeless(record) == timeless(whole[1])
+    assert left(tmp_path) == left(whole[0])
+
+
+def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
+    path, lines = tmp_path / "log.jsonl", [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    with Log(path, 2) as log:
+        assert read_lines(path) == lines[:3]
+        log.write({"step": 3, "again": True})
+    assert read_lines(path) == [*lines[:3], {"step": 3, "again": True}]
+    with Log(path, 0):
+        assert read_lines(path) == []
+
+
+def test_a_run_of_another_is_not_gone_on_with(whole):
+    before = left(whole[0])
+    with pytest.raises(ValueError, match=r"out='.*run': holds a training already; resume it or name another folder"):
+        trainer(whole[0])
+    other = replace(model(), name="other")
+    for changes, differing in (
+        ({"rate": 0.02}, "settings"),
+        ({"steps": STEPS + 1}, "settings"),
+        ({"longest": 25}, "data"),
+        ({"params": other}, "model"),
+        ({"longest": 25, "seeds": 3}, "data, settings"),
+    ):
+        with pytest.raises(ValueError, match=rf"out='.*run': holds a training with other {differing} \(.*json\)"):
+            trainer(whole[0], resume=True, **changes)
+    assert left(whole[0]) == before
+
+
+# devices
+
+
+def test_two_devices_do_what_one_does(whole, tmp_path):
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
+    path = os.pathsep.join(map(str, (TESTS, TESTS / "train")))
+    command = [sys.executable, "-c", ON_TWO_DEVICES, str(tmp_path)]
+    ran = subprocess.run(
+        command, env=os.environ | flags | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    refused, record = map(json.loads, ran.stdout.splitlines())
+    assert refused == "batch=1: must be a multiple of the 2 devices"
+    assert not (tmp_path / "refused").exists()
+    one, two = left(whole[0]), left(tmp_path / "run")
+    assert two["retrieval"] == one["retrieval"]
+    np.testing.assert_allclose(two["scores"], one["scores"], rtol=1e-3)
+    for (name, there), (_, here) in zip(table(record), table(whole[1]), strict=True):
+        np.testing.assert_allclose(there, here, rtol=1e-3, err_msg=name)
+    for mine, its in zip(one["log"], two["log"], strict=True):
+        assert mine.keys() == its.keys()
+        leaves = zip(jax.tree.leaves(mine), jax.tree.leaves(its), strict=True)
+        assert all(a == pytest.approx(b, rel=1e-3, abs=1e-4) for a, b in leaves), (mine, its)
+
+
+def table(record):
+    """The numbers that were measured."""
+    numbers = {f"{name} {i}": x for i, seed in enumerate(record["seeds"]) for name, x in seed.items()}
+    return [("alone", record["distance_of_layer_0_alone"]), *numbers.items()]
+
+
+# refusals
+
+ABOVE_0 = r"must be a finite number above 0"
+REFUSED = [
+    ({"family": "kuma"}, "family='kuma': must be one of hard_kuma, hard_concrete, direct"),
+    ({"penalty": "none"}, "penalty='none': must be one of ascent, exponential, fixed"),
+    ({"match": "loss"}, "match='loss': must be one of logits, hidden"),
+    *(({name: 0}, f"{name}=0: must be at least 1") for name in ("steps", "batch", "seeds", "held_out")),
+    *(({"target": n}, f"target={n}: must be from 4, layer 0's KV heads, to 8, all of them") for n in (3, 9)),
+    *(({"keep": x}, f"keep={x}: must be above 0 and at most 1") for x in (0, -0.5, 1.01, math.nan)),
+    *(({"rate": x}, f"rate={x}: {ABOVE_0}") for x in (0, -0.5, math.inf, math.nan)),
+    *(({"anneal": x}, f"anneal={x}: must be from 0 to 1") for x in (-0.1, 1.1, math.nan)),
+    *(
+        ({name: x}, f"{name}={x}: must be finite and at least 0")
+        for name in ("penalty_rate", "penalty_start", "damping")
+        for x in (-1, math.inf, math.nan)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_wrong_settings_are_refused_before_anything_is_written(changes, said, tmp_path):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        trainer(tmp_path / "run", **changes)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["save_every", "kept"])
+def test_a_run_that_was_refused_leaves_nothing(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        trainer(tmp_path / "run").run(**{name: 0})
+    assert not list(tmp_path.iterdir())
