@@ -30,6 +30,13 @@ ARRAY_MODULES = (
     "scoring",
     "selection",
     "threshold",
+    "train.direct",
+    "train.distill",
+    "train.hard_concrete",
+    "train.hard_kuma",
+    "train.head_gates",
+    "train.minmax",
+    "train.stretched",
 )
 # several processes share a GPU, if there is one
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -7,7 +7,6 @@ stays in the cache, unread. Gates are read from the files that LycheeDecode's ar
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache
@@ -35,6 +34,6 @@ def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
 
     def select(state: State, layer: int, q: Array, cache: KVCache):
         chosen, summary, state = window.select(state, layer, q, cache)
-        return replace(chosen, dense=jnp.broadcast_to(retrieval[layer], chosen.count.shape)), summary, state
+        return replace(chosen, dense=head_gates.of_rows(retrieval[layer], len(q))), summary, state
 
     return window._replace(select=select, init=init, full={"sink": 0, "recent": 2**30})

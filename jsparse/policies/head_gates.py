@@ -12,12 +12,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from jsparse.cache import CacheSpec
+from jsparse.shapes import HeadFlags
 
 SUFFIX = ".safetensors"
 
@@ -101,3 +103,8 @@ def require_fit(retrieval: Bool[np.ndarray, "L K"], spec: CacheSpec) -> None:
             f"gates of {' × '.join(map(str, retrieval.shape))} layers × KV heads: "
             f"must be for the model's {' × '.join(map(str, wanted))}"
         )
+
+
+def of_rows(heads: Bool[np.ndarray, "K"], batch: int) -> HeadFlags:
+    """The same flags for every row, as a constant: XLA would make a kernel of a broadcast."""
+    return jnp.asarray(np.tile(heads, (batch, 1)))

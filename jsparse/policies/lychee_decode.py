@@ -91,7 +91,7 @@ def lychee_decode(
 
     def attended(state: State, layer: int, q: Array, cache: KVCache):
         ids, count = state
-        dense = jnp.broadcast_to(retrieval[layer], count.shape) if retrieval[layer].any() else None
+        dense = head_gates.of_rows(retrieval[layer], len(count)) if retrieval[layer].any() else None
         return Selection(ids, count, dense=dense, granularity=unit), None, state
 
     def picks(layer: int) -> bool:
@@ -101,11 +101,11 @@ def lychee_decode(
     def update(state: State, layer: int, stats: Stats | None, cache: KVCache) -> State:
         if stats is None:
             return state
-        held = cache.layers[layer]
-        most = state[0].shape[-1]
-        picked = choose(stats.scores[:, :, None], rule(held), capacity=most, unit=unit)
-        here = jnp.broadcast_to(retrieval[layer], picked.count.shape)
-        return jnp.where(here[..., None], picked.ids, state[0]), jnp.where(here, picked.count, state[1])
+        ids, count = state
+        handed_on = head_gates.of_rows(~retrieval[layer], len(count)), Selection(ids, count, granularity=unit)
+        scores, pick = stats.scores[:, :, None], rule(cache.layers[layer])
+        picked = choose(scores, pick, capacity=ids.shape[-1], unit=unit, given=handed_on)
+        return picked.ids, picked.count
 
     def stats(layer: int):
         return ("page_mass" if unit == "page" else "token_logits") if picks(layer) else None
