@@ -28,7 +28,7 @@ from jsparse.models.checkpoint import Params, load
 from jsparse.partials import Stats
 from jsparse.policies.head_gates import SUFFIX, HeadGates, save
 from jsparse.policy import Policy, State, builder, dense
-from jsparse.train.head_gates import hardened
+from jsparse.train.families import hardened, one_in_eight
 
 SINK, RECENT = 64, 256
 
@@ -92,7 +92,7 @@ def ranked(mass: Float32[np.ndarray, "L K"], count: int, **settings: int) -> Hea
 def baselines(params: Params, args: argparse.Namespace) -> Iterator[tuple[str, HeadGates]]:
     """The gates by the names of their files."""
     shape = params.config.num_layers, params.config.num_kv_heads
-    count = round(shape[0] * shape[1] / 8) if args.count is None else args.count
+    count = one_in_eight(*shape) if args.count is None else args.count
     for seed in range(args.random_seeds):
         yield f"random_{seed}", drawn(shape, count, seed)
     sizes = {"prompts": args.prompts, "length": args.length, "steps": args.steps}

@@ -55,7 +55,7 @@ TWILIGHT = (
 )
 TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 ANSWERED_WHEN_LONG = TASKS[:4]
-GATES = ("hard_kuma", "hard_concrete", "direct", "random_0", "random_1", "mass")
+GATES = ("hard_kuma", "hard_concrete", "direct", "hard_kuma_refreshed", "random_0", "random_1", "mass")
 
 
 def lychee(gates: Path) -> tuple[str, ...]:
@@ -72,7 +72,8 @@ def lychee(gates: Path) -> tuple[str, ...]:
     return (
         *(f"lychee_decode({file!r}, budget=512)" for file in files),
         *(f"lychee_decode({files[0]!r}, {way})" for way in ways),
-        f"duo_attention({files[0]!r}, sink=64, recent=448)",
+        f"keep(lychee_decode({files[0]!r}, budget=448), sink=4, recent=60)",
+        *(f"duo_attention({file!r}, sink=64, recent=448)" for file in (files[0], files[2])),
         "tidal(budget=512)",
         _behind_two("quest(budget=1024)"),
     )

@@ -22,9 +22,9 @@ Every `correct_every` steps      the engine computes the last tokens again as on
 
 How the five methods fit (papers and formulas: each method's own file, when it lands):
 
-LycheeDecode  state[l]: the set handed to layer l, ids [B, K, C] and count. select: those ids, with `dense` set for
-              retrieval heads. stats "page_mass" in layers that have such heads; update turns it into a set by one of
-              four rules and writes it to state[l + 1], or passes state[l] on for sparse heads. correct_every=32.
+LycheeDecode  the state is one set, ids [B, K, C] and count, that goes through the layers. select: those ids, with
+              `dense` set for retrieval heads. stats in layers whose picks the next one uses; update replaces the sets
+              of their retrieval heads by one of four rules. correct_every.
 LFPS          state[l]: two score tables [B, K, S] and the sink's statistics, from `view.q_window` (window=32) at the
               last chunk. select: bypass test, candidates, exact dot products, top-k as a token list; a bypassing head
               gets count 0 and a summary (sink and mean value), which is then its whole result. stats "token_logits";
@@ -42,6 +42,7 @@ LycheeCluster prefill at the last chunk cuts the token ids into chunks and clust
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -169,11 +170,14 @@ def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
 
 
 def _literal(value: Any) -> Any:
-    """The value; arrays and lists as tuples of numbers, as which a name can spell them."""
+    """The value as a name can spell it: paths as strings, arrays and lists as tuples of numbers, of masks 0 and 1."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if hasattr(value, "tolist"):
         value = value.tolist()
-    listed = isinstance(value, list | tuple) and not isinstance(value, Policy)
-    return tuple(_literal(x) for x in value) if listed else value
+    if isinstance(value, Policy) or not isinstance(value, list | tuple):
+        return value
+    return tuple(int(x) if isinstance(x, bool) else _literal(x) for x in value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -190,6 +194,12 @@ def fraction(name: str, value: Any) -> None:
     """Raises ValueError unless a hyper-parameter is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+
+def below_one(name: str, value: Any) -> None:
+    """Raises ValueError unless a hyper-parameter is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: must be a number from 0 to below 1")
 
 
 def require_policy(name: str, value: Any) -> None:

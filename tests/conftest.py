@@ -34,7 +34,7 @@ ARRAY_MODULES = (
     "train.distill",
     "train.hard_concrete",
     "train.hard_kuma",
-    "train.head_gates",
+    "train.families",
     "train.minmax",
     "train.stretched",
 )

@@ -78,7 +78,7 @@ def test_layer_0_is_all_retrieval_for_lychee_decode_alone():
 @pytest.mark.parametrize("build", METHODS)
 def test_gates_of_another_model_are_refused_before_the_prompt_is_read(build, gates):
     sizes = f"{len(gates)} × {len(gates[0])}"
-    with pytest.raises(ValueError, match=f"^gates of {sizes} layers × KV heads: must be for the model's 3 × 2"):
+    with pytest.raises(ValueError, match=f"^gates=.*: is for {sizes} layers × KV heads, must be for the model's 3 × 2"):
         engine_logits(tiny_params(), build(gates), random_prompts((9,)), random_tokens(1, 2))
 
 
@@ -122,7 +122,7 @@ def test_a_file_and_a_shipped_name_decode_as_their_mask_does(build, shipped, tmp
     np.testing.assert_array_equal(head_gates.retrieval_heads("second"), MASK)
     np.testing.assert_array_equal(head_gates.retrieval_heads(path), MASK)
     assert parse(f"{build.__name__}('second')") is build("second")
-    with pytest.raises(ValueError, match="^gates of 2 × 1 layers"):
+    with pytest.raises(ValueError, match="^gates='first': is for 2 × 1 layers"):
         engine_logits(tiny_params(), build("first"), random_prompts((9,)), random_tokens(1, 2))
 
 

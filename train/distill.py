@@ -5,8 +5,10 @@ are compared, then run twice over its K and V: densely, as teacher, and with eve
 
     z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer above)
 
-of its two possible roles. A set is the best `keep` of what a token sees, by the logits of the group's mean query in the
-layer above. Only rows of attention of those tokens ever exist, and the backward pass computes them anew.
+of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its group's mean query,
+for the head of its index in the next layer. Where sets are "handed_on", a head whose gate is below one half passes on
+what it inherited instead, as a sparse head does in decoding; where they are "refreshed", every head picks, as in the
+paper's training. Only rows of attention of those tokens ever exist, and the backward pass computes them anew.
 """
 
 from functools import partial
@@ -26,6 +28,7 @@ from jsparse.threshold import top_k_mask
 from jsparse.train.data import Batch
 
 Match = Literal["logits", "hidden"]
+Sets = Literal["handed_on", "refreshed"]
 KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
 
 
@@ -54,7 +57,7 @@ def lesson(decoder: Decoder, weights: Weights, batch: Batch, match: Match) -> Le
     last = jnp.take_along_axis(context, held[:, None], axis=1)
     tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
     given = Lesson(read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored)
-    return given._replace(outputs=predictions(decoder, weights, given, None, keep=1.0, match=match))
+    return given._replace(outputs=predictions(decoder, weights, given, None, match=match))
 
 
 def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
@@ -75,7 +78,14 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
 
 
 def predictions(
-    decoder: Decoder, weights: Weights, given: Lesson, gates: Float[Array, "L K"] | None, *, keep: float, match: Match
+    decoder: Decoder,
+    weights: Weights,
+    given: Lesson,
+    gates: Float[Array, "L K"] | None,
+    *,
+    match: Match,
+    keep: float = 1.0,
+    sets: Sets = "handed_on",
 ) -> Float32[Array, "B T out"]:
     """Logits of the lesson's tokens, or their last hidden states; `gates` None: dense."""
     steps = jnp.arange(given.tokens.shape[1], dtype=jnp.int32)
@@ -90,7 +100,10 @@ def predictions(
         # nothing is handed to the first layer, nor does anyone inherit from the last
         picks = keep if layer + 1 < gates.shape[0] else None
         z = None if inherited is None else gates[layer]
-        o, inherited = attention(q, *joined, given.held, z, inherited, picks)
+        o, picked = attention(q, *joined, given.held, z, inherited, picks)
+        if sets == "handed_on" and inherited is not None and picked is not None:
+            picked = jnp.where(gates[layer][:, None, None] < 0.5, inherited, picked)
+        inherited = picked
         return o
 
     hidden = hidden_states(decoder, weights, given.tokens, given.held[:, None] + steps, attend)

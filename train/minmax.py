@@ -1,6 +1,6 @@
 """Gates at the least distance whose expected number is a target: a game against a Lagrange multiplier.
 
-LycheeDecode (arXiv:2602.04541), equations 14 and 15. Gates descend on, and the multiplier ascends on,
+LycheeDecode (arXiv:2602.04541), equations 7 and 8. Gates descend on, and the multiplier ascends on,
 
     distance + multiplier · (expected share of retrieval heads - wanted share),
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Key
 
-from jsparse.train.head_gates import Gates, Params, noise
+from jsparse.train.families import Gates, Params, noise
 
 Penalty = Literal["ascent", "exponential", "fixed"]
 

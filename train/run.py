@@ -37,9 +37,13 @@ def train_gates(
         float, Option(help="Share of the steps over which the number wanted falls from all heads to --target.")
     ] = 0.6,
     steps: Annotated[int, Option(help="Of the whole training.")] = 3000,
-    batch: Annotated[int, Option(help="Samples a step, a multiple of the devices.")] = 1,
+    batch: Annotated[int, Option(help="Samples a step; as many devices share them as divide them.")] = 1,
     rate: Annotated[float, Option(help="AdamW's.")] = 0.01,
     keep: Annotated[float, Option(help="Share of the context that a sparse head inherits while training.")] = 0.3,
+    sets: Annotated[
+        str,
+        Option(help="handed_on: as in decoding, heads below one half pass on their set; refreshed: all heads pick."),
+    ] = "handed_on",
     match: Annotated[str, Option(help="What is compared with the dense model: logits or hidden.")] = "logits",
     seeds: Annotated[int, Option(help="Trainings side by side, on the same samples.")] = 1,
     held_out: Annotated[int, Option(help="Batches that the result is measured on.")] = 16,
@@ -65,6 +69,7 @@ def train_gates(
     from jsparse.compilation import keep_compilations
     from jsparse.models.checkpoint import load
     from jsparse.prompts import tokenizer_of
+    from jsparse.train.families import one_in_eight
     from jsparse.train.trainer import Settings, Trainer
 
     bars = Bars()
@@ -81,12 +86,11 @@ def train_gates(
             f"must be at most {config.max_position_embeddings} together, the model's maximum"
         )
     given: Any = {
-        "target": max(round(config.num_layers * config.num_kv_heads / 8), config.num_kv_heads)
-        if target is None
-        else target,
+        "target": one_in_eight(config.num_layers, config.num_kv_heads) if target is None else target,
         "family": family,
         "penalty": penalty or ("fixed" if family == "direct" else "ascent"),
         "match": match,
+        "sets": sets,
     }
     settings = Settings(
         **given,

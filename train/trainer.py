@@ -24,7 +24,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policies.head_gates import HeadGates, save
 from jsparse.train import distill, minmax
 from jsparse.train.data import Source, check_at_least
-from jsparse.train.head_gates import FAMILIES, hardened
+from jsparse.train.families import FAMILIES, hardened
 from jsparse.train.minmax import Game, State
 
 GREY = 0.1, 0.9
@@ -46,6 +46,7 @@ class Settings:
         anneal: share of the steps over which the wanted number falls to the target.
         rate: of AdamW.
         keep: the share of the context that a sparse head inherits.
+        sets: "handed_on" or "refreshed"; see `distill`.
         match: what is compared, "logits" or "hidden".
         seeds: trained side by side, on the same samples with noise of their own.
         held_out: batches, after those that are trained on, by which the result is measured.
@@ -62,6 +63,7 @@ class Settings:
     batch: int = 1
     rate: float = 0.01
     keep: float = 0.3
+    sets: distill.Sets = "handed_on"
     match: distill.Match = "logits"
     seeds: int = 1
     held_out: int = 16
@@ -72,8 +74,11 @@ class Settings:
         Raises:
             ValueError: a setting is out of its range.
         """
-        kinds = {"family": tuple(FAMILIES), "penalty": get_args(minmax.Penalty), "match": get_args(distill.Match)}
-        for name, known in kinds.items():
+        kinds = {"penalty": minmax.Penalty, "match": distill.Match, "sets": distill.Sets}
+        for name, known in {
+            "family": tuple(FAMILIES),
+            **{name: get_args(kind) for name, kind in kinds.items()},
+        }.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         check_at_least(1, steps=self.steps, batch=self.batch, seeds=self.seeds, held_out=self.held_out)
@@ -87,6 +92,8 @@ class Settings:
             raise ValueError(f"rate={self.rate}: must be a finite number above 0")
         if not 0 <= self.anneal <= 1:
             raise ValueError(f"anneal={self.anneal}: must be from 0 to 1")
+        if self.penalty == "fixed" and self.penalty_rate is not None:
+            raise ValueError(f"penalty_rate={self.penalty_rate}: must not be given where penalty='fixed'")
         usual: dict[str, float] = dict(
             zip(("penalty_rate", "penalty_start", "damping"), PENALTIES[self.penalty], strict=True)
         )
@@ -108,60 +115,57 @@ class Trainer:
         """Begins, or with `resume` goes on.
 
         Raises:
-            ValueError: a setting is out of its range; the folder holds a run already, and `resume` is False; or one of
-                other settings, and it is True.
+            ValueError: a setting is out of its range; the folder holds a run, and `resume` is False; it is True, and
+                the folder holds none, or one of other settings.
         """
         config = params.config
         self.game = settings.game(config.num_layers, config.num_kv_heads)
-        devices = np.array(jax.local_devices())
-        if settings.batch % devices.size:
-            raise ValueError(f"batch={settings.batch}: must be a multiple of the {devices.size} devices")
+        devices = jax.local_devices()
+        devices = np.array(devices[: math.gcd(settings.batch, len(devices))])  # equal shares
         self.settings, self.source, self.folder = settings, source, folder.absolute()
         self._mesh = Mesh(devices, ("data",))
         self._decoder = params.decoder
         self._weights = jax.device_put(params.weights, NamedSharding(self._mesh, PartitionSpec()))
-        told = {"settings": asdict(settings), "data": source.describe(), "model": params.name}
+        penalty = {name: getattr(self.game, name) for name in ("penalty_rate", "penalty_start", "damping")}
+        told = {"settings": asdict(settings) | penalty, "data": source.describe(), "model": params.name}
         self._check_folder(told | {"dtype": str(np.dtype(params.dtype))}, resume)
         self._seeds = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
+        self._lesson = jax.jit(self._read)
+        self._step = jax.jit(self._stepped, donate_argnums=1)
+        self._distances = jax.jit(self._measured)
 
     def _check_folder(self, told: dict[str, Any], resume: bool) -> None:
         """Nothing is there, or with `resume` the same settings."""
         path = self.folder / "settings.json"
         self._told = json.loads(json.dumps(told))
-        if path.exists():
-            if not resume:
-                raise ValueError(
-                    f"out={str(self.folder)!r}: holds a training already; resume it or name another folder"
-                )
-            there = json.loads(path.read_text(encoding="utf-8"))
-            if there != self._told:
-                differing = [name for name in sorted(there | self._told) if there.get(name) != self._told.get(name)]
-                raise ValueError(
-                    f"out={str(self.folder)!r}: holds a training with other {', '.join(differing)} ({path})"
-                )
+        shown = f"out={str(self.folder)!r}"
+        if path.exists() != resume:
+            what = "no training to resume" if resume else "a training already; resume it or name another folder"
+            raise ValueError(f"{shown}: holds {what}")
+        if resume:
+            there, here = (_leaves(x) for x in (json.loads(path.read_text(encoding="utf-8")), self._told))
+            differing = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+            if differing:
+                each = (f"{name} {there.get(name)} there, {here.get(name)} here" for name in differing)
+                raise ValueError(f"{shown}: holds a training with other settings: {'; '.join(each)}")
 
-    @partial(jax.jit, static_argnums=0)
-    def _lesson(self, weights: Any, batch: Any) -> distill.Lesson:
+    def _read(self, weights: Any, batch: Any) -> distill.Lesson:
         rows, everywhere = PartitionSpec("data"), PartitionSpec()
         teach = partial(distill.lesson, self._decoder, match=self.settings.match)
         shared = jax.shard_map(teach, mesh=self._mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=False)
         return shared(weights, batch)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def _step(self, weights: Any, state: State, nth: Array, given: distill.Lesson) -> tuple[State, minmax.Progress]:
+    def _stepped(self, weights: Any, state: State, nth: Array, given: distill.Lesson) -> tuple[State, minmax.Progress]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(self._seeds, nth)
-        return minmax.step(self.game, state, keys, partial(self._distance, weights, given), nth)
+        return minmax.step(self.game, state, keys, partial(self._distance, weights, given, self.settings.sets), nth)
 
-    @partial(jax.jit, static_argnums=0)
-    def _distances(self, weights: Any, gates: Array, given: distill.Lesson) -> Array:
-        """Of every seed's gates [seeds, L, K]."""
-        return jax.lax.map(partial(self._distance, weights, given), gates)
+    def _measured(self, weights: Any, gates: Array, given: distill.Lesson) -> Array:
+        """The distance of each of several gates [n, L, K], with sets handed on as in decoding."""
+        return jax.lax.map(partial(self._distance, weights, given, "handed_on"), gates)
 
-    def _distance(self, weights: Any, given: distill.Lesson, gates: Array) -> Array:
-        keep, match = self.settings.keep, self.settings.match
-        return distill.distance(
-            distill.predictions(self._decoder, weights, given, gates, keep=keep, match=match), given
-        )
+    def _distance(self, weights: Any, given: distill.Lesson, sets: distill.Sets, gates: Array) -> Array:
+        ways: Any = {"keep": self.settings.keep, "match": self.settings.match, "sets": sets}
+        return distill.distance(distill.predictions(self._decoder, weights, given, gates, **ways), given)
 
     def teach(self, nth: int) -> distill.Lesson:
         """The nth batch, read."""
@@ -193,18 +197,17 @@ class Trainer:
             with Log(self.folder / "log.jsonl", first) as log:
                 if first == 0:
                     log.write(self._gates(0, state))
+                began = time.perf_counter()
                 ahead = self.teach(first)
                 for nth in range(first, steps):
-                    began = time.perf_counter()
                     state, progress = self._step(self._weights, state, jnp.int32(nth), ahead)
                     ahead = self.teach(nth + 1)  # while the device is at work
                     line = {"step": nth + 1, **{name: np.asarray(x).tolist() for name, x in progress._asdict().items()}}
-                    line["seconds"] = round(time.perf_counter() - began, 4)
+                    line["seconds"] = round(-began + (began := time.perf_counter()), 4)
                     log.write(line)
                     if (nth + 1) * kept // steps > nth * kept // steps:
                         log.write(self._gates(nth + 1, state))
                     if (nth + 1) % save_every == 0 or nth + 1 == steps:
-                        log.flush()
                         checkpoints.save(nth + 1, args=StandardSave(state))
                         checkpoints.wait_until_finished()
                     report(nth + 1, steps, line)
@@ -268,19 +271,14 @@ class Log:
 
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
-        self._file = path.open("w", encoding="utf-8")
-        for line in lines:
-            if line["step"] <= first:
-                self.write(line)
-        self.flush()
+        aside = path.with_suffix(".new")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= first), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Adds a line."""
+        """Adds a line, on disk at once."""
         self._file.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        """What was written is on disk."""
-        self._file.flush()
 
     def __enter__(self) -> "Log":
         return self
@@ -298,3 +296,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file; one that was cut off while it was written is none."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
+
+
+def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
+    """The values of nested dicts by their paths."""
+    paths = jax.tree.leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in paths}

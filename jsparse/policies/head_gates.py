@@ -95,12 +95,12 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
     return np.array(rows, np.bool_)
 
 
-def require_fit(retrieval: Bool[np.ndarray, "L K"], spec: CacheSpec) -> None:
-    """Raises ValueError where the gates are of a model of other sizes."""
+def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
+    """Raises ValueError where the mask that the argument `gates` names is of a model of other sizes."""
     wanted = spec.num_layers, spec.num_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(
-            f"gates of {' × '.join(map(str, retrieval.shape))} layers × KV heads: "
+            f"gates={gates!r}: is for {' × '.join(map(str, retrieval.shape))} layers × KV heads, "
             f"must be for the model's {' × '.join(map(str, wanted))}"
         )
 

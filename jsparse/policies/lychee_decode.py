@@ -21,7 +21,7 @@ from jsparse.pallas_kernels.select import Threshold, TopK, TopP
 from jsparse.pallas_kernels.select import select as choose
 from jsparse.partials import Stats
 from jsparse.policies import head_gates
-from jsparse.policy import Policy, State, builder, fraction, whole_number
+from jsparse.policy import Policy, State, below_one, builder, fraction, whole_number
 from jsparse.selection import Granularity, Selection
 
 Select = Literal["top_k", "top_p", "threshold", "ratio"]
@@ -41,8 +41,8 @@ def lychee_decode(
     """Retrieval heads are dense; sparse heads attend to what the last retrieval head of their index picked.
 
     Args:
-        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, or the mask [L, K]
-            itself. In layer 0 all must be retrieval heads.
+        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, which is not read
+            again in the same process, or the mask [L, K] itself. In layer 0 all must be retrieval heads.
         budget: with "top_k", tokens that are picked.
         select: how tokens are picked, by the weights of a group's mean query.
         p: with "top_p", the fewest tokens that weigh p.
@@ -53,10 +53,9 @@ def lychee_decode(
     """
     whole_number("budget", budget, 1)
     fraction("p", p)
-    fraction("ratio", ratio)
+    below_one("ratio", ratio)
     whole_number("correct_every", correct_every, 0)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
-        raise ValueError(f"threshold={threshold!r}: must be a number from 0 to below 1")
+    below_one("threshold", threshold)
     for name, value, kinds in (("select", select, Select), ("unit", unit, Granularity)):
         if value not in get_args(kinds):
             raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
@@ -85,7 +84,7 @@ def lychee_decode(
         return TopK(jnp.ceil((1 - ratio) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
 
     def init(spec: CacheSpec) -> State:
-        head_gates.require_fit(retrieval, spec)
+        head_gates.require_fit(retrieval, gates, spec)
         heads, units = (spec.batch, spec.num_kv_heads), spec.capacity // size(spec.page_size)
         return jnp.zeros((*heads, capacity(units, spec.page_size)), jnp.int32), jnp.zeros(heads, jnp.int32)
 

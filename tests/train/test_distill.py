@@ -48,9 +48,9 @@ def given():
         return taught(batch_of(40))
 
 
-@partial(jax.jit, static_argnames=("keep", "match"))
-def student(gates, given, keep=0.3, match="logits"):
-    return distill.predictions(PARAMS.decoder, PARAMS.weights, given, gates, keep=keep, match=match)
+@partial(jax.jit, static_argnames=("keep", "match", "sets"))
+def student(gates, given, keep=0.3, match="logits", sets="handed_on"):
+    return distill.predictions(PARAMS.decoder, PARAMS.weights, given, gates, keep=keep, match=match, sets=sets)
 
 
 def distance(gates, given, keep=0.3, match="logits"):
@@ -105,11 +105,12 @@ def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
     assert distance(np.zeros_like(gates), given) > 0.01
 
 
+@pytest.mark.parametrize("ways", ["handed_on", "refreshed"])
 @pytest.mark.parametrize("gates", [GATES, np.round(GATES), np.zeros_like(GATES)])
-def test_predictions_are_those_of_the_slow_model(given, gates):
-    """Every head hands on its best of each token, whatever its own gate is."""
+def test_predictions_are_those_of_the_slow_model(given, gates, ways):
+    """A head hands on its best of each token; where sets are handed on, one below one half what it inherited."""
     model, keep = SlowModel(PARAMS), 0.3
-    outputs = student(gates, given, keep)
+    outputs = student(gates, given, keep, sets=ways)
     for at, sample in enumerate(SAMPLES):
         row, sets = SlowRow(model, sample.context[:-1].tolist()), []
 
@@ -119,9 +120,11 @@ def test_predictions_are_those_of_the_slow_model(given, gates):
             if layer:
                 z = np.repeat(gates[layer], row.group)[:, None]
                 o = z * full + (1 - z) * np.stack(row.over(layer, q, sets))
-            sets[:] = [
+            picked = [
                 best(logits_of(row.mean_query(q, head), row.k[layer][head]), keep) for head in range(len(row.k[layer]))
             ]
+            passing = [bool(layer) and ways == "handed_on" and z < 0.5 for z in gates[layer]]
+            sets[:] = [sets[head] if passes else picked[head] for head, passes in enumerate(passing)]
             return list(o)
 
         tokens = [sample.context[-1], *sample.target[:-1]]

@@ -10,8 +10,8 @@ import pytest
 from scipy import integrate, special
 
 from jsparse.train import hard_concrete, hard_kuma
+from jsparse.train.families import FAMILIES, hardened, noise
 from jsparse.train.hard_kuma import CLAMP, Kuma
-from jsparse.train.head_gates import FAMILIES, hardened, noise
 
 SHAPE = 4, 3
 COUNT = 200_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jsparse.train import minmax
-from jsparse.train.head_gates import FAMILIES
+from jsparse.train.families import FAMILIES
 from jsparse.train.minmax import Game
 
 SHAPE = LAYERS, HEADS = 3, 4

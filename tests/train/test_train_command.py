@@ -91,7 +91,7 @@ def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
     ran, out = done
     assert_refused(run("--out", out, *small(text)), "holds a training already")
     assert_refused(run("--out", out, *small(text), "--resume", "--rate", 0.5), "other settings")
-    assert_refused(run("--out", out, *small(text), "--resume", "--seed", 1), "other data")
+    assert_refused(run("--out", out, *small(text), "--resume", "--seed", 1), "data.seed 0 there, 1 here")
     before = (out / "log.jsonl").read_text()
     again = run("--out", out, *small(text), "--resume")
     assert (again.exit_code, again.stdout) == (0, ran.stdout)
@@ -113,6 +113,7 @@ def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
     given = {
         "family": "hard_concrete", "penalty": "exponential", "penalty_rate": 0.25, "penalty_start": 3.0, "damping": 1.5,
         "steps": 7, "anneal": 0.5, "batch": 8, "rate": 0.02, "keep": 0.4, "match": "hidden", "seeds": 3, "held_out": 5,
+            "sets": "refreshed",
     }  # fmt: skip
     flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", value)]
     keys = {"min_length": 170, "max_length": 200, "needles": 2, "words": 1, "asked": 1, "seed": 9}

@@ -18,7 +18,7 @@ from tiny import engine_logits, random_prompts, random_tokens
 
 from jsparse.policies import head_gates
 from jsparse.policies.lychee_decode import lychee_decode
-from jsparse.train.head_gates import hardened
+from jsparse.train.families import hardened
 from jsparse.train.trainer import Log, read_lines, read_log
 
 TESTS = Path(__file__).parents[1]
@@ -27,10 +27,7 @@ import json, pathlib, sys
 from small_training import left, trainer
 
 folder = pathlib.Path(sys.argv[1])
-try:
-    trainer(folder / "refused", devices=2, batch=1)
-except ValueError as error:
-    print(json.dumps(str(error)))
+print(trainer(folder / "alone", devices=2, batch=1)._mesh.size)
 print(json.dumps(trainer(folder / "run", devices=2).run()))
 """
 
@@ -171,14 +168,16 @@ def test_a_run_of_another_is_not_gone_on_with(whole):
         trainer(whole[0])
     other = replace(model(), name="other")
     for changes, differing in (
-        ({"rate": 0.02}, "settings"),
-        ({"steps": STEPS + 1}, "settings"),
-        ({"longest": 25}, "data"),
-        ({"params": other}, "model"),
-        ({"longest": 25, "seeds": 3}, "data, settings"),
+        ({"rate": 0.02}, r"settings\.rate .* there, 0\.02 here"),
+        ({"steps": STEPS + 1}, rf"settings\.steps {STEPS} there, {STEPS + 1} here"),
+        ({"longest": 25}, "data.*25 here"),
+        ({"params": other}, "model .* there, other here"),
+        ({"longest": 25, "seeds": 3}, r"data.*25 here; settings\.seeds .* there, 3 here"),
     ):
-        with pytest.raises(ValueError, match=rf"out='.*run': holds a training with other {differing} \(.*json\)"):
+        with pytest.raises(ValueError, match=rf"out='.*run': holds a training with other settings: .*{differing}"):
             trainer(whole[0], resume=True, **changes)
+    with pytest.raises(ValueError, match=r"out='.*nothing': holds no training to resume"):
+        trainer(whole[0] / "nothing", resume=True)
     assert left(whole[0]) == before
 
 
@@ -196,9 +195,8 @@ def test_two_devices_do_what_one_does(whole, tmp_path):
         command, env=os.environ | flags | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    refused, record = map(json.loads, ran.stdout.splitlines())
-    assert refused == "batch=1: must be a multiple of the 2 devices"
-    assert not (tmp_path / "refused").exists()
+    devices, record = map(json.loads, ran.stdout.splitlines())
+    assert devices == 1, "one sample cannot be shared"
     one, two = left(whole[0]), left(tmp_path / "run")
     assert two["retrieval"] == one["retrieval"]
     np.testing.assert_allclose(two["scores"], one["scores"], rtol=1e-3)

@@ -55,6 +55,11 @@ def noise(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return jax.random.uniform(key, shape, jnp.float32, *NOISE)
 
 
+def one_in_eight(layers: int, heads: int) -> int:
+    """How many retrieval heads are usual: an eighth of all KV heads, and layer 0's at least."""
+    return max(round(layers * heads / 8), heads)
+
+
 def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
     """Marks exactly `count` retrieval heads: all of layer 0, and those of the others that score highest.
 
