@@ -42,7 +42,7 @@ class Settings:
         family: "hard_kuma", "hard_concrete" or "direct".
         penalty: "ascent", "exponential" or "fixed"; see `minmax.Game`.
         penalty_rate, penalty_start, damping: None: what suits the penalty.
-        steps, batch: how many, and samples in each, a multiple of the devices.
+        steps, batch: how many, and samples in each.
         anneal: share of the steps over which the wanted number falls to the target.
         rate: of AdamW.
         keep: the share of the context that a sparse head inherits.
