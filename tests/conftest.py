@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import jax
 import pytest
@@ -45,6 +46,8 @@ os.environ["JSPARSE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jsparse-tests-")
 
 install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
 
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 30000
+
 settings.register_profile("jsparse", deadline=None, derandomize=True)
 settings.load_profile("jsparse")
 
@@ -59,6 +62,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compilations():
-    """Compiled programs of thousands of tests use up the memory maps of a process, and the compiler segfaults."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _stay_below_the_maps_of_a_process():
+    """Compiled programs of many tests use up the memory maps of a process (65530), and the compiler segfaults."""
+    yield
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()

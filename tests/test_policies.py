@@ -135,7 +135,8 @@ def test_jit_equals_eager(expression):
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (loop.step, loop.maintain, prefill.correct, prefill.prefill_chunk)
-    engine_logits(params(), expression, PROMPTS[1:], FORCED[:1, :2], page_size=PAGE, max_length=64)
+    first = 2 + parse(expression).correct_every
+    engine_logits(params(), expression, PROMPTS[1:], FORCED[:1, :first], page_size=PAGE, max_length=64)
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")
     engine_logits(params(), spaced, random_prompts([15], seed=8), FORCED[:1], page_size=PAGE, max_length=64)
