@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+import jsparse
 from jsparse.models.checkpoint import Params
 from jsparse.policies.head_gates import HeadGates, save
 from jsparse.train import distill, minmax
@@ -236,6 +237,8 @@ class Trainer:
         learned = np.asarray(soft[:, 1:])
         record = self._told | {
             "seconds": sum(line["seconds"] for line in read_log(self.folder) if "seconds" in line),
+            "device": self._mesh.devices.flat[0].device_kind,
+            "versions": {"jax": jax.__version__, "jsparse": jsparse.__version__},
             "peak_bytes": self._peak_bytes(),
             "distance_of_layer_0_alone": float(far[-1]),
             "seeds": [

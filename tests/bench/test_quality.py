@@ -30,7 +30,8 @@ def test_every_policy_of_a_set_is_one(name, gates):
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_sets_own_tasks_and_lengths_can_be_measured(name):
-    plan([], SETS[name].tasks, SETS[name].lengths, 1)
+    made = plan([], SETS[name].tasks, SETS[name].lengths, 1)
+    assert (made.tasks, made.lengths) == (tuple(SETS[name].tasks), tuple(SETS[name].lengths))
 
 
 def test_lychee_compares_all_gates_and_names_them_as_given(gates):

@@ -22,22 +22,6 @@ def made():
     return json.loads(json.dumps(report()))
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """What is saved, as objects, too."""
-    from matplotlib.figure import Figure
-
-    saved = []
-    save = Figure.savefig
-
-    def savefig(figure, *args, **kwargs):
-        saved.append(figure)
-        return save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
-
-
 def panels(figure):
     """The axes by title; colour bars and empty places have none."""
     return {axis.get_title().replace("\n", " "): axis for axis in figure.axes if axis.get_title()}

@@ -17,22 +17,6 @@ NAMES = [f"layer {layer}, KV head {head}" for layer in (1, 2, 3) for head in (0,
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """What is saved, as objects, too."""
-    from matplotlib.figure import Figure
-
-    saved = []
-    save = Figure.savefig
-
-    def savefig(figure, *args, **kwargs):
-        saved.append(figure)
-        return save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
-
-
-@pytest.fixture
 def values():
     return np.random.default_rng(0).random((len(STEPS), 4, 2))
 
