@@ -58,12 +58,13 @@ class Game(NamedTuple):
         target: retrieval heads wanted, the first layer's counted.
         steps: of the whole training.
         rate: AdamW's, reached after a fifth of the steps and left in the last fifth.
-        penalty: "ascent": the multiplier ascends by gradient; "exponential": by a power of e, as LycheeDecode's public
-            code has it, and never falls; "fixed": it stays as it starts, a plain L1 penalty as DuoAttention has it.
+        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most, so that it cannot run
+            ahead of gates that are under way; "exponential": by a power of e, as LycheeDecode's public code has it,
+            and never falls; "fixed": it stays as it starts, a plain L1 penalty as DuoAttention has it.
         penalty_rate: its rate of ascent.
         penalty_start: what it starts from.
-        anneal: share of the steps over which the wanted number falls from all heads to the target, so that the
-            multiplier need never run ahead of the gates; 0: the target is wanted from the start, as in the paper.
+        anneal: share of the steps over which the wanted number falls from all heads to the target; 0: the target is
+            wanted from the start, as in the paper.
         damping: weight of the squared surplus in the augmented Lagrangian; 0: the plain one, as in the paper.
     """
 
@@ -93,7 +94,7 @@ class Game(NamedTuple):
     def optimiser(self) -> optax.GradientTransformation:
         """AdamW for the gates, the penalty's rule for the multiplier.
 
-        Its second moment forgets in a hundred steps: gates that are all but 0 or 1 have gradients so much smaller than
+        Its second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients so much smaller than
         before that they would not move again.
         """
         fifth = max(self.steps // 5, 1)
@@ -102,8 +103,8 @@ class Game(NamedTuple):
             [rise, optax.constant_schedule(self.rate), fall], [fifth, max(self.steps - fifth, fifth)]
         )
         rules: Any = {
-            "gates": optax.adamw(schedule, b2=0.99, weight_decay=0.0),
-            "multiplier": _rule(self.penalty, self.penalty_rate),
+            "gates": optax.adamw(schedule, b2=0.95, weight_decay=0.0),
+            "multiplier": _rule(self.penalty, self.penalty_rate, one_head=1 / (self.shape[0] * self.shape[1])),
         }
         return optax.multi_transform(rules, {"gates": "gates", "multiplier": "multiplier"})
 
@@ -157,10 +158,10 @@ def with_first_layer(gates: Float32[Array, "*seeds learned K"]) -> Float32[Array
     return jnp.concatenate([jnp.ones_like(gates[..., :1, :]), gates], axis=-2)
 
 
-def _rule(penalty: Penalty, rate: float) -> optax.GradientTransformation:
+def _rule(penalty: Penalty, rate: float, one_head: float) -> optax.GradientTransformation:
     match penalty:
         case "ascent":
-            return optax.chain(optax.scale(rate), optax.keep_params_nonnegative())
+            return optax.chain(optax.clip(one_head), optax.scale(rate), optax.keep_params_nonnegative())
         case "exponential":
             return _exponential(rate)
         case "fixed":

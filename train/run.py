@@ -35,7 +35,7 @@ def train_gates(
     damping: Annotated[float | None, Option(help="Weight of the squared surplus of retrieval heads.")] = None,
     anneal: Annotated[
         float, Option(help="Share of the steps over which the number wanted falls from all heads to --target.")
-    ] = 0.6,
+    ] = 0.5,
     steps: Annotated[int, Option(help="Of the whole training.")] = 3000,
     batch: Annotated[int, Option(help="Samples a step; as many devices share them as divide them.")] = 1,
     rate: Annotated[float, Option(help="AdamW's.")] = 0.01,

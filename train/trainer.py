@@ -30,7 +30,7 @@ from jsparse.train.minmax import Game, State
 
 GREY = 0.1, 0.9
 # rate, start, damping
-PENALTIES = {"ascent": (0.5, 0.0, 10.0), "exponential": (1e-3, 2.0, 0.0), "fixed": (0.0, 0.05, 0.0)}
+PENALTIES = {"ascent": (0.5, 0.0, 1000.0), "exponential": (1e-3, 2.0, 0.0), "fixed": (0.0, 0.05, 0.0)}
 Report = Callable[[int, int, dict[str, Any]], Any]
 
 
@@ -59,7 +59,7 @@ class Settings:
     penalty_rate: float | None = None
     penalty_start: float | None = None
     damping: float | None = None
-    anneal: float = 0.6
+    anneal: float = 0.5
     steps: int = 3000
     batch: int = 1
     rate: float = 0.01

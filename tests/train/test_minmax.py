@@ -97,7 +97,7 @@ def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
 
 @pytest.mark.parametrize("damping", [0.0, 0.2])
 def test_ascent_is_by_the_surplus(damping):
-    """With damping the multiplier falls by no more than its share of λ/ρ."""
+    """By a head's at most; with damping the multiplier falls by no more than its share of λ/ρ."""
     game = game_of("hard_kuma", steps=50, ascent=0.25, anneal=0.5, damping=damping)
     _, progress = played(game)
     wanted = [game.target + (ALL - game.target) * max(1 - nth / 25, 0) for nth in range(50)]
@@ -106,7 +106,8 @@ def test_ascent_is_by_the_surplus(damping):
     expected = [0.0]
     for each in surplus[:-1]:
         last = expected[-1]
-        expected.append(max(last + 0.25 * max(each, -last / damping if damping else -np.inf), 0))
+        pull = max(each, -last / damping) if damping else each
+        expected.append(max(last + 0.25 * np.clip(pull, -1 / ALL, 1 / ALL), 0))
     np.testing.assert_allclose(progress.multiplier[:, 0], expected, atol=1e-5)
     assert 0 in expected[1:]
     assert max(expected) > 0.1
