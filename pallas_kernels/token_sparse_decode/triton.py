@@ -179,7 +179,7 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The partial (o, lse) of every unit. With STATS the mean of the group's logits is one more row, behind them."""
+    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, behind them."""
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
@@ -198,6 +198,9 @@ def attend_kernel(
             ids_ptr, table_ptr, pair, first + offset, entries, listed, newest, capacity, pages, P, HAS_TABLE
         )
         q = tl.load(q_ptr + (pair * G + row) * H + col, mask=(row < G) & (col < H), other=0.0)
+        if STATS:
+            mean = tl.sum(q.to(tl.float32), 0) / G
+            q = tl.where(row == G, mean.to(q.dtype)[None, :], q)
         top = tl.full([ROWS], minus_inf, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, COLS], tl.float32)
@@ -214,9 +217,8 @@ def attend_kernel(
             if HAS_BIAS:
                 logits += tl.load(bias_ptr + at, mask=valid, other=0.0)[None, :]
             if STATS:
-                mean = tl.sum(tl.where(row < G, logits, 0.0), 0) / G
-                tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, mean, mask=valid)
-                logits = tl.where(row == G, mean[None, :], logits)
+                of_mean = tl.sum(tl.where(row == G, logits, 0.0), 0)
+                tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, of_mean, mask=valid)
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == minus_inf, 0.0, higher)

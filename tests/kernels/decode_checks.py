@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from dense_attention import expected
 
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.selection import Granularity, Selection
+from tests.kernels.dense_attention import expected
 
 
 def tolerance(case: Case) -> dict[str, Any]:
@@ -35,3 +37,20 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
     for out, scores in ((by_page, want.page_mass), (by_token, want.token_logits)):
         np.testing.assert_allclose(out.stats.scores, scores, **close)
         np.testing.assert_allclose(out.stats.lse, want.stats_lse, **close)
+
+
+def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:
+    """A kernel takes the mean query as an operand of the MMA: what it rounds away, no backend may rank tokens by.
+
+    `off` is what sums of products may be off by.
+    """
+    q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
+    nobody = jnp.zeros((1, 1, 0), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    all_of_it = Selection(*nobody, dense=jnp.ones((1, 1), jnp.bool_), granularity=granularity)
+    out = jax.jit(lambda q: op(q, layer, all_of_it, stats="token_logits"))(q)
+    mean = np.asarray(q, np.float32)[0].mean(0)
+    rounded = np.asarray(jnp.asarray(mean, jnp.bfloat16), np.float32)
+    k = np.asarray(layer.k, np.float32).reshape(-1, q.shape[-1])
+    got, scale = np.asarray(out.stats.scores)[0, 0], q.shape[-1] ** -0.5
+    np.testing.assert_allclose(got, scale * k @ rounded, rtol=off, atol=off)
+    assert np.abs(got - scale * k @ mean).max() > max(1e-3, 2 * off)

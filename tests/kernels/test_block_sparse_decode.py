@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_checks import assert_matches_dense, tolerance
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.partials import merge
 from jsparse.selection import Selection, everything, nothing
+from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, tolerance
 
 by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
@@ -35,15 +35,7 @@ def test_reading_all_and_masking_is_reading_what_is_listed(case):
 
 
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
-    """A kernel takes it as an operand of the MMA: what it rounds away, no backend may rank tokens by."""
-    q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
-    out = jax.jit(lambda q: block_sparse_decode(q, layer, everything(layer.lengths), stats="token_logits"))(q)
-    mean = np.asarray(q, np.float32)[0].mean(0)
-    rounded = np.asarray(jnp.asarray(mean, jnp.bfloat16), np.float32)
-    k = np.asarray(layer.k, np.float32).reshape(-1, q.shape[-1])
-    got, scale = np.asarray(out.stats.scores)[0, 0], q.shape[-1] ** -0.5
-    np.testing.assert_allclose(got, scale * k @ rounded, rtol=1e-5, atol=1e-5)
-    assert np.abs(got - scale * k @ mean).max() > 1e-3
+    assert_reports_rounded_mean(block_sparse_decode, "page")
 
 
 def test_cases_are_what_they_say():

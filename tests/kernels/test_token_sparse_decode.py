@@ -4,18 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_checks import assert_matches_dense
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.selection import from_token_mask, nothing, token_mask
+from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_dense_attention(case):
     assert_matches_dense(token_sparse_decode, case)
+
+
+def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+    assert_reports_rounded_mean(token_sparse_decode, "token")
 
 
 def test_tokens_and_pages_with_bits_say_the_same():

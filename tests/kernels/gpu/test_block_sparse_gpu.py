@@ -13,6 +13,7 @@ from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
+from tests.kernels.decode_checks import assert_reports_rounded_mean
 
 pytestmark = pytest.mark.gpu
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
@@ -69,6 +70,10 @@ def test_matches_the_reference(case):
     stats = attend(inputs, "mosaic", case.sm_scale, "token_logits")
     assert_near(stats, want, case.spread)
     assert_near((plain.o, plain.lse), (want.o, want.lse), case.spread)
+
+
+def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+    assert_reports_rounded_mean(partial(block_sparse_decode, implementation="mosaic"), "page", off=2e-4)
 
 
 def test_page_mass_is_that_of_the_token_logits():

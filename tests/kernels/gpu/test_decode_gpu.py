@@ -16,7 +16,8 @@ from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, rando
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
-# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens
+# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens; the top-p of lychee_decode
+# is one that no running sum comes near, since a page more or less is a visible difference
 RUNS = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
@@ -29,7 +30,7 @@ RUNS = {
     "tidal(budget=64, first=0, again=5)": (16, "place_logits: triton"),
     "lychee_decode([[1, 1], [0, 1], [0, 0]], budget=64)": (16, "place_logits: triton"),
     "lychee_decode([[1, 1], [0, 1], [0, 0]], budget=64, unit='token')": (16, "token_sparse_decode: triton"),
-    "lychee_decode([[1, 1], [0, 1], [0, 0]], select='top_p', p=0.7)": (16, "select: triton"),
+    "lychee_decode([[1, 1], [0, 1], [0, 0]], select='top_p', p=0.53)": (16, "select: triton"),
     "duo_attention([[1, 0], [0, 1], [0, 0]], sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
     "twilight(full(), p=0.9)": (16, "int4_append: triton"),
     "twilight(quest(budget=128), p=0.9, prune='bits')": (16, "block_sparse_decode: mosaic"),

@@ -11,6 +11,7 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case, Inputs
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.selection import Selection
+from tests.kernels.decode_checks import assert_reports_rounded_mean
 
 gpu = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -69,6 +70,11 @@ def test_is_at_most_twice_as_far_off_as_plain_jnp(head_dim, group, dtype):
     got, plain = attend(inputs), attend(inputs, "reference")
     assert_near(got, want, dtype)
     assert jnp.linalg.norm(got.o - want.o) <= 2 * jnp.linalg.norm(plain.o - want.o)
+
+
+@gpu
+def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
+    assert_reports_rounded_mean(partial(token_sparse_decode, implementation="triton"), "token", off=2e-4)
 
 
 @gpu
