@@ -4,6 +4,8 @@ A physical page holds P tokens of ONE KV head of ONE row. Where page m of head (
 by no table at all (the identity): then it is page (b·K + k)·M + m, and reading a whole head is a reshape.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -159,19 +161,39 @@ def read_heads(pool: Array, layer: LayerCache) -> Array:
 def append(
     cache: KVCache, layer_idx: int, k: ChunkKV, v: ChunkKV, positions: Int32[Array, "B T"], valid: Rows
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens behind what each head of row b holds.
+    """Writes the first `valid[b]` of T new tokens behind what each head of row b holds: `grow`, then `fill`."""
+    cache = grow(cache, valid, k.shape[1], layers=(layer_idx,))
+    return fill(cache, layer_idx, k, v, positions, valid)
+
+
+def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
+    """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write; in all layers at once,
+    which is one launch for all of them, unless some are named.
 
     A token that finds no room sets `cache.overflow`, and what its own head gives from then on is not to be used; no
     other head's tokens are touched.
     """
-    layer = cache.layers[layer_idx]
-    lengths = layer.lengths + valid[:, None]
-    layer, short = _allocate(layer, lengths, k.shape[1])
-    overflow = cache.overflow | short | jnp.any(lengths > layer.capacity)
+    chosen = range(len(cache.layers)) if layers is None else layers
+    lengths = [cache.layers[i].lengths + valid[:, None] for i in chosen]
+    grown, short = zip(*(_allocate(cache.layers[i], n, most) for i, n in zip(chosen, lengths, strict=True)), strict=True)
+    # heads first, then layers: a reduction over a stack of them XLA would take apart again
+    full = functools.reduce(jnp.logical_or, (n > layer.capacity for n, layer in zip(lengths, grown, strict=True)))
+    overflow = functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full))
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their (donated) place
     lengths = jax.lax.optimization_barrier(lengths)
-    layer = write(layer, k, v, positions, valid, lengths - valid[:, None])._replace(lengths=lengths)
-    return replace_layer(cache, layer_idx, layer)._replace(overflow=overflow)
+    cache = cache._replace(overflow=overflow)
+    for i, layer, n in zip(chosen, grown, lengths, strict=True):
+        cache = replace_layer(cache, i, layer._replace(lengths=n))
+    return cache
+
+
+def fill(
+    cache: KVCache, layer_idx: int, k: ChunkKV, v: ChunkKV, positions: Int32[Array, "B T"], valid: Rows
+) -> KVCache:
+    """Writes the first `valid[b]` of T new tokens to the last slots that each head of row b has room for."""
+    layer = cache.layers[layer_idx]
+    layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
+    return replace_layer(cache, layer_idx, layer)
 
 
 def write(
@@ -179,7 +201,7 @@ def write(
 ) -> LayerCache:
     """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head, in pages it already has.
 
-    Used by `append`, and to overwrite tokens that are computed again. Lengths do not change.
+    Used by `fill`, and to overwrite tokens that are computed again. Lengths do not change.
     """
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps  # [B, K, T]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jsparse.cache import KVCache, append
+from jsparse.cache import KVCache, fill, grow
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
@@ -49,10 +49,11 @@ def decode_step(
     positions = cache.positions[:, None]
     one = jnp.ones_like(cache.positions)
     counts = []
+    cache = grow(cache, one, 1)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
-        cache = append(cache, layer, k, v, positions, one)
+        cache = fill(cache, layer, k, v, positions, one)
         state = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
         out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state)
         state = policy.update(state, layer, out.stats, cache)

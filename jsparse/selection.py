@@ -200,15 +200,17 @@ def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tupl
     The newest token counts, and its page, whether listed or not: once for each list, with the first entry.
     """
     unit = page_size if selection.granularity == "page" else 1
-    newest, valid = lengths[..., None] - 1, _valid(selection)
-    before = jnp.where(valid, jnp.clip(newest - selection.ids * unit, 0, unit), 0)  # slots of an entry, newest left out
-    first = valid & (newest >= 0) & (jnp.arange(valid.shape[-1]) == 0)
-    attended = before
-    if selection.bits is not None:
-        attended = jax.lax.population_count(selection.bits & _low_bits(before)).astype(jnp.int32)
-    attended += first
-    read = jnp.where(before == unit, unit, 0) + jnp.where(first, newest % unit + 1, 0)
-    attended, read = _sum_both(attended, read)
+    newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
+    # slots of an entry, newest left out: of at most one entry, the newest's page, this is not the whole unit
+    before = jnp.where(_valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0)
+    last = jnp.where(listed, newest % unit + 1, 0)
+    if selection.bits is None:
+        attended = jnp.sum(before, -1, dtype=jnp.int32)
+        whole = attended // unit * unit
+    else:
+        marked = jax.lax.population_count(selection.bits & _low_bits(before)).astype(jnp.int32)
+        attended, whole = _sum_both(marked, jnp.where(before == unit, unit, 0))
+    attended, read = attended + listed, whole + last
     if selection.dense is not None:
         attended, read = (jnp.where(selection.dense, lengths, n) for n in (attended, read))
     return attended, read
