@@ -167,22 +167,22 @@ def append(
 
 
 def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
-    """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write; in all layers at once,
-    which is one launch for all of them, unless some are named.
+    """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write.
+
+    That is one launch for all layers, or for those that are named.
 
     A token that finds no room sets `cache.overflow`, and what its own head gives from then on is not to be used; no
     other head's tokens are touched.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
-    lengths = [cache.layers[i].lengths + valid[:, None] for i in chosen]
-    grown, short = zip(*(_allocate(cache.layers[i], n, most) for i, n in zip(chosen, lengths, strict=True)), strict=True)
+    held = [cache.layers[i] for i in chosen]
+    lengths = [layer.lengths + valid[:, None] for layer in held]
+    grown, short = zip(*(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True)
     # heads first, then layers: a reduction over a stack of them XLA would take apart again
-    full = functools.reduce(jnp.logical_or, (n > layer.capacity for n, layer in zip(lengths, grown, strict=True)))
-    overflow = functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full))
+    full = functools.reduce(jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True)))
+    cache = cache._replace(overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full)))
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their (donated) place
-    lengths = jax.lax.optimization_barrier(lengths)
-    cache = cache._replace(overflow=overflow)
-    for i, layer, n in zip(chosen, grown, lengths, strict=True):
+    for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
         cache = replace_layer(cache, i, layer._replace(lengths=n))
     return cache
 

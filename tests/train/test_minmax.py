@@ -11,6 +11,7 @@ import pytest
 from jsparse.train import minmax
 from jsparse.train.families import FAMILIES
 from jsparse.train.minmax import Game
+from jsparse.train.trainer import Settings
 
 SHAPE = LAYERS, HEADS = 3, 4
 ALL = LAYERS * HEADS
@@ -65,6 +66,25 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
     np.testing.assert_allclose(end.multiplier, multiplier, rtol=0.03)
     assert progress.active[-1, 0] == pytest.approx(target, abs=0.02)
     assert progress.distance[-1, 0] == pytest.approx(np.sum(COSTS * (1 - expected) ** 2), rel=0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_usual_ends_at_the_target(family):
+    """Gates that vanish at 0 and 1 are hard to hold to a number: 90 of very different worth, 11 wanted."""
+    worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
+    game = Settings(target=11, family=family, penalty="ascent", steps=1000).game(30, 3)
+    end, _ = played(game, seeds=(0, 1, 2), distance=partial(lost, worth))
+    active = jax.vmap(partial(minmax.expected, game))(end.gates)
+    np.testing.assert_allclose(active, 11, rtol=0.05)
+    if family != "hard_concrete":  # many of its gates stay a little open
+        kept = np.asarray(jax.vmap(game.gates.score)(end.gates)) > 0.5
+        best = np.sort(worth.ravel())[-8:].sum()
+        assert all((worth * seed).sum() > 0.9 * best for seed in kept)
+
+
+def lost(worth, z):
+    """Of what closed gates are worth."""
+    return jnp.sum(worth * (1 - z[1:]) ** 2)
 
 
 def test_damping_adds_a_squared_surplus():
