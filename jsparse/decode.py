@@ -1,4 +1,4 @@
-"""The decode step: make room, then in each layer append, select, attend, update. It runs every method and names none."""
+"""The decode step: room for a token, then in each layer append, select, attend, update. It names no method."""
 
 from typing import NamedTuple
 
