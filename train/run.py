@@ -51,11 +51,13 @@ def train_gates(
     questions: Annotated[
         Path | None, Option(help='Instead of pass keys, lines of {"context": …, "question": …, "answer": …}.')
     ] = None,
-    min_length: Annotated[int, Option(help="Tokens of the shortest context of pass keys.")] = 1024,
+    min_length: Annotated[
+        int | None, Option(help="Tokens of the shortest context of pass keys; the default is 1024.")
+    ] = None,
     max_length: Annotated[int, Option(help="Tokens of the longest context.")] = 7680,
-    needles: Annotated[int, Option(help="Pass keys in a context.")] = 10,
-    words: Annotated[int, Option(help="Words of a pass key.")] = 32,
-    asked: Annotated[int, Option(help="Pass keys to be recited.")] = 2,
+    needles: Annotated[int | None, Option(help="Pass keys in a context; the default is 10.")] = None,
+    words: Annotated[int | None, Option(help="Words of a pass key; the default is 32.")] = None,
+    asked: Annotated[int | None, Option(help="Pass keys to be recited; the default is 2.")] = None,
     seed: Annotated[int, Option(help="Of the samples.")] = 0,
     save_every: Annotated[int, Option(help="Steps between checkpoints.")] = 200,
     resume: Annotated[bool, Option("--resume", help="Go on with what an unfinished run left in the folder.")] = False,
@@ -123,17 +125,20 @@ def train_gates(
 
 
 def _source(
-    tokenizer: "Tokenizer", text: Path | None, file: Path | None, shared: dict[str, Any], of_keys: dict[str, Any]
+    tokenizer: "Tokenizer", text: Path | None, file: Path | None, shared: dict[str, Any], of_keys: dict[str, int | None]
 ) -> "Source":
     """What the options ask to train on."""
     from jsparse.evaluation.texts import read
     from jsparse.train.passkey import passkeys
     from jsparse.train.questions import questions
 
+    given = {name: value for name, value in of_keys.items() if value is not None}
     if file is None:
-        return passkeys(tokenizer, read(text), **shared, **of_keys)
+        return passkeys(tokenizer, read(text), **shared, **given)
     if text is not None:
         raise ValueError("--text is the filler of pass keys: must not be given with --questions")
+    for name, value in given.items():
+        raise ValueError(f"--{name.replace('_', '-')} {value}: is of pass keys, must not be given with --questions")
     return questions(tokenizer, file, **shared)
 
 

@@ -11,7 +11,9 @@ those are read at the full speed of memory (`unit="token"` is the paper's); and 
 reordered by head type, since one pool of work units over all heads of the batch needs no contiguous heads.
 """
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -25,16 +27,23 @@ from jsparse.policy import Policy, State, below_one, builder, fraction, whole_nu
 from jsparse.selection import Granularity, Selection
 
 Select = Literal["top_k", "top_p", "threshold", "ratio"]
+# of each rule its parameter, what that is where none is given, and what it must be
+PARAMETERS: dict[Select, tuple[str, int | float, Callable[[str, Any], None]]] = {
+    "top_k": ("budget", 4096, partial(whole_number, least=1)),
+    "top_p": ("p", 0.99, fraction),
+    "threshold": ("threshold", 1e-3, below_one),
+    "ratio": ("ratio", 0.5, below_one),
+}
 
 
 @builder
 def lychee_decode(
     gates,
-    budget: int = 4096,
+    budget: int | None = None,
     select: Select = "top_k",
-    p: float = 0.99,
-    threshold: float = 1e-3,
-    ratio: float = 0.5,
+    p: float | None = None,
+    threshold: float | None = None,
+    ratio: float | None = None,
     unit: Granularity = "page",
     correct_every: int = 0,
 ) -> Policy:
@@ -43,22 +52,26 @@ def lychee_decode(
     Args:
         gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, which is not read
             again in the same process, or the mask [L, K] itself. In layer 0 all must be retrieval heads.
-        budget: with "top_k", tokens that are picked.
+        budget: with "top_k" only: tokens that are picked; by default 4096.
         select: how tokens are picked, by the weights of a group's mean query.
-        p: with "top_p", the fewest tokens that weigh p.
-        threshold: with "threshold", tokens that weigh more; of a page, its sum counts.
-        ratio: with "ratio", the share of the context that is left out: what is picked grows with it.
+        p: with "top_p" only: the fewest tokens that weigh p are picked; by default 0.99.
+        threshold: with "threshold" only: tokens that weigh more are picked, of a page its sum counts; by default 1e-3.
+        ratio: with "ratio" only: the share of the context that is left out, so that what is picked grows with it; by
+            default 0.5.
         unit: "page" picks whole pages by their tokens' sum, "token" single tokens.
         correct_every: after so many new tokens their K and V are computed again, densely; 0: never. The paper has 32.
     """
-    whole_number("budget", budget, 1)
-    fraction("p", p)
-    below_one("ratio", ratio)
-    whole_number("correct_every", correct_every, 0)
-    below_one("threshold", threshold)
     for name, value, kinds in (("select", select, Select), ("unit", unit, Granularity)):
         if value not in get_args(kinds):
             raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
+    name, usual, check = PARAMETERS[select]
+    given = {"budget": budget, "p": p, "threshold": threshold, "ratio": ratio}
+    value = usual if given[name] is None else given[name]
+    check(name, value)
+    for other, unwanted in given.items():
+        if other != name and unwanted is not None:
+            raise ValueError(f"{other}={unwanted!r}: must not be given where select={select!r}, which has {name}")
+    whole_number("correct_every", correct_every, 0)
     retrieval = head_gates.retrieval_heads(gates)
     if not retrieval[0].all():
         raise ValueError(
@@ -69,19 +82,19 @@ def lychee_decode(
         return page_size if unit == "page" else 1
 
     def capacity(units: int, page_size: int) -> int:
-        most = {"top_k": budget // size(page_size), "ratio": -int(-(1 - ratio) * units // 1)}.get(select, units)
+        most = {"top_k": int(value) // size(page_size), "ratio": -int(-(1 - value) * units // 1)}.get(select, units)
         return min(max(most, 1), units)
 
     def rule(held: LayerCache):
         match select:
             case "top_k":
-                return TopK(max(budget // size(held.page_size), 1))
+                return TopK(max(int(value) // size(held.page_size), 1))
             case "top_p":
-                return TopP(p)
+                return TopP(value)
             case "threshold":
-                return Threshold(threshold)
+                return Threshold(value)
         # a whole number of units may come out a little above itself, which must not round up
-        return TopK(jnp.ceil((1 - ratio) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
+        return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
 
     def init(spec: CacheSpec) -> State:
         head_gates.require_fit(retrieval, gates, spec)
@@ -115,5 +128,5 @@ def lychee_decode(
         update=update,
         stats=stats,
         correct_every=correct_every,
-        full={"select": "top_k", "budget": 2**30},
+        full={"select": "top_k", "budget": 2**30, "p": None, "threshold": None, "ratio": None},
     )

@@ -174,12 +174,13 @@ def assert_refused(ran, said):
         (["--max-length", 512], "max_length=512 and"),
         (["--seed", -1], "seed=-1: must be at least 0"),
         (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--questions", "any.jsonl", "--min-length", 9], "--min-length 9: is of pass keys, must not be given with"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--model", "nowhere.gguf"], "nowhere.gguf"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(args, said, text, tmp_path):
-    given = [x for x in small(text) if x not in ("--text", text)] if "--questions" in args else small(text)
+    given = ["--target", 3] if "--questions" in args else small(text)
     assert_refused(run("--out", tmp_path / "run", *given, *args), said)
     assert not list(tmp_path.iterdir())
 
