@@ -169,7 +169,7 @@ def append(
 def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
     """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write.
 
-    That is one launch for all layers, or for those that are named.
+    In all layers at once, or in those that are named: with the identity table that is one launch for all of them.
 
     A token that finds no room sets `cache.overflow`, and what its own head gives from then on is not to be used; no
     other head's tokens are touched.
@@ -178,7 +178,7 @@ def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None
     held = [cache.layers[i] for i in chosen]
     lengths = [layer.lengths + valid[:, None] for layer in held]
     grown, short = zip(*(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True)
-    # heads first, then layers: a reduction over a stack of them XLA would take apart again
+    # layers first, then heads: a reduction over a stack of layers XLA would take apart again
     full = functools.reduce(jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True)))
     cache = cache._replace(overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full)))
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their (donated) place

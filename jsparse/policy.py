@@ -14,7 +14,7 @@ Per decode step and layer        append(state, layer, k, v, tokens, positions, c
                                  [attention; `summary` is an (o, lse) partial that is merged into its result]
                                  update(state, layer, stats, cache) -> state
 While a token is taken in, `cache.positions` is still its own position (of several, the first's), and the lengths of a
-layer count it from `append` on; in a decode step those of the layers behind do so already.
+layer count it from `append` on; those of the layers behind may do so already.
 
 Every `period` steps             maintain(state, cache) -> (state, cache), a jitted call of its own
 Every `correct_every` steps      the engine computes the last tokens again as one dense chunk, overwrites their K and V

@@ -197,11 +197,11 @@ def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengt
 def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
     """`attended_tokens` and `read_tokens`, in one pass over the list.
 
-    The newest token counts, and its page, whether listed or not: once for each list, with the first entry.
+    The newest token counts, and its page, whether listed or not: once for each list that is not empty.
     """
     unit = page_size if selection.granularity == "page" else 1
     newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
-    # slots of an entry, newest left out: of at most one entry, the newest's page, this is not the whole unit
+    # slots of an entry, newest left out: all of its unit or none, but for the newest's page
     before = jnp.where(_valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0)
     last = jnp.where(listed, newest % unit + 1, 0)
     if selection.bits is None:

@@ -27,7 +27,7 @@ from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
 # of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits. Measured there, over
-# a Quest that takes a quarter of the context: 37,000 in one row or in 8, up to 65,000 in 64 (bench.twilight_speed)
+# a Quest that takes a quarter of the context: 46,000 in one row, 43,000 in 8, 58,000 in 64 (bench.twilight_speed)
 BREAK_EVEN_BYTES = 180e6
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_attention import expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from jsparse.pallas_kernels.block_sparse_decode import mosaic, schedule
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.selection import Selection
+from tests.kernels.dense_attention import expected
 
 # two blocks of two teams, and as many splits as there are tiles
 TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1, many=1)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_attention import logsumexp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.place_logits.cases import CASES, Case
+from tests.kernels.dense_attention import logsumexp
 
 BASE = Case("")
 cases = st.builds(
