@@ -22,7 +22,7 @@ import jax
 from bench import kernel_ops
 from bench.children import write_report
 from bench.environment import describe
-from bench.kernel_cases import CASES
+from bench.kernel_cases import CASES, hybrid
 from bench.kernel_programs import Job, attention_job
 from bench.kernel_timing import Program, lead, profile
 
@@ -42,6 +42,7 @@ class Tuned:
         choices: from that module, what to try besides the op's own choice.
         jobs: what to try it on, made afresh at each call, since programs keep the choice they were compiled with.
         function: of that module; None: it has the op's name.
+        op: whose module that is; None: the one that it is listed as.
     """
 
     backend: str
@@ -49,6 +50,7 @@ class Tuned:
     choices: Callable[[Any], list[Any]]
     jobs: Callable[[], list[Job]]
     function: str | None = None
+    op: str | None = None
 
 
 def _tiles(mosaic: Any) -> list[Any]:
@@ -60,6 +62,13 @@ def _tiles(mosaic: Any) -> list[Any]:
     choices += [own._replace(splits=cut) for cut in (*cuts, (longest, *others, blocks // 16))]
     choices += [own._replace(stages=3), own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
     return choices
+
+
+def _cuts(mosaic: Any) -> list[Any]:
+    """Finer cuts of long heads, which a head alone among short ones may want."""
+    own = mosaic.schedule.tiles(128)
+    finer = ((own.blocks, *own.splits), (2 * own.blocks, own.blocks, *own.splits))
+    return [own._replace(splits=cut, many=many) for cut in finer for many in (4, 8)]
 
 
 def _rows(triton: Any) -> list[Any]:
@@ -104,6 +113,14 @@ def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
     return [attention_job(case, on_gpu=True, most_calls=8) for case in cases]
 
 
+def _hybrids() -> list[Job]:
+    """One, two or four of a row's KV heads have 128K tokens, the others list 4096."""
+    cases = [case for case in hybrid(10**12) if case.context == 131072 and case.tokens == 4096]
+    cases = [case for case in cases if case.batch in (1, 4, 8) and case.dense in (1, 2, 4)]
+    named = [replace(case, name=f"{case.dense} dense heads, batch {case.batch}") for case in cases]
+    return [attention_job(case, on_gpu=True, most_calls=8) for case in named]
+
+
 def _others(prefix: str) -> list[Job]:
     return [job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)]
 
@@ -120,6 +137,7 @@ def _selections() -> list[Job]:
 
 OPS = {
     "block_sparse_decode": Tuned("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
+    "hybrid": Tuned("mosaic", "tiles", _cuts, _hybrids, op="block_sparse_decode"),
     "token_sparse_decode": Tuned("triton", "tiling", _rows, lambda: _attention(LISTED, lists="token")),
     "page_bounds": Tuned("triton", "tiling", _bounds, lambda: _others("page_bounds")),
     "int4_scores": Tuned("triton", "tiling", _scores, lambda: _others("int4_scores")),
@@ -131,17 +149,18 @@ OPS = {
 
 def times(name: str, before: Program) -> dict[str, dict[str, float]]:
     """Microseconds of each case by choice; a choice that cannot run a case has none there."""
-    op = OPS[name]
-    module = import_module(f"jsparse.pallas_kernels.{name}.{op.backend}")
-    target = op.function or name
+    tuned = OPS[name]
+    op = tuned.op or name
+    module = import_module(f"jsparse.pallas_kernels.{op}.{tuned.backend}")
+    target = tuned.function or op
     function = getattr(module, target)
     functions = {OWN: function}
-    functions |= {str(choice): partial(function, **{op.argument: choice}) for choice in op.choices(module)}
+    functions |= {str(choice): partial(function, **{tuned.argument: choice}) for choice in tuned.choices(module)}
     found: dict[str, dict[str, float]] = {}
-    for nth, job in enumerate(op.jobs()):
+    for nth, job in enumerate(tuned.jobs()):
         made, programs = job.build(), {}
         for choice, chosen in functions.items():
-            (contender,) = op.jobs()[nth].contenders.values()
+            (contender,) = tuned.jobs()[nth].contenders.values()
             with patch.object(module, target, chosen):
                 try:
                     program = contender(*made)

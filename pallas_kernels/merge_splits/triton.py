@@ -75,7 +75,7 @@ def merge_splits(
         kernel=_merge,
         out_shape=out,
         grid=(pairs, rows),
-        num_warps=1 if all_splits <= FEW else 4,
+        num_warps=1 if all_splits <= FEW else max(4, all_splits // 32),  # else a thread's registers do not hold them
         splits=splits,
         R=padded,
         H=head_dim,
