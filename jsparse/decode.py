@@ -77,9 +77,11 @@ def attend_layer(
     held = cache.layers[layer]
 
     def attend(selection, summary, state):
-        out = ATTENTION[selection.granularity](q, held, selection, stats=policy.stats(layer))
+        dtype = q.dtype if summary is None else jnp.float32
+        out = ATTENTION[selection.granularity](q, held, selection, stats=policy.stats(layer), dtype=dtype)
         if summary is not None:
-            out = AttentionOut(*merge(out.o, out.lse, *summary), out.stats)
+            o, lse = merge(out.o, out.lse, *summary)
+            out = AttentionOut(o.astype(q.dtype), lse, out.stats)
         return out, state, count_tokens(selection, held.lengths, held.page_size)
 
     def sparse(state):

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 StatsKind = Literal["page_mass", "token_logits"]
 
@@ -22,9 +22,9 @@ class Stats(NamedTuple):
 
 
 class AttentionOut(NamedTuple):
-    """A partial result. A head that attended to nothing has o = 0 and lse = -inf."""
+    """A partial result, of o in float32, or a whole one. A head that attended to nothing has o = 0 and lse = -inf."""
 
-    o: Float32[Array, "B N H"]
+    o: Float[Array, "B N H"]
     lse: Float32[Array, "B N"]
     stats: Stats | None = None
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
@@ -45,6 +46,7 @@ def block_sparse_decode(
     *,
     sm_scale: float | None = None,
     stats: StatsKind | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
     """Attention of one query a head over the selected pages of its KV head.
@@ -55,11 +57,12 @@ def block_sparse_decode(
         selection: granularity "page"; what its fields mean is said there.
         sm_scale: multiplies q·k; None is 1/√H.
         stats: what to report of the mean query of each group, or None.
+        dtype: of o, to which it is rounded in the end; float32 where it is to be merged with another.
         implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference", or None for
             the first of them that can run.
 
     Returns:
-        float32 o and lse, and stats if asked for.
+        o, float32 lse, and stats if asked for.
 
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
@@ -67,4 +70,5 @@ def block_sparse_decode(
     check_shapes("block_sparse_decode", "page", q, layer, selection)
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose("block_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats)
+    options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
+    return choose("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
@@ -35,6 +36,7 @@ def block_sparse_decode(
     *,
     sm_scale: float,
     stats: StatsKind | None,
+    dtype: DTypeLike = jnp.float32,
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> AttentionOut:
@@ -78,7 +80,7 @@ def block_sparse_decode(
     if layer.bias is not None:
         operands.append(layer.bias)
     o, lse, splits, *logits = _kernel(problem)(*operands)
-    o, lse = merge_splits(o, lse, splits, problem.queries)
+    o, lse = merge_splits(o, lse, splits, problem.queries, dtype=dtype)
     out, out_lse = o[:, -group:].reshape(q.shape), lse[:, -group:].reshape(batch, heads)
     if stats is None:
         return AttentionOut(out, out_lse)

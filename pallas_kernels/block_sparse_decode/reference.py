@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages, read_slots
@@ -16,10 +17,12 @@ def block_sparse_decode(
     *,
     sm_scale: float,
     stats: StatsKind | None,
+    dtype: DTypeLike,
 ) -> AttentionOut:
     """See api. With dense heads every slot is read and masked; without, only the listed pages are gathered."""
     run = gathered if selection.dense is None else masked
-    return run(q, layer, selection, sm_scale, stats)
+    out = run(q, layer, selection, sm_scale, stats)
+    return out._replace(o=out.o.astype(dtype))
 
 
 def masked(

@@ -1,6 +1,8 @@
 """Attention over a whole head from the attention over its splits."""
 
-from jaxtyping import Array, Float32, Int32
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
 from jsparse.pallas_kernels.merge_splits import reference
@@ -24,8 +26,9 @@ def merge_splits(
     used: Int32[Array, "at_least_pairs"],
     rows: int,
     *,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+) -> tuple[Float[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
     """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever they hold.
 
     Args:
@@ -34,6 +37,7 @@ def merge_splits(
         used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf. Entries past the
             pairs are not read.
         rows: how many of the R rows are wanted, the first ones.
+        dtype: of the merged o, to which it is rounded in the end.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
@@ -50,4 +54,4 @@ def merge_splits(
             f"o.shape={o.shape}, lse.shape={lse.shape}, used.shape={used.shape}, rows={rows}: must be "
             "[pairs, splits, R, H], [pairs, splits, R], at least [pairs] and at most R"
         )
-    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows)
+    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows, dtype=dtype)

@@ -1,7 +1,8 @@
 """Plain jnp."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 
 def merge_splits(
@@ -9,7 +10,9 @@ def merge_splits(
     lse: Float32[Array, "pairs splits R"],
     used: Int32[Array, "at_least_pairs"],
     rows: int,
-) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+    *,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
     """See api."""
     counts = (jnp.arange(o.shape[1]) < used[: o.shape[0], None])[..., None]
     lse = jnp.where(counts, lse[:, :, :rows], -jnp.inf)
@@ -19,4 +22,4 @@ def merge_splits(
     total = jnp.sum(weights, axis=1)
     parts = jnp.where(counts[..., None], o[:, :, :rows], 0.0)
     merged = jnp.sum(weights[..., None] * parts, axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
-    return merged, jnp.log(total) + top
+    return merged.astype(dtype), jnp.log(total) + top

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float32, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 FEW = 16  # splits that one warp merges, a row of them at a time
 
@@ -58,14 +59,16 @@ def merge_splits(
     lse: Float32[Array, "pairs splits R"],
     used: Int32[Array, "at_least_pairs"],
     rows: int,
-) -> tuple[Float32[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
+    *,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "pairs {rows} H"], Float32[Array, "pairs {rows}"]]:
     """See api."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     pairs, splits, padded, head_dim = o.shape
     all_splits = triton.next_power_of_2(splits)
     out = [
-        jax.ShapeDtypeStruct((pairs, rows, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((pairs, rows, head_dim), dtype),
         jax.ShapeDtypeStruct((pairs, rows), jnp.float32),
     ]
     return triton_call(

@@ -1,5 +1,7 @@
 """One new query a head against the single tokens that a Selection lists."""
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
@@ -40,6 +42,7 @@ def token_sparse_decode(
     *,
     sm_scale: float | None = None,
     stats: StatsKind | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
     """Attention of one query a head over the listed slots of its KV head; rows are gathered one by one.
@@ -50,4 +53,5 @@ def token_sparse_decode(
     check_shapes("token_sparse_decode", "token", q, layer, selection)
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose("token_sparse_decode", implementation, BACKENDS, q, layer, selection, sm_scale=sm_scale, stats=stats)
+    options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
+    return choose("token_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

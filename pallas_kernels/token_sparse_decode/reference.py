@@ -1,5 +1,6 @@
 """Plain jnp: tokens are pages of one."""
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
@@ -15,7 +16,9 @@ def token_sparse_decode(
     *,
     sm_scale: float,
     stats: StatsKind | None,
+    dtype: DTypeLike,
 ) -> AttentionOut:
     """See api. With dense heads every slot is read and masked; without, only the listed slots are gathered."""
     run = gathered if selection.dense is None else masked
-    return run(q, layer, selection, sm_scale, stats)
+    out = run(q, layer, selection, sm_scale, stats)
+    return out._replace(o=out.o.astype(dtype))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
@@ -53,6 +54,7 @@ def token_sparse_decode(
     *,
     sm_scale: float,
     stats: StatsKind | None,
+    dtype: DTypeLike = jnp.float32,
     tiling: Tiling | None = None,
 ) -> AttentionOut:
     """See api."""
@@ -101,7 +103,7 @@ def token_sparse_decode(
         SCALE=sm_scale,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
-    o, lse = merge_splits(o, lse, used, rows, implementation="triton")
+    o, lse = merge_splits(o, lse, used, rows, dtype=dtype, implementation="triton")
     if stats is None:
         return AttentionOut(o.reshape(q.shape), lse.reshape(q.shape[:2]))
     if stats == "page_mass":

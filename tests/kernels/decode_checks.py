@@ -54,3 +54,18 @@ def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e
     got, scale = np.asarray(out.stats.scores)[0, 0], q.shape[-1] ** -0.5
     np.testing.assert_allclose(got, scale * k @ rounded, rtol=off, atol=off)
     assert np.abs(got - scale * k @ mean).max() > max(1e-3, 2 * off)
+
+
+def assert_rounds_o(op, case: Case) -> None:
+    """With a `dtype` o is what it is in float32, rounded once; lse and stats are not touched."""
+    inputs = case.build()
+
+    @jax.jit
+    def both(inputs):
+        return [op(*inputs, stats="token_logits", dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+
+    whole, rounded = both(inputs)
+    assert (rounded.o.dtype, rounded.lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(rounded.o), np.asarray(whole.o).astype(jnp.bfloat16))
+    for a, b in zip(jax.tree.leaves(rounded[1:]), jax.tree.leaves(whole[1:]), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.partials import merge
 from jsparse.selection import Selection, everything, nothing
-from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, tolerance
+from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, assert_rounds_o, tolerance
 
 by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
@@ -32,6 +32,10 @@ def test_reading_all_and_masking_is_reading_what_is_listed(case):
     a, b = both(inputs)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, **tolerance(case))
+
+
+def test_o_comes_in_the_type_that_is_asked_for():
+    assert_rounds_o(block_sparse_decode, by_name["bfloat16"])
 
 
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():

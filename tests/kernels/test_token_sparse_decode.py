@@ -10,12 +10,16 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.selection import from_token_mask, nothing, token_mask
-from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean
+from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, assert_rounds_o
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_dense_attention(case):
     assert_matches_dense(token_sparse_decode, case)
+
+
+def test_o_comes_in_the_type_that_is_asked_for():
+    assert_rounds_o(token_sparse_decode, CASES[0])
 
 
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():

@@ -13,7 +13,7 @@ from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, Case, Inputs
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
-from tests.kernels.decode_checks import assert_reports_rounded_mean
+from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
 pytestmark = pytest.mark.gpu
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
@@ -70,6 +70,10 @@ def test_matches_the_reference(case):
     stats = attend(inputs, "mosaic", case.sm_scale, "token_logits")
     assert_near(stats, want, case.spread)
     assert_near((plain.o, plain.lse), (want.o, want.lse), case.spread)
+
+
+def test_o_comes_in_the_type_that_is_asked_for():
+    assert_rounds_o(partial(block_sparse_decode, implementation="mosaic"), BASE)
 
 
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():

@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case, Inputs
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.selection import Selection
-from tests.kernels.decode_checks import assert_reports_rounded_mean
+from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
 gpu = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -70,6 +70,11 @@ def test_is_at_most_twice_as_far_off_as_plain_jnp(head_dim, group, dtype):
     got, plain = attend(inputs), attend(inputs, "reference")
     assert_near(got, want, dtype)
     assert jnp.linalg.norm(got.o - want.o) <= 2 * jnp.linalg.norm(plain.o - want.o)
+
+
+@gpu
+def test_o_comes_in_the_type_that_is_asked_for():
+    assert_rounds_o(partial(token_sparse_decode, implementation="triton"), by_name["bfloat16"])
 
 
 @gpu
