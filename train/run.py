@@ -132,7 +132,7 @@ def _source(
     from jsparse.train.passkey import passkeys
     from jsparse.train.questions import questions
 
-    given = {name: value for name, value in of_keys.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in of_keys.items() if value is not None}
     if file is None:
         return passkeys(tokenizer, read(text), **shared, **given)
     if text is not None:
