@@ -93,7 +93,7 @@ def token_sparse_decode(
         HAS_DENSE=selection.dense is not None,
         HAS_TABLE=layer.block_table is not None,
         HAS_BIAS=layer.bias is not None,
-        STATS=stats is not None,
+        STATS=rows - group,  # rows of it
         G=group,
         H=head_dim,
         P=layer.page_size,
@@ -103,14 +103,13 @@ def token_sparse_decode(
         SCALE=sm_scale,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
-    o, lse = merge_splits(o, lse, used, rows, dtype=dtype, implementation="triton")
+    o, lse = merge_splits(o, lse, used, rows, unwanted=rows - group, dtype=dtype, implementation="triton")
+    out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
-        return AttentionOut(o.reshape(q.shape), lse.reshape(q.shape[:2]))
+        return out
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
-    mean_lse = lse[:, group].reshape(batch, heads)
-    o, lse = o[:, :group].reshape(q.shape), lse[:, :group].reshape(q.shape[:2])
-    return AttentionOut(o, lse, Stats(scores, mean_lse))
+    return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
 
 
 @triton.jit
@@ -181,7 +180,7 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, behind them."""
+    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, before them."""
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
@@ -199,10 +198,11 @@ def attend_kernel(
         slot, at, valid = _find(
             ids_ptr, table_ptr, pair, first + offset, entries, listed, newest, capacity, pages, P, HAS_TABLE
         )
-        q = tl.load(q_ptr + (pair * G + row) * H + col, mask=(row < G) & (col < H), other=0.0)
+        own = (row >= STATS) & (row < STATS + G) & (col < H)
+        q = tl.load(q_ptr + (pair * G + row - STATS) * H + col, mask=own, other=0.0)
         if STATS:
             mean = tl.sum(q.to(tl.float32), 0) / G
-            q = tl.where(row == G, mean.to(q.dtype)[None, :], q)
+            q = tl.where(row == 0, mean.to(q.dtype)[None, :], q)
         top = tl.full([ROWS], minus_inf, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, COLS], tl.float32)
@@ -219,7 +219,7 @@ def attend_kernel(
             if HAS_BIAS:
                 logits += tl.load(bias_ptr + at, mask=valid, other=0.0)[None, :]
             if STATS:
-                of_mean = tl.sum(tl.where(row == G, logits, 0.0), 0)
+                of_mean = tl.sum(tl.where(row == 0, logits, 0.0), 0)
                 tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, of_mean, mask=valid)
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))

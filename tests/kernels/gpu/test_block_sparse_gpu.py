@@ -141,14 +141,15 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
 
 def test_merge_splits_in_triton():
     rng = np.random.default_rng(0)
-    for splits in (1, 16, 33, 99):
+    for splits in (1, 16, 33, 99, 264):
         o = jnp.asarray(rng.normal(size=(7, splits, 8, 96)), jnp.float32)
         lse = jnp.asarray(rng.normal(size=(7, splits, 8)) * 4, jnp.float32)
         used = jnp.asarray(rng.integers(0, splits + 1, 9), jnp.int32)
         unused = jnp.arange(splits) >= used[:7, None]
         o = jnp.where(unused[..., None, None], jnp.nan, o)
         lse = jnp.where(unused[..., None], jnp.nan, lse)
-        want = merge_splits(o, lse, used, 5, implementation="reference")
-        got = merge_splits(o, lse, used, 5, implementation="triton")
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        for unwanted in (0, 2):
+            want = merge_splits(o, lse, used, 5, unwanted=unwanted, implementation="reference")
+            got = merge_splits(o, lse, used, 5, unwanted=unwanted, implementation="triton")
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
