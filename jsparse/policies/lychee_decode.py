@@ -114,10 +114,9 @@ def lychee_decode(
         if stats is None:
             return state
         ids, count = state
-        handed_on = head_gates.of_rows(~retrieval[layer], len(count)), Selection(ids, count, granularity=unit)
-        scores, pick = stats.scores[:, :, None], rule(cache.layers[layer])
-        picked = choose(scores, pick, capacity=ids.shape[-1], unit=unit, given=handed_on)
-        return picked.ids, picked.count
+        picked = choose(stats.scores[:, :, None], rule(cache.layers[layer]), capacity=ids.shape[-1], unit=unit)
+        here = head_gates.of_rows(retrieval[layer], len(count))
+        return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)
 
     def stats(layer: int):
         return ("page_mass" if unit == "page" else "token_logits") if picks(layer) else None

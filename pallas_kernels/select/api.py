@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
 from jsparse.pallas_kernels.select import reference
 from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
 from jsparse.selection import MAX_BITS_PAGE, Selection
-from jsparse.shapes import HeadFlags, Lengths
+from jsparse.shapes import Lengths
 
 Unit = Literal["token", "page", "page_mass", "bits", "touched"]
 Weights = Literal["softmax", "raw"]
@@ -27,7 +27,6 @@ def select(
     group: Group = "union",
     lengths: Lengths | None = None,
     names: Int32[Array, "B K m"] | None = None,
-    given: tuple[HeadFlags, Selection] | None = None,
     implementation: str | None = None,
 ) -> Selection:
     """What each KV head attends to, from the scores of its query heads.
@@ -53,8 +52,6 @@ def select(
         lengths: how many scores of each head's rows count; None: all.
         names: what to list units as, ascending; None: their indices. Each names S = units / m neighbours: unit i is
             listed as names[…, i // S]·S + i % S, so that pages' names do for their tokens.
-        given: heads whose flag is set choose nothing: their list is the selection's, as it is, by the ids that it has.
-            It has C of them and the result's granularity, neither bits nor dense; not for unit "bits".
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -67,7 +64,6 @@ def select(
     _check_shapes(scores, lengths, unit, page_size)
     _check_names(names, scores.shape[:2], scores.shape[-1] // (page_size or 1))
     _check_rule(rule, scores)
-    _check_given(given, (*scores.shape[:2], capacity), unit)
     return choose(
         "select",
         implementation,
@@ -81,7 +77,6 @@ def select(
         group=group,
         lengths=lengths,
         names=names,
-        given=given,
     )
 
 
@@ -147,23 +142,3 @@ def _check_rule(rule: Rule, scores: Array) -> None:
             raise ValueError(f"{name}={value!r}: must be {must[name]}")
     elif value.shape != scores.shape[:2]:
         raise ValueError(f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number")
-
-
-def _check_given(given: tuple[HeadFlags, Selection] | None, shape: tuple[int, ...], unit: str) -> None:
-    if given is None:
-        return
-    if unit == "bits":
-        raise ValueError(f"given: must be None for unit={unit!r}, whose pages carry bits")
-    flags, listed = given
-    for name, array, dtype, axes, must in (
-        ("given[0]", flags, "bool", "[B, K]", shape[:-1]),
-        ("given[1].ids", listed.ids, "int32", "[B, K, C]", shape),
-        ("given[1].count", listed.count, "int32", "[B, K]", shape[:-1]),
-    ):
-        if array.dtype != dtype or array.shape != must:
-            raise ValueError(f"{name}={array.dtype}{[*array.shape]}: must be {dtype}{axes}, {axes} = {[*must]}")
-    if listed.bits is not None or listed.dense is not None:
-        raise ValueError("given[1]: must have neither bits nor dense")
-    granularity = "token" if unit == "token" else "page"
-    if listed.granularity != granularity:
-        raise ValueError(f"given[1].granularity={listed.granularity!r}: must be {granularity!r} for unit={unit!r}")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
-from jsparse.selection import Selection
 
 JUNK = 1e30
 
@@ -37,7 +36,6 @@ class Case:
         spread: standard deviation of the scores.
         ragged: heads have lengths of their own, 0, 1 and n among them.
         span: units that share a name, neighbours; None: there are no names.
-        given: every other head, from the first on, is given its list, the first of them a full one.
         dtype: of the scores.
     """
 
@@ -58,7 +56,6 @@ class Case:
     spread: float = 3.0
     ragged: bool = False
     span: int | None = None
-    given: bool = False
     dtype: str = "float32"
 
     @property
@@ -81,16 +78,14 @@ class Case:
             value = self.value * rng.uniform(0.5, 1.0, heads)
             value = jnp.asarray(value, jnp.int32 if self.rule == "top_k" else jnp.float32)
         rule = {"top_k": TopK, "top_p": TopP, "threshold": Threshold}[self.rule](value)
-        capacity = self.units if self.capacity is None else self.capacity
         kwargs = {
-            "capacity": capacity,
+            "capacity": self.units if self.capacity is None else self.capacity,
             "unit": self.unit,
             "page_size": self.page_size,
             "weights": self.weights,
             "group": self.pool,
             "lengths": None if lengths is None else jnp.asarray(lengths, jnp.int32),
             "names": None if self.span is None else _names(self.units // self.span, heads, rng),
-            "given": _given(capacity, heads, self.unit, rng) if self.given else None,
         }
         return Inputs(jnp.asarray(scores, self.dtype), rule, kwargs)
 
@@ -119,15 +114,6 @@ def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
 def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp.ndarray:
     names = [np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])]
     return jnp.asarray(np.reshape(names, (*heads, number)), jnp.int32)
-
-
-def _given(capacity: int, heads: tuple[int, int], unit: str, rng: np.random.Generator) -> tuple[jnp.ndarray, Selection]:
-    flags = (np.arange(heads[0] * heads[1]) % 2 == 0).reshape(heads)
-    count = rng.integers(0, capacity, heads)
-    count[0, 0] = capacity
-    ids = np.where(np.arange(capacity) < count[..., None], _names(capacity, heads, rng), 0)
-    lists = (jnp.asarray(array, jnp.int32) for array in (ids, count))
-    return jnp.asarray(flags), Selection(*lists, granularity="token" if unit == "token" else "page")
 
 
 CASES = (
@@ -193,8 +179,4 @@ CASES = (
     Case("named_mass_capped", span=1, unit="page_mass", page_size=8, value=0.99, group=2, capacity=6, like="masked"),
     Case("named_bits", span=1, unit="bits", page_size=8, group=2, capacity=20, ragged=True),
     Case("named_touched", span=2, unit="touched", page_size=64, size=640, rule="top_k", value=5, group=2),
-    Case("given", rule="top_k", value=40, unit="page", given=True, ragged=True),
-    Case("given_union", kv_heads=3, group=4, size=2000, capacity=1100, given=True),
-    Case("given_mass", unit="page_mass", page_size=8, value=0.7, group=2, pool="max", given=True),
-    Case("given_named", span=8, group=2, capacity=30, given=True, ragged=True),
 )

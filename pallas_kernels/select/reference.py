@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
 from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
-from jsparse.shapes import HeadFlags, Lengths
+from jsparse.shapes import Lengths
 from jsparse.threshold import top_k_mask, top_p_mask
 
 LEAST_WEIGHT = 2.0**-125  # of the row's largest weight; below it float32 cannot be relied on
@@ -25,7 +25,6 @@ def select(
     group: str,
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
-    given: tuple[HeadFlags, Selection] | None,
 ) -> Selection:
     """See api."""
     rows = scores.astype(jnp.float32)
@@ -52,9 +51,7 @@ def select(
         listed = from_token_mask(kept, capacity, page_size=1)
     else:
         listed = from_page_mask(kept, capacity)
-    if names is not None:
-        listed = named(listed, names, kept.shape[-1] // names.shape[-1])
-    return listed if given is None else replaced(listed, *given)
+    return listed if names is None else named(listed, names, kept.shape[-1] // names.shape[-1])
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
@@ -62,12 +59,6 @@ def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selecti
     ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
     valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
     return replace(listed, ids=jnp.where(valid, ids, 0))
-
-
-def replaced(listed: Selection, flags: HeadFlags, given: Selection) -> Selection:
-    """`given` for the heads whose flag is set, `listed` for the others."""
-    ids = jnp.where(flags[..., None], given.ids, listed.ids)
-    return replace(listed, ids=ids, count=jnp.where(flags, given.count, listed.count))
 
 
 def page_mass(rows: Float32[Array, "B K G n"], page_size: int, softmax: bool) -> Float32[Array, "B K G M"]:

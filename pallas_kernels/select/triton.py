@@ -10,7 +10,7 @@ from jsparse.pallas_kernels.select.rules import Rule, Threshold, TopK, TopP
 from jsparse.pallas_kernels.select.triton_kernel import Lists, select_kernel
 from jsparse.pallas_kernels.select.triton_tiles import Row
 from jsparse.selection import Selection
-from jsparse.shapes import HeadFlags, Lengths
+from jsparse.shapes import Lengths
 
 RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold"}
 
@@ -42,7 +42,6 @@ def select(
     group: str,
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
-    given: tuple[HeadFlags, Selection] | None,
     tiling: Tiling | None = None,
 ) -> Selection:
     """See api."""
@@ -62,7 +61,6 @@ def select(
         pooled=group == "max" and scores.shape[2] > 1,
         with_lengths=lengths is not None,
         names=0 if names is None else names.shape[-1],
-        with_given=given is not None,
         tiling=tiling or Tiling(),
     )
     listed = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32)
@@ -79,7 +77,6 @@ def select(
         scores if static else setting,  # where there is none, any array stands for it
         scores if lengths is None else lengths,
         scores if names is None else names,
-        *((scores,) * 3 if given is None else (given[0], given[1].ids, given[1].count)),
         kernel=select_kernel,
         out_shape=outputs,
         grid=(batch * heads * plan.rows,),
@@ -104,7 +101,6 @@ def make_plan(
     pooled: bool,
     with_lengths: bool,
     names: int,
-    with_given: bool,
     tiling: Tiling,
 ) -> Lists:
     """All that is static about a call."""
@@ -120,8 +116,7 @@ def make_plan(
     row = Row(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
     fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
     cap = None if fits else Row("top_k", None, False, False, units, threads, runs(units), tiling.few)
-    with_bits = unit == "bits"
-    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, with_bits, with_lengths, names, with_given)
+    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, unit == "bits", with_lengths, names)
 
 
 def _power_of_two(number: int) -> int:

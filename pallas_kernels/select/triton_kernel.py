@@ -1,8 +1,7 @@
 """The kernel: a thread block for every row that is searched.
 
 A block finds its row's threshold and writes what it chooses as bits. The last block of a KV head to finish unites the
-bits of the group's rows, cuts the union to the capacity if need be, and lists it. A head that is given its list
-searches nothing.
+bits of the group's rows, cuts the union to the capacity if need be, and lists it.
 """
 
 # Where triton is not installed, pyright takes the file triton.py beside this one for it.
@@ -34,7 +33,6 @@ class Lists:
         with_bits: pages carry token bits.
         with_lengths: heads have lengths of their own.
         names: m, of a head; 0: units are listed as their indices.
-        with_given: some heads are given their list.
     """
 
     row: Row
@@ -47,7 +45,6 @@ class Lists:
     with_bits: bool
     with_lengths: bool
     names: int
-    with_given: bool
 
     @property
     def rows(self) -> int:
@@ -111,32 +108,11 @@ class Lists:
 
 
 @triton.jit
-def select_kernel(
-    scores,
-    settings,
-    lengths,
-    names,
-    given,
-    given_ids,
-    given_count,
-    ids,
-    count,
-    bits,
-    bitmaps,
-    floats,
-    arrived,
-    plan: tl.constexpr,
-):
+def select_kernel(scores, settings, lengths, names, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr):
     """One searched row: program head · rows + row."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
     g = tl.program_id(0) % plan.rows
-    wide = head.to(tl.int64)
-    if plan.with_given and tl.load(given + head) != 0:
-        if g == 0:
-            tl.store(count + head, tl.load(given_count + head))
-            copy_ids(given_ids + wide * plan.capacity, ids + wide * plan.capacity, plan)
-        return
     length = tl.full([], plan.scores, tl.int32)
     if plan.with_lengths:
         length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
@@ -145,6 +121,7 @@ def select_kernel(
     )
     if plan.row.rule == "top_k" and plan.entries == 1:
         setting = tl.minimum(setting, plan.capacity)  # what is not among a row's C best is not in the list
+    wide = head.to(tl.int64)
     row = scores + (wide * plan.group + g) * plan.scores
     floats += wide * plan.floats
     bitmaps += wide * plan.words
@@ -174,15 +151,6 @@ def select_kernel(
             bits + wide * plan.capacity,
             plan,
         )
-
-
-@triton.jit
-def copy_ids(source, ids, plan: tl.constexpr):
-    """The list of one head, whole."""
-    for start in range(0, plan.capacity, 4 * plan.row.threads):
-        slot = start + tl.arange(0, 4 * plan.row.threads)
-        within = slot < plan.capacity
-        tl.store(ids + slot, tl.load(source + slot, mask=within), mask=within)
 
 
 @triton.jit

@@ -42,10 +42,6 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
     softmax, unit, size = kwargs["weights"] == "softmax", kwargs["unit"], kwargs["page_size"] or 1
     lengths, listed = kwargs["lengths"], {}
     for head in np.ndindex(*scores.shape[:2]):
-        if kwargs["given"] is not None and kwargs["given"][0][head]:
-            given = kwargs["given"][1]
-            listed[head] = {int(i): set() for i in given.ids[head][: int(given.count[head])]}
-            continue
         value = float(np.broadcast_to(rule[0], scores.shape[:2])[head])
         rows = np.asarray(scores, np.float64)[head].copy()
         rows[np.isnan(rows)] = -np.inf
@@ -98,7 +94,7 @@ def assert_lists(got: Selection, want, kwargs) -> None:
 
 def call(inputs, **kwargs) -> Selection:
     """Compiled, with the rule's numbers static or not, as they come."""
-    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names", "given")}
+    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
     static = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
@@ -149,17 +145,6 @@ def test_names_of_odd_pages_do_for_their_tokens():
     np.testing.assert_array_equal(got.ids, [[[13, 14, 27, 28, 29, 0]]])
 
 
-def test_heads_that_are_given_a_list_do_not_look_at_their_scores():
-    inputs = by_name["given"].build()
-    flags, given = inputs.kwargs["given"]
-    assert bool(flags.any()) and not bool(flags.all())
-    want = call(inputs)
-    np.testing.assert_array_equal(want.ids[flags], given.ids[flags])
-    blind = call(inputs._replace(scores=jnp.where(flags[..., None, None], jnp.nan, inputs.scores)))
-    for got, same in zip(jax.tree.leaves(blind), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(got, same)
-
-
 def test_a_row_does_not_depend_on_its_batch():
     inputs = dataclasses.replace(by_name["top_p_union_capped"], ragged=False).build()
     whole = call(inputs)
@@ -202,8 +187,6 @@ def test_numbers_of_heads_do_not_retrace():
 
 
 SCORES = jnp.zeros((2, 3, 4, 32))
-FLAGS = jnp.zeros((2, 3), jnp.bool_)
-GIVEN = Selection(jnp.zeros((2, 3, 4), jnp.int32), jnp.zeros((2, 3), jnp.int32), granularity="token")
 WRONG = {
     "axes": (SCORES[0], TopK(1), {}, r"scores.shape=\(3, 4, 32\): must be \[B, K, G, n\]"),
     "no scores": (SCORES[..., :0], TopK(1), {}, "none of them 0"),
@@ -226,44 +209,6 @@ WRONG = {
     ),
     "no names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 0), jnp.int32)}, "m a divisor of 32"),
     "dtype of names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 32))}, "names=float32.*must be int32"),
-    "given flags": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS[0], GIVEN)},
-        r"given\[0\]=bool\[3\]: must be bool\[B, K\], \[B, K\] = \[2, 3\]",
-    ),
-    "dtype of given flags": (SCORES, TopK(1), {"given": (GIVEN.count, GIVEN)}, r"given\[0\]=int32.*: must be bool"),
-    "given ids": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS, GIVEN), "capacity": 5},
-        r"ids=int32\[2, 3, 4\]: must be int32\[B, K, C\], \[B, K, C\] = \[2, 3, 5\]",
-    ),
-    "given count": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS, Selection.tree_unflatten("token", (GIVEN.ids, FLAGS, None, None)))},
-        r"given\[1\].count=bool\[2, 3\]: must be int32\[B, K\]",
-    ),
-    "given bits": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS, dataclasses.replace(GIVEN, bits=GIVEN.ids.astype(jnp.uint32)))},
-        r"given\[1\]: must have neither bits nor dense",
-    ),
-    "given dense": (SCORES, TopK(1), {"given": (FLAGS, dataclasses.replace(GIVEN, dense=FLAGS))}, "nor dense"),
-    "given tokens": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS, GIVEN), "unit": "page"},
-        r"given\[1\].granularity='token': must be 'page' for unit='page'",
-    ),
-    "bits beside given": (
-        SCORES,
-        TopK(1),
-        {"given": (FLAGS, GIVEN), "unit": "bits", "page_size": 8},
-        "given: must be None for unit='bits', whose pages carry bits",
-    ),
     "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP or a Threshold"),
     "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
     "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),

@@ -40,7 +40,7 @@ HEAVY = (
 
 
 def call(inputs, implementation="triton", **kwargs):
-    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names", "given")}
+    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
     fixed = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
