@@ -29,6 +29,7 @@ from bench.kernel_timing import Program, lead, profile
 RUNS = 4
 OWN = "its own"  # choice
 PAGED = ("dense 128K b1", "dense 128K b8", "10% of 128K b1", "10% of 128K b8", "4096 of 128K b1", "64..16K of 32K b32")
+LONG = ((131072, 1), (131072, 4), (131072, 8))  # context, batch
 LISTED = ("4096 of 128K b1", "10% of 128K b8", "64..16K of 32K b32", "2% rows of 30K b64")
 
 
@@ -65,10 +66,10 @@ def _tiles(mosaic: Any) -> list[Any]:
 
 
 def _cuts(mosaic: Any) -> list[Any]:
-    """Finer cuts of long heads, which a head alone among short ones may want."""
-    own = mosaic.schedule.tiles(128)
-    finer = ((own.blocks, *own.splits), (2 * own.blocks, own.blocks, *own.splits))
-    return [own._replace(splits=cut, many=many) for cut in finer for many in (4, 8)]
+    """Other cuts of long heads, of which there may be one or many among short ones: so many splits, of 132 blocks."""
+    own = mosaic.schedule.tiles(128, mixed=True)
+    cuts = ((66, 33), (120, 66, 33), (132, 66, 33), (160, 80, 33), (176, 88, 44), (198, 99, 66, 33), (240, 120, 66, 33))
+    return [own._replace(splits=(*(own.blocks * n // 132 for n in cut), own.splits[-1])) for cut in cuts]
 
 
 def _rows(triton: Any) -> list[Any]:
@@ -114,10 +115,10 @@ def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
 
 
 def _hybrids() -> list[Job]:
-    """One, two or four of a row's KV heads have 128K tokens, the others list 4096."""
-    cases = [case for case in hybrid(10**12) if case.context == 131072 and case.tokens == 4096]
-    cases = [case for case in cases if case.batch in (1, 4, 8) and case.dense in (1, 2, 4)]
-    named = [replace(case, name=f"{case.dense} dense heads, batch {case.batch}") for case in cases]
+    """One, two or four of a row's KV heads have 64K or 128K tokens, the others list 4096."""
+    cases = [case for case in hybrid(10**12) if case.tokens == 4096 and case.dense in (1, 2, 4)]
+    cases = [case for case in cases if (case.context, case.batch) in ((65536, 1), (65536, 8), *LONG)]
+    named = [replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}") for case in cases]
     return [attention_job(case, on_gpu=True, most_calls=8) for case in named]
 
 

@@ -44,6 +44,7 @@ def block_sparse_decode(
     batch, heads, head_dim = q.shape
     pairs = layer.lengths.size
     group = batch * heads // pairs
+    mixed = selection.dense is not None and selection.ids.shape[-1] > 0
     problem = Problem(
         pairs,
         group,
@@ -58,7 +59,7 @@ def block_sparse_decode(
         stats is not None,
         layer.k.dtype,
         sm_scale,
-        schedule.tiles(head_dim) if tiles is None else tiles,
+        schedule.tiles(head_dim, mixed) if tiles is None else tiles,
         interpret,
     )
     grouped = q.reshape(pairs, group, head_dim).astype(layer.k.dtype)

@@ -79,7 +79,7 @@ def test_lowers_for_cuda(head_dim, page_size, full):
         spec(listed.shape, jnp.uint32) if full and page_size <= 32 else None,
         spec((batch, heads), jnp.bool_) if full else None,
     )
-    tiles = schedule.tiles(head_dim)
+    tiles = schedule.tiles(head_dim, mixed=full)
 
     def attend(q, layer, selection):
         stats = "page_mass" if full else None
@@ -109,8 +109,9 @@ def test_every_split_falls_into_one_share(tiles_of, blocks):
     assert sum(taken) == len(begins)
 
 
-def test_splits_depend_on_the_head_alone_and_grow_with_it():
-    t = schedule.tiles(128)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_splits_depend_on_the_head_alone_and_grow_with_it(mixed):
+    t = schedule.tiles(128, mixed)
     counts = np.asarray(schedule.num_splits(jnp.arange(5000), t))
     assert counts[0] == 0
     assert (np.diff(counts) >= 0).all()
