@@ -47,11 +47,12 @@ class Tiles(NamedTuple):
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
     """The choice for this device: what bench.tune found best on an H200, scaled by its multiprocessors.
 
-    Where heads that attend to all may be among such that list pages (`mixed`), a long head is cut finer: it may be the
-    only one. Head dimensions other than 128 were not tuned, but tried.
+    Where heads that attend to all may be among such that list pages (`mixed`), a long head may be the only one and is
+    cut finer; into a few splits less than there are blocks, since the few that are a little longer than a team's share
+    balance better than those that are a little shorter. Head dimensions other than 128 were not tuned, but tried.
     """
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132
-    splits = (*((blocks,) if mixed else ()), blocks // 2, blocks // 4, blocks // 8)
+    splits = (*((10 * blocks // 11,) if mixed else ()), blocks // 2, blocks // 4, blocks // 8)
     if head_dim > 128:
         return Tiles(blocks, tokens=32, stages=3, teams=1, splits=splits)
     return Tiles(blocks, stages=4 if head_dim <= 64 else 2, splits=splits)
