@@ -29,7 +29,7 @@ from bench.kernel_timing import Program, lead, profile
 RUNS = 4
 OWN = "its own"  # choice
 PAGED = ("dense 128K b1", "dense 128K b8", "10% of 128K b1", "10% of 128K b8", "4096 of 128K b1", "64..16K of 32K b32")
-LONG = ((131072, 1), (131072, 4), (131072, 8))  # context, batch
+MIXED = ((65536, 1), (65536, 8), (131072, 1), (131072, 4), (131072, 8))  # context, batch
 LISTED = ("4096 of 128K b1", "10% of 128K b8", "64..16K of 32K b32", "2% rows of 30K b64")
 
 
@@ -117,7 +117,7 @@ def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
 def _hybrids() -> list[Job]:
     """One, two or four of a row's KV heads have 64K or 128K tokens, the others list 4096."""
     cases = [case for case in hybrid(10**12) if case.tokens == 4096 and case.dense in (1, 2, 4)]
-    cases = [case for case in cases if (case.context, case.batch) in ((65536, 1), (65536, 8), *LONG)]
+    cases = [case for case in cases if (case.context, case.batch) in MIXED]
     named = [replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}") for case in cases]
     return [attention_job(case, on_gpu=True, most_calls=8) for case in named]
 

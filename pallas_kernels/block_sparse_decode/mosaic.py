@@ -81,7 +81,7 @@ def block_sparse_decode(
     if layer.bias is not None:
         operands.append(layer.bias)
     o, lse, splits, *logits = _kernel(problem)(*operands)
-    o, lse = merge_splits(o, lse, splits, problem.queries, unwanted=problem.queries - group, dtype=dtype)
+    o, lse = merge_splits(o, lse, splits, problem.queries, lse_only=problem.queries - group, dtype=dtype)
     out, out_lse = o.reshape(q.shape), lse[:, -group:].reshape(batch, heads)
     if stats is None:
         return AttentionOut(out, out_lse)

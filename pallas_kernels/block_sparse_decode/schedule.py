@@ -1,8 +1,9 @@
 """How the work is shared: tiles of tokens, splits of a head, shares of a block.
 
-A head's tiles are cut into splits by their own number alone, so a row gives bitwise the same alone and in a batch. The
-counts of splits are such that heads of equal length fill the blocks of an H100 or H200 evenly: 66 splits of each of 8
-KV heads are 528 = 4 · 132. A team of warps takes the splits that begin in its equal share of all tiles.
+A head's tiles are cut into splits by their own number and what is static of the call, so a row gives bitwise the same
+alone and in a batch. Where heads are of one kind, the counts of splits are such that heads of equal length fill the
+blocks of an H100 or H200 evenly: 66 splits of each of 8 KV heads are 528 = 4 · 132. A team of warps takes the splits
+that begin in its equal share of all tiles.
 
 All of it runs in the kernel but `max_splits`; numbers of tiles and splits are scalars or vectors of all heads.
 """
@@ -47,9 +48,9 @@ class Tiles(NamedTuple):
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
     """The choice for this device: what bench.tune found best on an H200, scaled by its multiprocessors.
 
-    Where heads that attend to all may be among such that list pages (`mixed`), a long head may be the only one and is
-    cut finer; into a few splits less than there are blocks, since the few that are a little longer than a team's share
-    balance better than those that are a little shorter. Head dimensions other than 128 were not tuned, but tried.
+    Where some heads may list pages and others attend to all (`mixed`), a long head may be the only one and is cut
+    finer; into fewer splits than there are blocks, since of splits a little shorter than its share a team may take two.
+    Head dimensions other than 128 were not tuned, but tried.
     """
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132
     splits = (*((10 * blocks // 11,) if mixed else ()), blocks // 2, blocks // 4, blocks // 8)

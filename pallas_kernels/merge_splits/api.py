@@ -26,10 +26,10 @@ def merge_splits(
     used: Int32[Array, "at_least_pairs"],
     rows: int,
     *,
-    unwanted: int = 0,
+    lse_only: int = 0,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> tuple[Float[Array, "pairs {rows-unwanted} H"], Float32[Array, "pairs {rows}"]]:
+) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
     """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever they hold.
 
     Args:
@@ -38,9 +38,12 @@ def merge_splits(
         used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf. Entries past the
             pairs are not read.
         rows: how many of the R rows are wanted, the first ones.
-        unwanted: how many of these, the first ones, are wanted for their lse alone.
+        lse_only: how many of these, the first ones, are wanted for their lse alone.
         dtype: of the merged o, to which it is rounded in the end.
         implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        o of the wanted rows but the first `lse_only`, and lse of all wanted rows.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -50,11 +53,11 @@ def merge_splits(
         or lse.shape != o.shape[:3]
         or used.ndim != 1
         or used.size < o.shape[0]
-        or not 0 <= unwanted < rows <= o.shape[2]
+        or not 0 <= lse_only < rows <= o.shape[2]
     ):
         raise ValueError(
             f"o.shape={o.shape}, lse.shape={lse.shape}, used.shape={used.shape}, rows={rows}, "
-            f"unwanted={unwanted}: must be [pairs, splits, R, H], [pairs, splits, R], at least [pairs], at most R and "
-            "fewer than rows"
+            f"lse_only={lse_only}: must be [pairs, splits, R, H], [pairs, splits, R], at least [pairs], from 1 to R "
+            "and from 0 to rows - 1"
         )
-    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows, unwanted=unwanted, dtype=dtype)
+    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype)

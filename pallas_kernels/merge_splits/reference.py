@@ -11,9 +11,9 @@ def merge_splits(
     used: Int32[Array, "at_least_pairs"],
     rows: int,
     *,
-    unwanted: int,
+    lse_only: int,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "pairs {rows-unwanted} H"], Float32[Array, "pairs {rows}"]]:
+) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
     """See api."""
     counts = (jnp.arange(o.shape[1]) < used[: o.shape[0], None])[..., None]
     lse = jnp.where(counts, lse[:, :, :rows], -jnp.inf)
@@ -23,4 +23,4 @@ def merge_splits(
     total = jnp.sum(weights, axis=1)
     parts = jnp.where(counts[..., None], o[:, :, :rows], 0.0)
     merged = jnp.sum(weights[..., None] * parts, axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
-    return merged[:, unwanted:].astype(dtype), jnp.log(total) + top
+    return merged[:, lse_only:].astype(dtype), jnp.log(total) + top

@@ -31,13 +31,13 @@ def _merge(
     o_ptr,  # [pairs, splits, R, H]
     lse_ptr,  # [pairs, splits, R]
     used_ptr,  # [≥ pairs]
-    merged_ptr,  # [pairs, rows - unwanted, H]
+    merged_ptr,  # [pairs, rows - lse_only, H]
     merged_lse_ptr,  # [pairs, rows]
     splits: tl.constexpr,
     R: tl.constexpr,
     H: tl.constexpr,
     rows: tl.constexpr,
-    unwanted: tl.constexpr,
+    lse_only: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -50,8 +50,8 @@ def _merge(
     else:
         merged, lse = _sum(o_ptr, lse_ptr, first, used, R, H, SPLITS, WIDTH)
     channel = tl.arange(0, WIDTH)
-    out = pair.to(tl.int64) * (rows - unwanted) + row - unwanted
-    tl.store(merged_ptr + out * H + channel, merged, mask=(channel < H) & (row >= unwanted))
+    out = pair.to(tl.int64) * (rows - lse_only) + row - lse_only
+    tl.store(merged_ptr + out * H + channel, merged, mask=(channel < H) & (row >= lse_only))
     tl.store(merged_lse_ptr + pair * rows + row, lse)
 
 
@@ -61,16 +61,16 @@ def merge_splits(
     used: Int32[Array, "at_least_pairs"],
     rows: int,
     *,
-    unwanted: int,
+    lse_only: int,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "pairs {rows-unwanted} H"], Float32[Array, "pairs {rows}"]]:
+) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
     """See api."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     pairs, splits, padded, head_dim = o.shape
     all_splits = triton.next_power_of_2(splits)
     out = [
-        jax.ShapeDtypeStruct((pairs, rows - unwanted, head_dim), dtype),
+        jax.ShapeDtypeStruct((pairs, rows - lse_only, head_dim), dtype),
         jax.ShapeDtypeStruct((pairs, rows), jnp.float32),
     ]
     return triton_call(
@@ -85,7 +85,7 @@ def merge_splits(
         R=padded,
         H=head_dim,
         rows=rows,
-        unwanted=unwanted,
+        lse_only=lse_only,
         FEW=min(FEW, all_splits),
         SPLITS=all_splits,
         WIDTH=triton.next_power_of_2(head_dim),

@@ -93,7 +93,7 @@ def token_sparse_decode(
         HAS_DENSE=selection.dense is not None,
         HAS_TABLE=layer.block_table is not None,
         HAS_BIAS=layer.bias is not None,
-        STATS=rows - group,  # rows of it
+        STATS=rows - group,  # 1 or 0
         G=group,
         H=head_dim,
         P=layer.page_size,
@@ -103,7 +103,7 @@ def token_sparse_decode(
         SCALE=sm_scale,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
-    o, lse = merge_splits(o, lse, used, rows, unwanted=rows - group, dtype=dtype, implementation="triton")
+    o, lse = merge_splits(o, lse, used, rows, lse_only=rows - group, dtype=dtype, implementation="triton")
     out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
         return out

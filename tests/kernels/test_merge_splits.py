@@ -37,15 +37,15 @@ def test_what_is_not_used_may_be_anything():
         np.testing.assert_array_equal(a, b)
 
 
-def test_of_unwanted_rows_there_is_lse_alone():
+def test_rows_may_be_wanted_for_their_lse_alone():
     o, lse = partials()
     used = jnp.asarray([5, 0, 2])
     want, want_lse = merge_splits(o, lse, used, 3)
-    got, got_lse = merge_splits(o, lse, used, 3, unwanted=1)
+    got, got_lse = merge_splits(o, lse, used, 3, lse_only=1)
     np.testing.assert_array_equal(got, want[:, 1:])
     np.testing.assert_array_equal(got_lse, want_lse)
-    with pytest.raises(ValueError, match="unwanted=3: must be .* fewer than rows"):
-        merge_splits(o, lse, used, 3, unwanted=3)
+    with pytest.raises(ValueError, match="lse_only=3: must be .* from 0 to rows - 1"):
+        merge_splits(o, lse, used, 3, lse_only=3)
 
 
 def test_shapes_must_fit():

@@ -148,8 +148,8 @@ def test_merge_splits_in_triton():
         unused = jnp.arange(splits) >= used[:7, None]
         o = jnp.where(unused[..., None, None], jnp.nan, o)
         lse = jnp.where(unused[..., None], jnp.nan, lse)
-        for unwanted in (0, 2):
-            want = merge_splits(o, lse, used, 5, unwanted=unwanted, implementation="reference")
-            got = merge_splits(o, lse, used, 5, unwanted=unwanted, implementation="triton")
+        for lse_only in (0, 2):
+            want = merge_splits(o, lse, used, 5, lse_only=lse_only, implementation="reference")
+            got = merge_splits(o, lse, used, 5, lse_only=lse_only, implementation="triton")
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

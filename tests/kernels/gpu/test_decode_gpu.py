@@ -17,7 +17,7 @@ from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, rando
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
 # what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens. Of lychee_decode the top-p
-# is one that no running sum comes near, since a page more or less is a visible difference; so is another token of a few
+# is one that no running sum comes near, since a page more or less is a visible difference; of 192 tokens one is not
 RUNS = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
