@@ -5,95 +5,45 @@ out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
 print(out.text)
 """
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from jsparse.cache import KVCache
-    from jsparse.channel_calibration import calibrate_channels
-    from jsparse.generation import generate
-    from jsparse.models.checkpoint import Params, load, save
-    from jsparse.output import Generation, GenerationStats
-    from jsparse.policies import parse as parse_policy
-    from jsparse.policies.double_sparsity import double_sparsity
-    from jsparse.policies.duo_attention import duo_attention
-    from jsparse.policies.full import full
-    from jsparse.policies.lychee_decode import lychee_decode
-    from jsparse.policies.oracle import oracle_top_k, oracle_top_p
-    from jsparse.policies.quest import quest
-    from jsparse.policies.streaming import streaming
-    from jsparse.policies.tidal import tidal
-    from jsparse.policies.twilight import twilight
-    from jsparse.policies.wrappers import dense_layers, keep
-    from jsparse.policy import Policy, dense
-    from jsparse.scoring import logits
-    from jsparse.selection import Selection
+from jsparse import deprecated
 
-    __version__: str
+_FOLDER = Path(__file__).parent
+for _name in ("models", "train", "pallas_kernels"):
+    if not (_FOLDER / _name).is_dir():
+        raise ImportError(
+            f"{_FOLDER / _name} must be a link to the folder {_name} of the checkout, which was made without symbolic "
+            "links: clone again with `git clone -c core.symlinks=true`, or install a wheel"
+        )
+deprecated.find_moved_modules()
 
-# Where each name is found when it is first used: jax takes seconds to import, and `jsparse --help` needs none of it.
-_HOMES = {
-    "Generation": "jsparse.output",
-    "GenerationStats": "jsparse.output",
-    "KVCache": "jsparse.cache",
-    "Params": "jsparse.models.checkpoint",
-    "Policy": "jsparse.policy",
-    "Selection": "jsparse.selection",
-    "calibrate_channels": "jsparse.channel_calibration",
-    "dense": "jsparse.policy",
-    "dense_layers": "jsparse.policies.wrappers",
-    "double_sparsity": "jsparse.policies.double_sparsity",
-    "duo_attention": "jsparse.policies.duo_attention",
-    "full": "jsparse.policies.full",
-    "generate": "jsparse.generation",
-    "keep": "jsparse.policies.wrappers",
-    "lychee_decode": "jsparse.policies.lychee_decode",
-    "load": "jsparse.models.checkpoint",
-    "logits": "jsparse.scoring",
-    "oracle_top_k": "jsparse.policies.oracle",
-    "oracle_top_p": "jsparse.policies.oracle",
-    "parse_policy": "jsparse.policies",
-    "quest": "jsparse.policies.quest",
-    "save": "jsparse.models.checkpoint",
-    "streaming": "jsparse.policies.streaming",
-    "tidal": "jsparse.policies.tidal",
-    "twilight": "jsparse.policies.twilight",
-}
-__all__ = [
-    "Generation",
-    "GenerationStats",
-    "KVCache",
-    "Params",
-    "Policy",
-    "Selection",
-    "__version__",
-    "calibrate_channels",
-    "dense",
-    "dense_layers",
-    "double_sparsity",
-    "duo_attention",
-    "full",
-    "generate",
-    "keep",
-    "load",
-    "logits",
-    "lychee_decode",
-    "oracle_top_k",
-    "oracle_top_p",
-    "parse_policy",
-    "quest",
-    "save",
-    "streaming",
-    "tidal",
-    "twilight",
-]
+_RENAMED = {"full": "all_pages"}
+
+
+def _listed(stub: str) -> dict[str, tuple[str, str]]:
+    """Return the module and name that each public name stands for, as the stub imports it."""
+    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
+    return {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
+
+
+# jax takes seconds to import, and `jsparse --help` needs none of it: names are imported when they are first used
+_HOMES = _listed(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+__all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        deprecated.warn(f"jsparse.{name}", f"jsparse.{_RENAMED[name]}")
+        return __getattr__(_RENAMED[name])
     if name == "__version__":
         value = _version()
     elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), "parse" if name == "parse_policy" else name)
+        module, attribute = _HOMES[name]
+        value = getattr(importlib.import_module(module), attribute)
     else:
         raise AttributeError(f"module 'jsparse' has no attribute {name!r}")
     globals()[name] = value

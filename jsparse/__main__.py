@@ -1,5 +1,5 @@
 """`python -m jsparse`, the same as the command `jsparse`."""
 
-from jsparse.cli import main
+from jsparse.cli.app import main
 
 main()

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jsparse import loop, memory, prefill, prompts
+from jsparse import prompts
 from jsparse.cache import CacheSpec
 from jsparse.generation import cache_spec
+from jsparse.host_reader import OnProgress
 from jsparse.models.checkpoint import Params
-from jsparse.output import OnProgress
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, PrefillView, State, builder, dense
+from jsparse.runtime import capacity, prefill, session
 
 
 def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress | None = None) -> Ranking:
@@ -39,9 +40,9 @@ def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress |
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
     for ids in rows:
         policy = _weighed(max(prefill.chunk_sizes(len(ids), chunk)))
-        memory.require_fit(spec, policy)
-        with memory.exhaustion(spec):
-            state = jax.device_get(loop.prime(params, policy, [ids], spec, report).state)
+        capacity.require_fit(spec, policy)
+        with capacity.exhaustion(spec):
+            state = jax.device_get(session.prime(params, policy, [ids], spec, report).state)
         weights += np.concatenate(state)
     return np.argsort(-weights, axis=-1, kind="stable").astype(np.int32)
 

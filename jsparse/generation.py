@@ -1,4 +1,4 @@
-"""`generate`: what a user may ask for, checked; the work is in jsparse.loop."""
+"""`generate`: what a user may ask for, checked; the work is in jsparse.runtime.session."""
 
 import time
 from collections.abc import Sequence
@@ -7,14 +7,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jsparse import loop, memory, prompts
+from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.compilation import keep_compilations
+from jsparse.host_reader import OnProgress, Reader, Row, Streamer
 from jsparse.models.checkpoint import Params
-from jsparse.output import OnProgress, Reader, Row, Streamer
-from jsparse.policies import as_policy
+from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
-from jsparse.sampling import Sampling
+from jsparse.runtime import capacity, session
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.sampling import Sampling
 from jsparse.text_stream import TextStream
 
 PAGE_SIZES = (8, 16, 32, 64)
@@ -80,14 +81,14 @@ def generate(
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
     streamers = _streamers(streamer, len(rows), alone)
-    memory.require_fit(spec, chosen)
+    capacity.require_fit(spec, chosen)
     keep_compilations()
     report = on_progress or (lambda *_: None)
     reader = Reader([Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers], max_new_tokens, report)
     began = time.perf_counter()
-    with memory.exhaustion(spec):
-        primed = loop.prime(params, chosen, rows, spec, report)
-        loop.decode(params, chosen, options, rows, primed, seed, reader)
+    with capacity.exhaustion(spec):
+        primed = session.prime(params, chosen, rows, spec, report)
+        session.decode(params, chosen, options, rows, primed, seed, reader)
     outs = [reader.generation(i, len(ids), began, logprobs) for i, ids in enumerate(rows)]
     return outs[0] if alone else outs
 
@@ -161,7 +162,7 @@ def cache_spec(
                 f"prompt of {longest} tokens + max_new_tokens={max_new_tokens} is {needed}: "
                 f"must be at most {limit}, {name}"
             )
-    capacity = memory.bucket(needed, page_size) if max_length is None else max_length
+    slots = capacity.bucket(needed, page_size) if max_length is None else max_length
     return CacheSpec(
         num_layers=config.num_layers,
         batch=len(rows),
@@ -169,7 +170,7 @@ def cache_spec(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
-        num_pages=-(-capacity // page_size),
+        num_pages=-(-slots // page_size),
         dtype=jnp.dtype(params.dtype),
     )
 

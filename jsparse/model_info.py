@@ -12,8 +12,9 @@ from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
-from jsparse.policies import as_policy
+from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
+from jsparse.runtime import capacity
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16
@@ -81,7 +82,7 @@ def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float,
 
     def kept(pages: int) -> int:
         sizes = (config.num_layers, 1, config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, pages)
-        return memory.policy_bytes(CacheSpec(*sizes, jnp.dtype(dtype)), policy)
+        return capacity.policy_bytes(CacheSpec(*sizes, jnp.dtype(dtype)), policy)
 
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = kept(pages), kept(2 * pages)

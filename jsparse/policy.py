@@ -49,7 +49,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
+from jsparse import deprecated
 from jsparse.cache import CacheSpec, KVCache
+from jsparse.deprecated import renamed_arguments
 from jsparse.partials import StatsKind
 from jsparse.selection import Selection, everything
 from jsparse.shapes import ChunkKV, Partial, Rows, Tokens
@@ -111,7 +113,7 @@ class Policy(NamedTuple):
         correct_every: steps between corrections; 0 is never. Not for methods whose maintain truncates heads: a
             correction takes all heads of a row to hold the same tokens.
         needs: optional fields of the cache that it uses (jsparse.cache.OPTIONAL_FIELDS).
-        full: hyper-parameters at which the method equals dense attention; None where no such exist.
+        dense_at: hyper-parameters at which the method equals dense attention; None where no such exist.
         name: the expression that builds it.
     """
 
@@ -127,8 +129,14 @@ class Policy(NamedTuple):
     window: int = 0
     correct_every: int = 0
     needs: tuple[str, ...] = ()
-    full: Mapping[str, Any] | None = None
+    dense_at: Mapping[str, Any] | None = None
     name: str = ""
+
+    @property
+    def full(self) -> Mapping[str, Any] | None:
+        """The old name of `dense_at`."""
+        deprecated.warn("Policy.full", "Policy.dense_at")
+        return self.dense_at
 
     def __hash__(self) -> int:
         return id(self)
@@ -138,6 +146,9 @@ class Policy(NamedTuple):
 
     def __repr__(self) -> str:
         return self.name
+
+
+Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
 def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
@@ -152,8 +163,8 @@ def builder(build: Callable[..., Policy]) -> Callable[..., Policy]:
     def once(arguments: tuple[tuple[str, type, Any], ...]) -> Policy:
         policy = build(**{key: value for key, _, value in arguments})
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
-        full = None if policy.full is None else MappingProxyType(dict(policy.full))
-        return policy._replace(name=f"{build.__name__}({shown})", full=full)
+        dense_at = None if policy.dense_at is None else MappingProxyType(dict(policy.dense_at))
+        return policy._replace(name=f"{build.__name__}({shown})", dense_at=dense_at)
 
     @functools.wraps(build)
     def wrapper(*args: Any, **kwargs: Any) -> Policy:
@@ -215,4 +226,4 @@ def dense() -> Policy:
     def select(state: State, layer: int, q: Array, cache: KVCache):
         return everything(cache.layers[layer].lengths), None, state
 
-    return Policy(select, full={})
+    return Policy(select, dense_at={})

@@ -39,7 +39,7 @@ class TensorStore(Protocol):
         ...
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """A tensor to read; `interleaved_heads` > 0 where its rows stand in llama.cpp's order."""
 
     name: str
@@ -51,7 +51,7 @@ class Weight(NamedTuple):
     """One array of the tree: its path below "params", and the tensors it is joined from along their first axis."""
 
     path: str
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
 
     @property
     def transposed(self) -> bool:
@@ -88,7 +88,7 @@ def list_weights(
         heads = (config.num_heads, config.num_kv_heads, 0) if is_interleaved else (0,) * len(shapes)
         for i in range(config.num_layers if "{i}" in template else 1):
             found = (name.format(i=i) for name in names[template])
-            weights.append(Weight(template.format(i=i), tuple(map(Source, found, shapes, heads))))
+            weights.append(Weight(template.format(i=i), tuple(map(TensorSource, found, shapes, heads))))
     return weights
 
 
@@ -180,7 +180,7 @@ def tree(leaves: Mapping[str, Any]) -> Weights:
     return {"params": params}
 
 
-def _read(source: Source, store: TensorStore) -> np.ndarray:
+def _read(source: TensorSource, store: TensorStore) -> np.ndarray:
     tensor = store.read(source.name)
     if not source.interleaved_heads:
         return tensor

@@ -35,7 +35,7 @@ class Backend:
     refusal: Callable[..., str | None] = lambda *_, **__: None
 
 
-def choose(op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any) -> Any:
+def run(op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any) -> Any:
     """Runs the op on the backend that is named, or on the first of `backends` that takes these arguments here.
 
     Raises:

@@ -7,7 +7,8 @@ tokens and pages of 8, so that each expression really leaves something out.
 import ast
 import inspect
 
-from jsparse.policies import POLICIES, parse
+from jsparse.policies import POLICIES
+from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 
 TABLE = (
@@ -15,7 +16,7 @@ TABLE = (
     "streaming(sink=4, recent=8)",
     "streaming(sink=0, recent=1)",
     "streaming(sink=17, recent=13)",
-    "full()",
+    "all_pages()",
     "quest(budget=16)",
     "quest(budget=1)",
     "quest(budget=8, bounds_dtype='uint8')",
@@ -25,11 +26,11 @@ TABLE = (
     "keep(double_sparsity(budget=4, channels=16), sink=2, recent=5)",
     "tidal(budget=8, first=0, again=5)",
     "tidal(budget=3, first=0, again=5)",
-    "lychee_decode(((1, 1), (0, 1)), budget=16)",
-    "lychee_decode(((1, 1), (0, 0)), budget=3, unit='token', correct_every=4)",
-    "lychee_decode(((1, 1), (1, 0)), select='top_p', p=0.6)",
-    "lychee_decode(((1, 1), (0, 0)), select='threshold', threshold=0.05, unit='token')",
-    "lychee_decode(((1, 1), (0, 0)), select='ratio', ratio=0.7)",
+    "lychee_decode(((1, 1), (0, 1)), value=16)",
+    "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=4)",
+    "lychee_decode(((1, 1), (1, 0)), rule='top_p', value=0.6)",
+    "lychee_decode(((1, 1), (0, 0)), rule='threshold', value=0.05, granularity='token')",
+    "lychee_decode(((1, 1), (0, 0)), rule='ratio', value=0.7)",
     "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
     "oracle_top_k(budget=8)",
     "oracle_top_k(budget=1)",
@@ -43,19 +44,19 @@ TABLE = (
     "dense_layers(streaming(sink=1, recent=6), n=1)",
     "dense_layers(keep(oracle_top_k(budget=8, granularity='page'), sink=3, recent=3), n=1)",
     "keep(dense_layers(oracle_top_p(p=0.5), n=1), sink=0, recent=0)",
-    "twilight(full(), p=0.6)",
-    "twilight(full(), p=0.7, prune='bits')",
-    "twilight(full(), p=0.6, dense_below=20)",
+    "twilight(all_pages(), p=0.6)",
+    "twilight(all_pages(), p=0.7, prune='bits')",
+    "twilight(all_pages(), p=0.6, dense_below=20)",
     "twilight(quest(budget=24), p=0.8, prune='token')",
     "twilight(streaming(sink=4, recent=20), p=0.7)",
     "twilight(oracle_top_k(budget=12), p=0.9, prune='bits')",
     "twilight(tidal(budget=12, first=0, again=5), p=0.8, prune='token')",
     "twilight(double_sparsity(budget=12), p=0.8, prune='token')",
-    "twilight(lychee_decode(((1, 1), (0, 1)), budget=24), p=0.6)",
-    "twilight(lychee_decode(((1, 1), (0, 0)), budget=12, unit='token'), p=0.6, prune='bits')",
+    "twilight(lychee_decode(((1, 1), (0, 1)), value=24), p=0.6)",
+    "twilight(lychee_decode(((1, 1), (0, 0)), value=12, granularity='token'), p=0.6, prune='bits')",
     "twilight(keep(quest(budget=8), sink=2, recent=6), p=0.9)",
-    "keep(twilight(full(), p=0.5), sink=1, recent=4)",
-    "dense_layers(twilight(full(), p=0.7, prune='bits'), n=1)",
+    "keep(twilight(all_pages(), p=0.5), sink=1, recent=4)",
+    "dense_layers(twilight(all_pages(), p=0.7, prune='bits'), n=1)",
 )
 
 
@@ -65,10 +66,10 @@ def outermost(expression: str) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
-def at_full(expression: str) -> Policy | None:
+def at_dense(expression: str) -> Policy | None:
     """The same method with the hyper-parameters at which it says that it is dense; None where it names none."""
     policy, build = parse(expression), POLICIES[outermost(expression)]
-    if policy.full is None:
+    if policy.dense_at is None:
         return None
     node = ast.parse(policy.name, mode="eval").body
     assert isinstance(node, ast.Call)
@@ -77,5 +78,5 @@ def at_full(expression: str) -> Policy | None:
         name: parse(ast.unparse(value)) if isinstance(value, ast.Call | ast.Name) else ast.literal_eval(value)
         for name, value in given.items()
     }
-    assert set(policy.full) <= set(inspect.signature(build).parameters), policy.full
-    return build(**{**values, **policy.full})
+    assert set(policy.dense_at) <= set(inspect.signature(build).parameters), policy.dense_at
+    return build(**{**values, **policy.dense_at})

@@ -11,9 +11,9 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, spe
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
-from jsparse import prefill
-from jsparse.decode import decode_step
 from jsparse.policy import dense
+from jsparse.runtime import prefill, session
+from jsparse.runtime.decode_step import decode_step
 
 PAGE = 8
 LENGTHS = (37, 18, 3)
@@ -340,7 +340,7 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         correct_every=4,
     )
     states = []
-    correct = prefill.correct
+    correct = session.correct
 
     def watched(decoder, policy, weights, tokens, cache, state):
         cache, state = correct(decoder, policy, weights, tokens, cache, state)
@@ -348,7 +348,7 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         return cache, state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "correct", watched)
+        patch.setattr(session, "correct", watched)
         engine_logits(tiny_params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
     assert states == [0.0, 0.0]
     assert {width for _, width, _ in seen} == {1, 4}

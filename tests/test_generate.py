@@ -10,8 +10,9 @@ import pytest
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import loop, memory, output, prefill
+from jsparse import host_reader, memory
 from jsparse.policy import Policy, dense
+from jsparse.runtime import capacity, prefill, session
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
@@ -43,7 +44,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     def sample(_, logits, key, step, seen):
         return jnp.asarray(table[:, int(step)]), jnp.zeros(len(rows))
 
-    monkeypatch.setattr(loop, "sample", sample)
+    monkeypatch.setattr(session, "sample", sample)
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     return jsparse.generate(params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options))
 
@@ -244,7 +245,7 @@ def penalised_greedy(params, prompt, steps, penalty):
 
 
 def test_repetition_penalty_counts_prompt_and_new_tokens(params):
-    # a short prompt, so that greedy text would fall into a loop
+    # a short prompt, so that greedy text would fall into a session
     prompt = PROMPTS[2]
     expected = penalised_greedy(params, prompt, 10, 3.0)
     out = jsparse.generate(params, [prompt, PROMPTS[1]], max_new_tokens=10, repetition_penalty=3.0, eos_token_id=[])
@@ -318,7 +319,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
         jax.debug.callback(lambda at: calls.append(("maintain", int(at))), cache.positions[0])
         return state, cache
 
-    correct = prefill.correct
+    correct = session.correct
 
     def watched(decoder, policy, weights, tokens, cache, state):
         calls.append(("correct", int(cache.positions[0])))
@@ -326,7 +327,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
         return correct(decoder, policy, weights, tokens, cache, state)
 
     newest = []
-    monkeypatch.setattr(prefill, "correct", watched)
+    monkeypatch.setattr(session, "correct", watched)
     policy = dense()._replace(maintain=maintain, period=3, correct_every=4)
     out = jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
     jax.effects_barrier()
@@ -349,7 +350,9 @@ def test_a_pool_that_ran_dry_is_an_error(params):
 
 
 def compilations():
-    return traces(loop.step, loop.sample, loop.first_logits, loop.empty, loop._mark_seen, prefill.prefill_chunk)
+    return traces(
+        session.step, session.sample, session.first_logits, session.empty, session._mark_seen, prefill.prefill_chunk
+    )
 
 
 def test_other_prompts_of_the_same_size_compile_nothing(params):
@@ -377,7 +380,7 @@ def test_a_model_loaded_twice_shares_its_compilations(texts):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 500, 513, 5000, 100_000])
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_buckets_are_few_and_close(tokens, page_size):
-    size = memory.bucket(tokens, page_size)
+    size = capacity.bucket(tokens, page_size)
     assert size >= tokens
     assert size % page_size == 0
     assert size <= max(tokens + 64, tokens * 1.25)
@@ -385,7 +388,7 @@ def test_buckets_are_few_and_close(tokens, page_size):
 
 def test_max_length_is_the_capacity(params, monkeypatch):
     specs = []
-    monkeypatch.setattr(memory, "require_fit", lambda spec, policy: specs.append(spec))
+    monkeypatch.setattr(capacity, "require_fit", lambda spec, policy: specs.append(spec))
     jsparse.generate(params, PROMPTS[2], max_new_tokens=2, max_length=100, page_size=16)
     jsparse.generate(params, PROMPTS[2], max_new_tokens=2, page_size=64)
     assert [(s.page_size, s.num_pages, s.capacity) for s in specs] == [(16, 7, 112), (64, 1, 64)]
@@ -461,7 +464,7 @@ def test_bad_input_is_refused(params, prompt, options, said):
 
 def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
-    monkeypatch.setattr(loop, "empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(session, "empty", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 16 rows
     with pytest.raises(ValueError, match=r"max_length=512 for 16 prompt\(s\) takes \S+ MiB .* free"):
         jsparse.generate(params, [[1]] * 16, max_new_tokens=2, max_length=512)
@@ -478,7 +481,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
 def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
     """One row ends at once, the other goes on: a second per step, so a token a second."""
     clock = iter(range(1000))
-    monkeypatch.setattr(output.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(host_reader.time, "perf_counter", lambda: float(next(clock)))
     free = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])
     assert free[0].stats.decode_tokens_per_second == pytest.approx(2.0)
     end = free[0].token_ids[0]

@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for folder in ("jsparse", *LINKED):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     command = [uv, "build", "--wheel", "--quiet", "--python", sys.executable, "--out-dir", str(source / "dist")]
     subprocess.run(command, cwd=source, check=True)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse import loop, prefill
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policy import Policy
+from jsparse.runtime import prefill, session
 
 VOCAB = 300
 
@@ -71,7 +71,7 @@ def engine_logits(
         return jnp.asarray(forced[:, int(step)]), jnp.zeros(len(prompts))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "sample", sample)
+        patch.setattr(session, "sample", sample)
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         steps = forced.shape[1]
         jsparse.generate(params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options)

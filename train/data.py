@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     scored: Bool[np.ndarray, "B T"]
 
 
-class Sample(NamedTuple):
+class TrainingSample(NamedTuple):
     """A row of a batch, not padded: the ids of context and target, and which of the target's tokens are scored."""
 
     context: Ids
@@ -52,7 +52,7 @@ class Source:
         settings: plain JSON values that say what is drawn from.
     """
 
-    draw: Callable[[int, int], Sequence[Sample]] = field(repr=False)
+    draw: Callable[[int, int], Sequence[TrainingSample]] = field(repr=False)
     target_tokens: int
     buckets: tuple[int, ...]
     settings: dict[str, Any]

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jsparse import cache as kv_cache
-from jsparse import prefill
 from jsparse.cache import CacheSpec, read_heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.policy import dense
+from jsparse.runtime import prefill
 from jsparse.shapes import Rows, Tokens
 from jsparse.threshold import top_k_mask
 from jsparse.train.data import Batch
@@ -32,8 +32,8 @@ Sets = Literal["handed_on", "refreshed"]
 KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
 
 
-class Lesson(NamedTuple):
-    """What a batch teaches, whatever the gates.
+class TeacherCache(NamedTuple):
+    """What the dense model says of a batch, whatever the gates.
 
     Attributes:
         context: K and V of everything before the first of `tokens`, a layer.
@@ -50,13 +50,13 @@ class Lesson(NamedTuple):
     scored: Bool[Array, "B T"]
 
 
-def lesson(decoder: Decoder, weights: Weights, batch: Batch, match: Match) -> Lesson:
+def teacher_cache(decoder: Decoder, weights: Weights, batch: Batch, match: Match) -> TeacherCache:
     """Reads the context and lets the dense model predict."""
     context, length, target, scored = map(jnp.asarray, batch)
     held = length - 1
     last = jnp.take_along_axis(context, held[:, None], axis=1)
     tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
-    given = Lesson(read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored)
+    given = TeacherCache(read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored)
     return given._replace(outputs=predictions(decoder, weights, given, None, match=match))
 
 
@@ -80,14 +80,14 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
 def predictions(
     decoder: Decoder,
     weights: Weights,
-    given: Lesson,
+    given: TeacherCache,
     gates: Float[Array, "L K"] | None,
     *,
     match: Match,
     keep: float = 1.0,
     sets: Sets = "handed_on",
 ) -> Float32[Array, "B T out"]:
-    """Logits of the lesson's tokens, or their last hidden states; `gates` None: dense."""
+    """Logits of the teacher cache's tokens, or their last hidden states; `gates` None: dense."""
     steps = jnp.arange(given.tokens.shape[1], dtype=jnp.int32)
     inherited = None
 
@@ -145,7 +145,7 @@ def attention(
     return o, top_k_mask(mean, count[:, None]) | (own == step)
 
 
-def distance(outputs: Float32[Array, "B T out"], given: Lesson) -> Float32[Array, ""]:
+def distance(outputs: Float32[Array, "B T out"], given: TeacherCache) -> Float32[Array, ""]:
     """The squared difference to the teacher at scored tokens, as a share of the teacher's variance; mean over rows."""
     scored = given.scored[..., None]
     count = jnp.maximum(jnp.sum(given.scored, axis=1), 1) * outputs.shape[-1]

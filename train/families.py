@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float32, Key
 from jsparse.threshold import top_k_mask
 from jsparse.train import direct, hard_concrete, hard_kuma
 
-Params = Any
+GateParams = Any
 NOISE = 1e-3, 1 - 1e-3
 
 
@@ -26,12 +26,12 @@ class Gates(NamedTuple):
         score: E[s] of each gate, s being z before stretch and clip: it ranks gates, and above 0.5 means retrieval.
     """
 
-    init: Callable[[tuple[int, ...]], Params]
-    sample: Callable[[Params, Array], Array]
-    project: Callable[[Params], Params]
-    active: Callable[[Params], Array]
-    mean: Callable[[Params], Array]
-    score: Callable[[Params], Array]
+    init: Callable[[tuple[int, ...]], GateParams]
+    sample: Callable[[GateParams, Array], Array]
+    project: Callable[[GateParams], GateParams]
+    active: Callable[[GateParams], Array]
+    mean: Callable[[GateParams], Array]
+    score: Callable[[GateParams], Array]
 
 
 FAMILIES = {

@@ -12,14 +12,14 @@ from jax.nn import sigmoid
 from jax.scipy.special import logit
 from jaxtyping import Array, Float32
 
-from jsparse.train import stretched
+from jsparse.train import stretch_and_rectify
 
 BETA = 2 / 3
 
 
 def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
     """Where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
-    return jnp.full(shape, (1 - BETA) * jnp.log(-stretched.HIGH / stretched.LOW), jnp.float32)
+    return jnp.full(shape, (1 - BETA) * jnp.log(-stretch_and_rectify.HIGH / stretch_and_rectify.LOW), jnp.float32)
 
 
 def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
@@ -29,7 +29,7 @@ def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 
 def sample(log_alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """The gate z out of noise u on (0, 1)."""
-    return stretched.rectify(sigmoid((logit(u) + log_alpha) / BETA))
+    return stretch_and_rectify.rectify(sigmoid((logit(u) + log_alpha) / BETA))
 
 
 def tail(log_alpha: Float32[Array, "..."], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -39,14 +39,14 @@ def tail(log_alpha: Float32[Array, "..."], x: Float32[Array, "..."]) -> Float32[
 
 def active(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """P(z ≠ 0) = sigmoid(log α - β log(-l/r)), a gate's term of E[L0]."""
-    return tail(log_alpha, jnp.float32(stretched.ZERO))
+    return tail(log_alpha, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def mean(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """E[z]."""
-    return stretched.mean(partial(tail, log_alpha))
+    return stretch_and_rectify.mean(partial(tail, log_alpha))
 
 
 def score(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """E[s]."""
-    return stretched.score(partial(tail, log_alpha))
+    return stretch_and_rectify.score(partial(tail, log_alpha))

@@ -14,7 +14,7 @@ from jax.nn import log1mexp
 from jax.scipy.special import betaln
 from jaxtyping import Array, Float32
 
-from jsparse.train import stretched
+from jsparse.train import stretch_and_rectify
 
 CLAMP = 1e-6, 100.0
 
@@ -38,7 +38,7 @@ def project(kuma: Kuma) -> Kuma:
 
 def sample(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     """The gate z out of noise u on (0, 1): section 3.2's three steps."""
-    return stretched.rectify(quantile(kuma, u))
+    return stretch_and_rectify.rectify(quantile(kuma, u))
 
 
 def quantile(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
@@ -64,22 +64,22 @@ def pdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 def p_zero(kuma: Kuma) -> Float32[Array, "*gates"]:
     """P(z = 0), equation 14."""
-    return cdf(kuma, jnp.float32(stretched.ZERO))
+    return cdf(kuma, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def p_one(kuma: Kuma) -> Float32[Array, "*gates"]:
     """P(z = 1), equation 15."""
-    return tail(kuma, jnp.float32(stretched.ONE))
+    return tail(kuma, jnp.float32(stretch_and_rectify.ONE))
 
 
 def active(kuma: Kuma) -> Float32[Array, "*gates"]:
     """P(z ≠ 0), a gate's term of E[L0] in equation 8; 11/12 at the start."""
-    return tail(kuma, jnp.float32(stretched.ZERO))
+    return tail(kuma, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def mean(kuma: Kuma) -> Float32[Array, "*gates"]:
     """E[z]."""
-    return stretched.mean(partial(tail, kuma))
+    return stretch_and_rectify.mean(partial(tail, kuma))
 
 
 def score(kuma: Kuma) -> Float32[Array, "*gates"]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Ids, Sample, Source, check_at_least, continued, widths
+from jsparse.train.data import Ids, Source, TrainingSample, check_at_least, continued, widths
 
 ALPHABET = (
     *("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett", "kilo", "lima"),
@@ -154,7 +154,7 @@ def passkeys(
             "question take on average"
         )
 
-    def made(rng: np.random.Generator) -> Sample:
+    def made(rng: np.random.Generator) -> TrainingSample:
         length = int(rng.integers(min_length, max_length, endpoint=True))
         while True:
             drawn = rng.integers(len(ALPHABET), size=(needles, words))
@@ -162,9 +162,9 @@ def passkeys(
             chosen = rng.permutation(needles)[:asked].tolist()
             context = _context(pieces, rng, keys, _question(pieces, chosen), length)
             if len(context) == length:
-                return Sample(context, *_answer(pieces, keys, chosen))
+                return TrainingSample(context, *_answer(pieces, keys, chosen))
 
-    def draw(step: int, size: int) -> list[Sample]:
+    def draw(step: int, size: int) -> list[TrainingSample]:
         rng = np.random.default_rng((seed, step))
         return [made(rng) for _ in range(size)]
 

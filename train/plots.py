@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.train import hard_kuma, stretched
+from jsparse.train import hard_kuma, stretch_and_rectify
 
 MOST_STEPS, DPI = 6, 120
 MAP, DENSITY = (2.0, 4.6), (4.8, 3.8)  # inches a panel
@@ -76,8 +76,8 @@ def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Seq
     axes, colours = figure.subplots(1, 2, sharey=True), _colours(len(chosen))
     clearest = {"retrieval": int(scores.argmax()), "sparse": int(scores.argmin())}
     for axis, (role, gate) in zip(axes, clearest.items(), strict=True):
-        _margin(axis, 0.0, stretched.ZERO, " ← z = 0", "left")
-        _margin(axis, 1.0, stretched.ONE, "z = 1 → ", "right")
+        _margin(axis, 0.0, stretch_and_rectify.ZERO, " ← z = 0", "left")
+        _margin(axis, 1.0, stretch_and_rectify.ONE, "z = 1 → ", "right")
         for i, colour in zip(chosen, colours, strict=True):
             density = hard_kuma.pdf(hard_kuma.Kuma(a[i, gate], b[i, gate]), x)
             axis.plot(x, density, color=colour, label=f"step {steps[i]}")

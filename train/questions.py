@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Sample, Source, check_at_least, continued, widths
+from jsparse.train.data import Source, TrainingSample, check_at_least, continued, widths
 
 FIELDS = ("context", "question", "answer")
 PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
-def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> Sample:
+def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> TrainingSample:
     """The sample that a line holds; ValueError where it holds none."""
     item = json.loads(line)
     if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in FIELDS):
@@ -25,7 +25,7 @@ def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> Sample:
     if len(context) > max_length:
         raise ValueError(f"context and question have {len(context)} tokens: must be at most max_length={max_length}")
     target = continued(tokenizer, f" {item['answer']}")
-    return Sample(context, target, np.ones(len(target), bool))
+    return TrainingSample(context, target, np.ones(len(target), bool))
 
 
 def questions(
@@ -67,7 +67,7 @@ def questions(
     if not samples:
         raise ValueError(f"path={str(path)!r}: must hold at least one line")
 
-    def one(index: int) -> Sample:
+    def one(index: int) -> TrainingSample:
         epoch, place = divmod(index, len(samples))
         return samples[np.random.default_rng((seed, epoch)).permutation(len(samples))[place]]
 

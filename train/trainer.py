@@ -23,10 +23,10 @@ from jaxtyping import Array
 import jsparse
 from jsparse.models.checkpoint import Params
 from jsparse.policies.head_gates import HeadGates, save
-from jsparse.train import distill, minmax
+from jsparse.train import distill, lagrangian
 from jsparse.train.data import Source, check_at_least
 from jsparse.train.families import FAMILIES, hardened
-from jsparse.train.minmax import Game, State
+from jsparse.train.lagrangian import Lagrangian, LagrangianState
 
 GREY = 0.1, 0.9
 # rate, start, damping
@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         target: retrieval heads wanted, layer 0's counted.
         family: "hard_kuma", "hard_concrete" or "direct".
-        penalty: "ascent", "exponential" or "fixed"; see `minmax.Game`.
+        penalty: "ascent", "exponential" or "fixed"; see `lagrangian.Lagrangian`.
         penalty_rate, penalty_start, damping: None: what suits the penalty.
         steps, batch: how many, and samples in each.
         anneal: share of the steps over which the wanted number falls to the target.
@@ -55,7 +55,7 @@ class Settings:
 
     target: int
     family: str = "hard_kuma"
-    penalty: minmax.Penalty = "ascent"
+    penalty: lagrangian.Penalty = "ascent"
     penalty_rate: float | None = None
     penalty_start: float | None = None
     damping: float | None = None
@@ -69,13 +69,13 @@ class Settings:
     seeds: int = 1
     held_out: int = 16
 
-    def game(self, layers: int, heads: int) -> Game:
+    def lagrangian(self, layers: int, heads: int) -> Lagrangian:
         """The rules for a model of so many layers and KV heads.
 
         Raises:
             ValueError: a setting is out of its range.
         """
-        kinds = {"penalty": minmax.Penalty, "match": distill.Match, "sets": distill.Sets}
+        kinds = {"penalty": lagrangian.Penalty, "match": distill.Match, "sets": distill.Sets}
         for name, known in {
             "family": tuple(FAMILIES),
             **{name: get_args(kind) for name, kind in kinds.items()},
@@ -104,7 +104,7 @@ class Settings:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: must be finite and at least 0")
         family = FAMILIES[self.family]
-        return Game(
+        return Lagrangian(
             family, (layers, heads), self.target, self.steps, self.rate, self.penalty, anneal=self.anneal, **penalty
         )
 
@@ -120,18 +120,18 @@ class Trainer:
                 the folder holds none, or one of other settings.
         """
         config = params.config
-        self.game = settings.game(config.num_layers, config.num_kv_heads)
+        self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
         devices = jax.local_devices()
         devices = np.array(devices[: math.gcd(settings.batch, len(devices))])  # equal shares
         self.settings, self.source, self.folder = settings, source, folder.absolute()
         self._mesh = Mesh(devices, ("data",))
         self._decoder = params.decoder
         self._weights = jax.device_put(params.weights, NamedSharding(self._mesh, PartitionSpec()))
-        penalty = {name: getattr(self.game, name) for name in ("penalty_rate", "penalty_start", "damping")}
+        penalty = {name: getattr(self.problem, name) for name in ("penalty_rate", "penalty_start", "damping")}
         told = {"settings": asdict(settings) | penalty, "data": source.describe(), "model": params.name}
         self._check_folder(told | {"dtype": str(np.dtype(params.dtype))}, resume)
         self._seeds = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
-        self._lesson = jax.jit(self._read)
+        self._teacher_cache = jax.jit(self._read)
         self._step = jax.jit(self._stepped, donate_argnums=1)
         self._distances = jax.jit(self._measured)
 
@@ -150,28 +150,34 @@ class Trainer:
                 each = (f"{name} {there.get(name)} there, {here.get(name)} here" for name in differing)
                 raise ValueError(f"{shown}: holds a training with other settings: {'; '.join(each)}")
 
-    def _read(self, weights: Any, batch: Any) -> distill.Lesson:
+    def _read(self, weights: Any, batch: Any) -> distill.TeacherCache:
         rows, everywhere = PartitionSpec("data"), PartitionSpec()
-        teach = partial(distill.lesson, self._decoder, match=self.settings.match)
+        teach = partial(distill.teacher_cache, self._decoder, match=self.settings.match)
         shared = jax.shard_map(teach, mesh=self._mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=False)
         return shared(weights, batch)
 
-    def _stepped(self, weights: Any, state: State, nth: Array, given: distill.Lesson) -> tuple[State, minmax.Progress]:
+    def _stepped(
+        self, weights: Any, state: LagrangianState, nth: Array, given: distill.TeacherCache
+    ) -> tuple[LagrangianState, lagrangian.Progress]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(self._seeds, nth)
-        return minmax.step(self.game, state, keys, partial(self._distance, weights, given, self.settings.sets), nth)
+        return lagrangian.step(
+            self.problem, state, keys, partial(self._distance, weights, given, self.settings.sets), nth
+        )
 
-    def _measured(self, weights: Any, gates: Array, given: distill.Lesson) -> Array:
+    def _measured(self, weights: Any, gates: Array, given: distill.TeacherCache) -> Array:
         """The distance of each of several gates [n, L, K], with sets handed on as in decoding."""
         return jax.lax.map(partial(self._distance, weights, given, "handed_on"), gates)
 
-    def _distance(self, weights: Any, given: distill.Lesson, sets: distill.Sets, gates: Array) -> Array:
+    def _distance(self, weights: Any, given: distill.TeacherCache, sets: distill.Sets, gates: Array) -> Array:
         ways: Any = {"keep": self.settings.keep, "match": self.settings.match, "sets": sets}
         return distill.distance(distill.predictions(self._decoder, weights, given, gates, **ways), given)
 
-    def teach(self, nth: int) -> distill.Lesson:
+    def teach(self, nth: int) -> distill.TeacherCache:
         """The nth batch, read."""
         batch = self.source.batch(nth, self.settings.batch)
-        return self._lesson(self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data"))))
+        return self._teacher_cache(
+            self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
+        )
 
     def run(self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50) -> dict[str, Any]:
         """Trains to the end; returns the record that it writes.
@@ -188,7 +194,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "settings.json").write_text(json.dumps(self._told, indent=2) + "\n", encoding="utf-8")
         steps = self.settings.steps
-        state = minmax.start(self.game, self.settings.seeds)
+        state = lagrangian.start(self.problem, self.settings.seeds)
         options = CheckpointManagerOptions(max_to_keep=1)
         with CheckpointManager(self.folder / "checkpoints", options=options) as checkpoints:
             first = checkpoints.latest_step() or 0
@@ -214,9 +220,9 @@ class Trainer:
                     report(nth + 1, steps, line)
         return self._finish(state)
 
-    def _gates(self, step: int, state: State) -> dict[str, Any]:
+    def _gates(self, step: int, state: LagrangianState) -> dict[str, Any]:
         """A line of the log with every gate, by seed: its mean, and the parameters behind it."""
-        means = minmax.with_first_layer(jax.vmap(self.game.gates.mean)(state.gates))
+        means = lagrangian.with_first_layer(jax.vmap(self.problem.gates.mean)(state.gates))
         leaves = {jax.tree_util.keystr(path).lstrip("."): x for path, x in jax.tree.leaves_with_path(state.gates)}
         return {
             "step": step,
@@ -224,11 +230,11 @@ class Trainer:
             "parameters": {name or "value": np.asarray(x).tolist() for name, x in leaves.items()},
         }
 
-    def _finish(self, state: State) -> dict[str, Any]:
+    def _finish(self, state: LagrangianState) -> dict[str, Any]:
         """Measures what came out, writes the gates and the record."""
-        gates, target = self.game.gates, self.game.target
-        scores = np.asarray(minmax.with_first_layer(jax.vmap(gates.score)(state.gates)))
-        soft = minmax.with_first_layer(jax.vmap(gates.mean)(state.gates))
+        gates, target = self.problem.gates, self.problem.target
+        scores = np.asarray(lagrangian.with_first_layer(jax.vmap(gates.score)(state.gates)))
+        soft = lagrangian.with_first_layer(jax.vmap(gates.mean)(state.gates))
         hard = jnp.stack([hardened(jnp.asarray(row), target) for row in scores])
         nothing = jnp.zeros_like(soft[:1]).at[:, 0].set(1.0)
         candidates = jnp.concatenate([soft, hard.astype(jnp.float32), nothing])
@@ -243,7 +249,7 @@ class Trainer:
             "distance_of_layer_0_alone": float(far[-1]),
             "seeds": [
                 {
-                    "active": float(minmax.expected(self.game, jax.tree.map(lambda x, i=i: x[i], state.gates))),
+                    "active": float(lagrangian.expected(self.problem, jax.tree.map(lambda x, i=i: x[i], state.gates))),
                     "multiplier": float(state.multiplier[i]),
                     "above_half": int((scores[i] > 0.5).sum()),
                     "retrieval_heads": int(hard[i].sum()),
@@ -260,7 +266,7 @@ class Trainer:
             save(HeadGates(np.asarray(hard[i]), scores[i], own), self.folder / f"gates_{i}.safetensors")
         return record
 
-    def _held_out(self) -> Iterator[distill.Lesson]:
+    def _held_out(self) -> Iterator[distill.TeacherCache]:
         return (self.teach(self.settings.steps + i) for i in range(self.settings.held_out))
 
     def _peak_bytes(self) -> int | None:

@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
-from jsparse.evaluation.forcing import Forcing
-from jsparse.pallas_kernels.select.reference import pooled
+from jsparse.evaluation.teacher_forcing import Forcing
+from jsparse.pallas_kernels.threshold_select.reference import pooled
 from jsparse.partials import merge, softmax_partial
-from jsparse.policies import as_policy
+from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, State, builder, whole_number
 from jsparse.selection import Selection, count_tokens, token_mask
@@ -124,7 +124,7 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         update=passed_on(base.update),
         maintain=maintain,
         fallback=base.fallback and reading(base.fallback),
-        full=None,
+        dense_at=None,
     )
 
 

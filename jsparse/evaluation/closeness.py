@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.evaluation.forcing import Forcing
+from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.shapes import Rows
 
 

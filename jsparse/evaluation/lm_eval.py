@@ -29,13 +29,13 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jsparse import memory, scoring
 from jsparse.generation import PAGE_SIZES, end_tokens, generate
 from jsparse.models.checkpoint import load
-from jsparse.policies import as_policy
+from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.prompts import tokenizer_of
-from jsparse.sampling import Sampling
+from jsparse.runtime import capacity, scoring
+from jsparse.runtime.sampling import Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class JSparseLM(TemplateLM):
     def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
         """Of each row's last `counts` tokens: the log-likelihood, and whether each is the likeliest."""
         longest = max(map(len, rows)) - 1
-        width = min(memory.bucket(longest, self._page_size), self._params.config.max_position_embeddings)
+        width = min(capacity.bucket(longest, self._page_size), self._params.config.max_position_embeddings)
         tokens = np.zeros((len(rows), width + 1), np.int32)
         scored = np.zeros((len(rows), width), np.bool_)
         for b, (ids, count) in enumerate(zip(rows, counts, strict=True)):

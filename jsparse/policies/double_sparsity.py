@@ -20,18 +20,19 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.pallas_kernels import int4_keys
+from jsparse.pallas_kernels.int4_append import int4_append
+from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores import sidecar as int4
-from jsparse.pallas_kernels.select import TopK
-from jsparse.pallas_kernels.select import select as choose
-from jsparse.pallas_kernels.select.api import Unit
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, PrefillView, State, builder, whole_number
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
-UNITS: dict[str, Unit] = {"token": "token", "page": "page_mass"}
+LISTED_AS: dict[str, ListedAs] = {"token": "token", "page": "page_mass"}
 FAN = 16
 
 
@@ -39,7 +40,7 @@ class Labels(NamedTuple):
     """One layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
 
     channels: Int32[Array, "B K r"]
-    keys: int4.Int4Keys
+    keys: Int4Keys
 
 
 @builder
@@ -65,18 +66,18 @@ def double_sparsity(
             raise ValueError(f"channels={channels}: must be even, two labels share a byte")
     if calibration is not None and not isinstance(calibration, str):
         raise ValueError(f"calibration={calibration!r}: must be the path of a file")
-    if granularity not in UNITS:
-        raise ValueError(f"granularity={granularity!r}: must be one of {list(UNITS)}")
+    if granularity not in LISTED_AS:
+        raise ValueError(f"granularity={granularity!r}: must be one of {list(LISTED_AS)}")
     ranking = None if calibration is None else channel_ranking.load(calibration)
 
     def nothing_yet(spec: CacheSpec) -> Labels:
         count = _count(channels, spec.head_dim)
         chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
-        return Labels(chosen, int4.init(spec._replace(head_dim=count)))
+        return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
 
     def taken_in(labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Labels:
         heavy = jnp.take_along_axis(k, labels.channels[:, None], axis=-1)
-        return labels._replace(keys=int4.append(labels.keys, held, heavy, valid, first))
+        return labels._replace(keys=int4_append(labels.keys, held, heavy, valid, first))
 
     tokens = sidecar(nothing_yet, taken_in)
 
@@ -103,11 +104,12 @@ def double_sparsity(
         size = held.page_size if granularity == "page" else None
         capacity = max(min(budget, held.capacity) // (size or 1), 1)
         logits = label_logits(q, held, state[layer])
-        unit = UNITS[granularity]
-        chosen = choose(logits, TopK(capacity), capacity=capacity, unit=unit, page_size=size, group="max")
+        chosen = threshold_select(
+            logits, TopK(capacity), capacity=capacity, granularity=LISTED_AS[granularity], page_size=size, group="max"
+        )
         return chosen, None, state
 
-    return Policy(select, init=init, prefill=prefill, append=tokens.append, full={"budget": 2**30})
+    return Policy(select, init=init, prefill=prefill, append=tokens.append, dense_at={"budget": 2**30})
 
 
 def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:

@@ -37,4 +37,4 @@ def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
         chosen, summary, state = window.select(state, layer, q, cache)
         return replace(chosen, dense=head_gates.of_rows(retrieval[layer], len(q))), summary, state
 
-    return window._replace(select=select, init=init, full={"sink": 0, "recent": 2**30})
+    return window._replace(select=select, init=init, dense_at={"sink": 0, "recent": 2**30})

@@ -7,7 +7,7 @@ learned (`jsparse.train`).
 
 What a group's mean query weighs stands for its query heads, as in the paper's appendix F; attention reports it from the
 pass that it makes anyway, so that picking reads no K. Where we differ: sets are of pages of 16 tokens by default, since
-those are read at the full speed of memory (`unit="token"` is the paper's); and the weights of the projections are not
+those are read at the full speed of memory (`granularity="token"` is the paper's); and the weights of the projections are not
 reordered by head type, since one pool of work units over all heads of the batch needs no contiguous heads.
 """
 
@@ -19,58 +19,55 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache
-from jsparse.pallas_kernels.select import Threshold, TopK, TopP
-from jsparse.pallas_kernels.select import select as choose
+from jsparse.deprecated import renamed_arguments
+from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
 from jsparse.partials import Stats
 from jsparse.policies import head_gates
 from jsparse.policy import Policy, State, below_one, builder, fraction, whole_number
 from jsparse.selection import Granularity, Selection
 
-Select = Literal["top_k", "top_p", "threshold", "ratio"]
-# of each rule its parameter, what that is where none is given, and what it must be
-PARAMETERS: dict[Select, tuple[str, int | float, Callable[[str, Any], None]]] = {
-    "top_k": ("budget", 4096, partial(whole_number, least=1)),
-    "top_p": ("p", 0.99, fraction),
-    "threshold": ("threshold", 1e-3, below_one),
-    "ratio": ("ratio", 0.5, below_one),
+Rule = Literal["top_k", "top_p", "threshold", "ratio"]
+# the default value of each rule, and the check that a value must pass
+RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
+    "top_k": (4096, partial(whole_number, least=1)),
+    "top_p": (0.99, fraction),
+    "threshold": (1e-3, below_one),
+    "ratio": (0.5, below_one),
 }
 
 
+@renamed_arguments(select="rule", budget="value", p="value", threshold="value", ratio="value", unit="granularity")
 @builder
 def lychee_decode(
     gates,
-    budget: int | None = None,
-    select: Select = "top_k",
-    p: float | None = None,
-    threshold: float | None = None,
-    ratio: float | None = None,
-    unit: Granularity = "page",
+    value: int | float | None = None,
+    rule: Rule = "top_k",
+    granularity: Granularity = "page",
     correct_every: int = 0,
 ) -> Policy:
-    """Retrieval heads are dense; sparse heads attend to what the last retrieval head of their index picked.
+    """Make retrieval heads dense; the others attend to what the last retrieval head of their index picked.
 
     Args:
         gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, which is not read
             again in the same process, or the mask [L, K] itself. In layer 0 all must be retrieval heads.
-        budget: with "top_k" only: tokens that are picked; by default 4096.
-        select: how tokens are picked, by the weights of a group's mean query.
-        p: with "top_p" only: the fewest tokens that weigh p are picked; by default 0.99.
-        threshold: with "threshold" only: tokens that weigh more are picked, of a page its sum counts; by default 1e-3.
-        ratio: with "ratio" only: the share of the context that is left out, so that what is picked grows with it; by
-            default 0.5.
-        unit: "page" picks whole pages by their tokens' sum, "token" single tokens.
-        correct_every: after so many new tokens their K and V are computed again, densely; 0: never. The paper has 32.
+        value: the number that `rule` takes; None is the rule's default.
+        rule: how tokens are picked, by the weights of a group's mean query. "top_k": the `value` tokens of largest
+            weight (default 4096). "top_p": the fewest tokens that weigh `value` (default 0.99). "threshold": the
+            tokens that weigh more than `value`; of a page, the sum counts (default 1e-3). "ratio": all but a share
+            `value` of the context, so that the number of tokens grows with it (default 0.5).
+        granularity: "page" picks whole pages by the sum of their tokens' weights, "token" single tokens.
+        correct_every: recompute K and V of the newest tokens densely after this number of new tokens; 0: never. The
+            paper uses 32.
     """
-    for name, value, kinds in (("select", select, Select), ("unit", unit, Granularity)):
-        if value not in get_args(kinds):
-            raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")
-    name, usual, check = PARAMETERS[select]
-    given = {"budget": budget, "p": p, "threshold": threshold, "ratio": ratio}
-    value = usual if given[name] is None else given[name]
-    check(name, value)
-    for other, unwanted in given.items():
-        if other != name and unwanted is not None:
-            raise ValueError(f"{other}={unwanted!r}: must not be given where select={select!r}, which has {name}")
+    for name, given, kinds in (("rule", rule, Rule), ("granularity", granularity, Granularity)):
+        if given not in get_args(kinds):
+            raise ValueError(f"{name}={given!r}: must be one of {list(get_args(kinds))}")
+    usual, check = RULES[rule]
+    number = usual if value is None else value
+    try:
+        check("value", number)
+    except ValueError as error:
+        raise ValueError(f"{error} where rule={rule!r}") from None
     whole_number("correct_every", correct_every, 0)
     retrieval = head_gates.retrieval_heads(gates)
     if not retrieval[0].all():
@@ -79,22 +76,22 @@ def lychee_decode(
         )
 
     def size(page_size: int) -> int:
-        return page_size if unit == "page" else 1
+        return page_size if granularity == "page" else 1
 
     def capacity(units: int, page_size: int) -> int:
-        most = {"top_k": int(value) // size(page_size), "ratio": -int(-(1 - value) * units // 1)}.get(select, units)
+        most = {"top_k": int(number) // size(page_size), "ratio": -int(-(1 - number) * units // 1)}.get(rule, units)
         return min(max(most, 1), units)
 
-    def rule(held: LayerCache):
-        match select:
+    def cut(held: LayerCache):
+        match rule:
             case "top_k":
-                return TopK(max(int(value) // size(held.page_size), 1))
+                return TopK(max(int(number) // size(held.page_size), 1))
             case "top_p":
-                return TopP(value)
+                return TopP(number)
             case "threshold":
-                return Threshold(value)
+                return Threshold(number)
         # a whole number of units may come out a little above itself, which must not round up
-        return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
+        return TopK(jnp.ceil((1 - number) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
 
     def init(spec: CacheSpec) -> State:
         head_gates.require_fit(retrieval, gates, spec)
@@ -104,7 +101,7 @@ def lychee_decode(
     def attended(state: State, layer: int, q: Array, cache: KVCache):
         ids, count = state
         dense = head_gates.of_rows(retrieval[layer], len(count)) if retrieval[layer].any() else None
-        return Selection(ids, count, dense=dense, granularity=unit), None, state
+        return Selection(ids, count, dense=dense, granularity=granularity), None, state
 
     def picks(layer: int) -> bool:
         """Whether a set that is picked here is used in the next."""
@@ -114,12 +111,17 @@ def lychee_decode(
         if stats is None:
             return state
         ids, count = state
-        picked = choose(stats.scores[:, :, None], rule(cache.layers[layer]), capacity=ids.shape[-1], unit=unit)
+        picked = threshold_select(
+            stats.scores[:, :, None],
+            cut(cache.layers[layer]),
+            capacity=ids.shape[-1],
+            granularity=granularity,
+        )
         here = head_gates.of_rows(retrieval[layer], len(count))
         return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)
 
     def stats(layer: int):
-        return ("page_mass" if unit == "page" else "token_logits") if picks(layer) else None
+        return ("page_mass" if granularity == "page" else "token_logits") if picks(layer) else None
 
     return Policy(
         attended,
@@ -127,5 +129,5 @@ def lychee_decode(
         update=update,
         stats=stats,
         correct_every=correct_every,
-        full={"select": "top_k", "budget": 2**30, "p": None, "threshold": None, "ratio": None},
+        dense_at={"rule": "top_k", "value": 2**30},
     )

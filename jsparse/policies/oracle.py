@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jsparse.cache import KVCache, LayerCache, read_heads
-from jsparse.pallas_kernels.select import TopK, TopP
-from jsparse.pallas_kernels.select import select as choose
+from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
 from jsparse.policy import Policy, State, builder, fraction, whole_number
 from jsparse.selection import Granularity
 
@@ -28,10 +27,10 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         held = cache.layers[layer]
         capacity = max(min(budget, held.capacity) // _unit(granularity, held), 1)
         logits = attention_logits(q, held)
-        chosen = choose(logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held))
+        chosen = threshold_select(logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held))
         return chosen, None, state
 
-    return Policy(select, full={"budget": 2**30})
+    return Policy(select, dense_at={"budget": 2**30})
 
 
 @builder
@@ -44,9 +43,9 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
         held = cache.layers[layer]
         units = held.capacity // _unit(granularity, held)
         logits = attention_logits(q, held)
-        return choose(logits, TopP(p), capacity=units, **_what(granularity, held)), None, state
+        return threshold_select(logits, TopP(p), capacity=units, **_what(granularity, held)), None, state
 
-    return Policy(select, full={"p": 1.0})
+    return Policy(select, dense_at={"p": 1.0})
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
@@ -71,4 +70,6 @@ def _unit(granularity: Granularity, held: LayerCache) -> int:
 
 def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
     """What `select` is to list."""
-    return {"unit": "page_mass", "page_size": held.page_size} if granularity == "page" else {"unit": "token"}
+    return (
+        {"granularity": "page_mass", "page_size": held.page_size} if granularity == "page" else {"granularity": "token"}
+    )

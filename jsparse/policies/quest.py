@@ -11,14 +11,15 @@ from functools import partial
 import jax.numpy as jnp
 
 from jsparse.cache import KVCache
+from jsparse.pallas_kernels import key_bounds
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds import sidecar as bounds
-from jsparse.pallas_kernels.select import TopK
-from jsparse.pallas_kernels.select import select as choose
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, State, builder, whole_number
 
-FORMS: dict[str | None, type[bounds.Bounds]] = {None: bounds.PageBounds, "uint8": bounds.PageBounds8}
+FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 
 
 @builder
@@ -35,7 +36,7 @@ def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
         raise ValueError(f"bounds_dtype={bounds_dtype!r}: must be one of {list(FORMS)}")
 
     def taken_in(entry, held, k, valid, first):
-        return bounds.append(entry, held, valid, first, max_new=k.shape[1])
+        return bounds_append(entry, held, valid, first, max_new=k.shape[1])
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
@@ -43,7 +44,11 @@ def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
         scores = page_bounds(q, held, state[layer])
         newest = jnp.arange(held.num_pages, dtype=jnp.int32) == (held.lengths[..., None] - 1) // held.page_size
         scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
-        return choose(scores[:, :, None], TopK(pages), capacity=pages, unit="page", weights="raw"), None, state
+        return (
+            threshold_select(scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"),
+            None,
+            state,
+        )
 
-    kept = sidecar(partial(bounds.init, form=FORMS[bounds_dtype]), taken_in)
-    return Policy(select, **kept._asdict(), full={"budget": 2**30})
+    kept = sidecar(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)
+    return Policy(select, **kept._asdict(), dense_at={"budget": 2**30})

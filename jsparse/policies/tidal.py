@@ -9,8 +9,7 @@ second pass over K; the weights of all KV heads are averaged, so that every head
 import jax.numpy as jnp
 
 from jsparse.cache import KVCache
-from jsparse.pallas_kernels.select import TopK
-from jsparse.pallas_kernels.select import select as choose
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policy import Policy, State, builder, whole_number
 from jsparse.selection import Selection, everything
 
@@ -47,10 +46,12 @@ def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
         weights = jnp.mean(jnp.where(jnp.isfinite(stats.scores), weights, 0.0), axis=1)
         held = jnp.max(cache.layers[layer].lengths, axis=1, keepdims=True)
         capacity = state[0].shape[-1]
-        chosen = choose(weights[:, None, None], TopK(capacity), capacity=capacity, weights="raw", lengths=held)
+        chosen = threshold_select(
+            weights[:, None, None], TopK(capacity), capacity=capacity, weights="raw", lengths=held
+        )
         return chosen.ids[:, 0], chosen.count[:, 0]
 
     def stats(layer: int):
         return "token_logits" if picks(layer) else None
 
-    return Policy(select, init=init, update=update, stats=stats, full={"budget": 2**30})
+    return Policy(select, init=init, update=update, stats=stats, dense_at={"budget": 2**30})

@@ -15,11 +15,12 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
+from jsparse.pallas_kernels import int4_keys
+from jsparse.pallas_kernels.int4_append import int4_append
+from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores import sidecar as int4
-from jsparse.pallas_kernels.select import TopP
-from jsparse.pallas_kernels.select import select as choose
-from jsparse.policies.full import full
+from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
+from jsparse.policies.all_pages import all_pages
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
@@ -55,7 +56,7 @@ def twilight(
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
     if "slot_positions" in base.needs:
         raise ValueError(f"base={base}: must leave tokens in their slots, where their 4-bit copies are")
-    keys = sidecar(int4.init, int4.append)
+    keys = sidecar(int4_keys.init, int4_append)
 
     def shortest(held: LayerCache) -> int:
         return break_even(held) if dense_below == "auto" else dense_below
@@ -84,7 +85,7 @@ def twilight(
             chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
         return chosen, None, (of_base, state[1])
 
-    def pruned(q, held: LayerCache, copy: int4.Int4Keys, chosen: Selection) -> Selection:
+    def pruned(q, held: LayerCache, copy: Int4Keys, chosen: Selection) -> Selection:
         pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
         logits = int4_scores(q, held, copy, pages).reshape(
             *held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size
@@ -93,11 +94,11 @@ def twilight(
             logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
         size = None if prune == "token" else held.page_size
         bits = pages.bits if prune == "page_mass" else None  # the base's, of pages that are kept whole
-        kept = choose(
+        kept = threshold_select(
             logits,
             TopP(p),
             capacity=logits.shape[-1] // (size or 1),
-            unit=prune,
+            granularity=prune,
             page_size=size,
             names=pages.ids if bits is None else None,
         )
@@ -125,7 +126,7 @@ def twilight(
         update=update,
         maintain=maintain,
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
-        full={"base": full(), "p": 1.0},
+        dense_at={"base": all_pages(), "p": 1.0},
     )
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose, no_mosaic
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_mosaic, run
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
 
@@ -71,4 +71,4 @@ def block_sparse_decode(
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
-    return choose("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)
+    return run("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

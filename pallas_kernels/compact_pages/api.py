@@ -5,15 +5,15 @@ from jaxtyping import Array, Bool
 
 from jsparse.cache import LayerCache, truncate
 from jsparse.pallas_kernels.compact_pages import reference
-from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.selection import Selection
 from jsparse.shapes import HeadFlags
 
 
 def _load_triton():
-    from jsparse.pallas_kernels.compact_pages import triton
+    from jsparse.pallas_kernels.compact_pages import triton_gpu
 
-    return triton.move_rows
+    return triton_gpu.move_rows
 
 
 BACKENDS = (
@@ -51,7 +51,7 @@ def compact_pages(
     rewrite = jnp.ones(layer.lengths.shape, jnp.bool_) if rewrite is None else rewrite
     if keep.dense is not None:
         rewrite = rewrite & ~keep.dense
-    moved = choose("compact_pages", implementation, BACKENDS, layer, keep.ids, jnp.where(rewrite, keep.count, 0))
+    moved = run("compact_pages", implementation, BACKENDS, layer, keep.ids, jnp.where(rewrite, keep.count, 0))
     return truncate(moved, jnp.where(rewrite, keep.count, layer.lengths))
 
 

@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
+from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import reference
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
 from jsparse.selection import Selection, nothing
 
 MAX_TRITON_PAGE = 128
@@ -21,9 +21,9 @@ def _triton_refuses(q: Array, layer: LayerCache, *_: object, **__: object) -> st
 
 
 def _load_triton():
-    from jsparse.pallas_kernels.int4_scores import triton
+    from jsparse.pallas_kernels.int4_scores import triton_gpu
 
-    return triton.int4_scores
+    return triton_gpu.int4_scores
 
 
 BACKENDS = (Backend("triton", _load_triton, _triton_refuses), Backend("reference", lambda: reference.int4_scores))
@@ -66,4 +66,4 @@ def int4_scores(
         if (shape := getattr(keys, name).shape) != wanted:
             raise ValueError(f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages")
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose("int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale)
+    return run("int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, quantise
+from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 from jsparse.selection import Selection
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jsparse.cache import LayerCache, read_heads, read_pages
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, dequantise
+from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise
 from jsparse.selection import Selection, unpack_bits
 
 

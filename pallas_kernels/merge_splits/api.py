@@ -4,14 +4,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.merge_splits import reference
 
 
 def _triton():
-    from jsparse.pallas_kernels.merge_splits import triton
+    from jsparse.pallas_kernels.merge_splits import triton_gpu
 
-    return triton.merge_splits
+    return triton_gpu.merge_splits
 
 
 BACKENDS = (
@@ -60,4 +60,4 @@ def merge_splits(
             f"lse_only={lse_only}: must be [pairs, splits, R, H], [pairs, splits, R], at least [pairs], from 1 to R "
             "and from 0 to rows - 1"
         )
-    return choose("merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype)
+    return run("merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype)

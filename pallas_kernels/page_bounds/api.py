@@ -4,9 +4,9 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import reference
-from jsparse.pallas_kernels.page_bounds.sidecar import Bounds, PageBounds, PageBounds8
 from jsparse.selection import nothing
 
 
@@ -25,9 +25,9 @@ def _codes_refused(q: Array, layer: LayerCache, bounds: PageBounds8, **_: object
 
 
 def _load_triton():
-    from jsparse.pallas_kernels.page_bounds import triton
+    from jsparse.pallas_kernels.page_bounds import triton_gpu
 
-    return triton.page_bounds
+    return triton_gpu.page_bounds
 
 
 def _load_triton_codes():
@@ -79,4 +79,4 @@ def page_bounds(
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit")
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return choose("page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale)
+    return run("page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
-from jsparse.pallas_kernels.page_bounds.sidecar import Bounds, PageBounds, PageBounds8, append
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 
 
 class Inputs(NamedTuple):
@@ -31,7 +32,9 @@ def build(case: Case, seed: int = 0) -> Inputs:
     form = PageBounds8 if isinstance(case, Codes) else PageBounds
     everything = jnp.full(case.batch, case.slots, jnp.int32)
     first = jnp.zeros_like(layer.lengths)
-    bounds = append(form.of(junk, -junk), layer, everything, first, max_new=case.slots, implementation="reference")
+    bounds = bounds_append(
+        form.of(junk, -junk), layer, everything, first, max_new=case.slots, implementation="reference"
+    )
     return Inputs(q, layer, bounds)
 
 

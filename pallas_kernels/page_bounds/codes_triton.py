@@ -9,16 +9,13 @@ Queries are scaled by a power of two into float16's upper range, where bfloat16 
 All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
-# Where triton is not installed, pyright takes the file triton.py beside this one for it.
-# pyright: reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds8
-from jsparse.pallas_kernels.page_bounds.triton import Tiling, default_tiling, launch
+from jsparse.pallas_kernels.key_bounds import PageBounds8
+from jsparse.pallas_kernels.page_bounds.triton_gpu import BoundsTiling, default_tiling, launch
 
 
 def page_bounds(
@@ -27,7 +24,7 @@ def page_bounds(
     bounds: PageBounds8,
     *,
     sm_scale: float,
-    tiling: Tiling | None = None,
+    tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """See api."""
     half = q.shape[2] // 2

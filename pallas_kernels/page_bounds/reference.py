@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.page_bounds.sidecar import Bounds
+from jsparse.pallas_kernels.key_bounds import Bounds
 
 
 def page_bounds(

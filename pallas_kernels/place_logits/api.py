@@ -4,7 +4,7 @@ from typing import get_args
 
 from jaxtyping import Array, Float32
 
-from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.place_logits import reference
 from jsparse.partials import StatsKind
 from jsparse.selection import Selection
@@ -12,9 +12,9 @@ from jsparse.shapes import Lengths
 
 
 def _load_triton():
-    from jsparse.pallas_kernels.place_logits import triton
+    from jsparse.pallas_kernels.place_logits import triton_gpu
 
-    return triton.place_logits
+    return triton_gpu.place_logits
 
 
 BACKENDS = (
@@ -67,7 +67,7 @@ def place_logits(
         raise ValueError(f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]")
     if logits.shape[1] < most * page_size:
         raise ValueError(f"logits.shape={logits.shape}: must have room for {most} pages of {page_size}")
-    return choose(
+    return run(
         *("place_logits", implementation, BACKENDS, logits, selection, lengths),
         stats=stats,
         num_pages=num_pages,

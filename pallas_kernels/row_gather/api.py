@@ -3,16 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
-from jsparse.pallas_kernels.dispatch import Backend, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.row_gather import reference
 
 _COPIED = ("bfloat16", "float16", "float32", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 
 def _triton():
-    from jsparse.pallas_kernels.row_gather import triton
+    from jsparse.pallas_kernels.row_gather import triton_gpu
 
-    return triton.row_gather
+    return triton_gpu.row_gather
 
 
 def _refusal(pool: Array, *_) -> str | None:
@@ -58,4 +58,4 @@ def row_gather(
         raise ValueError(
             f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for each list"
         )
-    return choose("row_gather", implementation, BACKENDS, pool, ids, count)
+    return run("row_gather", implementation, BACKENDS, pool, ids, count)

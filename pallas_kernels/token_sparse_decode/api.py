@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, choose, no_triton
+from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_triton, run
 from jsparse.pallas_kernels.token_sparse_decode import reference
 from jsparse.partials import AttentionOut, StatsKind
 from jsparse.selection import Selection
@@ -15,9 +15,9 @@ _TYPES = ("bfloat16", "float16", "float32")
 
 
 def _triton():
-    from jsparse.pallas_kernels.token_sparse_decode import triton
+    from jsparse.pallas_kernels.token_sparse_decode import triton_gpu
 
-    return triton.token_sparse_decode
+    return triton_gpu.token_sparse_decode
 
 
 def _refusal(q: Float[Array, "B N H"], layer: LayerCache, *_, **__) -> str | None:
@@ -54,4 +54,4 @@ def token_sparse_decode(
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
-    return choose("token_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)
+    return run("token_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)

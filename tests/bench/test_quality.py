@@ -5,11 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from jsparse.evaluation.runner import plan
+from jsparse.evaluation.statistics import averages, summarize
 
 from bench import quality
 from bench.quality import GATES, SETS, devices, joined, main, parts
-from jsparse.evaluation.runner import plan
-from jsparse.evaluation.statistics import averages, summarize
 from jsparse.policies import parse
 from jsparse.policies.head_gates import HeadGates, save
 

@@ -29,15 +29,15 @@ def test_replayed_policies_keep_no_more_than_they_did():
     spec = kv_cache.CacheSpec(1, 2, 4, 2, 16, 16, 64, jnp.float32)
     cache = kv_cache.init(spec)
     cache = cache._replace(layers=(cache.layers[0]._replace(lengths=jnp.full((2, 2), 1000, jnp.int32)),))
-    plain, replayed = (parse(text, 1024) for text in ("full()", "replayed(full())"))
+    plain, replayed = (parse(text, 1024) for text in ("all_pages()", "replayed(all_pages())"))
     q = jnp.ones((2, 4, 16))
     before, after = (policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed))
     assert bool((after.count <= before.count).all())
     assert bool((after.count < before.count).any())
     np.testing.assert_array_equal(after.ids, before.ids)
-    assert plain is jsparse.full()
+    assert plain is jsparse.all_pages()
     with pytest.raises(ValueError, match="must be an expression"):
-        parse("replayed(full()", 1024)
+        parse("replayed(all_pages()", 1024)
 
 
 def test_times_are_parted_at_the_estimate_and_at_attention():
@@ -57,4 +57,4 @@ def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
 
 def test_what_falls_back_is_not_recorded():
     with pytest.raises(ValueError, match="must neither fall back"):
-        counting(parse("twilight(full(), dense_below=9)", 1024), 2)
+        counting(parse("twilight(all_pages(), dense_below=9)", 1024), 2)

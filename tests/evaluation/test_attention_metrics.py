@@ -11,7 +11,7 @@ from jsparse import cache as kv_cache
 from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
 from jsparse.evaluation.closeness import closeness
-from jsparse.evaluation.forcing import force
+from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.policy import Policy, dense
 from jsparse.selection import Selection, everything, nothing

@@ -8,14 +8,15 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse import memory, prefill
-from jsparse.decode import decode_step
-from jsparse.evaluation import together
+from jsparse import memory
+from jsparse.evaluation import shared_prefill
 from jsparse.evaluation.closeness import closeness, perplexity, windows
-from jsparse.evaluation.forcing import force
-from jsparse.policies import as_policy
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Policy, builder, dense
+from jsparse.runtime import prefill
+from jsparse.runtime.decode_step import decode_step
 
 PAGE, CHUNK, STEPS = 8, 16, 10
 PROMPTS = random_prompts((37, 18, 3))
@@ -145,7 +146,7 @@ def test_generating_together_is_generating_alone(monkeypatch):
     monkeypatch.setattr(prefill, "prefill_chunk", lambda *args, **options: chunks.append(1) or real(*args, **options))
     options = {"max_new_tokens": 9, "page_size": PAGE, "eos_token_id": 7}
     policies = [bypass(), NEWEST]
-    outs = together.generate(params(), policies, PROMPTS, **options)
+    outs = shared_prefill.generate(params(), policies, PROMPTS, **options)
     assert len(chunks) == 1
     for policy, rows in zip(policies, outs, strict=True):
         alone = jsparse.generate(params(), PROMPTS, policy=policy, temperature=0.0, logprobs=True, **options)
@@ -155,7 +156,7 @@ def test_generating_together_is_generating_alone(monkeypatch):
 
 
 def test_a_bundle_does_not_decode():
-    p, policy = params(), together.bundle((dense(), streaming(sink=1, recent=2)))
+    p, policy = params(), shared_prefill.bundle((dense(), streaming(sink=1, recent=2)))
     cache = kv_cache.init(spec_of(p, 1))
     with pytest.raises(ValueError, match=r"policy=bundle\(dense\(\), streaming.*must decode alone"):
         decode_step(p.decoder, policy, p.weights, jnp.zeros(1, jnp.int32), cache, ((), ()))

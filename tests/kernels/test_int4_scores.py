@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse import cache as kv
+from jsparse.pallas_kernels.int4_append import int4_append
+from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, init, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import CASES, build
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, append, dequantise, init, quantise
 from jsparse.selection import everything, nothing
 
 by_name = {case.name: case for case in CASES}
@@ -117,7 +118,7 @@ histories = st.lists(st.tuples(st.sampled_from(["append", "write"]), counts), mi
 def step(cache, keys, k, valid):
     first = cache.layers[0].lengths
     cache = kv.append(cache, 0, k, k, jnp.zeros((B, T), jnp.int32), valid)
-    return cache, append(keys, cache.layers[0], k, valid, first)
+    return cache, int4_append(keys, cache.layers[0], k, valid, first)
 
 
 @jax.jit
@@ -125,7 +126,7 @@ def rewrite(cache, keys, k, valid):
     layer = cache.layers[0]
     first = layer.lengths - valid[:, None]
     layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
-    return kv.replace_layer(cache, 0, layer), append(keys, layer, k, valid, first)
+    return kv.replace_layer(cache, 0, layer), int4_append(keys, layer, k, valid, first)
 
 
 @settings(max_examples=25)
@@ -174,7 +175,7 @@ def test_wrong_appends_are_refused(change, message):
     layer = kv.init(SPEC).layers[0]
     rows = {"k": jnp.zeros((B, T, K, H)), "valid": jnp.full(B, T, jnp.int32), "first": layer.lengths}
     with pytest.raises(ValueError, match=message):
-        append(init(SPEC), layer, **{**rows, **change})
+        int4_append(init(SPEC), layer, **{**rows, **change})
 
 
 def test_tokens_without_room_are_dropped():

@@ -8,9 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jsparse import cache as kv
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, PageBounds8, append, init
 
 by_name = {case.name: case for case in CASES}
 in_codes = [case for case in CASES if isinstance(case, Codes)]
@@ -80,7 +81,7 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     q, layer, codes = build(case, 1)
     everything = jnp.full(case.batch, case.slots, jnp.int32)
     exact = init(SPEC._replace(head_dim=case.head_dim, dtype=layer.k.dtype), pool_pages=layer.k.shape[0])
-    exact = append(exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots)
+    exact = bounds_append(exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots)
     wide, tight = (np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (codes, exact))
     seen = np.isfinite(tight)
     np.testing.assert_array_equal(seen, np.isfinite(wide))
@@ -164,7 +165,7 @@ def step(cache, bounds, k, valid):
     positions = jnp.zeros((B, T), jnp.int32)
     first = cache.layers[0].lengths
     cache = kv.append(cache, 0, k, k, positions, valid)
-    return cache, append(bounds, cache.layers[0], valid, first, max_new=T)
+    return cache, bounds_append(bounds, cache.layers[0], valid, first, max_new=T)
 
 
 @jax.jit
@@ -172,7 +173,7 @@ def rewrite(cache, bounds, k, valid):
     layer = cache.layers[0]
     first = layer.lengths - valid[:, None]
     layer = kv.write(layer, k, k, jnp.zeros((B, T), jnp.int32), valid, first)
-    return kv.replace_layer(cache, 0, layer), append(bounds, layer, valid, first, max_new=T)
+    return kv.replace_layer(cache, 0, layer), bounds_append(bounds, layer, valid, first, max_new=T)
 
 
 @both_forms
@@ -226,8 +227,8 @@ def test_tokens_without_room_change_no_page_of_another_head():
 def test_another_backend_for_append_is_refused():
     _, layer, bounds = build(by_name["ragged"])
     valid = jnp.ones(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"implementation='abacus': page_bounds_append has \['triton', 'reference'\]"):
-        append(bounds, layer, valid, layer.lengths - 1, max_new=1, implementation="abacus")
+    with pytest.raises(ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"):
+        bounds_append(bounds, layer, valid, layer.lengths - 1, max_new=1, implementation="abacus")
 
 
 def wrong_calls():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse import loop
 from jsparse.models.checkpoint import load
+from jsparse.runtime import session
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")
@@ -108,7 +108,7 @@ def test_decoding_gives_the_logits_of_one_pass(name):
         return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(len(tokens))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "sample", sample)
+        patch.setattr(session, "sample", sample)
         jsparse.generate(params, tokens[:, :-20], max_new_tokens=21, eos_token_id=[])
     assert int(expected["positions"][-1]) == tokens.shape[1] - 1
     assert worst(seen[-1], expected["logits"][:, -1]) < RTOL

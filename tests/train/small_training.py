@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from tiny import VOCAB, tiny_params
 
-from jsparse.compilation import keep_compilations
 from jsparse.policies.head_gates import load
-from jsparse.train.data import Sample, Source
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.train.data import Source, TrainingSample
 from jsparse.train.trainer import Settings, Trainer, read_log
 
 STEPS, SEEDS = 6, 2
@@ -20,7 +20,7 @@ def random_source(longest=24):
         for _ in range(size):
             length, answer = rng.integers(8, longest, endpoint=True), rng.integers(1, 4, endpoint=True)
             context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer))
-            yield Sample(context, target, np.arange(answer) < 3)
+            yield TrainingSample(context, target, np.arange(answer) < 3)
 
     return Source(lambda step, size: [*draw(step, size)], 4, (longest,), {"source": "random", "longest": longest})
 

@@ -10,11 +10,11 @@ import pytest
 from slow_model import SlowModel, SlowRow, attend, logits_of, softmax
 from tiny import VOCAB, assert_close, tiny_params
 
-from jsparse import prefill
 from jsparse.models.transformer import to_logits
-from jsparse.scoring import full_pass
+from jsparse.runtime import prefill
+from jsparse.runtime.scoring import dense_pass
 from jsparse.train import distill
-from jsparse.train.data import Sample, Source
+from jsparse.train.data import Source, TrainingSample
 
 PARAMS = tiny_params()
 LENGTHS, ANSWERS = (23, 1, 7), (5, 5, 3)
@@ -25,7 +25,7 @@ def random_samples():
     rng = np.random.default_rng(3)
     for length, answer in zip(LENGTHS, ANSWERS, strict=True):
         context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer))
-        yield Sample(context, target, np.ones(answer, bool))
+        yield TrainingSample(context, target, np.ones(answer, bool))
 
 
 SAMPLES = [*random_samples()]
@@ -37,7 +37,7 @@ def batch_of(width):
 
 @jax.jit
 def taught(batch):
-    return distill.lesson(PARAMS.decoder, PARAMS.weights, batch, "logits")
+    return distill.teacher_cache(PARAMS.decoder, PARAMS.weights, batch, "logits")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def assert_rows_close(actual, expected, **at):
 def test_the_teacher_is_a_full_pass_over_context_and_target(given):
     texts = [np.concatenate(sample[:2]) for sample in SAMPLES]
     whole = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
-    expected = np.asarray(full_pass(PARAMS.decoder, PARAMS.weights, jnp.asarray(whole)))
+    expected = np.asarray(dense_pass(PARAMS.decoder, PARAMS.weights, jnp.asarray(whole)))
     assert_rows_close(given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)])
     assert given.held.tolist() == [length - 1 for length in LENGTHS]
 
@@ -90,7 +90,7 @@ def test_neither_padding_nor_bucket_matters(given):
     assert_rows_close(plain.outputs, given.outputs)
     assert_rows_close(student(GATES, plain), student(GATES, given))
     scored = np.asarray(plain.scored)
-    for one, two in ((plain.outputs, padded.outputs), [student(GATES, lesson) for lesson in (plain, padded)]):
+    for one, two in ((plain.outputs, padded.outputs), [student(GATES, teacher) for teacher in (plain, padded)]):
         np.testing.assert_array_equal(one[scored], two[scored])
         assert not np.array_equal(one, two)
     assert distance(GATES, plain) == distance(GATES, padded)
@@ -139,12 +139,12 @@ def best(logits, keep):
 
 def test_hidden_states_are_compared_before_the_head(given):
     logits = partial(to_logits, PARAMS.decoder, PARAMS.weights)
-    lesson = given._replace(outputs=student(None, given, match="hidden"))
-    assert lesson.outputs.shape == (len(SAMPLES), max(ANSWERS), PARAMS.config.hidden_size)
-    assert_rows_close(logits(lesson.outputs), given.outputs)
-    assert_rows_close(logits(student(GATES, lesson, match="hidden")), student(GATES, given))
-    assert distance(np.ones_like(GATES), lesson, match="hidden") < 1e-9
-    assert distance(GATES, lesson, match="hidden") > 0.01
+    teacher = given._replace(outputs=student(None, given, match="hidden"))
+    assert teacher.outputs.shape == (len(SAMPLES), max(ANSWERS), PARAMS.config.hidden_size)
+    assert_rows_close(logits(teacher.outputs), given.outputs)
+    assert_rows_close(logits(student(GATES, teacher, match="hidden")), student(GATES, given))
+    assert distance(np.ones_like(GATES), teacher, match="hidden") < 1e-9
+    assert distance(GATES, teacher, match="hidden") > 0.01
 
 
 def moved(place, step):
@@ -219,8 +219,8 @@ def test_attention_is_the_slow_one(keep, mixed, ties):
 # the distance
 
 
-def lesson_of(outputs, scored):
-    return distill.Lesson((), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored)
+def cache_of(outputs, scored):
+    return distill.TeacherCache((), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored)
 
 
 def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
@@ -230,7 +230,7 @@ def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
     rows = [(teacher[row][scored[row]], outputs[row][scored[row]]) for row in range(2)]
     expected = np.mean([((y - x) ** 2).mean() / x.var() for x, y in rows])
     for scale in (1, 100):
-        given = lesson_of(scale * teacher, scored)
+        given = cache_of(scale * teacher, scored)
         assert distill.distance(scale * jnp.float32(outputs), given) == pytest.approx(expected, rel=1e-5)
     outputs[~scored] = 1e6
-    assert distill.distance(jnp.float32(outputs), lesson_of(teacher, scored)) == pytest.approx(expected, rel=1e-5)
+    assert distill.distance(jnp.float32(outputs), cache_of(teacher, scored)) == pytest.approx(expected, rel=1e-5)

@@ -57,11 +57,11 @@ def test_rows_that_overlap_their_goals_are_never_lost(kept):
 
 @pytest.mark.parametrize("tiling", [(64, 32, 4), (128, 256, 8), (256, 128, 4), (256, 256, 16)])
 def test_strips_of_any_shape(tiling):
-    from jsparse.pallas_kernels.compact_pages.triton import Tiling, move_rows
+    from jsparse.pallas_kernels.compact_pages.triton_gpu import CompactTiling, move_rows
 
     for case in CASES:
         layer, keep, _ = case.build()
-        got = jax.jit(partial(move_rows, tiling=Tiling(*tiling)))(layer, keep.ids, keep.count)
+        got = jax.jit(partial(move_rows, tiling=CompactTiling(*tiling)))(layer, keep.ids, keep.count)
         assert_same(got, jax.jit(reference.move_rows)(layer, keep.ids, keep.count))
 
 

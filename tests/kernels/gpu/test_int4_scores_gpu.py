@@ -9,9 +9,10 @@ import pytest
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.pallas_kernels.int4_append import int4_append
+from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import CASES, build
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys, append, dequantise, quantise
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -73,11 +74,11 @@ def test_the_error_is_below_that_of_bfloat16():
 
 @pytest.mark.parametrize("case", [WHOLE, LISTED], ids=["whole", "listed"])
 def test_neither_tiling_nor_batch_changes_a_bit(case):
-    from jsparse.pallas_kernels.int4_scores.triton import Tiling
-    from jsparse.pallas_kernels.int4_scores.triton import int4_scores as kernel
+    from jsparse.pallas_kernels.int4_scores.triton_gpu import ScoresTiling
+    from jsparse.pallas_kernels.int4_scores.triton_gpu import int4_scores as kernel
 
     inputs = build(case)
-    tilings = (None, Tiling(64, 3, 1, 1, 2), Tiling(256, 2, 1, 4, 1), Tiling(128, 16, 1, 4, 4))
+    tilings = (None, ScoresTiling(64, 3, 1, 1, 2), ScoresTiling(256, 2, 1, 4, 1), ScoresTiling(128, 16, 1, 4, 4))
     outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
     for out in outs[1:]:
         np.testing.assert_array_equal(outs[0], out)
@@ -127,13 +128,13 @@ def test_pages_behind_the_first_four_gigabytes():
     np.testing.assert_array_equal(run(q, last, table, 2**32 // (size * head_dim // 2)), run(q, last, table, 0))
 
 
-ON_GPU = partial(append, implementation="triton")
+ON_GPU = partial(int4_append, implementation="triton")
 OWN_PAGES = [case for case in CASES if case.table != "shared"]
 LONG = Case("", head_dim=128, num_pages=70, page_size=16, table="scrambled", dtype="bfloat16", kv_heads=3, batch=3)
 
 
 def tokens_for(case, count, seed=0):
-    """Arguments of `append`: `count` tokens at slots some of which no head has, of rows that end sooner or later."""
+    """Arguments of `int4_append`: `count` tokens at slots some of which no head has, of rows that end sooner or later."""
     _, layer, keys, _ = build(case)
     rng = np.random.default_rng(seed)
     (batch, heads), channels = layer.lengths.shape, 2 * keys.packed.shape[-1]
@@ -147,7 +148,7 @@ def tokens_for(case, count, seed=0):
 def assert_as_on_cpu(got, arguments):
     """What XLA makes of the reference on a CPU, whose reciprocals are exact."""
     arguments = jax.device_put(arguments, jax.devices("cpu")[0])
-    want = jax.jit(partial(append, implementation="reference"))(*arguments)
+    want = jax.jit(partial(int4_append, implementation="reference"))(*arguments)
     for part, wanted in zip(got, want, strict=True):
         assert part.dtype == wanted.dtype
         np.testing.assert_array_equal(np.asarray(part), np.asarray(wanted))

@@ -7,9 +7,10 @@ import pytest
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds, PageBounds8, append
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -69,12 +70,12 @@ def test_queries_of_any_size_keep_all_their_bits_beside_codes(size):
 
 @large
 def test_neither_tiling_nor_batch_changes_a_bit(case):
-    from jsparse.pallas_kernels.page_bounds import codes_triton, triton
-    from jsparse.pallas_kernels.page_bounds.triton import Tiling
+    from jsparse.pallas_kernels.page_bounds import codes_triton, triton_gpu
+    from jsparse.pallas_kernels.page_bounds.triton_gpu import BoundsTiling
 
-    kernel = (codes_triton if isinstance(case, Codes) else triton).page_bounds
+    kernel = (codes_triton if isinstance(case, Codes) else triton_gpu).page_bounds
     q, layer, bounds = inputs = build(case)
-    tilings = (None, Tiling(16, 3, 1, 1, 2), Tiling(64, 2, 1, 4, 1), Tiling(32, 16, 1, 2, 4))
+    tilings = (None, BoundsTiling(16, 3, 1, 1, 2), BoundsTiling(64, 2, 1, 4, 1), BoundsTiling(32, 16, 1, 2, 4))
     outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
     for out in outs[1:]:
         np.testing.assert_array_equal(outs[0], out)
@@ -142,7 +143,7 @@ def test_append_matches_the_reference_to_the_bit(case, form):
     rng = np.random.default_rng(1)
     layer = layer._replace(k=jnp.asarray(rng.normal(size=layer.k.shape) * case.spread, layer.k.dtype))
     old = form.of(*(jnp.asarray(rng.normal(size=layer.k[:, 0].shape) + by, layer.k.dtype) for by in (-9, 9)))
-    run = jax.jit(append, static_argnames=("max_new", "implementation"))
+    run = jax.jit(bounds_append, static_argnames=("max_new", "implementation"))
     for new, over in ((1, 0), (1, 3), (9, 0), (case.slots, 0), (case.slots, 5)):
         lengths = jnp.where(layer.lengths == case.slots, layer.lengths + over, layer.lengths)
         for valid in (
@@ -169,7 +170,7 @@ def test_append_behind_the_first_two_billion_values(form):
         layer = LayerCache(pool, pool, lengths, block_table=table + front)
         bounds = form.of(*(jnp.zeros((front + used, head_dim), last.dtype) for _ in "lh"))
         valid = jnp.full(1, page_size * used, jnp.int32)
-        bounds = append(
+        bounds = bounds_append(
             bounds, layer, valid, jnp.zeros_like(lengths), max_new=page_size * used, implementation="triton"
         )
         return form(*(kept[front:] for kept in bounds))

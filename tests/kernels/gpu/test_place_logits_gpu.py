@@ -44,15 +44,15 @@ def test_twenty_runs_give_the_same_bits(stats):
 
 @pytest.mark.parametrize("stats", ["page_mass", "token_logits"])
 def test_the_tile_and_the_batch_change_no_bit(stats, monkeypatch):
-    from jsparse.pallas_kernels.place_logits import triton
+    from jsparse.pallas_kernels.place_logits import triton_gpu
 
     inputs = LONG.build()
-    run = partial(triton.place_logits, stats=stats, **LONG.sizes)
+    run = partial(triton_gpu.place_logits, stats=stats, **LONG.sizes)
     together = np.asarray(run(*inputs))
     logits, selection, lengths = inputs
     chosen = Selection(selection.ids[5:6], selection.count[5:6])
-    monkeypatch.setattr(triton, "TILE", 1024)
-    monkeypatch.setattr(triton, "NUM_WARPS", 2)
+    monkeypatch.setattr(triton_gpu, "TILE", 1024)
+    monkeypatch.setattr(triton_gpu, "NUM_WARPS", 2)
     np.testing.assert_array_equal(run(logits[40:48], chosen, lengths[5:6]), together[5:6])
 
 

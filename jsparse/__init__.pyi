@@ -1,0 +1,28 @@
+# The one list of public names: __init__.py reads it and imports each name when it is first used.
+from jsparse.cache import KVCache as KVCache
+from jsparse.channel_calibration import calibrate_channels as calibrate_channels
+from jsparse.generation import generate as generate
+from jsparse.host_reader import Generation as Generation
+from jsparse.host_reader import GenerationStats as GenerationStats
+from jsparse.models.checkpoint import Params as Params
+from jsparse.models.checkpoint import load as load
+from jsparse.models.checkpoint import save as save
+from jsparse.policies.all_pages import all_pages as all_pages
+from jsparse.policies.combinators import dense_layers as dense_layers
+from jsparse.policies.combinators import keep as keep
+from jsparse.policies.double_sparsity import double_sparsity as double_sparsity
+from jsparse.policies.duo_attention import duo_attention as duo_attention
+from jsparse.policies.lychee_decode import lychee_decode as lychee_decode
+from jsparse.policies.oracle import oracle_top_k as oracle_top_k
+from jsparse.policies.oracle import oracle_top_p as oracle_top_p
+from jsparse.policies.quest import quest as quest
+from jsparse.policies.streaming import streaming as streaming
+from jsparse.policies.tidal import tidal as tidal
+from jsparse.policies.twilight import twilight as twilight
+from jsparse.policy import Policy as Policy
+from jsparse.policy import dense as dense
+from jsparse.runtime.scoring import logits as logits
+from jsparse.selection import Selection as Selection
+
+__version__: str
+__all__: list[str]

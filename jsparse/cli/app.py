@@ -1,0 +1,71 @@
+"""The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
+
+jax and what needs it are imported inside the commands, so that help and mistakes in options come at once.
+"""
+
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+from typer.core import TyperGroup
+
+from jsparse.cli.calibrate import calibrate_channels
+from jsparse.cli.chat import chat
+from jsparse.cli.console import print_error, quiet_jax
+from jsparse.cli.evaluate import evaluate
+from jsparse.cli.generate import generate
+from jsparse.cli.info import info, policies
+from jsparse.cli.train_gates import train_gates
+
+
+class _Commands(TyperGroup):
+    """Turns what the library refuses into one line on standard error; other exceptions keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # typer ends quietly then
+            raise
+        except (ValueError, OSError) as error:
+            print_error(error)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+def main() -> None:
+    """Runs the command."""
+    quiet_jax()
+    app(prog_name="jsparse")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from jsparse import __version__
+
+        print(f"jsparse {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Sparse-attention decoding of long contexts for Llama and Qwen models."""
+
+
+for _name, _command in {
+    "generate": generate,
+    "chat": chat,
+    "info": info,
+    "policies": policies,
+    "eval": evaluate,
+    "train-gates": train_gates,
+    "calibrate-channels": calibrate_channels,
+}.items():
+    app.command(_name)(_command)

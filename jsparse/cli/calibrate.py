@@ -1,0 +1,40 @@
+"""`jsparse calibrate-channels`, the command."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from jsparse.cli.console import Bars
+from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_text
+
+
+def calibrate_channels(
+    text: Annotated[Path, Option(help="Read this file, of UTF-8 text such as the model will see.")],
+    model: ModelOption = "smollm2",
+    out: Annotated[Path, Option(help="Write the ranking here, over what is there.")] = Path(
+        "double_sparsity.safetensors"
+    ),
+    tokens: Annotated[int, Option(min=1, help="Read no more tokens of the text.")] = 2048,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Ranks a model's channels for the policy double_sparsity, and prints the expression that uses them.
+
+    Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
+    """
+    from jsparse import channel_calibration, prompts
+    from jsparse.models.checkpoint import load
+    from jsparse.policies import channel_ranking
+
+    read, bars = read_text(text, "--text"), Bars()
+    if not read.strip():
+        raise ValueError(f"--text {str(text)!r}: must hold some text")
+    try:
+        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        ids = prompts.encode(params, read)[0][0][:tokens]
+        ranking = channel_calibration.calibrate_channels(params, ids, on_progress=bars.prefill)
+    finally:
+        bars.close()
+    channel_ranking.save(ranking, out)
+    print(f"double_sparsity(calibration={str(out)!r})")

@@ -1,0 +1,122 @@
+"""What the commands write besides their result: progress bars, errors, the line of statistics, a quiet jax."""
+
+import logging
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+if TYPE_CHECKING:
+    from jsparse.host_reader import Generation
+
+
+def quiet_jax() -> None:
+    """Keeps jax's notes on devices and compilation off the terminal, unless the user asked to see them.
+
+    Only works before jax is imported, whose C++ part reads its log level then.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if "JAX_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("jax").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def print_error(error: BaseException) -> None:
+    """Prints `error: …` on standard error, in one line."""
+    print("error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
+
+
+class Bars:
+    """Progress of loading and generating, on standard error; nothing where standard output or error is no terminal.
+
+    One bar is shown at a time and leaves no trace.
+    """
+
+    def __init__(self) -> None:
+        self._shown = sys.stdout.isatty() and sys.stderr.isatty()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._phase = ""
+
+    def load(self, done: int, total: int) -> None:
+        """Takes the progress of `jsparse.load`, in bytes."""
+        self._update("load", done, total)
+
+    def generate(self, phase: str, done: int, total: int) -> None:
+        """Takes the progress of `jsparse.generate`, in tokens."""
+        self._update(phase, done, total)
+
+    def prefill(self, phase: str, done: int, total: int) -> None:
+        """The same where the text is shown as it is made, which needs no bar."""
+        if phase == "prefill":
+            self._update(phase, done, total)
+
+    def close(self) -> None:
+        """Removes the bar, before something else is written or the result is there."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress, self._phase = None, ""
+
+    def _update(self, phase: str, done: int, total: int) -> None:
+        if not self._shown:
+            return
+        if phase != self._phase:
+            self.close()
+            count = DownloadColumn() if phase == "load" else MofNCompleteColumn()
+            console = Console(stderr=True)
+            self._progress = Progress(TextColumn(phase), BarColumn(), count, console=console, transient=True)
+            self._task, self._phase = self._progress.add_task(phase, total=total), phase
+            self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done)
+
+
+class TextOutput:
+    """Writes pieces of text to standard output as they are made; ends them with a line break.
+
+    On a terminal the prompt stands before them, dim. It waits for the first piece: bars would wipe it out.
+    """
+
+    def __init__(self, bars: Bars, prompt: str = "") -> None:
+        self.text = ""
+        self._bars = bars
+        self._prompt = prompt if sys.stdout.isatty() else ""
+
+    def __call__(self, piece: str) -> None:
+        """Writes one piece."""
+        self._begin()
+        self.text += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Ends the text, or an unfinished one."""
+        self._begin()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _begin(self) -> None:
+        self._bars.close()
+        if self._prompt:
+            Console().print(
+                self._prompt, style="dim", end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+            )
+            self._prompt = ""
+
+
+def print_stats(made: "Generation") -> None:
+    """Prints counts and speed in one dim line, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return
+    stats = made.stats
+    parts = [f"{stats.new_tokens} tokens" + (", cut at --max-new-tokens" if made.finish_reason == "length" else "")]
+    if stats.decode_tokens_per_second is not None:
+        parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")
+    if stats.attended_fraction is not None:
+        parts.append(f"attended {stats.attended_fraction:.1%}")
+    parts.append(f"first token after {stats.prefill_seconds:.2f} s")
+    Console(stderr=True).print(" · ".join(parts), style="dim", highlight=False)

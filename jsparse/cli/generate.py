@@ -1,0 +1,111 @@
+"""`jsparse generate`, the command."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from jsparse.cli.console import Bars, TextOutput, print_stats
+from jsparse.cli.options import GenerationOptions, read_text, takes_generation_options
+
+if TYPE_CHECKING:
+    from jsparse.host_reader import Generation
+    from jsparse.models.checkpoint import Params
+
+
+@takes_generation_options
+def generate(
+    options: GenerationOptions,
+    prompt: Annotated[str | None, Argument(help="The text to continue; - reads it from standard input.")] = None,
+    file: Annotated[Path | None, Option(help="Read the prompt from this file, of UTF-8 text.")] = None,
+    chat: Annotated[bool, Option("--chat", help="Put the prompt as a user's message to a chat model.")] = False,
+    logprobs: Annotated[bool, Option("--logprobs", help="With --json: each token's log-probability.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of the text.")] = False,
+) -> None:
+    """Continues a prompt. Of text that is read from a file or standard input, a last line break is left out.
+
+    Example: jsparse generate "Gravity is" --policy "streaming(sink=4, recent=512)"
+    """
+    if logprobs and not as_json:
+        raise ValueError("--logprobs needs --json, which prints them")
+    text = _read_prompt(prompt, file)
+    bars = Bars()
+    try:
+        params = options.load(bars.load)
+        wanted = [{"role": "user", "content": text}] if chat else text
+        if as_json:
+            _generate_json(params, wanted, options, logprobs, bars)
+        else:
+            _generate_text(params, wanted, text, options, bars)
+    finally:
+        bars.close()
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt, from exactly one of its sources."""
+    if (prompt is None) == (file is None):
+        given = "both were given" if file else "none was given"
+        raise ValueError(f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}")
+    if prompt is not None and prompt != "-":
+        return prompt
+    return read_text(file, "--file").removesuffix("\n")
+
+
+def _generate_text(params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars) -> None:
+    """Streams the text, as far as it comes."""
+    from jsparse.generation import generate
+
+    output = TextOutput(bars, shown)
+    try:
+        made = generate(params, prompt, streamer=output, on_progress=bars.prefill, **options.arguments())
+    except KeyboardInterrupt:
+        output.close()
+        raise
+    output.close()
+    print_stats(made)
+
+
+def _generate_json(params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars) -> None:
+    """Prints the result; of an interrupted run the text so far."""
+    from jsparse.generation import generate
+
+    pieces: list[str] = []
+    made = None
+    try:
+        made = generate(
+            params,
+            prompt,
+            streamer=pieces.append,
+            on_progress=bars.generate,
+            logprobs=logprobs,
+            **options.arguments(),
+        )
+    finally:
+        bars.close()
+        if made is not None or isinstance(sys.exception(), KeyboardInterrupt):
+            print(json.dumps(_result(made, "".join(pieces)) | _origin(params, options), ensure_ascii=False))
+
+
+def _result(made: "Generation | None", text: str) -> dict[str, Any]:
+    if made is None:
+        return {"text": text, "finish_reason": "interrupted"}
+    fields = dataclasses.asdict(made)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
+    """What made the text: enough to make it again."""
+    import jax
+
+    from jsparse import __version__
+    from jsparse.policies.expressions import parse
+
+    return {
+        "model": options.model,
+        "dtype": str(params.dtype),
+        "policy": parse(options.policy).name,
+        "versions": {"jsparse": __version__, "jax": jax.__version__},
+    }

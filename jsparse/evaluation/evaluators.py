@@ -1,0 +1,133 @@
+"""What is measured of a batch of samples: how policies differ from dense attention, or how well they answer."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
+from jsparse.evaluation.closeness import closeness, windows
+from jsparse.evaluation.shared_prefill import generate
+from jsparse.evaluation.tasks.sample import SEED, Sample, Task
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.host_reader import Generation
+from jsparse.models.checkpoint import Params
+from jsparse.models.tokenizer import Tokenizer
+
+COLUMNS = {"kl": ("kl", "agreement", "logprob", "attended", "read"), "ppl": ("logprob", "attended", "read")}
+MEASURES = (*COLUMNS, "attention")
+PAGE_SIZE = 16
+Values = tuple[dict[str, float], dict[str, Any]]
+Measured = list[list[Values]]
+"""[policy][sample] -> values and meta of its entry."""
+
+
+class Comparison:
+    """Of policies with dense attention, all of them fed the same tokens.
+
+    "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows side by side;
+    "attention": as "kl", but what is compared are the selections.
+
+    Attributes:
+        samples: how many there are; None: any number.
+    """
+
+    def __init__(self, params: Params, name: str, length: int, text: Sequence[int], steps: int, batch: int) -> None:
+        self._params, self._name, self._length, self._text = params, name, length, text
+        self._steps, self._batch = steps, batch
+        if length < steps + 2:
+            raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
+        if len(text) < length:
+            raise ValueError(f"length={length}: must be at most {len(text)}, the tokens of the text: give a longer one")
+        self._windows = windows(text, length, steps) if name == "ppl" else None
+        self.samples = None if self._windows is None else len(self._windows[0])
+
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
+        """Means over each sample's steps."""
+        filled, continuation = _filled(indices, self._batch), None
+        if self._windows is None:
+            prompts = [self._excerpt(index) for index in filled]
+        else:
+            prompts, continuation = ([part[index] for index in filled] for part in self._windows)
+        forcing = force(
+            self._params,
+            [measured(policy) for policy in policies] if self._name == "attention" else policies,
+            prompts,
+            max_new_tokens=self._steps,
+            continuation=continuation,
+            max_length=_capacity(self._length),
+        )
+        rows = range(len(indices))
+        if self._name == "attention":
+            return [[_of_heads(found.heads, row) for row in rows] for found in attention_metrics(forcing)]
+        found = closeness(forcing)
+        means = {name: np.mean(getattr(found, name), axis=-1) for name in COLUMNS[self._name]}
+        places = [found.policies.index(policy) for policy in policies]
+        return [[({name: float(mean[at, row]) for name, mean in means.items()}, {}) for row in rows] for at in places]
+
+    def _excerpt(self, index: int) -> list[int]:
+        """A part of the text, from a place of the sample's own on."""
+        start = random.Random(f"{SEED} {self._length} {index}").randint(0, len(self._text) - self._length)
+        return list(self._text[start : start + self._length - self._steps - 1])
+
+
+class Answers:
+    """What policies answer, greedily, and how that scores.
+
+    Of a chat model the length includes the chat's template, unlike RULER's own.
+    """
+
+    def __init__(self, params: Params, tokenizer: Tokenizer, task: Task, length: int, batch: int, chat: bool) -> None:
+        self._params, self._tokenizer, self._task, self._batch, self._chat = params, tokenizer, task, batch, chat
+        self._length = length
+        self._room = length - len(self._ids(Sample("", "", (), 0, {})))
+
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
+        """Scores and what was attended; the answers beside."""
+        samples = [self._task.sample(self._encode, self._room, index) for index in indices]
+        made = generate(
+            self._params,
+            policies,
+            [self._ids(sample) for sample in _filled(samples, self._batch)],
+            max_new_tokens=max(sample.max_new_tokens for sample in samples),
+            max_length=_capacity(self._length),
+        )
+        return [[self._scored(out, sample) for out, sample in zip(row, samples, strict=False)] for row in made]
+
+    def _scored(self, out: Generation, sample: Sample) -> Values:
+        shares = {"attended": out.stats.attended_fraction, "read": out.stats.read_fraction}
+        values = {"score": self._task.score(out.text, sample)}
+        values |= {name: share for name, share in shares.items() if share is not None}
+        return values, sample.meta | {"text": out.text, "answers": list(sample.answers)}
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _ids(self, sample: Sample) -> list[int]:
+        """The prompt, in the chat's template if wanted, and behind it the answer's beginning."""
+        if not self._chat or not sample.meta.get("chat_template", True):
+            return self._tokenizer.encode(sample.prompt + sample.prefix)
+        turn = [{"role": "user", "content": sample.prompt}]
+        text = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True)
+        return self._encode(text + sample.prefix)
+
+
+def _of_heads(heads: HeadMetrics, row: int) -> Values:
+    """One sample's means over the layers and heads that selected, and what each head attended to."""
+    values = {}
+    for name in ("recall", "mass", "output_error", "attended", "pages", "bytes_read"):
+        of_row = getattr(heads, name)[:, row]
+        if np.isfinite(of_row).any():
+            values[name] = float(np.mean(of_row[np.isfinite(of_row)]))
+    attended = heads.attended[:, row]
+    return values, {"attended_heads": [[float(x) if np.isfinite(x) else None for x in layer] for layer in attended]}
+
+
+def _filled(items: Sequence[Any], size: int) -> list[Any]:
+    """As many as a batch has, by repetition of the last: one number of rows compiles once."""
+    return [*items, *[items[-1]] * (size - len(items))]
+
+
+def _capacity(length: int) -> int:
+    return -(-length // PAGE_SIZE) * PAGE_SIZE

@@ -1,0 +1,121 @@
+"""Runs the evaluation: for every task and length batches of samples, each prompt read once for all policies."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsparse.evaluation import tasks, texts
+from jsparse.evaluation.evaluators import MEASURES, Answers, Comparison, Measured
+from jsparse.evaluation.store import Cell, Entry, Store
+from jsparse.models.checkpoint import Params
+from jsparse.policies.expressions import parse
+from jsparse.prompts import tokenizer_of
+
+Report = Callable[[int, int, str], Any]
+
+
+class Plan(NamedTuple):
+    """What is to be measured.
+
+    Attributes:
+        policies: expressions; dense() is the reference and comes first.
+        tasks: names, of `MEASURES` or of `tasks.TASKS`.
+        lengths: in tokens, of prompt and new tokens together.
+        samples: of each task and length.
+        batch: prompts side by side.
+        steps: decode steps of a sample of a measure.
+        chat: whether a task's prompt is put as a user's message to a chat model.
+        text: UTF-8 text that measures read; None: the one that ships.
+        files: the folder of what some tasks need; see `tasks.parse`.
+    """
+
+    policies: tuple[str, ...]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    batch: int = 8
+    steps: int = 64
+    chat: bool = False
+    text: Path | None = None
+    files: Path | None = None
+
+
+def plan(policies: Sequence[str], names: Sequence[str], lengths: Sequence[int], samples: int, **more: Any) -> Plan:
+    """A plan, checked: policies by their full names, dense() first.
+
+    Raises:
+        ValueError: something is unknown, there twice or out of its range.
+    """
+    chosen = dict.fromkeys([parse("dense").name, *(parse(policy).name for policy in policies)])
+    made = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
+    for name in ("samples", "batch", "steps"):
+        if getattr(made, name) < 1:
+            raise ValueError(f"{name}={getattr(made, name)}: must be at least 1")
+    if not made.lengths or min(made.lengths) < 1 or len(set(made.lengths)) < len(made.lengths):
+        raise ValueError(f"lengths={list(made.lengths)}: must be positive numbers of tokens, each once")
+    known = [*MEASURES, *tasks.TASKS]
+    for i, name in enumerate(made.tasks):
+        if name not in known or name in made.tasks[:i]:
+            raise ValueError(f"task {name!r}: must be one of {', '.join(known)}, and there once")
+    return made
+
+
+def run(params: Params, plan: Plan, store: Store, report: Report = lambda *_: None) -> None:
+    """Measures what the store lacks, batch by batch; what is done is on disk.
+
+    Args:
+        params: the model; it needs a tokenizer.
+        plan: what to measure.
+        store: takes the entries.
+        report: called with the number of entries done and wanted, and what is measured now.
+
+    Raises:
+        ValueError: a length exceeds the model's, or what a task needs is missing.
+    """
+    most = params.config.max_position_embeddings
+    for length in plan.lengths:
+        if length > most:
+            raise ValueError(f"length={length}: must be at most {most}, the model's maximum")
+    parts = list(_parts(params, plan))
+    wanted, done = sum(len(plan.policies) * part.samples for part in parts), len(store.entries)
+    for part in parts:
+        cells = {policy: Cell(policy, part.task, part.length) for policy in plan.policies}
+        lacking = {policy: set(store.missing(cell, part.samples)) for policy, cell in cells.items()}
+        indices = sorted(set().union(*lacking.values()))
+        for start in range(0, len(indices), plan.batch):
+            report(done, wanted, f"{part.task} {part.length}")
+            batch = indices[start : start + plan.batch]
+            policies = [policy for policy in plan.policies if lacking[policy] & set(batch)]
+            entries = [
+                Entry(**cells[policy]._asdict(), index=index, values=values, meta=meta)
+                for policy, row in zip(policies, part.measure(policies, batch), strict=True)
+                for index, (values, meta) in zip(batch, row, strict=True)
+                if index in lacking[policy]
+            ]
+            store.add(entries)
+            done += len(entries)
+    report(done, wanted, "")
+
+
+class Part(NamedTuple):
+    """One task at one length: how many samples there are, and (policies, indices) -> Measured."""
+
+    task: str
+    length: int
+    samples: int
+    measure: Callable[[Sequence[str], Sequence[int]], Measured]
+
+
+def _parts(params: Params, plan: Plan) -> Iterator[Part]:
+    tokenizer = tokenizer_of(params, "the evaluation")
+    text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
+    for name in plan.tasks:
+        task = None if name in MEASURES else tasks.parse(name, plan.files)[0]
+        for length in plan.lengths:
+            if task is None:
+                measure = Comparison(params, name, length, text, plan.steps, plan.batch)
+                samples = measure.samples
+            else:
+                measure = Answers(params, tokenizer, task, length, plan.batch, plan.chat)
+                samples = task.num_samples
+            yield Part(name, length, plan.samples if samples is None else min(plan.samples, samples), measure)

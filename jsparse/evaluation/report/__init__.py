@@ -1,0 +1,1 @@
+"""What becomes of a run's result: statistics, tables, plots."""

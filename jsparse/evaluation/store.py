@@ -1,0 +1,185 @@
+"""The record of a run: a journal that survives being killed, and the JSON file that it becomes at the end.
+
+Beside OUT.json lies OUT.partial.jsonl while the run goes on: a line with the settings, then a line for each entry. A
+run that is started again with the same settings reads it and measures what is missing.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from jsparse.evaluation.report.statistics import averages, summarize
+
+
+class Cell(NamedTuple):
+    """What samples are summarised over: a policy's expression, a task, a length in tokens; the model is the run's."""
+
+    policy: str
+    task: str
+    length: int
+
+
+class Entry(TypedDict):
+    """One sample of a cell.
+
+    `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens), attended, read, … `meta`
+    is what else is worth keeping. The heat maps read two of its keys: depth (of the needle, 0 … 1) and attended_heads
+    (fractions, [layers][KV heads], null where nothing was selected).
+    """
+
+    policy: str
+    task: str
+    length: int
+    index: int
+    values: dict[str, float]
+    meta: dict[str, Any]
+
+
+Key = tuple[Cell, int]
+
+
+class Store:
+    """Takes a run's entries, so that a killed run loses none that `add` returned from, and doubles none.
+
+    One process at a time may write a run.
+
+    Args:
+        path: of the JSON file that `finish` writes; the journal lies beside it, with the suffix .partial.jsonl.
+        settings: all that the entries depend on, of JSON values: model, policies, tasks, lengths, samples (a cell),
+            seed, dtype, versions.
+        resume: go on with the journal, if there is one.
+
+    Raises:
+        ValueError: `path` is there already; so is its journal, and `resume` is False or its settings differ; the
+            journal was not written by a `Store`.
+    """
+
+    def __init__(self, path: Path | str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.journal = self.path.with_suffix(".partial.jsonl")
+        self.settings: dict[str, Any] = json.loads(_line(settings))
+        self._entries: dict[Key, Entry] = {}
+        if self.journal.exists():
+            self._read(resume)
+        elif self.path.exists():
+            raise ValueError(f"{self.path} is there already: must be a new file, or one to resume")
+        else:
+            _replace(self.journal, _line({"settings": self.settings}))
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries so far, in the order in which they came."""
+        return list(self._entries.values())
+
+    def missing(self, cell: Cell, samples: int | None = None) -> list[int]:
+        """The indices below `samples` (the settings' number, unless given) that the cell has no entry of."""
+        wanted = range(self.settings["samples"] if samples is None else samples)
+        return [index for index in wanted if (cell, index) not in self._entries]
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Writes a batch of entries; when it returns, they are on disk. Those already there are left out.
+
+        Raises:
+            ValueError: an entry lacks a key or has another, a value is not finite, or differs from the one that is
+                there for the same sample; nothing of the batch is written then.
+        """
+        new = self._new(map(_checked, entries))
+        with open(self.journal, "ab") as file:
+            file.write("".join(map(_line, new.values())).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._entries |= new
+
+    def finish(self, environment: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the JSON file, whole or not at all, removes the journal, and returns what was written.
+
+        Keys: timestamp, environment, settings, cells (see `statistics.summarize`) and averages (see
+        `statistics.averages`).
+        """
+        cells = summarize(self.entries)
+        report = {
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": dict(environment),
+            "settings": self.settings,
+            "cells": cells,
+            "averages": averages(cells),
+        }
+        _replace(self.path, _line(report))
+        self.journal.unlink()
+        return report
+
+    def _read(self, resume: bool) -> None:
+        """Takes what whole lines hold and cuts off a torn last one."""
+        data = self.journal.read_bytes()
+        end = data.rfind(b"\n") + 1
+        header, *lines = data[:end].split(b"\n")
+        self._compare(header)
+        if not resume:
+            raise ValueError(
+                f"{self.journal} holds an unfinished run: must be resumed (--resume), or removed to begin anew"
+            )
+        self._entries = self._new(self._parsed(number, line) for number, line in enumerate(lines[:-1], 2))
+        os.truncate(self.journal, end)
+
+    def _compare(self, header: bytes) -> None:
+        try:
+            there = dict(json.loads(header)["settings"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{self.journal} does not begin with a run's settings, so nothing in it can be used: must be removed"
+            ) from None
+        differing = [
+            f"{name} is {there.get(name)!r} there and {self.settings.get(name)!r} now"
+            for name in sorted(there.keys() | self.settings.keys())
+            if there.get(name) != self.settings.get(name)
+        ]
+        if differing:
+            raise ValueError(f"{self.journal} is of a run with other settings: {'; '.join(differing)}")
+
+    def _parsed(self, number: int, line: bytes) -> Entry:
+        try:
+            return _checked(json.loads(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.journal}, line {number}: {error}") from None
+
+    def _new(self, entries: Iterable[Entry]) -> dict[Key, Entry]:
+        """Those not there yet, each once."""
+        new: dict[Key, Entry] = {}
+        for entry in entries:
+            key = Cell(entry["policy"], entry["task"], entry["length"]), entry["index"]
+            known = self._entries.get(key) or new.setdefault(key, entry)
+            if known["values"] != entry["values"]:
+                raise ValueError(
+                    f"sample {key[1]} of {tuple(key[0])} has the values {known['values']} and {entry['values']}: "
+                    "must be measured once"
+                )
+        return new
+
+
+def _checked(entry: Entry) -> Entry:
+    """A copy as JSON gives it back."""
+    if entry.keys() != Entry.__annotations__.keys():
+        raise ValueError(f"an entry has the keys {', '.join(entry)}: must be {', '.join(Entry.__annotations__)}")
+    for metric, value in entry["values"].items():
+        if not math.isfinite(value):
+            raise ValueError(f"{metric}={value!r} in sample {entry['index']} of {entry['task']}: must be finite")
+    values = {metric: float(value) for metric, value in entry["values"].items()}
+    return json.loads(_line({**entry, "values": values}))
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Puts the text in place of the file, if there is one, in one step."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)

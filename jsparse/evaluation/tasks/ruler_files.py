@@ -1,0 +1,123 @@
+"""The tasks of RULER that need files: Paul Graham's essays for haystacks, SQuAD and HotpotQA for questions.
+
+The files are those that RULER's scripts/data/synthetic/json/ downloads, under the names it gives them.
+"""
+
+import functools
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled, score_any
+
+DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent
+_ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+QA = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"
+QA_PREFIX = " Answer:"
+
+
+def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
+    """The file `name` of the folder `files`.
+
+    Raises:
+        ValueError: it is not there; the message names the task that needs it, where it is looked for and where it
+            comes from.
+    """
+    if files is None:
+        raise ValueError(f"files=None: {task} needs {name} ({source}), give the folder that holds it")
+    if not (files / name).is_file():
+        raise ValueError(f"files={str(files)!r}: {task} needs {name} ({source}), which is not there")
+    return files / name
+
+
+@functools.cache
+def read_json(file: Path) -> Any:
+    """What the file holds; ValueError where it is no JSON."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not JSON: {error}") from None
+
+
+def essay_words(task: str, files: Path | None) -> list[str]:
+    """The words of Paul Graham's essays; ValueError where the file is missing."""
+    file = find_file(task, "PaulGrahamEssays.json", files, "RULER's download_paulgraham_essay.py writes it")
+    return read_json(file)["text"].split()
+
+
+def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) -> str:
+    """The words, with the items between sentences at some of the DEPTHS, in the order of the items."""
+    sentences = re.split(r"(?<=[.!?]) ", " ".join(words))
+    depths = sorted(rng.sample(DEPTHS, len(items)))
+    cuts = [0, *(len(sentences) * depth // 100 for depth in depths), len(sentences)]
+    pieces = (" ".join(sentences[start:stop]) for start, stop in itertools.pairwise(cuts))
+    ordered = itertools.chain.from_iterable(itertools.zip_longest(pieces, items, fillvalue=""))
+    return " ".join(piece for piece in ordered if piece)
+
+
+class Question(NamedTuple):
+    """A question with the numbers of its documents: `gold` ones are always shown, `near` ones before any others."""
+
+    text: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    near: tuple[int, ...]
+
+
+def squad(data: Any) -> tuple[list[str], list[Question]]:
+    """Documents and answerable questions of SQuAD 2.0; the other paragraphs of an article are near."""
+    articles = [article["paragraphs"] for article in data["data"]]
+    documents = sorted({paragraph["context"] for paragraphs in articles for paragraph in paragraphs})
+    numbers = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for paragraphs in articles:
+        held = dict.fromkeys(numbers[paragraph["context"]] for paragraph in paragraphs)
+        for paragraph in paragraphs:
+            gold = numbers[paragraph["context"]]
+            near = tuple(i for i in held if i != gold)
+            for asked in paragraph["qas"]:
+                if not asked["is_impossible"]:
+                    answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                    questions.append(Question(asked["question"], answers, (gold,), near))
+    return documents, questions
+
+
+def hotpotqa(data: Any) -> tuple[list[str], list[Question]]:
+    """Documents and questions of HotpotQA; all the paragraphs of a question are gold."""
+    texts = [tuple(f"{title}\n{''.join(lines)}" for title, lines in asked["context"]) for asked in data]
+    documents = sorted(set(itertools.chain.from_iterable(texts)))
+    numbers = {document: i for i, document in enumerate(documents)}
+    questions = [
+        Question(asked["question"], (asked["answer"],), tuple(numbers[text] for text in dict.fromkeys(held)), ())
+        for asked, held in zip(data, texts, strict=True)
+    ]
+    return documents, questions
+
+
+QA_FILES = {
+    "qa_1": ("squad.json", squad, "SQuAD's dev-v2.0.json"),
+    "qa_2": ("hotpotqa.json", hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json"),
+}
+
+
+def qa(name: str, files: Path | None) -> Task:
+    """Questions about documents among others; ValueError where the file is missing."""
+    file, read, source = QA_FILES[name]
+    documents, questions = read(read_json(find_file(name, file, files, source)))
+
+    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+        asked = questions[index]
+        shown = {*asked.gold, *asked.near}
+        near = rng.sample(asked.near, len(asked.near))
+        far = (i for i in rng.sample(range(len(documents)), len(documents)) if i not in shown)
+        chosen = [*asked.gold, *itertools.islice(itertools.cycle([*near, *far, *asked.gold]), size)]
+        rng.shuffle(chosen)
+        context = "\n\n".join(f"Document {i}:\n{documents[number]}" for i, number in enumerate(chosen, 1))
+        prompt = QA.format(context=context, query=asked.text)
+        return Sample(prompt, QA_PREFIX, asked.answers, 32, {"documents": len(chosen)})
+
+    return filled(name, make, least=0, score=score_any, num_samples=len(questions))

@@ -1,0 +1,41 @@
+"""Cache correction: compute the newest tokens again, densely, and overwrite their K and V."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jsparse.cache import KVCache, replace_layer, write
+from jsparse.models.transformer import Decoder, Weights, hidden_states
+from jsparse.policy import Policy, State
+from jsparse.runtime.prefill import attend_chunk
+from jsparse.shapes import Tokens
+
+
+@partial(jax.jit, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
+def correct(
+    decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, cache: KVCache, state: State
+) -> tuple[KVCache, State]:
+    """Computes the newest T tokens of each row again, densely, overwrites their K and V and appends them once more.
+
+    Sparse decoding lets errors build up in K and V; this removes them (LycheeDecode's cache correction). `tokens` are
+    the T newest whose K and V the cache holds.
+    """
+    count = tokens.shape[1]
+    first = cache.positions - count
+    cache = cache._replace(positions=first)  # as they stood before the first of these tokens
+    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+    all_valid = jnp.full_like(first, count)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal cache, state
+        held = cache.layers[layer]
+        held = write(held, k, v, positions, all_valid, held.lengths - count)
+        cache = replace_layer(cache, layer, held)
+        o = attend_chunk(q, k, v, held, all_valid)
+        state = policy.append(state, layer, k, v, tokens, positions, cache)
+        return o
+
+    hidden_states(decoder, weights, tokens, positions, attend)
+    return cache._replace(positions=first + count), state

@@ -1,0 +1,164 @@
+"""Chunked prefill: the prompt in pieces, dense and exact, filling the cache and building the policy's state.
+
+A chunk attends to itself causally and to the cache before it, block by block; the parts are merged by their logsumexps.
+No more than one chunk × one block of scores ever exists, and one compilation serves every chunk of a size.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import KVCache, LayerCache, append, read_pages
+from jsparse.models.transformer import Decoder, Weights, hidden_states
+from jsparse.partials import merge
+from jsparse.policy import Policy, PrefillView, State
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
+
+# Tokens of a chunk, and of a block of the cache that it attends to: with flash attention nothing of that size squared
+# is stored, without it the scores are.
+FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
+
+
+class PrefillCarry(NamedTuple):
+    """What goes from chunk to chunk.
+
+    Attributes:
+        cache, state: as they stand.
+        last_hidden: the hidden state of each row's newest token.
+        windows: per layer, the last W queries of each row; empty where the policy wants none.
+    """
+
+    cache: KVCache
+    state: State
+    last_hidden: Float[Array, "B D"]
+    windows: tuple[Float[Array, "B W N H"], ...]
+
+
+def start(decoder: Decoder, policy: Policy, cache: KVCache, state: State) -> PrefillCarry:
+    """The carry before the first chunk."""
+    config, batch = decoder.config, cache.positions.shape[0]
+    shape = (batch, policy.window, config.num_heads, config.head_dim)
+    windows = tuple(jnp.zeros(shape, decoder.dtype) for _ in range(config.num_layers if policy.window else 0))
+    return PrefillCarry(cache, state, jnp.zeros((batch, config.hidden_size), decoder.dtype), windows)
+
+
+@partial(jax.jit, static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
+def prefill_chunk(
+    decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, valid: Rows, carry: PrefillCarry, *, last: bool
+) -> PrefillCarry:
+    """Takes in the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
+
+    Rows whose prompt has ended take part with valid = 0 and change nothing of theirs.
+    """
+    cache, state = carry.cache, carry.state
+    before = cache.positions
+    positions = before[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    windows = list(carry.windows)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        nonlocal cache, state
+        cache = append(cache, layer, k, v, positions, valid)
+        o = attend_chunk(q, k, v, cache.layers[layer], valid)
+        if windows:
+            windows[layer] = _shift_in(windows[layer], q, valid)
+        window = windows[layer] if windows else q[:, :0]
+        held = jnp.minimum(before + valid, policy.window)
+        state = policy.prefill(state, layer, PrefillView(tokens, positions, k, v, valid, cache, window, held, last))
+        return o
+
+    hidden = hidden_states(decoder, weights, tokens, positions, attend)
+    newest = jnp.take_along_axis(hidden, jnp.maximum(valid - 1, 0)[:, None, None], axis=1)[:, 0]
+    return PrefillCarry(
+        cache._replace(positions=before + valid),
+        state,
+        jnp.where((valid > 0)[:, None], newest, carry.last_hidden),
+        tuple(windows),
+    )
+
+
+def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows) -> ChunkQueries:
+    """Causal attention of a chunk over itself and over everything its row's heads held before it.
+
+    The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row must hold equally
+    many tokens, as they do unless a policy has compacted them.
+    """
+    lengths = held.lengths[:, 0] - valid
+    pages = min(max(q.shape[1], _flash_tokens(q.shape[-1], q.dtype) // q.shape[0]) // held.page_size, held.num_pages)
+    pages = max(pages, 1)
+    block = pages * held.page_size
+
+    def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        # the last block may stick out behind the last page: what it reads there again lies beyond every length
+        logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
+        logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
+        keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
+        seen = jnp.clip(lengths - i * block, 0, block)
+        return merge(*so_far, *flash(q, keys, values, kv_lengths=seen))
+
+    blocks = (jnp.max(lengths) + block - 1) // block
+    o, _ = jax.lax.fori_loop(0, blocks, step, flash(q, k, v, causal=True))
+    return o.astype(q.dtype)
+
+
+def flash(
+    q: ChunkQueries,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = False,
+    kv_lengths: Rows | None = None,
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """(o, lse) of one block: cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere."""
+    o, lse = jax.nn.dot_product_attention(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        is_causal=causal,
+        key_value_seq_lengths=kv_lengths,
+        implementation="cudnn" if has_flash(q.shape[-1], q.dtype) else "xla",
+        return_residual=True,
+    )
+    o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)
+    if kv_lengths is None:
+        return o, lse
+    some = (kv_lengths > 0)[:, None, None]
+    return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
+
+
+def has_flash(head_dim: int, dtype: Any) -> bool:
+    """Whether cuDNN's flash attention serves this head dimension and dtype on the default device."""
+    fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
+    return fits and jax.default_backend() == "gpu"
+
+
+def _flash_tokens(head_dim: int, dtype: Any) -> int:
+    return FLASH_CHUNK if has_flash(head_dim, dtype) else PLAIN_CHUNK
+
+
+def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
+    batch, heads, n, size, head_dim = pages.shape
+    return pages.reshape(batch, heads, n * size, head_dim).swapaxes(1, 2)
+
+
+def _shift_in(window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows) -> Float[Array, "B W N H"]:
+    """The last W of the old window followed by each row's valid queries."""
+    newest = valid[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
+    joined = jnp.concatenate([window, q.astype(window.dtype)], axis=1)
+    return jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
+
+
+def chunk_tokens(decoder: Decoder, batch: int) -> int:
+    """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores stay small."""
+    most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
+    return max(64, 2 ** int(math.log2(max(most // batch, 1))))
+
+
+def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:
+    """How a prompt of `length` tokens is cut: whole chunks, then one that is padded up to a power of two."""
+    whole, rest = divmod(length, chunk)
+    sizes = [chunk] * whole
+    return [*sizes, min(chunk, max(smallest, 2 ** math.ceil(math.log2(rest))))] if rest else sizes

@@ -1,0 +1,65 @@
+"""Dense logits of whole texts, for checks and scoring."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from jsparse import memory
+from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
+from jsparse.runtime.prefill import flash, has_flash
+from jsparse.shapes import Tokens
+
+
+def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
+    """The model's logits after every token, with full causal attention and no cache.
+
+    Args:
+        params: what `jsparse.load` returned.
+        tokens: integer ids [B, T], or one row [T]; all rows are of full length.
+
+    Raises:
+        ValueError: ids of another shape or kind, outside the vocabulary, or longer than the model's maximum.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise ValueError(f"tokens: must be integers [B, T], all rows of one length ({error})") from None
+    ids = ids[None] if ids.ndim == 1 else ids
+    config = params.config
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"tokens of shape {ids.shape} and type {ids.dtype}: must be integers [B, T], at least one")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ValueError(f"tokens range from {ids.min()} to {ids.max()}: must lie in 0 … {config.vocab_size - 1}")
+    if ids.shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"tokens has {ids.shape[1]} a row: must be at most {config.max_position_embeddings}, the model's maximum"
+        )
+    _require_room(params, *ids.shape)
+    return dense_pass(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))
+
+
+def _require_room(params: Params, batch: int, length: int) -> None:
+    config = params.config
+    scores = 0 if has_flash(config.head_dim, params.dtype) else 2 * config.num_heads * length
+    needed, there = 4 * batch * length * (config.vocab_size + scores), memory.available_bytes()
+    if needed > there:
+        raise ValueError(
+            f"tokens of shape {(batch, length)} take {memory.size(needed)} of logits and scores: "
+            f"must fit in the {memory.size(there)} that are free"
+        )
+
+
+@partial(jax.jit, static_argnames=("decoder",))
+def dense_pass(decoder: Decoder, weights: Weights, tokens: Tokens) -> Float32[Array, "B T V"]:
+    """One dense pass; see `logits`."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        return flash(q, k, v, causal=True)[0]
+
+    return to_logits(decoder, weights, hidden_states(decoder, weights, tokens, positions, attend))

@@ -1,0 +1,46 @@
+"""Brings the bounds of every page that new tokens touch up to date."""
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.bounds_append import reference
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.key_bounds import Bounds
+from jsparse.shapes import Lengths, Rows
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.bounds_append import triton_gpu
+
+    return triton_gpu.bounds_append
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, lambda *_, **__: no_triton()),
+    Backend("reference", lambda: reference.bounds_append),
+)
+
+
+def bounds_append(
+    bounds: Bounds,
+    layer: LayerCache,
+    valid: Rows,
+    first: Lengths,
+    *,
+    max_new: int,
+    implementation: str | None = None,
+) -> Bounds:
+    """Takes in the first `valid[b]` tokens at the slots first, first + 1, … of each head of row b.
+
+    `layer` must hold them already, and its lengths must count them. The pages that they touch are computed afresh from
+    K, so that a token written again leaves nothing behind; no other page is read or written.
+
+    Args:
+        bounds: as they stood.
+        layer: the cache's layer.
+        valid: how many slots of each row were written.
+        first: the first slot of each head that was.
+        max_new: T, the most that `valid` can be; static.
+        implementation: "triton", "reference", or None to pick.
+    """
+    # T slots that do not start on a page's edge touch one page more
+    touched = (max_new + layer.page_size - 2) // layer.page_size + 1
+    return run("bounds_append", implementation, BACKENDS, bounds, layer, valid, first, touched=touched)

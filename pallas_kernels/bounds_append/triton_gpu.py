@@ -1,0 +1,170 @@
+"""jax-triton: a program for each page that may have been touched, in place, one launch for all that is kept of it.
+
+Slots behind a page's last token read that one again: it changes neither minimum nor maximum, and needs no mask.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import triton
+import triton.language as tl
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels import key_bounds
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
+from jsparse.shapes import Lengths, Rows
+
+VALUES_A_THREAD = 64  # of a page: 16 tokens of 128 channels then need no barrier
+
+
+@dataclass(frozen=True)
+class AppendPlan:
+    """What is static about a call; letters as in jsparse.shapes.
+
+    Attributes:
+        heads, pages, page_size, head_dim: K, M, P and H.
+        rows, columns: the powers of two that are no less than P and H.
+        paged: there is a block table.
+        steps, coarsest, least, greatest: those of `key_bounds`.
+    """
+
+    heads: int
+    pages: int
+    page_size: int
+    head_dim: int
+    rows: int
+    columns: int
+    paged: bool
+    steps: int = key_bounds.STEPS
+    coarsest: float = key_bounds.COARSEST
+    least: float = key_bounds.LEAST
+    greatest: float = key_bounds.GREATEST
+
+
+def bounds_append(bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int) -> Bounds:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (_, page_size, head_dim), table = layer.k.shape, layer.block_table
+    plan = AppendPlan(
+        heads=layer.lengths.shape[1],
+        pages=layer.num_pages,
+        page_size=page_size,
+        head_dim=head_dim,
+        rows=triton.next_power_of_2(page_size),
+        columns=triton.next_power_of_2(head_dim),
+        paged=table is not None,
+    )
+    pools = triton_call(
+        *(layer.k, valid, first, layer.lengths),
+        layer.lengths if table is None else table,  # not read under the identity
+        *bounds,
+        kernel=KERNELS[type(bounds)],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in bounds],
+        input_output_aliases={5 + nth: nth for nth in range(len(bounds))},
+        grid=(touched, layer.lengths.size),
+        num_warps=min(max(plan.rows * plan.columns // (32 * VALUES_A_THREAD), 1), 4),
+        num_stages=1,
+        plan=plan,
+    )
+    return type(bounds)(*pools)
+
+
+@triton.jit
+def find(valid, first, lengths, plan: tl.constexpr):
+    """This program's logical page, the tokens that it holds, and whether any of them was written."""
+    pair = tl.program_id(1)
+    start = tl.load(first + pair)
+    count = tl.load(valid + pair // plan.heads)
+    length = tl.load(lengths + pair)
+    page = start // plan.page_size + tl.program_id(0)
+    slot = page * plan.page_size
+    touched = (count > 0) & (page >= 0) & (page < plan.pages) & (slot < tl.minimum(start + count, length))
+    return page, length - slot, touched
+
+
+@triton.jit
+def locate(table, logical, plan: tl.constexpr):
+    """Where a page of this program's head lies, int64: a pool may have more than 2^31 elements."""
+    page = tl.program_id(1) * plan.pages + logical
+    if plan.paged:
+        page = tl.load(table + page)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def wider(low, high, other_low, other_high):
+    """Combines a minimum and a maximum."""
+    return tl.minimum(low, other_low), tl.maximum(high, other_high)
+
+
+@triton.jit
+def extremes(k, page, held, plan: tl.constexpr):
+    """The least and greatest value of each channel in a page's first `held` tokens, float32."""
+    slot = tl.minimum(tl.arange(0, plan.rows), tl.minimum(held, plan.page_size) - 1)
+    channel = tl.arange(0, plan.columns)[None, :]
+    at = page * (plan.page_size * plan.head_dim) + (slot[:, None] * plan.head_dim + channel)
+    keys = tl.load(k + at, mask=channel < plan.head_dim, other=0.0).to(tl.float32)
+    return tl.reduce((keys, keys), 0, wider)
+
+
+@triton.jit
+def round_down(x):
+    """The greatest number that is not above and that bfloat16 has."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def append_values(k, valid, first, lengths, table, _low_given, _high_given, low_ptr, high_ptr, plan: tl.constexpr):
+    """PageBounds; those that are given and those that are made share their memory."""
+    logical, held, touched = find(valid, first, lengths, plan)
+    if touched:
+        page = locate(table, logical, plan)
+        low, high = extremes(k, page, held, plan)
+        channel = tl.arange(0, plan.columns)
+        at = page * plan.head_dim + channel
+        tl.store(low_ptr + at, low, mask=channel < plan.head_dim)
+        tl.store(high_ptr + at, high, mask=channel < plan.head_dim)
+
+
+@triton.jit
+def append_codes(
+    k,
+    valid,
+    first,
+    lengths,
+    table,
+    _low_given,
+    _high_given,
+    _affine_given,
+    low_ptr,
+    high_ptr,
+    affine_ptr,
+    plan: tl.constexpr,
+):
+    """PageBounds8, as its `of` has it."""
+    logical, held, touched = find(valid, first, lengths, plan)
+    if touched:
+        page = locate(table, logical, plan)
+        low, high = extremes(k, page, held, plan)
+        channel = tl.arange(0, plan.columns)
+        inside = channel < plan.head_dim
+        low = tl.clamp(low, -plan.greatest, plan.greatest) - plan.least
+        high = tl.clamp(high, -plan.greatest, plan.greatest) + plan.least
+        real_low, real_high = tl.where(inside, low, float("inf")), tl.where(inside, high, float("-inf"))
+        least, greatest = tl.reduce((real_low, real_high), 0, wider)
+        zero = round_down(least)
+        scale = -round_down(-tl.maximum((greatest - zero) * (1 / plan.steps), tl.abs(zero) * plan.coarsest))
+        low_code = tl.floor((low - zero) * (1 / scale) + 0.5)
+        high_code = tl.floor((high - zero) * (1 / scale) + 0.5)
+        low_code -= (scale * low_code + zero > low).to(tl.float32)
+        high_code += (scale * high_code + zero < high).to(tl.float32)
+        at = page * plan.head_dim + channel
+        tl.store(low_ptr + at, low_code.to(tl.uint8), mask=inside)
+        tl.store(high_ptr + at, high_code.to(tl.uint8), mask=inside)
+        tl.store(affine_ptr + 2 * page, scale)
+        tl.store(affine_ptr + 2 * page + 1, zero)
+
+
+KERNELS = {PageBounds: append_values, PageBounds8: append_codes}

@@ -1,0 +1,210 @@
+"""jax-triton: codes become float16 by masking alone, and tokens are the rows of the MMA.
+
+A 16-bit word holds the codes of four channels. Masked and joined with 0x6400, the bits of 1024, code n in bits 0-3 is
+the float16 1024 + n, and in bits 4-7 it is 1024 + 16·n: one instruction makes two operands, and a shift by a byte
+serves the other two codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
+parted like the words': channel 4w + j belongs to the j-th code of word w.
+
+Queries are scaled by a power of two into float16's upper range, so that 11 bits of every channel count, whatever the
+dtype. All of a token's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.selection import Selection
+
+
+class ScoresTiling(NamedTuple):
+    """How the work is cut; the bits of a result do not depend on it.
+
+    Attributes:
+        block: tokens of a tile, whole pages. With 64 a warp each thread loads two scales: 4 bytes, the fewest that can
+            be copied asynchronously.
+        max_tiles: tiles of a program at most.
+        programs: of each multiprocessor, before programs are given more than one tile.
+        num_warps: of a program.
+        ahead: tiles that are loaded ahead of the one that is worked on.
+    """
+
+    block: int = 128
+    max_tiles: int = 16
+    programs: int = 8
+    num_warps: int = 2
+    ahead: int = 2
+
+
+def int4_scores(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    keys: Int4Keys,
+    selection: Selection | None,
+    *,
+    sm_scale: float,
+    tiling: ScoresTiling | None = None,
+) -> Float32[Array, "B N slots"]:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
+    tiling = ScoresTiling() if tiling is None else tiling
+    entries = layer.num_pages if selection is None else selection.ids.shape[2]
+    shape = (batch, q.shape[1], entries * layer.page_size)
+    if not shape[2]:
+        return jnp.zeros(shape, jnp.float32)
+    tiles = triton.cdiv(shape[2], tiling.block)
+    everywhere = tiling.programs * jax.local_devices()[0].core_count
+    per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
+    group = q.shape[1] // heads
+    absent = layer.lengths  # stands for the arrays that a call lacks; never read
+    bits = None if selection is None else selection.bits
+    chained = 1 + (selection is not None) + (layer.block_table is not None)  # loads that wait for one another
+    return triton_call(
+        *(q, *keys, layer.lengths),
+        *((absent, absent) if selection is None else (selection.ids, selection.count)),
+        absent if bits is None else bits,
+        absent if layer.block_table is None else layer.block_table,
+        kernel=scores_kernel,
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(triton.cdiv(tiles, per_program), batch * heads),
+        num_warps=tiling.num_warps,
+        STAGES=1 + tiling.ahead * chained,
+        SCALE=sm_scale,
+        BLOCK=tiling.block,
+        TILES=per_program,
+        ENTRIES=entries,
+        M=layer.num_pages,
+        P=layer.page_size,
+        G=group,
+        COLS=max(8, triton.next_power_of_2(group)),
+        H=head_dim,
+        WORDS=max(16, triton.next_power_of_2(head_dim // 4)),
+        LISTED=selection is not None,
+        HAS_BITS=bits is not None,
+        HAS_TABLE=layer.block_table is not None,
+    )
+
+
+@triton.jit
+def _operands(words):
+    """The four codes of each word, as the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 upper;
+        shr.b32 upper, $4, 8;
+        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+        lop3.b32 $2, upper, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, upper, 0x00f000f0, 0x64006400, 0xea;
+        }""",
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr):
+    """The four parts of the queries [WORDS, COLS], the sum of their channels, what 1024 adds, and their unit."""
+    head, channel = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
+    at = (pair * G + head)[:, None] * H + channel[None, :]
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0).to(tl.float32)
+    # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
+    exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    odd = (channel % 2 == 1)[None, :]
+    q = (q * tl.where(odd, up / 16, up)).to(tl.float16)
+    wide = q.to(tl.float32)
+    offset = 1024 * tl.sum(wide, 1)
+    total = tl.sum(tl.where(odd, 16 * wide, wide), 1)
+    evens, odds = tl.split(tl.reshape(q, [COLS, WORDS, 2, 2]))
+    q0, q2 = tl.split(evens)
+    q1, q3 = tl.split(odds)
+    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), total, offset, unit
+
+
+@triton.jit
+def scores_kernel(
+    q_ptr,
+    packed_ptr,
+    scale_ptr,
+    zero_ptr,
+    lengths_ptr,
+    ids_ptr,
+    count_ptr,
+    bits_ptr,
+    table_ptr,
+    out_ptr,
+    STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    COLS: tl.constexpr,
+    H: tl.constexpr,
+    WORDS: tl.constexpr,
+    LISTED: tl.constexpr,
+    HAS_BITS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+):
+    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * (BLOCK * TILES)
+    last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
+    q0, q1, q2, q3, total, offset, unit = _query(q_ptr, pair, G, COLS, H, WORDS)
+    unit *= SCALE
+    length = tl.load(lengths_ptr + pair)
+    used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
+    row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
+    slot = row % P
+    words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))
+    if not HAS_TABLE:
+        head = pair.to(tl.int64) * (M * P)
+        words_ptr += head * (H // 4)
+        scale_ptr += head
+        zero_ptr += head
+    to_ptr = out_ptr + ((pair * G + col).to(tl.int64) * (ENTRIES * P))[None, :]
+    tiles = tl.maximum(tl.cdiv(tl.minimum(used * P, last) - first, BLOCK), 0)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        entry = first // P + tile * (BLOCK // P) + row // P
+        # behind the last page that one is read again, which needs no mask
+        near = tl.minimum(entry, used - 1)
+        page = near
+        if LISTED:
+            page = tl.load(ids_ptr + pair * ENTRIES + near)
+        seen = (page * P + slot < length) & (entry < used)
+        if HAS_BITS:
+            seen &= (tl.load(bits_ptr + pair * ENTRIES + near) >> slot.to(tl.uint32)) & 1 != 0
+        if HAS_TABLE:
+            page = tl.load(table_ptr + pair * M + page).to(tl.int64)
+        at = tl.max_contiguous(tl.multiple_of(page * P + slot, P), P)
+        words_at = words_ptr + at[:, None] * (H // 4) + word[None, :]
+        words = tl.load(words_at) if WORDS == H // 4 else tl.load(words_at, mask=(word < H // 4)[None, :])
+        scale = tl.load(scale_ptr + at).to(tl.float32) * unit
+        zero = tl.load(zero_ptr + at).to(tl.float32) * unit
+        k0, k1, k2, k3 = _operands(words)
+        dot = tl.dot(k0, q0)
+        dot = tl.dot(k1, q1, dot)
+        dot = tl.dot(k2, q2, dot)
+        dot = tl.dot(k3, q3, dot)
+        base = total[None, :] * zero[:, None] + tl.where(seen, 0.0, float("-inf"))[:, None]
+        scores = (dot - offset[None, :]) * scale[:, None] + base
+        to = (first + tile * BLOCK + row)[:, None]
+        tl.store(to_ptr + to, scores, mask=(col < G)[None, :] & (to < ENTRIES * P))
+    for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
+        to = (first + tile * BLOCK + row)[:, None]
+        nothing = tl.full([BLOCK, COLS], float("-inf"), tl.float32)
+        tl.store(to_ptr + to, nothing, mask=(col < G)[None, :] & (to < ENTRIES * P))

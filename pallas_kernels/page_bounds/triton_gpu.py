@@ -1,0 +1,147 @@
+"""jax-triton: two MMAs, pages as their rows. Positive channels of the query meet the upper bounds, negative the lower.
+
+All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds
+
+
+class BoundsTiling(NamedTuple):
+    """How the work is cut; the bits of a result do not depend on it.
+
+    Attributes:
+        block: pages of a tile.
+        max_tiles: tiles of a program at most.
+        programs: of each multiprocessor, before programs are given more than one tile.
+        num_warps: of a program.
+        ahead: tiles that are loaded ahead of the one that is worked on.
+    """
+
+    block: int
+    max_tiles: int = 16
+    programs: int = 4
+    num_warps: int = 2
+    ahead: int = 3
+
+
+def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
+    """Tiles of 8 KB of each bound: three of them in flight, four times over, fill a multiprocessor's shared memory."""
+    return BoundsTiling(min(max(8192 // (triton.next_power_of_2(head_dim) * itemsize), 16), 64))
+
+
+def page_bounds(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    bounds: PageBounds,
+    *,
+    sm_scale: float,
+    tiling: BoundsTiling | None = None,
+) -> Float32[Array, "B K M"]:
+    """See api."""
+    head_dim = q.shape[2]
+    constants = {
+        "SCALE": sm_scale,
+        "H": head_dim,
+        "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
+    }
+    return launch(bounds_kernel, q, bounds, layer, tiling or default_tiling(head_dim, q.dtype.itemsize), constants)
+
+
+def launch(
+    kernel: Any, q: Array, bounds: Bounds, layer: LayerCache, tiling: BoundsTiling, constants: Mapping[str, Any]
+) -> Float32[Array, "B K M"]:
+    """A kernel over tiles of pages, which takes `constants` besides what both kernels take."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads), pages = layer.lengths.shape, layer.num_pages
+    tiles = triton.cdiv(pages, tiling.block)
+    everywhere = tiling.programs * jax.local_devices()[0].core_count
+    per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
+    group, table = q.shape[1] // heads, layer.block_table
+    return triton_call(
+        *(q, *bounds, layer.lengths),
+        layer.lengths if table is None else table,  # without a table it is never read
+        kernel=kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
+        grid=(triton.cdiv(tiles, per_program), batch * heads),
+        num_warps=tiling.num_warps,
+        STAGES=1 + tiling.ahead * (1 + (table is not None)),  # loads that wait for one another share out the stages
+        BLOCK=tiling.block,
+        TILES=per_program,
+        M=pages,
+        P=layer.page_size,
+        G=group,
+        COLS=max(8, triton.next_power_of_2(group)),
+        HAS_TABLE=table is not None,
+        **constants,
+    )
+
+
+@triton.jit
+def bounds_kernel(
+    q_ptr,
+    low_ptr,
+    high_ptr,
+    lengths_ptr,
+    table_ptr,
+    out_ptr,
+    STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    COLS: tl.constexpr,
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * (BLOCK * TILES)
+    last = tl.minimum(first + BLOCK * TILES, M)
+    row, col, channel = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, CHANNELS)
+    q_at = q_ptr + (pair * G + col)[:, None] * H + channel[None, :]
+    q = tl.load(q_at, mask=(col < G)[:, None] & (channel < H)[None, :], other=0.0)
+    zeros = tl.zeros_like(q)
+    positive = tl.trans(tl.where(q > 0, q, zeros))
+    negative = tl.trans(tl.where(q < 0, q, zeros))
+    used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
+    if not HAS_TABLE:
+        low_ptr += pair.to(tl.int64) * (M * H)
+        high_ptr += pair.to(tl.int64) * (M * H)
+    out_ptr += pair.to(tl.int64) * M
+    tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        page = first + tile * BLOCK + row
+        # behind the last page that one is read again, which needs no mask
+        near = tl.minimum(page, used - 1)
+        if HAS_TABLE:
+            near = tl.load(table_ptr + pair * M + near).to(tl.int64)
+        at = near[:, None] * H + channel[None, :]
+        if CHANNELS == H:
+            high = tl.load(high_ptr + at)
+            low = tl.load(low_ptr + at)
+        else:
+            high = tl.load(high_ptr + at, mask=(channel < H)[None, :], other=0.0)
+            low = tl.load(low_ptr + at, mask=(channel < H)[None, :], other=0.0)
+        scores = tl.dot(high, positive, input_precision=PRECISION)
+        scores = tl.dot(low, negative, scores, input_precision=PRECISION)
+        best = SCALE * tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
+        tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
+    for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
+        page = first + tile * BLOCK + row
+        tl.store(out_ptr + page, tl.full([BLOCK], float("-inf"), tl.float32), mask=page < M)

@@ -1,0 +1,121 @@
+"""jax-triton: a program a block of entries, which go where their pages are; XLA has filled the rest before.
+
+What is read of a long context is little, so that only what was read is worked on, and not every page.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float32
+
+from jsparse.partials import StatsKind
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+
+TILE = 2048  # logits of a program
+NUM_WARPS = 4
+
+
+def place_logits(
+    logits: Float32[Array, "pairs slots"],
+    selection: Selection,
+    lengths: Lengths,
+    *,
+    stats: StatsKind,
+    num_pages: int,
+    page_size: int,
+) -> Float32[Array, "B K units"]:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    units = num_pages if stats == "page_mass" else num_pages * page_size
+    nothing = jnp.full((*lengths.shape, units), -jnp.inf, jnp.float32)
+    capacity, dense = selection.ids.shape[-1], selection.dense
+    entries = max(capacity + 1 if capacity else 0, 0 if dense is None else num_pages)
+    if entries == 0:
+        return nothing
+    tokens = triton.next_power_of_2(page_size)
+    block = min(max(TILE // tokens, 1), triton.next_power_of_2(entries))
+    return triton_call(
+        *(logits, lengths, selection.count),
+        selection.ids if capacity else lengths,  # without a list, or dense heads, never read
+        lengths if dense is None else dense,
+        nothing,
+        kernel=place_kernel,
+        out_shape=jax.ShapeDtypeStruct(nothing.shape, nothing.dtype),
+        input_output_aliases={5: 0},
+        grid=(triton.cdiv(entries, block), lengths.size),
+        num_warps=NUM_WARPS,
+        SLOTS=logits.shape[1],
+        C=capacity,
+        STEPS=capacity.bit_length(),
+        M=num_pages,
+        P=page_size,
+        BLOCK=block,
+        TOKENS=tokens,
+        HAS_DENSE=dense is not None,
+        PAGE_MASS=stats == "page_mass",
+    )
+
+
+@triton.jit
+def lists(ids_ptr, count, page, STEPS: tl.constexpr):
+    """Whether the first `count` > 0 of ascending ids hold that page; most lists end with it, or before."""
+    last = tl.load(ids_ptr + count - 1)
+    if last > page:
+        entry = -1  # the last one whose page is not beyond
+        for step in tl.static_range(STEPS):
+            ahead = entry + (1 << (STEPS - 1 - step))
+            listed = tl.load(ids_ptr + ahead, mask=ahead < count, other=2147483647)
+            entry = tl.where(listed <= page, ahead, entry)
+        last = tl.load(ids_ptr + entry, mask=entry >= 0, other=-1)
+    return last == page
+
+
+@triton.jit
+def place_kernel(
+    logits_ptr,  # [pairs, SLOTS]
+    lengths_ptr,
+    count_ptr,
+    ids_ptr,  # [pairs, C]
+    dense_ptr,
+    _nothing_ptr,  # what out_ptr points to
+    out_ptr,  # [pairs, M], or [pairs, M, P]
+    SLOTS: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    PAGE_MASS: tl.constexpr,
+):
+    """BLOCK entries of one head."""
+    pair = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK
+    entry = first + tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + pair)
+    newest = tl.cdiv(length, P) - 1  # -1 where nothing is held
+    page = tl.full([BLOCK], M, tl.int32)  # which is nowhere
+    if C > 0:
+        count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
+        page = tl.load(ids_ptr + pair * C + entry, mask=entry < count, other=M)
+        if (count > 0) & (first <= count) & (count < first + BLOCK):
+            missing = not lists(ids_ptr + pair * C, count, newest, STEPS)
+            page = tl.where((entry == count) & missing, newest, page)
+    if HAS_DENSE:
+        dense = tl.load(dense_ptr + pair) != 0
+        page = tl.where(dense, tl.where(entry <= newest, entry, M), page)
+
+    token = tl.arange(0, TOKENS)[None, :]
+    read = (page < M)[:, None] & (token < P)
+    x = tl.load(logits_ptr + pair * SLOTS + entry[:, None] * P + token, mask=read, other=float("-inf"))
+    if PAGE_MASS:
+        top = tl.max(x, 1)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        mass = tl.log(tl.sum(tl.exp(x - top[:, None]), 1)) + top
+        tl.store(out_ptr + pair * M + page, mass, mask=page < M)
+    else:
+        tl.store(out_ptr + (pair * M + page)[:, None] * P + token, x, mask=read)

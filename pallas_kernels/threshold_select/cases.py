@@ -1,0 +1,193 @@
+"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+
+Past a head's length lies `JUNK`, so that reading too much shows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+
+JUNK = 1e30
+
+
+class Inputs(NamedTuple):
+    """What the op is called with."""
+
+    scores: jnp.ndarray
+    rule: Rule
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and contents of one call; letters as in jsparse.shapes.
+
+    Attributes:
+        size: n.
+        rule, value: the rule and its number.
+        per_head: every head has a number of its own, from half of `value` to `value`.
+        capacity: C; None is as many as there are units.
+        like: "normal"; "sink", normal but for a few far above; "ties", few different numbers; "constant"; "masked",
+            three in four are -inf, some rows throughout; "nan", some are NaN.
+        spread: standard deviation of the scores.
+        ragged: heads have lengths of their own, 0, 1 and n among them.
+        span: units that share a name, neighbours; None: there are no names.
+        dtype: of the scores.
+    """
+
+    name: str
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 1
+    size: int = 200
+    rule: Literal["top_k", "top_p", "threshold"] = "top_p"
+    value: float = 0.9
+    per_head: bool = False
+    capacity: int | None = None
+    granularity: str = "token"
+    page_size: int | None = None
+    weights: Literal["softmax", "raw"] = "softmax"
+    pool: Literal["union", "max"] = "union"
+    like: Literal["normal", "sink", "ties", "constant", "masked", "nan"] = "normal"
+    spread: float = 3.0
+    ragged: bool = False
+    span: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def units(self) -> int:
+        """How many can be listed."""
+        return self.size // (self.page_size or 1)
+
+    def build(self, seed: int = 0) -> Inputs:
+        """The inputs; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        heads = (self.batch, self.kv_heads)
+        scores = _scores(self, rng)
+        lengths = None
+        if self.ragged:
+            lengths = rng.integers(1, self.size + 1, heads)
+            lengths.flat[:3] = self.size, 0, 1
+            scores = np.where(np.arange(self.size) < lengths[..., None, None], scores, JUNK)
+        value = self.value
+        if self.per_head:
+            value = self.value * rng.uniform(0.5, 1.0, heads)
+            value = jnp.asarray(value, jnp.int32 if self.rule == "top_k" else jnp.float32)
+        rule = {"top_k": TopK, "top_p": TopP, "threshold": Threshold}[self.rule](value)
+        kwargs = {
+            "capacity": self.units if self.capacity is None else self.capacity,
+            "granularity": self.granularity,
+            "page_size": self.page_size,
+            "weights": self.weights,
+            "group": self.pool,
+            "lengths": None if lengths is None else jnp.asarray(lengths, jnp.int32),
+            "names": None if self.span is None else _names(self.units // self.span, heads, rng),
+        }
+        return Inputs(jnp.asarray(scores, self.dtype), rule, kwargs)
+
+
+def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
+    shape = (case.batch, case.kv_heads, case.group, case.size)
+    scores = rng.normal(size=shape) * case.spread
+    if case.like == "sink":
+        scores[..., :2] += 5 * case.spread
+        scores[..., -8:] += 2 * case.spread
+    if case.like == "ties":
+        scores = np.rint(scores)
+    if case.like == "constant":
+        scores = np.full(shape, 0.5)
+    if case.like == "masked":
+        scores[rng.random(shape) < 0.75] = -np.inf
+        scores[0, 0] = -np.inf
+        scores[-1, -1, 0] = -np.inf
+    if case.like == "nan":
+        scores[rng.random(shape) < 0.1] = np.nan
+    if case.weights == "raw" and case.rule == "top_p":
+        scores = np.where(np.isneginf(scores), scores, np.abs(scores))
+    return scores
+
+
+def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp.ndarray:
+    names = [np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])]
+    return jnp.asarray(np.reshape(names, (*heads, number)), jnp.int32)
+
+
+CASES = (
+    Case("top_p"),
+    Case("top_p_small", value=0.01),
+    Case("top_p_all", value=1.0),
+    Case("top_p_spiky", spread=30.0, value=0.99),
+    Case("top_p_flat", spread=0.01, value=0.5),
+    Case("top_p_sink", like="sink", value=0.95),
+    Case("top_p_ties", like="ties"),
+    Case("top_p_constant", like="constant"),
+    Case("top_p_nan", like="nan"),
+    Case("top_p_masked", like="masked", group=2),
+    Case("top_p_per_head", per_head=True),
+    Case("top_p_weights", weights="raw", value=0.6),
+    Case("top_p_capped", capacity=16, value=0.99),
+    Case("top_p_union", group=4),
+    Case("top_p_union_capped", group=4, capacity=40, ragged=True),
+    Case("top_p_ragged", ragged=True),
+    Case("top_p_bfloat16", dtype="bfloat16"),
+    Case("one_row", batch=1, kv_heads=1, size=64),
+    Case("one_score", size=1),
+    Case("odd_size", size=333, ragged=True),
+    Case("top_k", rule="top_k", value=17),
+    Case("top_k_one", rule="top_k", value=1),
+    Case("top_k_most", rule="top_k", value=190, ragged=True),
+    Case("top_k_more_than_there_are", rule="top_k", value=300, like="masked"),
+    Case("top_k_ties", rule="top_k", value=50, like="ties"),
+    Case("top_k_constant", rule="top_k", value=50, like="constant"),
+    Case("top_k_nan", rule="top_k", value=150, like="nan"),
+    Case("top_k_huge", rule="top_k", value=20, spread=1e36),
+    Case("top_k_per_head", rule="top_k", value=60, per_head=True, ragged=True),
+    Case("top_k_capped", rule="top_k", value=60, capacity=20, like="ties"),
+    Case("top_k_union", rule="top_k", value=20, group=4, like="sink"),
+    Case("top_k_union_capped", rule="top_k", value=20, group=4, capacity=30),
+    Case("top_k_union_raw", rule="top_k", value=20, group=4, capacity=30, weights="raw", like="ties"),
+    Case("top_k_max", rule="top_k", value=20, group=4, pool="max"),
+    Case("top_k_max_raw", rule="top_k", value=20, group=3, pool="max", weights="raw", granularity="page", ragged=True),
+    Case("top_p_max", group=4, pool="max", capacity=20),
+    Case("threshold", rule="threshold", value=0.01),
+    Case("threshold_none", rule="threshold", value=0.9, like="ties"),
+    Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),
+    Case("threshold_max", rule="threshold", value=0.02, group=3, pool="max", ragged=True),
+    Case("mass_top_p", granularity="page_mass", page_size=16, size=640, group=2),
+    Case("mass_top_k", granularity="page_mass", page_size=8, rule="top_k", value=9, group=2, ragged=True),
+    Case("mass_max", granularity="page_mass", page_size=8, rule="top_k", value=9, group=4, pool="max"),
+    Case("mass_capped", granularity="page_mass", page_size=8, value=0.99, group=2, capacity=6, like="masked"),
+    Case("mass_weights", granularity="page_mass", page_size=8, weights="raw", value=0.5, like="masked"),
+    Case("mass_large_page", granularity="page_mass", page_size=64, size=640, value=0.7),
+    Case("bits_8", granularity="bits", page_size=8, group=2),
+    Case("bits_16", granularity="bits", page_size=16, size=640, value=0.95, like="sink", ragged=True),
+    Case("bits_32", granularity="bits", page_size=32, size=640, rule="top_k", value=30, group=4),
+    Case("bits_capped", granularity="bits", page_size=8, group=2, capacity=5, value=0.95, ragged=True),
+    Case("bits_max", granularity="bits", page_size=8, group=3, pool="max", rule="top_k", value=30, capacity=9),
+    Case("touched", granularity="touched", page_size=8, group=2),
+    Case(
+        "touched_large_page", granularity="touched", page_size=64, size=640, rule="top_k", value=5, capacity=3, group=2
+    ),
+    Case("named", span=1, size=333, group=2, ragged=True),
+    Case("named_few", span=1, rule="top_k", value=40, granularity="page", capacity=25, group=2, like="ties"),
+    Case("named_tokens", span=8, group=2, ragged=True),
+    Case("named_all_tokens", span=32, size=640, value=1.0, pool="max", group=2),
+    Case("named_tokens_capped", span=16, size=336, capacity=60, group=2),
+    Case("named_mass", span=1, granularity="page_mass", page_size=8, value=0.7, group=2, ragged=True),
+    Case(
+        "named_mass_capped",
+        span=1,
+        granularity="page_mass",
+        page_size=8,
+        value=0.99,
+        group=2,
+        capacity=6,
+        like="masked",
+    ),
+    Case("named_bits", span=1, granularity="bits", page_size=8, group=2, capacity=20, ragged=True),
+    Case("named_touched", span=2, granularity="touched", page_size=64, size=640, rule="top_k", value=5, group=2),
+)

@@ -1,0 +1,94 @@
+"""Plain jnp: the CPU path and the oracle of every other backend."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.partials import softmax_partial
+from jsparse.selection import Selection, from_page_mask, from_token_mask
+from jsparse.shapes import Lengths
+from jsparse.threshold import top_k_mask, top_p_mask
+
+LEAST_WEIGHT = 2.0**-125  # of the row's largest weight; below it float32 cannot be relied on
+
+
+def threshold_select(
+    scores: Float[Array, "B K G n"],
+    rule: Rule,
+    *,
+    capacity: int,
+    granularity: str,
+    page_size: int,
+    weights: str,
+    group: str,
+    lengths: Lengths | None,
+    names: Int32[Array, "B K m"] | None,
+) -> Selection:
+    """See api."""
+    rows = scores.astype(jnp.float32)
+    if lengths is not None:
+        rows = jnp.where(jnp.arange(rows.shape[-1]) < lengths[..., None, None], rows, -jnp.inf)
+    rows = jnp.where(jnp.isnan(rows), -jnp.inf, rows)
+    softmax = weights == "softmax"
+    if granularity == "page_mass":
+        rows = page_mass(rows, page_size, softmax)
+    normalised = group == "max" and rows.shape[2] > 1
+    if normalised:
+        rows = pooled(rows, softmax)[:, :, None]
+    marks = chosen(rows, rule, softmax, normalised)
+    size = page_size if granularity in ("bits", "touched") else 1
+    by_unit = marks.any(2).reshape(*marks.shape[:2], -1, size)
+    kept = by_unit.any(-1)
+    if capacity < kept.shape[-1]:
+        best = jnp.where(by_unit, pooled(rows, softmax).reshape(by_unit.shape), -jnp.inf).max(-1)
+        kept &= top_k_mask(best, capacity)
+    if granularity == "bits":
+        mask = (by_unit & kept[..., None]).reshape(*kept.shape[:2], -1)
+        listed = from_token_mask(mask, capacity, page_size=size, granularity="page")
+    elif granularity == "token":
+        listed = from_token_mask(kept, capacity, page_size=1)
+    else:
+        listed = from_page_mask(kept, capacity)
+    return listed if names is None else named(listed, names, kept.shape[-1] // names.shape[-1])
+
+
+def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
+    """`listed` by the names of units, of which `span` neighbours share one."""
+    ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
+    valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
+    return replace(listed, ids=jnp.where(valid, ids, 0))
+
+
+def page_mass(rows: Float32[Array, "B K G n"], page_size: int, softmax: bool) -> Float32[Array, "B K G M"]:
+    """The sum of each page's weights, as a logarithm where rows are logits; -inf where no token can be chosen."""
+    pages = rows.reshape(*rows.shape[:-1], -1, page_size)
+    if softmax:
+        return softmax_partial(pages)[2]
+    sums = jnp.where(jnp.isneginf(pages), 0.0, pages).sum(-1)
+    return jnp.where(jnp.isneginf(pages).all(-1), -jnp.inf, sums)
+
+
+def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B K n"]:
+    """The best that any row of a group says of each unit; of logits, the logarithm of its normalised weight."""
+    if softmax and rows.shape[2] > 1:
+        lse = softmax_partial(rows)[2]
+        rows = rows - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
+    return rows.max(2)
+
+
+def chosen(rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool) -> Bool[Array, "B K G n"]:
+    """What each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
+    setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
+    if isinstance(rule, TopK):
+        return top_k_mask(rows, jnp.maximum(setting, 1))
+    if isinstance(rule, TopP):
+        weights = softmax_partial(rows)[0] if softmax else jnp.maximum(rows, 0.0)
+        return top_p_mask(jnp.where(weights < LEAST_WEIGHT, 0.0, weights) if softmax else weights, setting)
+    assert isinstance(rule, Threshold)
+    bound = jnp.asarray(setting, jnp.float32)[..., None]
+    if softmax:
+        bound = jnp.log(jnp.maximum(bound, 0.0)) + (0.0 if normalised else softmax_partial(rows)[2][..., None])
+    above = rows > bound
+    return jnp.where(above.any(-1, keepdims=True), above, top_k_mask(rows, 1))

@@ -1,0 +1,124 @@
+"""Triton, one launch: see triton_kernel."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.triton_kernel import Lists, select_kernel
+from jsparse.pallas_kernels.threshold_select.triton_tiles import SearchedRow
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+
+RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold"}
+
+
+class SelectTiling(NamedTuple):
+    """How a row is shared out. What is chosen depends on it no more than on the order of sums.
+
+    Attributes:
+        entries: of a tile, a thread: more are fewer threads, which repeat less of what all of them do.
+        tile: entries of a tile at most; 32768 floats are half of a multiprocessor's registers.
+        threads: of a row at least.
+        few: entries that may be drawn out of a row to end a search, a power of two, and one in four threads; 0: none.
+    """
+
+    entries: int = 64
+    tile: int = 32768
+    threads: int = 128
+    few: int = 128
+
+
+def threshold_select(
+    scores: Float[Array, "B K G n"],
+    rule: Rule,
+    *,
+    capacity: int,
+    granularity: str,
+    page_size: int,
+    weights: str,
+    group: str,
+    lengths: Lengths | None,
+    names: Int32[Array, "B K m"] | None,
+    tiling: SelectTiling | None = None,
+) -> Selection:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    batch, heads = scores.shape[:2]
+    setting = rule[0]
+    static = isinstance(setting, int | float)
+    plan = make_plan(
+        scores.shape,
+        RULES[type(rule)],
+        float(setting) if static else None,
+        capacity=capacity,
+        granularity=granularity,
+        page_size=page_size,
+        softmax=weights == "softmax",
+        pooled=group == "max" and scores.shape[2] > 1,
+        with_lengths=lengths is not None,
+        names=0 if names is None else names.shape[-1],
+        tiling=tiling or SelectTiling(),
+    )
+    listed = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32)
+    outputs = (
+        listed,
+        jax.ShapeDtypeStruct((batch, heads), jnp.int32),
+        jax.ShapeDtypeStruct(listed.shape if plan.with_bits else (1,), jnp.uint32),
+        jax.ShapeDtypeStruct((batch * heads, plan.words), jnp.uint32),
+        jax.ShapeDtypeStruct((batch * heads, max(plan.floats, 1)), jnp.float32),
+        jax.ShapeDtypeStruct((batch * heads,), jnp.int32),
+    )
+    ids, count, bits, *_ = triton_call(
+        scores,
+        scores if static else setting,  # where there is none, any array stands for it
+        scores if lengths is None else lengths,
+        scores if names is None else names,
+        kernel=select_kernel,
+        out_shape=outputs,
+        grid=(batch * heads * plan.rows,),
+        num_warps=plan.row.threads // 32,
+        num_stages=1,
+        zeroed_outputs=(len(outputs) - 1,) if plan.rows > 1 else (),
+        plan=plan,
+    )
+    bits = bits if plan.with_bits else None
+    return Selection(ids, count, bits=bits, granularity="token" if granularity == "token" else "page")
+
+
+def make_plan(
+    shape: tuple[int, ...],
+    rule: str,
+    value: float | None,
+    *,
+    capacity: int,
+    granularity: str,
+    page_size: int,
+    softmax: bool,
+    pooled: bool,
+    with_lengths: bool,
+    names: int,
+    tiling: SelectTiling,
+) -> Lists:
+    """All that is static about a call."""
+    group, scored = shape[2:]
+    by_mass = granularity == "page_mass"
+    size = scored // page_size if by_mass else scored
+    units = scored // page_size
+    threads = max(_power_of_two(min(scored, tiling.tile)) // tiling.entries, tiling.threads)
+
+    def runs(entries: int) -> int:
+        return max(min(_power_of_two(entries), tiling.tile) // (4 * threads), 1)
+
+    row = SearchedRow(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
+    fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
+    cap = None if fits else SearchedRow("top_k", None, False, False, units, threads, runs(units), tiling.few)
+    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, granularity == "bits", with_lengths, names)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not below."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,189 @@
+"""Tiles of a row of scores: reading them, and sums over them that stay inside a thread.
+
+A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and sums over the last
+two axes need no other thread. A row that fits one tile is read once and stays in registers; a longer one is read again
+by every pass, mostly from L2.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(float("-inf"))
+LEAST_LOG = tl.constexpr(-126.0)
+
+
+@dataclass(frozen=True)
+class SearchedRow:
+    """What is static about a row and its search.
+
+    Attributes:
+        rule: "top_k", "top_p" or "threshold".
+        value: the rule's number; None where every head has its own.
+        softmax: its entries are logits; False: weights, or scores that are only compared.
+        normalised: the exponentials of its logits are the weights already, whatever their sum.
+        size: its entries, and how far apart rows lie.
+        threads, runs: T and R of a tile.
+        few: entries that may be drawn to end a search; 0: none are.
+    """
+
+    rule: str
+    value: float | None
+    softmax: bool
+    normalised: bool
+    size: int
+    threads: int
+    runs: int
+    few: int
+
+    @property
+    def tile(self) -> int:
+        """Entries of a tile."""
+        return 4 * self.threads * self.runs
+
+    @property
+    def resident(self) -> bool:
+        """It stays in registers."""
+        return self.size <= self.tile
+
+    @property
+    def words(self) -> int:
+        """32-bit words of its bitmap, of whole tiles."""
+        return -(-self.size // self.tile) * self.tile // 32
+
+    @property
+    def slots(self) -> int:
+        """Entries that may be drawn; they take the bitmap's place, before it is there."""
+        return min(self.few, self.threads // 4, 2 * self.words) if self.resident else 0
+
+    @property
+    def mass(self) -> bool:
+        """It is searched by its weights rather than its scores."""
+        return self.rule == "top_p"
+
+
+@triton.jit
+def read(row, start, length, plan: tl.constexpr):
+    """A tile of scores; -inf past the length. Whole runs are loaded, so that loads stay 16 bytes wide."""
+    T: tl.constexpr = plan.threads
+    R: tl.constexpr = plan.runs
+    run = (tl.arange(0, R)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
+    entry = run + tl.arange(0, 4)[None, None, :]
+    inside = tl.broadcast_to(start + run < length, [T, R, 4])
+    if plan.size % 4:
+        inside &= start + entry < plan.size
+    scores = tl.load(row + start + entry, mask=inside, other=NOTHING).to(tl.float32)
+    return tl.where(start + entry < length, scores, NOTHING)
+
+
+@triton.jit
+def weigh(scores, top, plan: tl.constexpr):
+    """Weights, relative to the row's largest where scores are logits, and their logarithms to base 2.
+
+    The weight of -inf and of NaN (of a number and NaN the maximum is the number) is too small to be chosen or to count.
+    """
+    if plan.softmax:
+        logs = tl.maximum((scores - top) * LOG2_E, LEAST_LOG)
+        return exp2(logs), logs
+    weights = tl.maximum(scores, 0.0)
+    return weights, tl.maximum(log2(weights), LEAST_LOG)
+
+
+@triton.jit
+def to_entries(scores, top, plan: tl.constexpr):
+    """What a row is searched by."""
+    if plan.mass:
+        return weigh(scores, top, plan)[0]
+    return scores
+
+
+@triton.jit
+def moments(scores, top, plan: tl.constexpr):
+    """What the row is searched by; and by thread its total and first two moments: of the logarithms by weight, or of
+    the scores by number.
+    """
+    if plan.mass:
+        weights, logs = weigh(scores, top, plan)
+        by_log = weights * logs
+        return weights, in_thread(weights), in_thread(by_log), in_thread(by_log * logs)
+    finite = scores > NOTHING
+    known = tl.where(finite, scores, 0.0)
+    return scores, in_thread(finite.to(tl.float32)), in_thread(known), in_thread(known * known)
+
+
+@triton.jit
+def above(x, t, plan: tl.constexpr):
+    """By thread: how much of a tile is at least t, of its weights or of its number."""
+    over = at_least(x, t)
+    return in_thread(over * x if plan.mass else over)
+
+
+@triton.jit
+def at_least(x, t):
+    """1.0 where x ≥ t, else 0.0, in one instruction."""
+    return tl.inline_asm_elementwise(
+        "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def in_thread(x):
+    """Sums of a tile by thread [T]."""
+    return tl.sum(tl.sum(x, 2), 1)
+
+
+@triton.jit
+def thread_top(scores):
+    """By thread: the largest score."""
+    return tl.max(tl.max(scores, 2), 1)
+
+
+@triton.jit
+def thread_low(scores):
+    """By thread: the smallest score that can be chosen."""
+    return tl.min(tl.min(tl.where(scores > NOTHING, scores, -NOTHING), 2), 1)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Combines two sums."""
+    return a + c, b + d
+
+
+@triton.jit
+def add_triples(a, b, c, d, e, f):
+    """Combines three sums."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def extremes(low, top, other_low, other_top):
+    """Combines a minimum and a maximum."""
+    return tl.minimum(low, other_low), tl.maximum(top, other_top)
+
+
+@triton.jit
+def key(x):
+    """The bits of a float as an integer of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_key(k):
+    """The inverse of `key`."""
+    return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp2(x):
+    """2 to the power of x, 0 below 2^-126."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2(x):
+    """The logarithm to base 2, of subnormals that of 0."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -1,0 +1,233 @@
+"""jax-triton: rows are gathered one by one, and the lists of all heads are one pool of work.
+
+The list of a head is cut into units. How long these are follows from what that head lists alone, so that a row gives
+the same bits alone and in any batch. A fixed number of programs share out the units of all heads, which each of them
+finds by itself in a prefix sum over all counts; a second, small launch merges the units of every head.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.merge_splits.api import merge_splits
+from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.selection import Selection
+
+
+class TokenTiling(NamedTuple):
+    """How the work is cut; the bits of a result depend on it, but not on `programs`.
+
+    Attributes:
+        block: entries of a list that are read at once.
+        unit_blocks: blocks of a unit, at least.
+        max_units: units of a head at most: longer lists have longer units.
+        programs: of each multiprocessor.
+        num_warps, num_stages: of a program; stages are blocks in flight.
+    """
+
+    block: int
+    unit_blocks: int = 2
+    max_units: int = 64
+    programs: int = 3
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def default_tiling(head_dim: int, itemsize: int) -> TokenTiling:
+    """Blocks of K of 16 KB: two of them and two of V in flight, three times over, fill a multiprocessor."""
+    return TokenTiling(min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128))
+
+
+def token_sparse_decode(
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    sm_scale: float,
+    stats: StatsKind | None,
+    dtype: DTypeLike = jnp.float32,
+    tiling: TokenTiling | None = None,
+) -> AttentionOut:
+    """See api."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
+    pairs, group = batch * heads, q.shape[1] // heads
+    tiling = default_tiling(head_dim, q.dtype.itemsize) if tiling is None else tiling
+    longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
+    splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
+    rows = group + (stats is not None)
+    absent = layer.lengths  # stands for the arrays that a call lacks; never read
+    scores = absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
+    o, lse, used, scores = triton_call(
+        *(q, layer.k, layer.v, layer.lengths, selection.count),
+        absent if selection.dense is None else selection.dense,
+        selection.ids if capacity else absent,
+        absent if layer.block_table is None else layer.block_table,
+        absent if layer.bias is None else layer.bias,
+        scores,
+        *(pairs, capacity, layer.num_pages, splits),
+        kernel=attend_kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((pairs, splits, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((pairs,), jnp.int32),
+            jax.ShapeDtypeStruct((1,) if stats is None else scores.shape, jnp.float32),
+        ],
+        input_output_aliases={} if stats is None else {9: 3},
+        grid=min(pairs * splits, tiling.programs * jax.local_devices()[0].core_count),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        BLOCK=tiling.block,
+        UNIT_BLOCKS=tiling.unit_blocks,
+        MAX_UNITS=tiling.max_units,
+        HAS_DENSE=selection.dense is not None,
+        HAS_TABLE=layer.block_table is not None,
+        HAS_BIAS=layer.bias is not None,
+        STATS=rows - group,  # 1 or 0
+        G=group,
+        H=head_dim,
+        P=layer.page_size,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        COLS=max(16, triton.next_power_of_2(head_dim)),
+        PAIRS=triton.next_power_of_2(pairs),
+        SCALE=sm_scale,
+        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+    )
+    o, lse = merge_splits(o, lse, used, rows, lse_only=rows - group, dtype=dtype, implementation="triton")
+    out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
+    if stats is None:
+        return out
+    if stats == "page_mass":
+        scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
+    return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
+
+
+@triton.jit
+def _entries(lengths_ptr, count_ptr, dense_ptr, pair, mask, HAS_DENSE: tl.constexpr):
+    """What heads read, and how much of it is listed: all but the newest token; -1 where a head is dense."""
+    entries = tl.load(lengths_ptr + pair, mask=mask, other=0)
+    listed = tl.load(count_ptr + pair, mask=mask, other=0)
+    if HAS_DENSE:
+        listed = tl.where(tl.load(dense_ptr + pair, mask=mask, other=0) != 0, -1, listed)
+    entries = tl.where((listed < 0) | (entries == 0), entries, tl.where(listed > 0, listed + 1, 0))
+    return entries, listed
+
+
+@triton.jit
+def _unit_size(entries, BLOCK: tl.constexpr, UNIT_BLOCKS: tl.constexpr, MAX_UNITS: tl.constexpr):
+    """Entries of a unit."""
+    return tl.maximum(tl.cdiv(entries, BLOCK * MAX_UNITS), UNIT_BLOCKS) * BLOCK
+
+
+@triton.jit
+def _find(
+    ids_ptr, table_ptr, pair, entry, entries, listed, newest, capacity, pages, P: tl.constexpr, HAS_TABLE: tl.constexpr
+):
+    """The slots that a block of entries stands for, the rows of the pool where these lie, and which of them count."""
+    unlisted = tl.where(listed < 0, entry, newest)
+    slot = tl.load(ids_ptr + pair.to(tl.int64) * capacity + entry, mask=entry < listed, other=unlisted)
+    # the newest token counts once, as the last entry, whether or not it is listed
+    valid = (entry < entries) & ((slot < newest) | (entry == entries - 1))
+    if HAS_TABLE:
+        page = tl.load(table_ptr + pair.to(tl.int64) * pages + slot // P, mask=valid, other=0)
+        return slot, page.to(tl.int64) * P + slot % P, valid
+    return slot, pair.to(tl.int64) * pages * P + slot, valid
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    count_ptr,
+    dense_ptr,
+    ids_ptr,
+    table_ptr,
+    bias_ptr,
+    _,  # the buffer of scores_ptr, full of -inf
+    pairs,
+    capacity,
+    pages,
+    splits,
+    o_ptr,
+    lse_ptr,
+    used_ptr,
+    scores_ptr,
+    BLOCK: tl.constexpr,
+    UNIT_BLOCKS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STATS: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, before them."""
+    minus_inf = float("-inf")
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
+    all_entries, _ = _entries(lengths_ptr, count_ptr, dense_ptr, everyone, everyone < pairs, HAS_DENSE)
+    used = tl.cdiv(all_entries, _unit_size(all_entries, BLOCK, UNIT_BLOCKS, MAX_UNITS))
+    tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
+    ends = tl.cumsum(used, 0)
+    for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        pair = tl.sum((ends <= unit).to(tl.int32), 0)
+        split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+        entries, listed = _entries(lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE)
+        newest = tl.load(lengths_ptr + pair) - 1
+        size = _unit_size(entries, BLOCK, UNIT_BLOCKS, MAX_UNITS)
+        first = split * size
+        slot, at, valid = _find(
+            ids_ptr, table_ptr, pair, first + offset, entries, listed, newest, capacity, pages, P, HAS_TABLE
+        )
+        own = (row >= STATS) & (row < STATS + G) & (col < H)
+        q = tl.load(q_ptr + (pair * G + row - STATS) * H + col, mask=own, other=0.0)
+        if STATS:
+            mean = tl.sum(q.to(tl.float32), 0) / G
+            q = tl.where(row == 0, mean.to(q.dtype)[None, :], q)
+        top = tl.full([ROWS], minus_inf, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        o = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(first, tl.minimum(first + size, entries), BLOCK):
+            # found a block ahead: only then are the loads of K and V, which hang on it, overlapped with what goes on
+            ahead = start + BLOCK + offset
+            slot_ahead, at_ahead, valid_ahead = _find(
+                ids_ptr, table_ptr, pair, ahead, entries, listed, newest, capacity, pages, P, HAS_TABLE
+            )
+            inside = valid[:, None] & (col < H)
+            k = tl.load(k_ptr + at[:, None] * H + col, mask=inside, other=0.0)
+            v = tl.load(v_ptr + at[:, None] * H + col, mask=inside, other=0.0)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
+            if HAS_BIAS:
+                logits += tl.load(bias_ptr + at, mask=valid, other=0.0)[None, :]
+            if STATS:
+                of_mean = tl.sum(tl.where(row == 0, logits, 0.0), 0)
+                tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, of_mean, mask=valid)
+            logits = tl.where(valid[None, :], logits, minus_inf)
+            higher = tl.maximum(top, tl.max(logits, 1))
+            base = tl.where(higher == minus_inf, 0.0, higher)
+            weights = tl.exp(logits - base[:, None])
+            shrink = tl.exp(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            o = tl.dot(weights.to(v.dtype), v, o * shrink[:, None], input_precision=PRECISION)
+            top, slot, at, valid = higher, slot_ahead, at_ahead, valid_ahead
+        part = (pair.to(tl.int64) * splits + split) * (G + STATS)
+        o /= tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(o_ptr + (part + row) * H + col, o, mask=(row < G + STATS) & (col < H))
+        line = tl.arange(0, ROWS)
+        tl.store(lse_ptr + part + line, top + tl.log(total), mask=line < G + STATS)

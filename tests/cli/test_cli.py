@@ -1,0 +1,368 @@
+"""The command: what it prints where, its exit codes, and what it says of mistakes."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse import generation
+from jsparse.cli import console
+from jsparse.cli.app import app
+from jsparse.models.gguf import GGUFFile
+from jsparse.models.tokenizer import Tokenizer
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+TINY = str(FIXTURES / "llama3" / "model.gguf")
+ON_TINY = ["--model", TINY, "--max-new-tokens", "6"]
+COMMAND = [sys.executable, "-m", "jsparse"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def run(*args, stdin=None):
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return jsparse.generate(jsparse.load(TINY), "the cat", max_new_tokens=6, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A folder like the GGUF fixture, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(FIXTURES / "llama3" / name, folder)
+    tokenizer = Tokenizer.from_gguf(GGUFFile(Path(TINY)).metadata)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.to_files(folder)
+    return folder
+
+
+def asked(monkeypatch):
+    """Replaces the engine; returns the prompts it is called with."""
+    calls, real = [], generation.generate
+
+    def spy(params, prompt, **options):
+        calls.append(prompt)
+        return real(params, prompt, **options)
+
+    monkeypatch.setattr(generation, "generate", spy)
+    return calls
+
+
+def interrupt(monkeypatch):
+    """Makes the engine stop as if by Ctrl-C after one piece of text."""
+
+    def interrupted(params, prompt, *, streamer, **options):
+        streamer("so far")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "generate", interrupted)
+
+
+def test_smollm2_says_what_gravity_is():
+    command = [*COMMAND, "generate", "Gravity is", "--max-new-tokens", "25", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = json.loads(ran.stdout)
+    assert made["text"].startswith(
+        " a fundamental concept in physics that describes the curvature of spacetime caused by the presence of matter "
+        "and energy."
+    )
+    assert (made["model"], made["policy"], len(made["token_ids"])) == ("smollm2", "dense()", 25)
+    assert ran.stderr == ""
+
+
+def test_text_goes_to_standard_output_alone(expected):
+    ran = run("generate", "the cat", *ON_TINY)
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (0, expected.text + "\n", "")
+
+
+def test_json_is_the_whole_of_the_output(expected):
+    ran = run("generate", "the cat", *ON_TINY, "--json", "--logprobs", "--policy", "streaming(sink=0, recent=4096)")
+    made = json.loads(ran.stdout)
+    assert made["token_ids"] == expected.token_ids
+    assert made["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert made["policy"] == "streaming(sink=0, recent=4096)"
+    assert made["versions"]["jsparse"] == jsparse.__version__
+    assert made["stats"]["new_tokens"] == 6
+    assert ran.stderr == ""
+
+
+def test_prompts_come_from_files_and_standard_input_too(expected, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("the cat\n")
+    assert run("generate", "--file", file, *ON_TINY).stdout == expected.text + "\n"
+    assert run("generate", "-", *ON_TINY, stdin="the cat\n").stdout == expected.text + "\n"
+
+
+def test_every_option_reaches_the_engine(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(generation, "generate", lambda p, x, **options: seen.update(options) or 1 / 0)
+    given = {
+        "policy": "dense", "max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
+        "repetition_penalty": 1.1, "seed": 4, "max_length": 64, "page_size": 8,
+    }  # fmt: skip
+    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+    lists = ["--stop", "a", "--stop", "b", "--eos-token-id", 5, "--eos-token-id", 6]
+    ran = run("generate", "x", "--model", TINY, *flags, *lists)
+    assert isinstance(ran.exception, ZeroDivisionError)  # what is not the user's mistake keeps its traceback
+    assert {name: seen[name] for name in given} == given
+    assert (seen["stop"], seen["eos_token_id"]) == (["a", "b"], [5, 6])
+
+
+MISTAKES = {
+    "unknown model": (["x", "--model", "nope"], "model='nope'"),
+    "missing file": (["x", "--model", "no/such.gguf"], "does not exist"),
+    "unknown policy": (["x", "--policy", "nope"], "unknown policy 'nope'"),
+    "policy's value": (["x", "--policy", "streaming(recent=0)"], "recent=0"),
+    "temperature": (["x", *ON_TINY, "--temperature", "-1"], "temperature=-1"),
+    "page size": (["x", *ON_TINY, "--page-size", "9"], "page_size=9"),
+    "no prompt": ([], "none was given"),
+    "two prompts": (["x", "--file", "y"], "both were given"),
+    "no such prompt": (["--file", "no-such.txt"], "'no-such.txt' cannot be read"),
+    "empty prompt's end": (["x", *ON_TINY, "--stop", ""], "at least one character"),
+    "too long": (["x" * 600, *ON_TINY], "must be at most 512"),
+    "revision": (["x", *ON_TINY, "--revision", "main"], "only Hub ids have revisions"),
+    "no tokenizer": (["x", "--model", str(FIXTURES / "llama")], "needs a tokenizer"),
+    "no template": (["x", *ON_TINY, "--chat"], "no chat template"),
+    "logprobs": (["x", "--logprobs"], "--json"),
+}
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(args, said):
+    ran = run("generate", *args)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
+    assert said in ran.stderr
+
+
+@pytest.mark.parametrize("args", [["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]])
+def test_usage_errors_have_exit_code_2(args):
+    ran = run(*args)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00")
+    ran = run("generate", "--file", file)
+    assert ran.exit_code == 2
+    assert "is not UTF-8" in ran.stderr
+
+
+def test_ctrl_c_keeps_what_was_made(monkeypatch):
+    interrupt(monkeypatch)
+    ran = run("generate", "x", *ON_TINY)
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (130, "so far\n", "")
+    ran = run("generate", "x", *ON_TINY, "--json")
+    assert ran.exit_code == 130
+    assert json.loads(ran.stdout)["text"] == "so far"
+    assert json.loads(ran.stdout)["finish_reason"] == "interrupted"
+
+
+def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
+    long = [*COMMAND, "generate", "the", "--model", TINY, "--max-new-tokens", "400", "--eos-token-id", "287"]
+    for end in (lambda p: p.send_signal(signal.SIGINT), lambda p: p.stdout.close()):
+        process = subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        end(process)
+        said = process.stderr.read()
+        process.wait(60)
+        assert said == b""
+
+
+def test_chat_keeps_the_conversation_until_reset(chat_model, monkeypatch):
+    calls = asked(monkeypatch)
+    options = ["--model", chat_model, "--max-new-tokens", "3", "--system", "be brief"]
+    ran = run("chat", *options, stdin="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
+    assert (ran.exit_code, ran.stderr) == (0, "")
+    assert [[m["role"] for m in messages] for messages in calls] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert [messages[-1]["content"] for messages in calls] == ["one", "two", "three"]
+    assert ran.stdout.startswith(calls[1][2]["content"] + "\n")
+
+
+def test_chat_flag_wraps_the_prompt(chat_model, monkeypatch):
+    calls = asked(monkeypatch)
+    assert run("generate", "hi", "--chat", "--model", chat_model, "--max-new-tokens", "2").exit_code == 0
+    assert calls == [[{"role": "user", "content": "hi"}]]
+
+
+def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monkeypatch):
+    interrupt(monkeypatch)
+    ran = run("chat", "--model", chat_model, stdin="one\ntwo\n")
+    assert (ran.exit_code, ran.stdout) == (0, "so far\nso far\n")
+
+
+def test_chat_needs_a_template():
+    ran = run("chat", "--model", TINY, stdin="hi\n")
+    assert ran.exit_code == 2
+    assert ran.stderr == f"error: model={TINY!r} has no chat template: use `jsparse generate`\n"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3/model.gguf", "qwen2", "qwen2/model.gguf", "qwen2_sharded", "qwen3"])
+def test_info_counts_what_loading_would_give(name):
+    model = FIXTURES / name
+    params = jsparse.load(model, dtype="float32")
+    told = json.loads(run("info", model, "--json", "--dtype", "float32").stdout)
+    import jax
+
+    leaves = jax.tree.leaves(params.weights)
+    assert told["parameters"] == sum(leaf.size for leaf in leaves)
+    assert told["weight_bytes"]["float32"] == sum(leaf.nbytes for leaf in leaves)
+    assert told["config"]["num_layers"] == params.config.num_layers
+    assert told["config"]["rope_factors"] == (params.config.rope_factors and list(params.config.rope_factors))
+
+
+def test_info_tells_what_fits(monkeypatch):
+    from jsparse import memory
+
+    per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
+    weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
+    monkeypatch.setattr(memory, "available_bytes", lambda: weights + 100 * per_token)
+    told = json.loads(run("info", TINY, "--json", "--dtype", "float32", "--context", "30").stdout)
+    assert told["cache_bytes_per_token"] == per_token
+    assert (told["longest_context"], told["context"], told["largest_batch"]) == (100, 30, 3)
+    assert "100 tokens for one prompt" in run("info", TINY, "--dtype", "float32").stdout
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def of_head_dim(request, tmp_path_factory):
+    """A folder with the header of a model whose heads are as wide as SmolLM2's, or as Llama 3.1's."""
+    folder = tmp_path_factory.mktemp("heads")
+    config = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": request.param}))
+    return request.param, folder
+
+
+INT4 = {64: 0.1406, 128: 0.1328}  # a code a channel, scale and zero; of K and V in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("policy", "also"), [("twilight(all_pages())", 0), ("twilight(quest(budget=1024), p=0.95)", 1 / 16)]
+)
+def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
+    head_dim, model = of_head_dim
+    told = json.loads(run("info", model, "--dtype", "bfloat16", "--policy", policy, "--json").stdout)
+    assert told["policy_fraction"] == pytest.approx(INT4[head_dim] + also, rel=1e-3)
+    assert told["policy_bytes_per_token"] == pytest.approx(told["policy_fraction"] * told["cache_bytes_per_token"])
+    assert told["policy_bytes_per_prompt"] == 0
+    assert told["policy"] == jsparse.parse_policy(policy).name
+    share = f"a token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
+    assert share in run("info", model, "--dtype", "bfloat16", "--policy", policy).stdout
+
+
+@pytest.mark.parametrize("policy", [None, "dense", "streaming(sink=4, recent=16)"])
+def test_info_of_a_policy_that_keeps_nothing(policy):
+    told = json.loads(run("info", TINY, "--json", *(["--policy", policy] if policy else [])).stdout)
+    assert [told[f"policy_{what}"] for what in ("bytes_per_token", "bytes_per_prompt", "fraction")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "growth", "fixed"),
+    [
+        ("twilight(all_pages())", 2 * 2 * (16 // 2 + 2 * 2), 0),  # layers, KV heads, codes with scale and zero
+        ("tidal(budget=64)", 0, 64 * 4 + 4),  # ids and count
+        ("tidal(budget=1000000)", 4, 4),
+    ],
+)
+def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, monkeypatch):
+    from jsparse import memory
+
+    each = 2 * 2 * 2 * 16 * 4 + growth
+    weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
+    command = ["info", TINY, "--json", "--dtype", "float32", "--context", "30", "--policy", policy]
+    for what, most, needed in (
+        ("longest_context", 100, 100 * each + fixed),
+        ("largest_batch", 3, 3 * (30 * each + fixed)),
+    ):
+        for short in (0, 1):
+            monkeypatch.setattr(memory, "available_bytes", lambda free=weights + needed - short: free)
+            told = json.loads(run(*command).stdout)
+            assert (told["policy_bytes_per_token"], told["policy_bytes_per_prompt"]) == (growth, fixed)
+            assert told[what] == most - short
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nope"],
+        [str(FIXTURES)],
+        [TINY, "--context", "513"],
+        [TINY, "--context", "0"],
+        [TINY, "--policy", "nope"],
+        [TINY, "--policy", "twilight(all_pages(), p=2)"],
+    ],
+)
+def test_info_refuses_in_one_line(args):
+    ran = run("info", *args)
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+
+
+def test_info_does_not_count_to_an_absurd_number(tmp_path):
+    config = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    assert json.loads(run("info", tmp_path, "--json").stdout)["largest_batch"] == 0
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    assert run("info", tmp_path).exit_code == 2
+
+
+def test_policies_are_all_listed():
+    from jsparse.policies import POLICIES
+
+    listed = run("policies").stdout
+    assert all(name in listed for name in POLICIES)
+    assert "recent=512" in listed
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"jsparse {jsparse.__version__}\n"
+    for command in ("generate", "chat", "info", "policies"):
+        assert "Example: jsparse" in run(command, "--help").stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stdout", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = stdout(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    bars = console.Bars()
+    output = console.TextOutput(bars, "the prompt")
+    bars.load(1, 2)
+    bars.prefill("prefill", 3, 4)
+    output("made")
+    bars.prefill("decode", 1, 2)
+    output.close()
+    assert ("load" in err.getvalue(), "prefill" in err.getvalue()) == (shown, shown)
+    assert "decode" not in err.getvalue()
+    assert ("the prompt" in out.getvalue()) == shown
+    assert out.getvalue().endswith("made\n")
+
+
+def test_help_does_not_wait_for_the_model_code():
+    code = "import sys, jsparse.cli; print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,94 @@
+"""`jsparse eval` on a tiny random model: what it writes, that it goes on where it was, what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jsparse.cli.app import app
+from jsparse.evaluation import evaluators, store
+
+TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
+SINK = "streaming(sink=1, recent=1)"
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["eval", *map(str, args)])
+
+
+@pytest.fixture
+def common(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog ran to the red house " * 40)
+    args = ["--model", TINY, "--text", text, "--lengths", "32", "--steps", "4", "--samples", "3", "--batch", "2"]
+    return [*args, "--policy", SINK]
+
+
+def test_writes_every_sample_and_the_plots(common, tmp_path):
+    out = tmp_path / "out.json"
+    done = run(*common, "--tasks", "kl,ppl,attention", "--json", out, "--plots", tmp_path / "plots")
+    assert done.exit_code == 0, done.output
+    assert "KL" in done.output
+    assert "recall" in done.output
+    report = json.loads(out.read_text())
+    cells = {(cell["policy"], cell["task"]): cell for cell in report["cells"]}
+    assert len(cells) == 6
+    assert all(len(cell["samples"]) == 3 for cell in cells.values())
+    dense, sparse = (cells[policy, "kl"]["metrics"]["kl"]["mean"] for policy in ("dense()", SINK))
+    assert abs(dense) < 1e-6 < sparse
+    assert cells["dense()", "attention"]["metrics"]["recall"]["mean"] == 1.0
+    assert cells[SINK, "attention"]["metrics"]["attended"]["mean"] < 0.1
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"quality.png", "heads.png"}
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
+    whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
+    assert run(*common, "--tasks", "kl", "--json", whole).exit_code == 0
+    add, batches = store.Store.add, []
+
+    def dies(store, entries):
+        if batches:
+            raise KeyboardInterrupt
+        batches.append(1)
+        add(store, entries)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Store, "add", dies)
+        assert run(*common, "--tasks", "kl", "--json", killed).exit_code == 130
+    refused = run(*common, "--tasks", "kl", "--json", killed)
+    assert (refused.exit_code, "--resume" in refused.stderr) == (2, True)
+    measured = []
+    compare = evaluators.Comparison.__call__
+
+    def counted(comparison, policies, indices):
+        measured.append(list(indices))
+        return compare(comparison, policies, indices)
+
+    monkeypatch.setattr(evaluators.Comparison, "__call__", counted)
+    assert run(*common, "--tasks", "kl", "--json", killed, "--resume").exit_code == 0
+    assert measured == [[2]]
+    assert json.loads(killed.read_text())["cells"] == json.loads(whole.read_text())["cells"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--tasks", "kl,nonsense"], "'nonsense'"),
+        (["--tasks", "kl,kl"], "'kl'"),
+        (["--tasks", "kl", "--lengths", "32,many"], "lengths='32,many'"),
+        (["--tasks", "kl", "--lengths", "5"], "length=5: must be at least steps + 2 = 6"),
+        (["--tasks", "kl", "--lengths", "100000"], "length=100000: must be at most"),
+        (["--tasks", "kl", "--samples", "0"], "samples=0: must be at least 1"),
+        (["--tasks", "kl", "--resume"], "--resume needs --json"),
+        (["--tasks", "kl", "--policy", "nobody()"], "nobody"),
+        (["--tasks", "qa_1", "--files", "nowhere"], "squad.json"),
+    ],
+)
+def test_mistakes_are_one_line(common, args, said):
+    done = run(*common, *args)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error:")
+    assert said in done.stderr
+    assert "Traceback" not in done.output

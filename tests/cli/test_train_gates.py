@@ -1,0 +1,202 @@
+"""`jsparse train-gates` on a tiny random model: what it prints and leaves, what reaches the training, its refusals."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jsparse.cli import train_gates as command
+from jsparse.cli.app import app
+from jsparse.policies.expressions import parse
+from jsparse.policies.head_gates import load
+from jsparse.policies.lychee_decode import lychee_decode
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.train import trainer
+
+TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")  # 2 layers, 2 KV heads, 512 tokens
+TEXT = "the cat sat on the mat and the dog ran to the red house. " * 20
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["train-gates", "--model", TINY, *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def small(text):
+    """Options of a training of seconds."""
+    keys = ["--min-length", 160, "--max-length", 180, "--needles", 1, "--words", 1, "--asked", 1]
+    return ["--target", 3, "--steps", 3, "--seeds", 2, "--held-out", 1, "--text", text, *keys]
+
+
+@pytest.fixture(scope="module")
+def done(text, tmp_path_factory):
+    """A whole run, and its folder."""
+    keep_compilations()
+    out = tmp_path_factory.mktemp("done") / "run"
+    return run("--out", out, *small(text)), out
+
+
+def test_prints_what_came_out_and_a_policy_that_uses_it(done):
+    ran, out = done
+    assert ran.exit_code == 0, ran.output
+    *told, expression = ran.stdout.splitlines()
+    record = json.loads((out / "record.json").read_text())
+    assert f"the distance is {record['distance_of_layer_0_alone']:.4g}." in told[-1]
+    assert all(f"{seed['distance_of_hard_gates']:.4g}" in ran.stdout for seed in record["seeds"])
+    paths = [str(out / f"gates_{i}.safetensors") for i in (0, 1)]
+    assert expression in [f"lychee_decode({path!r})" for path in paths]
+    assert parse(expression).name in [lychee_decode(path).name for path in paths]
+
+
+@pytest.mark.parametrize("far", [(0.2, 0.1), (0.1, 0.2)])
+def test_the_gates_at_the_least_distance_are_named(far, done, text, monkeypatch):
+    out = done[1]
+    record = json.loads((out / "record.json").read_text())
+    seeds = [{**seed, "distance_of_hard_gates": x} for seed, x in zip(record["seeds"], far, strict=True)]
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_, **__: {**record, "seeds": seeds})
+    monkeypatch.setattr(command, "_draw", lambda folder: None)
+    told = run("--out", out, *small(text), "--resume").stdout.splitlines()
+    assert told[-1] == f"lychee_decode({str(out / f'gates_{far.index(0.1)}.safetensors')!r})"
+
+
+def test_without_a_terminal_there_is_no_bar(done):
+    assert done[0].stderr == ""
+    assert "\x1b" not in done[0].stdout
+
+
+def test_leaves_gates_record_log_and_plots(done):
+    _, out = done
+    names = {path.name for path in out.iterdir()}
+    files = {f"{kind}_{i}.{suffix}" for i in (0, 1) for kind, suffix in (("gates", "safetensors"), ("gates", "png"))}
+    assert names == files | {f"densities_{i}.png" for i in (0, 1)} | {
+        "settings.json", "log.jsonl", "checkpoints", "record.json",
+    }  # fmt: skip
+    for i in (0, 1):
+        gates = load(str(out / f"gates_{i}.safetensors"))
+        assert (gates.retrieval.shape, gates.retrieval.sum()) == ((2, 2), 3)
+        assert gates.record["data"]["source"] == "passkeys"
+
+
+def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
+    ran, out = done
+    assert_refused(run("--out", out, *small(text)), "holds a training already")
+    assert_refused(run("--out", out, *small(text), "--resume", "--rate", 0.5), "other settings")
+    assert_refused(run("--out", out, *small(text), "--resume", "--seed", 1), "data.seed 0 there, 1 here")
+    before = (out / "log.jsonl").read_text()
+    again = run("--out", out, *small(text), "--resume")
+    assert (again.exit_code, again.stdout) == (0, ran.stdout)
+    assert (out / "log.jsonl").read_text() == before
+
+
+def caught(monkeypatch, *args):
+    """The trainer that a command makes, and what it would run with."""
+    made = []
+    monkeypatch.setattr(trainer.Trainer, "run", lambda self, report, **options: made.append((self, options)) or 1 / 0)
+    ran = run(*args)
+    assert isinstance(ran.exception, ZeroDivisionError), (
+        ran.output
+    )  # what is not the user's mistake keeps its traceback
+    return made[0]
+
+
+def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
+    given = {
+        "family": "hard_concrete", "penalty": "exponential", "penalty_rate": 0.25, "penalty_start": 3.0, "damping": 1.5,
+        "steps": 7, "anneal": 0.5, "batch": 8, "rate": 0.02, "keep": 0.4, "match": "hidden", "seeds": 3, "held_out": 5,
+            "sets": "refreshed",
+    }  # fmt: skip
+    flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", value)]
+    keys = {"min_length": 170, "max_length": 200, "needles": 2, "words": 1, "asked": 1, "seed": 9}
+    flags += [x for name, value in keys.items() for x in (f"--{name.replace('_', '-')}", value)]
+    made, options = caught(
+        monkeypatch, "--out", tmp_path / "run", "--target", 2, "--text", text, *flags, "--save-every", 4
+    )
+    assert asdict(made.settings) == {"target": 2, **given}
+    assert made.source.settings.items() >= keys.items()
+    assert options == {"save_every": 4}
+    assert made.folder == tmp_path / "run"
+
+
+@pytest.mark.parametrize(("family", "penalty"), [("direct", "fixed"), ("hard_kuma", "ascent")])
+def test_the_penalty_suits_the_family(family, penalty, monkeypatch, tmp_path, text):
+    made, _ = caught(monkeypatch, "--out", tmp_path / "run", *small(text), "--family", family)
+    assert made.settings.penalty == penalty
+    assert asdict(made.settings).items() >= dict.fromkeys(("penalty_rate", "penalty_start", "damping")).items()
+
+
+def test_questions_of_a_file_take_the_place_of_pass_keys(monkeypatch, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"context": TEXT[:50], "question": "What sat?", "answer": "the cat"}) + "\n")
+    made, _ = caught(
+        monkeypatch, "--out", tmp_path / "run", "--target", 3, "--questions", file, "--max-length", 120, "--seed", 4
+    )
+    assert made.source.settings["source"] == "questions"
+    assert made.source.settings["seed"] == 4
+    assert made.source.buckets[-1] == 120
+    assert_refused(
+        run("--out", tmp_path / "run", "--target", 3, "--questions", file, "--text", file), "--text is the filler"
+    )
+
+
+def assert_refused(ran, said):
+    assert ran.exit_code == 2, ran.output
+    assert ran.stdout == ""
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--target", 1], "target=1: must be from 2, layer 0's KV heads, to 4"),
+        (["--family", "kuma"], "family='kuma': must be one of hard_kuma, hard_concrete, direct"),
+        (["--penalty", "none"], "penalty='none'"),
+        (["--match", "loss"], "match='loss'"),
+        (["--steps", 0], "steps=0: must be at least 1"),
+        (["--batch", 0], "batch=0: must be at least 1"),
+        (["--keep", 2], "keep=2.0: must be above 0 and at most 1"),
+        (["--rate", "nan"], "rate=nan: must be a finite number above 0"),
+        (["--save-every", 0], "save_every=0: must be at least 1"),
+        (["--asked", 2], "asked=2: must be at most needles=1"),
+        (["--min-length", 5], "min_length=5: must be at least"),
+        (["--max-length", 9], "max_length=9: must be at least min_length=160"),
+        (["--max-length", 512], "max_length=512 and"),
+        (["--seed", -1], "seed=-1: must be at least 0"),
+        (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--questions", "any.jsonl", "--min-length", 9], "--min-length 9: is of pass keys, must not be given with"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--model", "nowhere.gguf"], "nowhere.gguf"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(args, said, text, tmp_path):
+    given = ["--target", 3] if "--questions" in args else small(text)
+    assert_refused(run("--out", tmp_path / "run", *given, *args), said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_none_is_refused(text, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert_refused(run("--out", file, *small(text)), str(file))
+    assert_refused(run("--out", file / "run", *small(text)), str(file))
+
+
+def test_the_module_is_the_command():
+    ran = subprocess.run(
+        [sys.executable, "-m", "jsparse.train.run", "--out", "nowhere", "--model", "nowhere.gguf"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: ")
+    assert "nowhere.gguf" in ran.stderr

@@ -1,0 +1,173 @@
+"""Plots are PNGs of the size that their panels ask for, drawn from the JSON alone."""
+
+import builtins
+import copy
+import json
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made_up_report import DENSE, POLICIES, TOP_K, entry, report
+
+from jsparse.evaluation.report.plots import (
+    COLUMNS,
+    DPI,
+    HEADING,
+    PANEL,
+    plot_heads,
+    plot_niah,
+    plot_quality,
+    quality_points,
+)
+from jsparse.evaluation.report.statistics import averages, summarize
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return json.loads(json.dumps(report()))
+
+
+def panels(figure):
+    """The axes by title; colour bars and empty places have none."""
+    return {axis.get_title().replace("\n", " "): axis for axis in figure.axes if axis.get_title()}
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 5000
+    return struct.unpack(">II", data[16:24])
+
+
+def size(columns, rows):
+    return columns * PANEL[0] * DPI, round((rows * PANEL[1] + HEADING) * DPI)
+
+
+@pytest.mark.parametrize(
+    ("plot", "columns", "rows"), [(plot_quality, 2, 3), (plot_niah, 4, 1), (plot_heads, COLUMNS, 2)]
+)
+def test_a_png_of_the_right_size(made, tmp_path, plot, columns, rows):
+    before = copy.deepcopy(made)
+    plot(made, tmp_path / "plot.png")
+    assert png_size(tmp_path / "plot.png") == size(columns, rows)
+    assert made == before
+
+
+def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figures):
+    plot_quality(made, str(tmp_path / "q.png"))
+    axes = panels(figures[0])
+    assert list(axes) == [f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")]
+    for axis in axes.values():
+        assert axis.get_xscale() == "log"
+        assert axis.get_legend_handles_labels()[1] == ["dense", "streaming", "oracle_top_k"]
+    lines = {line.get_label(): line for line in axes["agreement %, 1K tokens"].get_lines()}
+    np.testing.assert_allclose(lines["oracle_top_k"].get_xydata(), [[0.125, 80], [0.1875, 70]])
+    np.testing.assert_allclose(lines["dense"].get_xydata(), [[1, 100]])
+    assert "made-up, float32, CPU, 2026-01-02, revision unknown" in figures[0].get_suptitle()
+
+
+def test_a_family_has_one_colour_also_where_others_lack(tmp_path, figures):
+    places = [("a()", 64), ("b()", 64), ("b()", 128), ("a()", 256)]
+    made = report() | {"cells": summarize(entry(p, "p", at, 0, kl=1, attended=0.5) for p, at in places)}
+    plot_quality(made, tmp_path / "q.png")
+    lines = [line for axis in panels(figures[0]).values() for line in axis.get_lines()]
+    assert [(line.get_label(), line.get_color()) for line in lines] == [
+        ("a", "C0"),
+        ("b", "C1"),
+        ("b", "C1"),
+        ("a", "C0"),
+    ]
+
+
+def test_quality_points_are_means_over_the_tasks_that_count():
+    values = {("a", DENSE): 1.0, ("a", TOP_K): 0.8, ("b", DENSE): 0.5, ("b", TOP_K): 0.4}
+    values |= {("fails", DENSE): 0.0, ("fails", TOP_K): 1.0}
+    made = [
+        entry(policy, task, 64, i, score=score, attended={"a": 0.2, "b": 0.4, "fails": 0.9}[task])
+        for (task, policy), score in values.items()
+        for i in range(2)
+    ]
+    cells = summarize([*made, entry(TOP_K, "c", 64, 0, kl=0.5), entry(TOP_K, "d", 128, 0, kl=0.5, attended=0.1)])
+    result = {"cells": cells, "averages": averages(cells)}
+    points = quality_points(result, "score", 64)
+    assert list(points) == ["dense", "oracle_top_k"]
+    assert points["oracle_top_k"] == [(TOP_K, pytest.approx(0.3), pytest.approx(0.6))]
+    assert quality_points(result, "kl", 64) == {}, "without attended there is no place"
+    assert quality_points(result, "kl", 128) == {"oracle_top_k": [(TOP_K, 0.1, 0.5)]}
+
+
+def test_points_are_joined_by_attended():
+    cells = summarize(entry(TOP_K.format(at), "a", 64, 0, kl=at, attended=at) for at in (0.4, 0.1, 0.2))
+    points = quality_points({"cells": cells, "averages": []}, "kl", 64)["oracle_top_k"]
+    assert [point.attended for point in points] == [0.1, 0.2, 0.4]
+
+
+def test_the_needle_map_by_hand(made, tmp_path, figures):
+    plot_niah(made, tmp_path / "n.png")
+    axes = panels(figures[0])
+    assert list(axes) == list(POLICIES)
+    axis = axes[POLICIES[1]]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["1K", "4K"]
+    depths = ["0%", "15%", "30%", "45%", "55%", "70%", "85%", "100%"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == depths
+    assert axis.get_images()[0].get_array().tolist() == [[0, 0]] + [[1, 1]] * 7
+
+
+def test_needles_of_one_place_are_averaged_and_missing_places_blank(tmp_path, figures):
+    needles = [(0.5, 64, 1), (0.51, 64, 0), (0.0, 128, 1)]
+    made = report() | {
+        "cells": summarize(entry(DENSE, "p", at, i, {"depth": d}, score=s) for i, (d, at, s) in enumerate(needles))
+    }
+    plot_niah(made, tmp_path / "n.png", task="p")
+    (image,) = panels(figures[0])[DENSE].get_images()
+    assert image.get_array().filled(-1).tolist() == [[-1, 1], [0.5, -1]]
+
+
+def test_the_rest_of_a_last_row_stays_empty(tmp_path, figures):
+    policies = [TOP_K.format(budget) for budget in range(COLUMNS + 1)]
+    made = report() | {"cells": summarize(entry(p, "p", 64, 0, {"depth": 0.5}, score=1) for p in policies)}
+    plot_niah(made, tmp_path / "n.png", task="p")
+    assert png_size(tmp_path / "n.png") == size(COLUMNS, 2)
+    assert list(panels(figures[0])) == policies
+    assert sum(not axis.axison for axis in figures[0].axes) == COLUMNS - 1
+
+
+def test_the_head_map_is_the_mean_over_samples(tmp_path, figures):
+    heads = [[[1.0, None], [0.5, 0.0]], [[0.5, None], [None, 0.5]]]
+    made = report() | {
+        "cells": summarize(entry(DENSE, "a", 64, i, {"attended_heads": h}, kl=0) for i, h in enumerate(heads))
+    }
+    plot_heads(made, tmp_path / "h.png")
+    (image,) = panels(figures[0])["dense(), 64 tokens"].get_images()
+    assert image.get_array().filled(-1).tolist() == [[0.75, -1], [0.5, 0.25]]
+
+
+@pytest.mark.parametrize("plot", [plot_quality, plot_niah, plot_heads])
+def test_a_result_that_lacks_what_is_drawn_is_refused(tmp_path, plot):
+    empty = report() | {"cells": [], "averages": []}
+    with pytest.raises(ValueError, match=r"nothing to draw for .*p\.png: the result must hold "):
+        plot(empty, tmp_path / "p.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("plot", [plot_quality, plot_niah, plot_heads])
+def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot, monkeypatch):
+    found = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
+        return found(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"):
+        plot(made, tmp_path / "p.png")
+
+
+def test_the_output_side_loads_without_jax_and_matplotlib():
+    loaded = "import sys, jsparse.evaluation.results, jsparse.evaluation.table, jsparse.evaluation.plots\n"
+    check = loaded + "assert not {'jax', 'matplotlib'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

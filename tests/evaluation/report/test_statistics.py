@@ -1,0 +1,199 @@
+"""Intervals against a slow bootstrap and by hand; what is averaged and what is only listed."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_report import DENSE, entry
+
+from jsparse.evaluation.report.statistics import (
+    RESAMPLES,
+    SEED,
+    averages,
+    family,
+    is_dense,
+    mean,
+    paired_bootstrap,
+    perplexity,
+    summarize,
+)
+
+POLICY = "streaming(sink=4, recent=8)"
+values = st.lists(st.floats(-5, 5), min_size=2, max_size=20)
+
+
+def interval(*args) -> list[float]:
+    found = paired_bootstrap(*args)
+    assert found is not None
+    return found
+
+
+def slow_bootstrap(policy, dense, transform):
+    """One resample at a time, from the same draws."""
+    rng = np.random.default_rng(SEED)
+    differences = []
+    for _ in range(RESAMPLES):
+        drawn = [int(i) for i in rng.integers(len(policy), size=len(policy))]
+        means = [sum(column[i] for i in drawn) / len(drawn) for column in (policy, dense)]
+        differences.append(transform(means[0]) - transform(means[1]))
+    differences.sort()
+
+    def quantile(share):
+        below, rest = divmod(share * (RESAMPLES - 1), 1)
+        low, high = differences[int(below)], differences[min(int(below) + 1, RESAMPLES - 1)]
+        return low + rest * (high - low)
+
+    return [quantile(0.025), quantile(0.975)]
+
+
+@pytest.mark.parametrize("transform", [mean, perplexity])
+def test_the_interval_is_that_of_a_slow_loop(transform):
+    rng = np.random.default_rng(1)
+    policy, dense = rng.normal(-2, 0.5, 17), rng.normal(-1.8, 0.5, 17)
+    np.testing.assert_allclose(interval(policy, dense, transform), slow_bootstrap(policy, dense, transform), rtol=1e-9)
+
+
+@settings(max_examples=20)
+@given(values)
+def test_identical_values_differ_by_exactly_nothing(column):
+    assert interval(column, list(column)) == [0, 0]
+    assert interval(column, list(column), perplexity) == [0, 0]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(-8, 8), min_size=8, max_size=8), st.integers(-8, 8))
+def test_a_constant_shift_is_exact(column, shift):
+    """Eighths of whole numbers add up without rounding."""
+    assert interval(np.array(column) + shift, column) == [shift, shift]
+
+
+def test_pairs_are_drawn_together():
+    """Samples differ widely, policies by little: unpaired resamples would bury the difference."""
+    dense = np.linspace(0, 100, 50)
+    low, high = interval(dense - np.tile([0.0, 2.0], 25), dense)
+    assert -1.4 < low < -1.1 and -0.9 < high < -0.6
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    rng = np.random.default_rng(2)
+    hits = [low <= 0.2 <= high for low, high in (interval(rng.normal(0.2, 1, 40), np.zeros(40)) for _ in range(150))]
+    assert 0.90 <= np.mean(hits) <= 0.98
+
+
+def test_one_sample_has_no_interval():
+    assert paired_bootstrap([1.0], [0.0]) is None
+    _, ours = summarize([entry(DENSE, "a", 64, 0, score=1), entry(POLICY, "a", 64, 0, score=0)])
+    score = ours["metrics"]["score"]
+    assert (score["difference"], score["interval"], score["pairs"]) == (-1, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dense", "rule"),
+    [
+        ([1, np.nan], [0, 0], "must be finite"),
+        ([1, 2], [0, np.inf], "must be finite"),
+        ([1, 2], [0, 1, 2], r"shapes \(2,\) and \(3,\): must be \[n\] both"),
+        ([[1, 2]], [[0, 1]], r"must be \[n\] both"),
+    ],
+)
+def test_wrong_values_are_refused(policy, dense, rule):
+    with pytest.raises(ValueError, match=rule):
+        paired_bootstrap(policy, dense)
+
+
+def test_the_name_of_an_expression():
+    assert [family(p) for p in (POLICY, "dense", "keep(dense(), sink=1)")] == ["streaming", "dense", "keep"]
+    assert [is_dense(p) for p in ("dense", "dense()", "dense_layers(dense(), 2)", "keep(dense(), 1)")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_cell_by_hand():
+    dense = [entry(DENSE, "a", 64, i, score=s) for i, s in enumerate([1, 1, 1, 1])]
+    policy = [entry(POLICY, "a", 64, i, score=s, read=0.5) for i, s in enumerate([1, 0, 0, 1])]
+    ours, theirs = summarize([*policy, *dense])
+    assert (ours["policy"], ours["task"], ours["length"]) == (POLICY, "a", 64)
+    score = ours["metrics"]["score"]
+    assert (score["mean"], score["samples"], score["difference"], score["pairs"]) == (0.5, 4, -0.5, 4)
+    assert score["interval"] == [-1, 0]  # P(all four drawn from the two misses) is 1/16
+    nothing = {"difference": None, "interval": None, "pairs": 0}
+    assert ours["metrics"]["read"] == {"mean": 0.5, "samples": 4} | nothing
+    assert theirs["metrics"] == {"score": {"mean": 1, "samples": 4} | nothing}
+    assert ours["samples"][1] == {"index": 1, "values": {"score": 0, "read": 0.5}, "meta": {}}
+
+
+def test_differences_are_over_the_samples_that_both_have():
+    dense = [entry(DENSE, "a", 64, i, score=s) for i, s in [(3, 0), (2, 1), (0, 1)]]
+    policy = [entry(POLICY, "a", 64, i, score=s) for i, s in [(0, 0), (1, 1), (2, 0)]]
+    elsewhere = [entry(POLICY, "a", 65, 0, score=0)]
+    ours, _, there = (cell["metrics"]["score"] for cell in summarize([*policy, *dense, *elsewhere]))
+    assert (ours["samples"], ours["pairs"], ours["difference"], ours["interval"]) == (3, 2, -1, [-1, -1])
+    assert (there["pairs"], there["difference"]) == (0, None)
+
+
+def test_perplexity_is_that_of_the_mean_and_resamples_documents():
+    logprobs = {DENSE: [-1.0, -2.0, -3.0], POLICY: [-1.5, -2.5, -3.8]}
+    cells = summarize(
+        entry(p, "text", 64, i, logprob=v) for p, column in logprobs.items() for i, v in enumerate(column)
+    )
+    found = cells[1]["metrics"]["perplexity"]
+    assert found["mean"] == pytest.approx(np.exp(2.6))
+    assert found["difference"] == pytest.approx(np.exp(2.6) - np.exp(2.0))
+    assert found["interval"] == paired_bootstrap(logprobs[POLICY], logprobs[DENSE], perplexity)
+    assert cells[0]["metrics"]["perplexity"]["mean"] == pytest.approx(np.exp(2.0))
+
+
+def scores(**tasks):
+    """Of dense and a policy, [scores] each, at length 64."""
+    return summarize(
+        entry(policy, task, 64, i, score=score)
+        for task, pair in tasks.items()
+        for policy, column in zip((DENSE, POLICY), pair, strict=True)
+        for i, score in enumerate(column)
+    )
+
+
+def test_a_task_that_dense_fails_is_listed_not_averaged():
+    failed = [1] * 29 + [0] * 71
+    just = [1] * 30 + [0] * 70
+    rows = averages(scores(good=([1] * 100, just), bad=(failed, [1] * 100), edge=(just, failed)))
+    dense, ours = rows
+    assert (dense["policy"], dense["length"], dense["tasks"], dense["left_out"]) == (
+        DENSE,
+        64,
+        ["good", "edge"],
+        ["bad"],
+    )
+    assert dense["mean"] == pytest.approx(0.65) and dense["difference"] is None and dense["interval"] is None
+    assert (ours["policy"], ours["tasks"], ours["left_out"]) == (POLICY, ["good", "edge"], ["bad"])
+    assert ours["mean"] == pytest.approx((0.30 + 0.29) / 2)
+    assert ours["difference"] == pytest.approx((-0.70 - 0.01) / 2)
+    low, high = ours["interval"]
+    assert -0.42 < low < ours["difference"] < high < -0.29
+
+
+def test_the_rule_holds_at_each_length_by_itself():
+    cells = scores(a=([1, 1], [1, 0])) + [cell | {"length": 128} for cell in scores(a=([0, 0], [1, 1]))]
+    assert [(row["length"], row["tasks"], row["left_out"]) for row in averages(cells) if row["policy"] == POLICY] == [
+        (64, ["a"], []),
+        (128, [], ["a"]),
+    ]
+
+
+def test_without_a_task_that_counts_there_is_no_average():
+    for cells in (scores(a=([0, 0], [1, 1])), summarize([entry(POLICY, "a", 64, 0, score=1)])):
+        row = averages(cells)[-1]
+        assert (row["tasks"], row["left_out"]) == ([], ["a"])
+        assert row["mean"] is None and row["difference"] is None and row["interval"] is None
+    assert averages(summarize([entry(DENSE, "drift", 64, 0, kl=0)])) == []
+
+
+def test_the_average_of_one_task_is_that_task():
+    cells = scores(a=([1, 1, 1, 0], [1, 0, 0, 1]))
+    score = cells[1]["metrics"]["score"]
+    assert {name: averages(cells)[1][name] for name in score if name != "samples"} == {
+        name: value for name, value in score.items() if name != "samples"
+    }

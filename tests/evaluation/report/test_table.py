@@ -1,0 +1,139 @@
+"""Tables for the terminal and for Markdown: all numbers, the marks, and 120 columns."""
+
+import io
+import re
+
+import pytest
+from made_up_report import DENSE, POLICIES, TOP_K, entry, report
+from rich.console import Console
+
+from jsparse.evaluation.report.statistics import averages, summarize
+from jsparse.evaluation.report.table import MARKED, NOTE, grids, markdown, number, tables, tokens
+
+
+def of(entries, model="made-up"):
+    cells = summarize(entries)
+    return {"settings": {"model": model}, "cells": cells, "averages": averages(cells)}
+
+
+def printed(table, width=120):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def value(mean, difference=None, interval=None):
+    return {"mean": mean, "difference": difference, "interval": interval}
+
+
+@pytest.mark.parametrize(
+    ("metric", "found", "text"),
+    [
+        ("score", value(0.93, -0.021, [-0.04, -0.003]), "93.0 (-2.1\n[-4.0, -0.3])"),
+        ("score", value(1.0), "100.0"),
+        ("score", value(0.5, 0.0, None), "50.0 (+0.0)"),
+        ("score", value(0.5, -1e-9, [-1e-9, 1e-9]), "50.0 (+0.0\n[0.0, 0.0])"),
+        ("kl", value(0.01234, 0.01234, [0.01, 0.02]), "0.012 (+0.012\n[0.01, 0.02])"),
+        ("perplexity", value(12.345, 1.2, [1.0, 1.4]), "12.35 (+1.20\n[1.00, 1.40])"),
+        ("lse_error", value(0.98765), "0.988"),
+        ("score", None, "-"),
+    ],
+)
+def test_a_number_with_its_difference_and_interval(metric, found, text):
+    assert number(found, metric) == text
+
+
+def test_tokens_in_short():
+    assert [tokens(n) for n in (64, 1000, 1024, 1536, 8192, 131072)] == ["64", "1000", "1K", "1536", "8K", "128K"]
+
+
+def test_a_table_by_hand():
+    scores = {DENSE: [1, 1], "streaming(sink=4, recent=8)": [0, 0]}
+    made = of(
+        entry(policy, "a", 1024, i, score=score, attended=attended)
+        for (policy, column), attended in zip(scores.items(), (1, 0.125), strict=True)
+        for i, score in enumerate(column)
+    )
+    (grid,) = grids(made)
+    assert grid.title == "made-up, 1K tokens" and grid.note == NOTE
+    assert grid.header == ["policy", "a\nscore %", "attended %"]
+    assert grid.rows == [
+        [DENSE, "100.0", "100.0"],
+        ["streaming(sink=4, recent=8)", "0.0 (-100.0\n[-100.0, -100.0])", "12.5"],
+    ]
+    assert markdown(made) == (
+        "**made-up, 1K tokens**\n\n"
+        "| policy | a score % | attended % |\n"
+        "| --- | ---: | ---: |\n"
+        "| `dense()` | 100.0 | 100.0 |\n"
+        "| `streaming(sink=4, recent=8)` | 0.0 (-100.0 [-100.0, -100.0]) | 12.5 |\n"
+        f"\n{NOTE}\n"
+    )
+
+
+def test_up_to_four_columns_stand_in_one_table_by_length():
+    (grid,) = grids(report(), metrics=["score"])
+    assert grid.title == "made-up, 1K and 4K tokens"
+    assert grid.header == [
+        "policy",
+        "niah_grid\nscore %, 1K",
+        "vt†\nscore %, 1K",
+        "niah_grid\nscore %, 4K",
+        "vt†\nscore %, 4K",
+        "attended %",
+    ]
+    assert [row[-1] for row in grid.rows] == ["100.0, 100.0", "6.2, 1.6", "12.5, 3.1", "18.8, 4.7"]
+
+
+def test_more_columns_are_split_by_length_then_by_four():
+    made = grids(report())
+    assert [grid.title for grid in made] == [f"made-up, {at} tokens" for at in ("1K", "1K", "4K", "4K")]
+    heads = ["drift\nKL", "drift\nagreement %", "drift\nperplexity", "niah_grid\nscore %"]
+    assert [grid.header[1:-1] for grid in made] == [heads, ["vt†\nscore %"]] * 2
+    assert all([row[0] for row in grid.rows] == list(POLICIES) for grid in made)
+    assert [grid.note for grid in made] == ["", MARKED, "", f"{MARKED} {NOTE}"]
+    assert [row[-1] for row in made[1].rows] == [row[-1] for row in made[0].rows], "attended is of the length"
+    assert [len(grid.header) - 2 for grid in grids(report(), columns=10)] == [10]
+
+
+def test_tasks_that_dense_fails_are_marked_and_the_others_averaged():
+    (grid,) = grids(report(tasks=("a", "b", "vt"), lengths=(1024,)), metrics=["score"])
+    assert grid.header[1:-1] == [f"{name}\nscore %" for name in ("a", "b", "vt†", "average")]
+    for _, a, b, vt, average, _ in grid.rows:
+        assert a == b == average and vt.startswith("0.0")
+    assert MARKED in grid.note
+    (grid,) = grids(report(tasks=("a", "b"), lengths=(1024,)), metrics=["score"])
+    assert MARKED not in grid.note and not any("†" in name for name in grid.header)
+
+
+def test_what_was_not_measured_is_a_dash():
+    made = of([entry(DENSE, "a", 64, 0, score=1), entry(TOP_K, "b", 64, 0, score=1)])
+    (grid,) = grids(made)
+    assert grid.rows == [[DENSE, "100.0", "-", "-"], [TOP_K, "-", "100.0", "-"]]
+    assert grids(of([])) == grids(made, metrics=["kl"]) == tables(of([])) == []
+    assert markdown(of([])) == ""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        report(tasks=("niah_multikey_2",), lengths=(1024,)),
+        report(tasks=("niah_multikey_2", "niah_multikey_3"), lengths=(1024, 131072)),
+        report(tasks=("a", "b", "vt", "niah_multikey_3"), lengths=(1024,)),
+    ],
+)
+@pytest.mark.parametrize("metrics", [("score",), ("score", "kl", "agreement", "perplexity")])
+def test_four_columns_fit_into_120_characters_with_every_number_whole(made, metrics):
+    for grid, table in zip(grids(made, metrics), tables(made, metrics), strict=True):
+        lines = printed(table).split("\n")
+        assert all(len(line) <= 120 for line in lines)
+        words = " ".join(lines).split()
+        texts = [text for row in [grid.header, *grid.rows] for text in row]
+        assert all(word in words for text in texts for word in text.split()), "no word is cut"
+
+
+def test_brackets_and_stars_are_printed_as_they_are():
+    policy = "x(a=[red], b='[/]', c='[bold]*')"
+    made = of([entry(policy, "[blue]a[/blue]", 64, i, score=1) for i in range(2)], model="[green]m")
+    text = re.sub(r"\s+", " ", "".join(map(printed, tables(made))))
+    assert policy in text and "[blue]a[/blue]" in text and "[green]m, 64 tokens" in text

@@ -1,0 +1,258 @@
+"""select against sorting in float64, case by case."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
+from jsparse.selection import Selection, token_mask, unpack_bits
+
+by_name = {case.name: case for case in CASES}
+
+
+def logsumexp(x: np.ndarray) -> float:
+    top = x.max(initial=-np.inf)
+    return top if np.isneginf(top) else top + np.log(np.exp(x - top).sum())
+
+
+def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> list[int]:
+    """What one row chooses, best first; `lse` normalises its logits."""
+    order = [i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])]
+    if isinstance(rule, TopK):
+        return order[: max(int(value), 1)]
+    weights = np.exp(row - (lse if order else 0.0)) if softmax else row
+    if isinstance(rule, Threshold):
+        return [i for i in order if weights[i] > value] or order[:1]
+    order = [i for i in order if weights[i] > 0]
+    total, chosen, mass = weights[order].sum(), [], 0.0
+    for i in order:
+        if mass >= np.float32(value) * total * (1 - 1e-7) and value < 1:  # float32(0.9) of 200 is below 180
+            break
+        chosen.append(i)
+        mass += weights[i]
+    return chosen
+
+
+def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
+    """For each head the units that are listed, and of each the tokens chosen."""
+    softmax, unit, size = kwargs["weights"] == "softmax", kwargs["granularity"], kwargs["page_size"] or 1
+    lengths, listed = kwargs["lengths"], {}
+    for head in np.ndindex(*scores.shape[:2]):
+        value = float(np.broadcast_to(rule[0], scores.shape[:2])[head])
+        rows = np.asarray(scores, np.float64)[head].copy()
+        rows[np.isnan(rows)] = -np.inf
+        if lengths is not None:
+            rows[:, int(lengths[head]) :] = -np.inf
+        if unit == "page_mass":
+            pages = rows.reshape(len(rows), -1, size)
+            sums = np.where(np.isneginf(pages), 0, pages).sum(-1)
+            sums[np.isneginf(pages).all(-1)] = -np.inf
+            rows = np.apply_along_axis(logsumexp, -1, pages) if softmax else sums
+        offsets = np.zeros(len(rows))
+        if softmax and len(rows) > 1:
+            offsets = np.nan_to_num(np.apply_along_axis(logsumexp, -1, rows), neginf=0.0)
+        best = (rows - offsets[:, None]).max(0)
+        if kwargs["group"] == "max" and len(rows) > 1:
+            lse = logsumexp(best) if isinstance(rule, TopP) else 0.0
+            chosen = set(choice(best, rule, value, softmax, lse))
+        else:
+            chosen = {i for row in rows for i in choice(row, rule, value, softmax, logsumexp(row))}
+        per_unit = size if unit in ("bits", "touched") else 1
+        units: dict[int, set[int]] = {}
+        for i in chosen:
+            units.setdefault(i // per_unit, set()).add(i % per_unit)
+        worth = {u: max(best[u * per_unit + t] for t in tokens) for u, tokens in units.items()}
+        kept = sorted(units, key=lambda u: (-worth[u], u))[: kwargs["capacity"]]
+        listed[head] = {name(u, kwargs["names"], head, scores.shape[-1] // size): units[u] for u in sorted(kept)}
+    return listed
+
+
+def name(unit: int, names, head: tuple[int, int], units: int) -> int:
+    if names is None:
+        return unit
+    span = units // names.shape[-1]
+    return int(names[head][unit // span]) * span + unit % span
+
+
+def assert_lists(got: Selection, want, kwargs) -> None:
+    ids, count = np.asarray(got.ids), np.asarray(got.count)
+    assert (ids.dtype, count.dtype, ids.shape[-1]) == (np.int32, np.int32, kwargs["capacity"])
+    assert got.granularity == ("token" if kwargs["granularity"] == "token" else "page")
+    assert (got.bits is not None) == (kwargs["granularity"] == "bits")
+    for head, units in want.items():
+        assert ids[head][: count[head]].tolist() == list(units)
+        assert not ids[head][count[head] :].any()
+        if got.bits is not None:
+            flags = np.asarray(unpack_bits(got.bits, kwargs["page_size"]))[head]
+            assert [set(np.flatnonzero(row)) for row in flags[: count[head]]] == list(units.values())
+            assert not flags[count[head] :].any()
+
+
+def call(inputs, **kwargs) -> Selection:
+    """Compiled, with the rule's numbers static or not, as they come."""
+    arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
+    static = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
+
+    @jax.jit
+    def run(scores, setting, arrays):
+        rule = type(inputs.rule)(inputs.rule[0] if setting is None else setting)
+        return threshold_select(scores, rule, **arrays, **static)
+
+    setting = inputs.rule[0] if hasattr(inputs.rule[0], "shape") else None
+    return run(inputs.scores, setting, arrays)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_lists_what_sorting_finds(case):
+    inputs = case.build()
+    assert_lists(call(inputs), expected(*inputs), inputs.kwargs)
+
+
+def test_cases_are_what_they_say():
+    assert len(by_name) == len(CASES)
+    for case in CASES:
+        scores, rule, kwargs = case.build(3)
+        assert scores.shape == (case.batch, case.kv_heads, case.group, case.size)
+        assert rule._fields[0] == {"top_k": "k", "top_p": "p", "threshold": "theta"}[case.rule]
+        np.testing.assert_array_equal(scores, case.build(3).scores)
+        if case.ragged:
+            assert {0, 1, case.size} <= set(np.asarray(kwargs["lengths"]).flat)
+            assert bool((scores == jnp.asarray(JUNK, scores.dtype)).any())
+    for name in ("top_p_capped", "top_p_union_capped", "top_k_union_capped", "mass_capped", "bits_capped"):
+        inputs = by_name[name].build()
+        free = expected(inputs.scores, inputs.rule, inputs.kwargs | {"capacity": 1000})
+        assert max(map(len, free.values())) > inputs.kwargs["capacity"]
+
+
+def test_bits_and_tokens_say_the_same():
+    inputs = by_name["bits_8"].build()
+    by_page = threshold_select(inputs.scores, inputs.rule, **inputs.kwargs)
+    by_token = threshold_select(inputs.scores, inputs.rule, capacity=200)
+    lengths = jnp.full((2, 2), 200, jnp.int32)
+    masks = [token_mask(chosen, lengths, num_pages=25, page_size=8) for chosen in (by_page, by_token)]
+    np.testing.assert_array_equal(*masks)
+    whole = threshold_select(inputs.scores, inputs.rule, **inputs.kwargs | {"granularity": "touched"})
+    np.testing.assert_array_equal(whole.ids, by_page.ids)
+
+
+def test_names_of_odd_pages_do_for_their_tokens():
+    names = jnp.array([[[1, 4, 9]]], jnp.int32)
+    got = threshold_select(jnp.arange(9.0).reshape(1, 1, 1, 9), TopK(5), capacity=6, names=names)
+    np.testing.assert_array_equal(got.ids, [[[13, 14, 27, 28, 29, 0]]])
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    inputs = dataclasses.replace(by_name["top_p_union_capped"], ragged=False).build()
+    whole = call(inputs)
+    changed = call(inputs._replace(scores=inputs.scores.at[1:].set(7.0)))
+    np.testing.assert_array_equal(whole.ids[0], changed.ids[0])
+
+
+def test_a_set_weighs_what_is_asked_for():
+    """To within what float32 makes of a long sum; and a page's weight is its tokens'."""
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 1, 20_000)) * 3, jnp.float32)
+    weights = np.asarray(jax.nn.softmax(scores.astype(jnp.float32), -1), np.float64)[0, :, 0]
+    for unit, page_size, each in (("token", None, weights), ("page_mass", 16, weights.reshape(2, -1, 16).sum(-1))):
+        got = threshold_select(scores, TopP(0.9), capacity=20_000, granularity=unit, page_size=page_size)
+        for row, ids, count in zip(each, np.asarray(got.ids)[0], np.asarray(got.count)[0], strict=True):
+            kept = row[ids[:count]]
+            assert kept.sum() >= 0.9 - 1e-5
+            assert kept.sum() - kept.min() < 0.9 + 1e-5
+
+
+def test_every_row_with_a_score_chooses_at_least_one():
+    scores = jnp.full((1, 1, 2, 8), -jnp.inf).at[0, 0, 0, 5].set(-1e4)
+    for rule in (TopK(3), TopK(jnp.zeros((1, 1), jnp.int32)), TopP(1e-6), Threshold(2.0)):
+        for group in ("union", "max"):
+            got = threshold_select(scores, rule, capacity=4, group=group)
+            assert (int(got.count[0, 0]), int(got.ids[0, 0, 0])) == (1, 5)
+
+
+def test_numbers_of_heads_do_not_retrace():
+    traces = []
+
+    @jax.jit
+    def run(scores, k):
+        traces.append(None)
+        return threshold_select(scores, TopK(k), capacity=5).count
+
+    scores = jnp.arange(20.0).reshape(1, 2, 1, 10)
+    for k in ([[1, 5]], [[3, 2]]):
+        np.testing.assert_array_equal(run(scores, jnp.array(k, jnp.int32)), k)
+    assert len(traces) == 1
+
+
+SCORES = jnp.zeros((2, 3, 4, 32))
+WRONG = {
+    "axes": (SCORES[0], TopK(1), {}, r"scores.shape=\(3, 4, 32\): must be \[B, K, G, n\]"),
+    "no scores": (SCORES[..., :0], TopK(1), {}, "none of them 0"),
+    "dtype": (SCORES.astype(jnp.int32), TopK(1), {}, "scores.dtype=int32: must be floating"),
+    "capacity": (SCORES, TopK(1), {"capacity": 0}, "capacity=0: must be an integer of at least 1"),
+    "granularity": (
+        SCORES,
+        TopK(1),
+        {"granularity": "block"},
+        r"granularity='block': must be one of \['token', 'page'",
+    ),
+    "weights": (SCORES, TopK(1), {"weights": "log"}, "weights='log': must be one of"),
+    "group": (SCORES, TopK(1), {"group": "mean"}, "group='mean': must be one of"),
+    "page size of tokens": (SCORES, TopK(1), {"page_size": 8}, "page_size=8: must be None for granularity='token'"),
+    "no page size": (
+        SCORES,
+        TopK(1),
+        {"granularity": "bits"},
+        "page_size=None: must divide n=32 for granularity='bits'",
+    ),
+    "page size": (SCORES, TopK(1), {"granularity": "touched", "page_size": 5}, "page_size=5: must divide n=32"),
+    "bits": (
+        jnp.zeros((1, 1, 1, 128)),
+        TopK(1),
+        {"granularity": "bits", "page_size": 64},
+        "page_size=64: must be at most 32",
+    ),
+    "lengths": (SCORES, TopK(1), {"lengths": jnp.zeros(2, jnp.int32)}, r"lengths.shape=\(2,\): must be \[B, K\]"),
+    "names": (SCORES, TopK(1), {"names": jnp.zeros((3, 32), jnp.int32)}, r"\[3, 32\]: must be int32\[B, K, m\]"),
+    "names of no units": (
+        SCORES,
+        TopK(1),
+        {"names": jnp.zeros((2, 3, 32), jnp.int32), "granularity": "touched", "page_size": 8},
+        r"names=int32\[2, 3, 32\]: must be int32\[B, K, m\], \[B, K\] = \[2, 3\], m a divisor of 4",
+    ),
+    "no names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 0), jnp.int32)}, "m a divisor of 32"),
+    "dtype of names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 32))}, "names=float32.*must be int32"),
+    "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP or a Threshold"),
+    "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
+    "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),
+    "theta": (SCORES, Threshold(float("nan")), {}, "theta=nan: must be a number"),
+    "numbers of heads": (SCORES, TopP(jnp.ones(2)), {}, r"p.shape=\(2,\): must be \[B, K\] = \(2, 3\)"),
+    "backend": (SCORES, TopK(1), {"implementation": "abacus"}, "implementation='abacus': select has"),
+    "odd pages": (
+        jnp.zeros((1, 1, 1, 48)),
+        TopK(1),
+        {"granularity": "touched", "page_size": 24, "implementation": "triton"},
+        "needs page_size to be a power of two, not 24",
+    ),
+    "odd names": (
+        jnp.zeros((1, 1, 1, 48)),
+        TopK(1),
+        {
+            "granularity": "touched",
+            "page_size": 4,
+            "names": jnp.zeros((1, 1, 4), jnp.int32),
+            "implementation": "triton",
+        },
+        "needs a name to be of as many units as a power of two, not of 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_are_refused(name):
+    scores, rule, kwargs, message = WRONG[name]
+    with pytest.raises(ValueError, match=message) as error:
+        threshold_select(scores, rule, **{"capacity": 4} | kwargs)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,354 @@
+"""Double Sparsity against a slow numpy model: heavy channels, labels, what is selected; and calibration files."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from slow_model import SlowModel, SlowRow, softmax
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse import prompts
+from jsparse.cache import LayerCache, read_heads
+from jsparse.cli.app import app
+from jsparse.pallas_kernels.int4_keys import dequantise, quantise
+from jsparse.policies import channel_ranking
+from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
+from jsparse.runtime import prefill, session
+from jsparse.runtime.correct import correct
+
+LAYERS, K, H, GROUP, PAGE = 3, 2, 16, 2, 8
+PROMPTS = random_prompts((37, 9))
+FORCED = random_tokens(2, 6)
+MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
+jitted_quantise = jax.jit(quantise)
+
+
+@pytest.fixture(scope="module")
+def ranking():
+    """A different order of the channels in every layer and head."""
+    return np.random.default_rng(5).permuted(np.tile(np.arange(H, dtype=np.int32), (LAYERS, K, 1)), axis=-1)
+
+
+@pytest.fixture(scope="module")
+def file(ranking, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibration") / "heavy.safetensors"
+    channel_ranking.save(ranking, path)
+    return str(path)
+
+
+def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
+    """Cache and state after the prompts, read in pieces of `chunk`."""
+    params = tiny_params()
+    spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+        _, cache, state = session.prime(params, policy, prompts, spec, lambda *_: None)
+    return cache, state
+
+
+def keys_of(cache, layer, row, head):
+    """K of one head, as the cache holds it."""
+    held = cache.layers[layer]
+    return np.asarray(read_heads(held.k, held))[row, head, : int(held.lengths[row, head])]
+
+
+def heaviest(weights, count):
+    """The channels of largest weight, ascending."""
+    return sorted(sorted(range(len(weights)), key=lambda d: -weights[d])[:count])
+
+
+def labelled(key):
+    """One token's channels after four bits each, with the scale and the least of them in float16."""
+    key = np.asarray(key, np.float64)
+    least, step = np.float16(key.min()), np.float16((key.max() - key.min()) / 15)
+    step = float(step) or 1.0
+    return np.array([np.clip(np.rint((x - least) / step), 0, 15) * step + least for x in key])
+
+
+def heads_of(state):
+    """(layer, row, head) of all that a state holds."""
+    return [(layer, *at) for layer in range(len(state)) for at in np.ndindex(state[layer].channels.shape[:2])]
+
+
+def assert_labels_are_of_the_cache(cache, state):
+    """Bit by bit, for all that is held."""
+    for layer, row, head in heads_of(state):
+        held, (channels, keys) = cache.layers[layer], state[layer]
+        k = keys_of(cache, layer, row, head)
+        wanted = jitted_quantise(jnp.asarray(k[:, np.asarray(channels)[row, head]], held.k.dtype))
+        for pool, part in zip(keys, wanted, strict=True):
+            np.testing.assert_array_equal(read_heads(pool, held)[row, head, : len(k)], part)
+
+
+@pytest.mark.parametrize("channels", [2, 6, 16])
+def test_the_channels_are_those_of_the_largest_keys(channels):
+    cache, state = primed(double_sparsity(channels=channels))
+    for layer, row, head in heads_of(state):
+        weights = np.abs(keys_of(cache, layer, row, head).astype(np.float64)).mean(axis=0)
+        assert state[layer].channels[row, head].tolist() == heaviest(weights, channels)
+    chosen = {tuple(state[layer].channels[row, head].tolist()) for layer, row, head in heads_of(state)}
+    assert len(chosen) > LAYERS or channels == H  # heads and rows have their own
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
+    cache, state = primed(double_sparsity(channels=6, calibration=file if calibrated else None))
+    for layer, row, head in heads_of(state):
+        channels = state[layer].channels[row, head].tolist()
+        assert not calibrated or channels == sorted(ranking[layer, head, :6].tolist())
+        k = keys_of(cache, layer, row, head)[:, channels].astype(np.float64)
+        held = cache.layers[layer]
+        labels = np.asarray(dequantise(*(read_heads(pool, held) for pool in state[layer].keys)))[row, head, : len(k)]
+        np.testing.assert_allclose(labels, [labelled(key) for key in k], rtol=1e-3, atol=1e-3)
+        step = (k.max(axis=1) - k.min(axis=1)) / 15
+        assert (np.abs(labels - k).max(axis=1) <= step / 2 + 2.0**-10 * np.abs(k).max(axis=1)).all()
+
+
+def best(cache, layer, row, head, channels, q, budget, granularity):
+    """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
+    labels = [labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]]
+    weights = np.array([softmax([float(one[channels] @ label) / H**0.5 for label in labels]) for one in q])
+    if granularity == "page":
+        weights = np.array([[one[at : at + PAGE].sum() for at in range(0, len(labels), PAGE)] for one in weights])
+    count = budget if granularity == "token" else max(budget // PAGE, 1)
+    return heaviest(weights.max(axis=0), count)
+
+
+@pytest.mark.parametrize(
+    ("budget", "granularity"), [(1, "token"), (7, "token"), (100, "token"), (16, "page"), (7, "page"), (100, "page")]
+)
+def test_selects_what_the_slow_model_ranks_best(budget, granularity):
+    policy = double_sparsity(budget=budget, channels=6, granularity=granularity)
+    cache, state = primed(policy)
+    q = 2 * np.random.default_rng(3).normal(size=(len(PROMPTS), K * GROUP, H)).astype(np.float32)
+    for layer in range(LAYERS):
+        chosen, summary, _ = policy.select(state, layer, jnp.asarray(q), cache)
+        assert (summary, chosen.granularity) == (None, granularity)
+        for row, head in np.ndindex(len(PROMPTS), K):
+            listed = chosen.ids[row, head, : int(chosen.count[row, head])].tolist()
+            channels = state[layer].channels[row, head].tolist()
+            group = q[row, head * GROUP : (head + 1) * GROUP]
+            assert listed == best(cache, layer, row, head, channels, group, budget, granularity)
+
+
+def test_few_channels_rank_otherwise_than_all():
+    """Were the queries' channels not gathered, or all used, this would show."""
+    q = jnp.asarray(2 * np.random.default_rng(3).normal(size=(2, K * GROUP, H)), jnp.float32)
+    ids = []
+    for channels in (2, 16):
+        policy = double_sparsity(budget=5, channels=channels)
+        cache, state = primed(policy)
+        ids.append(policy.select(state, 0, q, cache)[0].ids)
+    assert not np.array_equal(*ids)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("chunk", [16, 32, 512])
+def test_neither_chunks_nor_batch_change_the_state(chunk, calibrated, file):
+    policy = double_sparsity(channels=6, calibration=file if calibrated else None)
+    cache, state = primed(policy, chunk=chunk)
+    assert_labels_are_of_the_cache(cache, state)
+    _, alone = primed(policy, PROMPTS[1:], num_pages=3)
+    for one, other in zip(alone, state, strict=True):
+        np.testing.assert_array_equal(one.channels[0], other.channels[1])
+
+
+def random_layer(rows, pages, lengths, *, scrambled=False):
+    """A layer whose every slot, held or not, holds keys of spread magnitudes; those of a row hang on the row alone."""
+    k = np.stack([np.exp(3 * np.random.default_rng(row).normal(size=(K, 40, PAGE, H))) for row in rows])
+    k = k[:, :, :pages].reshape(-1, PAGE, H).astype(np.float32)
+    at = np.random.default_rng(0).permutation(len(k)).astype(np.int32) if scrambled else np.arange(len(k))
+    pool = np.empty_like(k)
+    pool[at] = k
+    table = jnp.asarray(at.reshape(len(rows), K, pages), jnp.int32) if scrambled else None
+    held = jnp.asarray(np.broadcast_to(np.array(lengths)[:, None], (len(rows), K)), jnp.int32)
+    return LayerCache(jnp.asarray(pool), jnp.asarray(pool), held, block_table=table)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 256, 257, 270])
+def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
+    magnitudes = jax.jit(key_magnitudes)
+    alone = magnitudes(random_layer([7], 34, [length]))
+    exact = np.abs(np.asarray(random_layer([7], 34, [length]).k, np.float64)).reshape(K, -1, H)[:, :length].sum(1)
+    np.testing.assert_allclose(alone[0], exact, rtol=1e-6)
+    for rows, pages, scrambled in (([7, 1, 2], 34, True), ([3, 7], 40, False), ([7], 40, True)):
+        lengths = [length if row == 7 else 33 * row for row in rows]
+        among = magnitudes(random_layer(rows, pages, lengths, scrambled=scrambled))
+        np.testing.assert_array_equal(among[rows.index(7)], alone[0])
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_labels_follow_decoding_and_corrections(calibrated, file):
+    """Steps append one token each; a correction writes the last three positions again, with other keys."""
+    params, policy = tiny_params(), double_sparsity(budget=1, channels=4, calibration=file if calibrated else None)
+    cache, state = primed(policy)
+    channels = [np.asarray(layer.channels) for layer in state]
+    for step in range(3):
+        _, cache, state, _ = session.step(params.decoder, policy, params.weights, FORCED[:, step], cache, state)
+    assert_labels_are_of_the_cache(cache, state)
+    before = [np.asarray(layer.keys.packed) for layer in state]
+    cache, state = correct(params.decoder, policy, params.weights, FORCED[:, :3], cache, state)
+    assert_labels_are_of_the_cache(cache, state)
+    assert cache.layers[0].lengths[:, 0].tolist() == [40, 12]
+    assert any((new.keys.packed != old).any() for new, old in zip(state, before, strict=True))
+    for new, old in zip(state, channels, strict=True):
+        np.testing.assert_array_equal(new.channels, old)
+
+
+def test_many_tokens_are_appended_at_once():
+    policy = double_sparsity(channels=4)
+    cache, state = primed(policy)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, K, H)), jnp.float32)
+    positions = cache.positions[:, None] + jnp.arange(5, dtype=jnp.int32)
+    for layer in range(LAYERS):
+        cache = kv_cache.append(cache, layer, k, k, positions, jnp.full(2, 5, jnp.int32))
+        state = policy.append(state, layer, k, k, positions, positions, cache)
+    assert cache.layers[0].lengths[:, 0].tolist() == [42, 14]
+    assert_labels_are_of_the_cache(cache, state)
+
+
+def test_calibrated_it_runs_like_every_policy(file):
+    """What the battery checks of the table's expressions, which know of no file."""
+    params = tiny_params()
+    expression = f"double_sparsity(budget=6, channels=4, calibration={file!r})"
+    logits = engine_logits(params, expression, PROMPTS, FORCED, page_size=PAGE)
+    dense = engine_logits(params, "dense", PROMPTS, FORCED, page_size=PAGE)
+    full = engine_logits(params, double_sparsity(2**30, 4, file), PROMPTS, FORCED, page_size=PAGE)
+    assert_close(full, dense, rtol=2e-5)
+    assert np.abs(logits - dense).max() > 1e-3
+    alone = engine_logits(params, expression, PROMPTS[1:], FORCED[1:], page_size=PAGE, max_length=64)
+    assert_close(alone[:, 0], logits[:, 1], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "channels"), [(8, 8), (16, 8), (40, 16), (64, 16), (96, 24), (128, 32), (256, 64)]
+)
+def test_a_quarter_of_the_channels_in_whole_eights(head_dim, channels):
+    spec = spec_of(tiny_params(), 1)._replace(head_dim=head_dim)
+    (labels, *_) = jax.eval_shape(lambda: double_sparsity().init(spec))
+    assert (labels.channels.shape, labels.keys.packed.shape[-1]) == ((1, K, channels), channels // 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 0}, "budget=0: must be an integer of at least 1"),
+        ({"channels": 0}, "channels=0: must be an integer of at least 2"),
+        ({"channels": 5}, "channels=5: must be even"),
+        ({"channels": 4.0}, "channels=4.0: must be an integer"),
+        ({"calibration": 4}, "calibration=4: must be the path of a file"),
+        ({"calibration": "no/such"}, "calibration='no/such': must be a safetensors file that can be read .*No such"),
+        ({"granularity": "bits"}, r"granularity='bits': must be one of \['token', 'page'\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        double_sparsity(**arguments)
+
+
+def test_more_channels_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="channels=18: must be at most 16, the model's head dimension"):
+        jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=1, policy="double_sparsity(channels=18)")
+
+
+WRONG = {
+    "text": lambda path, _: path.write_text("channels: 1, 2, 3"),
+    "folder": lambda path, _: path.mkdir(),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "other tensors": lambda path, order: save_file({"weight": order}, path),
+    "other type": lambda path, order: save_file({"ranking": order.astype(np.float32)}, path),
+    "other axes": lambda path, order: save_file({"ranking": order[0]}, path),
+    "twice the same": lambda path, order: save_file({"ranking": np.where(order == 3, 4, order).astype(np.int32)}, path),
+    "too few": lambda path, order: save_file({"ranking": np.ascontiguousarray(order[..., :9])}, path),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_calibration_is_refused(name, ranking, tmp_path):
+    path = tmp_path / "wrong"
+    WRONG[name](path, ranking)
+    with pytest.raises(ValueError, match=f"calibration='{path}': must (be a safetensors file|hold 'ranking')") as error:
+        double_sparsity(calibration=str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(2, K, H), (LAYERS, 4, H), (LAYERS, K, 8)], ids=str)
+def test_another_models_calibration_is_refused(shape, tmp_path):
+    path = str(tmp_path / "other")
+    channel_ranking.save(np.tile(np.arange(shape[-1], dtype=np.int32), (*shape[:2], 1)), path)
+    told = "is for {} layers of {} KV heads of {} channels".format(*shape)
+    with pytest.raises(ValueError, match=f"calibration='{path}': {told}, must be for the model's 3 × 2 × 16"):
+        jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=1, policy=double_sparsity(calibration=path))
+
+
+def slow_weights(row):
+    """float64[L, K, H]: the sum of |q·k| of every token with itself over the queries of each group."""
+    weights = np.zeros((LAYERS, K, H))
+    for layer, head in np.ndindex(LAYERS, K):
+        for q, k in zip(row.q[layer], row.k[layer][head], strict=True):
+            for n in range(head * GROUP, (head + 1) * GROUP):
+                weights[layer, head] += np.abs(q[n] * k)
+    return weights
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_calibration_ranks_by_the_products_of_queries_and_keys(chunk, monkeypatch):
+    params = tiny_params()
+    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+    model = SlowModel(params)
+    weights = [slow_weights(SlowRow(model, prompt)) for prompt in PROMPTS]
+    one = jsparse.calibrate_channels(params, PROMPTS[0])
+    assert (one.dtype, one.shape) == (np.int32, (LAYERS, K, H))
+    np.testing.assert_array_equal(one, np.argsort(-weights[0], axis=-1))
+    both = jsparse.calibrate_channels(params, PROMPTS)
+    np.testing.assert_array_equal(both, np.argsort(-(weights[0] + weights[1]), axis=-1))
+    assert not np.array_equal(one, both)
+
+
+def test_a_ranking_is_read_as_it_was_written(ranking, file):
+    np.testing.assert_array_equal(channel_ranking.load(file), ranking)
+
+
+def command(*args):
+    return CliRunner().invoke(app, ["calibrate-channels", "--model", MODEL, *map(str, args)])
+
+
+def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("the cat sat on the mat " * 9)
+    ran = command("--text", "text", "--tokens", 20)
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (
+        0,
+        "double_sparsity(calibration='double_sparsity.safetensors')\n",
+        "",
+    )
+    params = jsparse.load(MODEL)
+    ids = prompts.encode(params, "the cat sat on the mat " * 9)[0][0]
+    wanted = jsparse.calibrate_channels(params, ids[:20])
+    np.testing.assert_array_equal(channel_ranking.load("double_sparsity.safetensors"), wanted)
+    out = command("--text", "text", "--out", "it's")
+    assert len(jsparse.generate(params, "the cat", max_new_tokens=3, policy=out.stdout).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--text"),
+        (["--text", "nope"], "error: --text 'nope' cannot be read: No such file"),
+        (["--text", "long", "--tokens", "600"], "must be at most 512, the model's maximum"),
+        (["--text", "long", "--tokens", "0"], "--tokens"),
+        (["--text", "long", "--tokens", "9", "--out", "no/such"], "No such file or directory: 'no/such'"),
+    ],
+)
+def test_mistakes_of_the_command(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("long").write_text("a " * 700)
+    ran = command(*args)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert message in ran.stderr

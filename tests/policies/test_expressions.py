@@ -1,0 +1,167 @@
+"""Policies from expressions: what they build, and that nothing else is ever done with them."""
+
+import inspect
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jsparse
+from jsparse.policies import POLICIES
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.policy import Policy, builder, dense
+
+
+@pytest.mark.parametrize(
+    ("expression", "built"),
+    [
+        ("dense", lambda: jsparse.dense()),
+        ("dense()", lambda: jsparse.dense()),
+        (" streaming\n", lambda: jsparse.streaming()),
+        ("streaming(4)", lambda: jsparse.streaming(sink=4)),
+        ("streaming(recent=512, sink=4)", lambda: jsparse.streaming()),
+        ("streaming(\n  8,\n  recent=16,\n)", lambda: jsparse.streaming(8, 16)),
+        ("oracle_top_k(budget=256, granularity='page')", lambda: jsparse.oracle_top_k(256, "page")),
+        ("oracle_top_p(p=0.9)", lambda: jsparse.oracle_top_p(0.9)),
+        ("keep(oracle_top_k(budget=256), sink=4, recent=64)", lambda: jsparse.keep(jsparse.oracle_top_k(256), 4, 64)),
+        ("keep(policy=dense)", lambda: jsparse.keep(jsparse.dense())),
+        (
+            "dense_layers(keep(streaming(1, 2), 3), n=4)",
+            lambda: jsparse.dense_layers(jsparse.keep(jsparse.streaming(1, 2), sink=3), 4),
+        ),
+        ("(((streaming)))", lambda: jsparse.streaming()),
+    ],
+)
+def test_expressions_build_what_the_calls_build(expression, built):
+    assert parse(expression) is built()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_name_is_an_expression_that_builds_it_again(name):
+    wanted = {"policy": jsparse.streaming(2, 3), "base": jsparse.streaming(2, 3), "gates": [[1, 1], [0, 1]]}
+    given = {key: wanted[key] for key in inspect.signature(POLICIES[name]).parameters if key in wanted}
+    policy = POLICIES[name](**given)
+    assert str(policy) == policy.name
+    assert parse(policy.name) is policy
+
+
+def test_equal_arguments_give_one_object_and_others_another():
+    assert jsparse.streaming(4) is jsparse.streaming(sink=4) is jsparse.streaming(4, 512)
+    assert jsparse.streaming(4) is not jsparse.streaming(5)
+    assert jsparse.streaming(4) != jsparse.streaming(5)
+    assert len({jsparse.streaming(4), jsparse.streaming(4, recent=512), dense()}) == 2
+    assert jsparse.oracle_top_p(1) is not jsparse.oracle_top_p(1.0)  # so that a type is never another's
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("", "must be an expression such as"),
+        ("streaming(", "must be an expression such as"),
+        ("dense; dense", "must be an expression such as"),
+        ("x = dense", "must be an expression such as"),
+        ("dense\0", "must be an expression such as"),
+        ("(" * 1000 + "dense" + ")" * 1000, "must be an expression such as"),
+        ("4", "'4' must be the plain name of a policy"),
+        ("'dense'", "must be the plain name"),
+        ("dense()()", "'dense\\(\\)' must be the plain name"),
+        ("lru", "unknown policy 'lru', must be one of dense, streaming"),
+        ("print('x')", "unknown policy 'print'"),
+        ("keep(lru(4))", "unknown policy 'lru'"),
+        ("streaming(*[4])", "must be a literal"),
+        ("streaming(**{'sink': 4})", "without \\*\\*"),
+        ("streaming(sink=4, sink=5)", "an argument of streaming is given twice"),
+        ("streaming(4, sink=5)", "multiple values for argument 'sink'; the arguments are streaming\\("),
+        ("streaming(1, 2, 3)", "too many positional arguments"),
+        ("streaming(size=4)", "unexpected keyword argument 'size'"),
+        ("keep()", "missing a required argument: 'policy'"),
+        ("keep(4)", "policy=4: must be a policy"),
+        ("keep('dense')", "policy='dense': must be a policy"),
+        ("dense_layers(None)", "policy=None: must be a policy"),
+        ("streaming(dense)", "sink=dense\\(\\): must be an integer"),
+        ("streaming(sink=-1)", "sink=-1: must be an integer of at least 0"),
+        ("streaming(sink=1.0)", "sink=1.0: must be an integer"),
+        ("streaming(sink=True)", "sink=True: must be an integer"),
+        ("streaming(recent=0)", "recent=0: must be an integer of at least 1"),
+        ("streaming(sink=[4])", "sink=\\(4,\\): must be an integer"),
+        ("streaming(sink=b'4')", "sink=b'4': must be a number"),
+        ("streaming(sink=([],))", "must be an integer"),
+        ("streaming(sink=4j)", "sink=4j: must be a number"),
+        ("oracle_top_k(budget=0)", "budget=0: must be an integer of at least 1"),
+        ("oracle_top_k(granularity='row')", "granularity='row': must be one of"),
+        ("oracle_top_p(p=0)", "p=0: must be a number above 0 and at most 1"),
+        ("oracle_top_p(p=1e999)", "p=inf: must be"),
+        ("keep(dense, recent=-1)", "recent=-1"),
+        ("dense_layers(dense, n=None)", "n=None: must be an integer"),
+    ],
+)
+def test_errors_are_one_line(expression, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(expression)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "().__class__",
+        "dense.__globals__",
+        "dense().select",
+        "streaming.__wrapped__(4)",
+        "__import__('os').system('true')",
+        "streaming(sink=__import__('os'))",
+        "streaming(sink=dense().name)",
+        "streaming(sink=(lambda: 4)())",
+        "(lambda: dense)()",
+        "streaming(sink=[4 for _ in (1,)])",
+        "streaming(sink=f'{1}')",
+        "streaming(sink=2**8)",
+        "streaming(sink=4 if 1 else 5)",
+        "streaming(sink=(x := 4))",
+        "streaming(sink=[4][0])",
+        "streaming(sink=len('abcd'))",
+        "[dense][0]",
+        "dense or streaming",
+        "dense if 1 else dense",
+        "f'{dense}'",
+        "await dense",
+        "streaming(sink=" + "-" * 900 + "4)",
+        "streaming(sink=" + "1+" * 900 + "4)",
+        "dense" + ".x" * 900,
+    ],
+)
+def test_code_is_refused(expression):
+    with pytest.raises(ValueError, match=r"^policy=") as error:
+        parse(expression)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=300)
+@given(st.text("()[]{}=,.*'\"- \n\\:01ab", max_size=20) | st.text(max_size=10))
+def test_any_text_builds_a_policy_or_is_refused(text):
+    for expression in (text, f"streaming({text})", f"keep(dense, {text})"):
+        try:
+            outcome = parse(expression)
+        except ValueError as error:
+            outcome = str(error)
+        assert isinstance(outcome, Policy) or "\n" not in outcome
+
+
+def test_a_policy_may_be_given_itself_or_as_an_expression():
+    assert as_policy(dense()) is as_policy("dense") is dense()
+    for wrong in (None, 4, jsparse.streaming, ("dense",)):
+        with pytest.raises(ValueError, match="must be a policy or an expression"):
+            as_policy(wrong)  # type: ignore[arg-type]
+
+
+def test_a_builder_names_its_policies_and_freezes_their_full():
+    @builder
+    def toy(size: int = 3, base: Policy | None = None) -> Policy:
+        return Policy(dense().select, dense_at={"size": 9})
+
+    assert toy(4).name == "toy(size=4, base=None)"
+    assert toy(base=dense()).name == "toy(size=3, base=dense())"
+    dense_at = toy().dense_at
+    assert dense_at is not None
+    with pytest.raises(TypeError):
+        dense_at["size"] = 1  # type: ignore[index]

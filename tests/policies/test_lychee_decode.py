@@ -1,0 +1,301 @@
+"""LycheeDecode against a slow model: who picks, what is picked by each rule, and to whom it is handed on."""
+
+import copy
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_layer import OneLayer
+from slow_model import SlowModel, SlowRow, logits_of, softmax
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec
+from jsparse.partials import Stats
+from jsparse.policies.expressions import parse
+from jsparse.runtime import session
+from jsparse.selection import token_mask
+
+# head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on what it was handed
+GATES = ((1, 1), (0, 1), (0, 0), (1, 0), (0, 0))
+PAGE = 8
+PROMPTS = random_prompts((37, 18, 3))
+FORCED = random_tokens(3, 12)
+CHANGED = 0.02  # of the largest logit: far from what rounding does
+
+
+def lychee(**arguments):
+    return jsparse.lychee_decode(**{"gates": GATES, **arguments})
+
+
+def best(weights, count):
+    return sorted(range(len(weights)), key=lambda unit: -weights[unit])[: max(count, 1)]
+
+
+def fewest(weights, p):
+    order = best(weights, len(weights))
+    return order[: int(np.searchsorted(np.cumsum(np.asarray(weights)[order]), p)) + 1]
+
+
+# what each rule is given, and what it picks from the weights of units of so many tokens, of which `length` are held
+RULES = {
+    "top_k": ({"value": 20}, lambda weights, length, size: best(weights, 20 // size)),
+    "top_p": ({"value": 0.7}, lambda weights, length, size: fewest(weights, 0.7)),
+    "threshold": (
+        {"value": 0.15},
+        lambda weights, length, size: [i for i, w in enumerate(weights) if w > 0.15] or best(weights, 1),
+    ),
+    "ratio": ({"value": 0.75}, lambda weights, length, size: best(weights, int(np.ceil(length / 4 / size)))),
+}
+
+
+class SlowLychee:
+    """The method over one row: each head's set as slots, picked and handed on within a step.
+
+    Attributes:
+        picked: how many slots every pick took.
+    """
+
+    def __init__(self, row: SlowRow, pick, size: int):
+        self.row, self.pick, self.size, self.handed, self.picked = row, pick, size, {}, []
+
+    def step(self, token):
+        self.handed.clear()
+        return self.row.push(token, self.layer)
+
+    def layer(self, layer, q):
+        return self.row.over(layer, q, [self.slots(layer, head, q) for head in range(len(self.row.k[layer]))])
+
+    def slots(self, layer, head, q):
+        keys = self.row.k[layer][head]
+        length = len(keys)
+        if not GATES[layer][head]:
+            return sorted(self.handed[head] | {length - 1})
+        weights = softmax(logits_of(self.row.mean_query(q, head), keys))
+        masses = [weights[first : first + self.size].sum() for first in range(0, length, self.size)]
+        units = self.pick(masses, length, self.size)
+        self.handed[head] = {
+            slot for unit in units for slot in range(unit * self.size, min((unit + 1) * self.size, length))
+        }
+        self.picked.append(len(self.handed[head]))
+        return list(range(length))
+
+
+def params():
+    return tiny_params(num_layers=len(GATES))
+
+
+@cache
+def slow_prompts():
+    model = SlowModel(params())
+    return [SlowRow(model, prompt) for prompt in PROMPTS]
+
+
+def slow_logits(pick, size):
+    """The slow model's logits [steps, B, V], and how many slots each row's picks took."""
+    logits, picked = [], []
+    for primed, forced in zip(slow_prompts(), FORCED, strict=True):
+        rule = SlowLychee(copy.deepcopy(primed), pick, size)
+        logits.append([primed.logits, *(rule.step(int(token)) for token in forced[:-1])])
+        picked.append(rule.picked)
+    return np.swapaxes(np.asarray(logits), 0, 1), picked
+
+
+@cache
+def dense_logits():
+    return engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE)
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize("rule", RULES)
+def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
+    """A ragged batch over 11 steps; the logits are far from dense ones, or this would show nothing."""
+    arguments, pick = RULES[rule]
+    expected, picked = slow_logits(pick, PAGE if granularity == "page" else 1)
+    policy = lychee(rule=rule, granularity=granularity, **arguments)
+    logits = engine_logits(params(), policy, PROMPTS, FORCED, page_size=PAGE)
+    assert_close(logits, expected, rtol=1e-4)
+    assert np.abs(dense_logits() - expected).max() > CHANGED * np.abs(expected).max()
+    assert all(len(set(counts)) > 1 for counts in picked[:2]) or (rule, granularity) == ("top_k", "token")
+
+
+def updated(policy, lengths, granularity, seed=0):
+    """A pick in layer 0 for rows that hold so many tokens: ids, count, and the weights of the units, [B, K, units]."""
+    layer = OneLayer(policy, length=max(lengths), batch=len(lengths))
+    held = layer.held._replace(lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], (len(lengths), 2)))
+    logits = np.random.default_rng(seed).normal(size=(len(lengths), 2, held.capacity))
+    logits = np.where(np.arange(held.capacity) < np.array(lengths)[:, None, None], logits, -np.inf)
+    weights = np.exp(logits).reshape(len(lengths), 2, -1, PAGE if granularity == "page" else 1).sum(-1)
+    with np.errstate(divide="ignore"):
+        scores = jnp.asarray(np.log(weights), jnp.float32)
+    stats = Stats(scores, jnp.asarray(np.log(weights.sum(-1)), jnp.float32))
+    update = jax.jit(policy.update, static_argnums=1)
+    ids, count = update(layer.state, 0, stats, layer.cache._replace(layers=(held,)))
+    return np.asarray(ids), np.asarray(count), weights
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
+    policy = jsparse.lychee_decode(((1, 1),), 0.75, "ratio", granularity)
+    ids, count, weights = updated(policy, (1, 4, 5, 31, 32, 33, 64, 65), granularity)
+    assert (count[:, 0] == count[:, 1]).all()
+    assert count[:, 0].tolist() == ([1, 1, 1, 1, 1, 2, 2, 3] if granularity == "page" else [1, 1, 2, 8, 8, 9, 16, 17])
+    for at in np.ndindex(*count.shape):
+        assert ids[at][: count[at]].tolist() == sorted(np.argsort(-weights[at])[: count[at]].tolist())
+
+
+def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
+    for granularity, kind in (("page", "page_mass"), ("token", "token_logits")):
+        assert [lychee(granularity=granularity).stats(layer) for layer in range(5)] == [kind, kind, None, kind, None]
+    assert [jsparse.lychee_decode(((1, 1),) * 3).stats(layer) for layer in range(3)] == [None] * 3
+    # a head that picks again in the next layer hands nothing on, the other does
+    assert [jsparse.lychee_decode(((1, 1), (1, 0), (1, 0))).stats(layer) for layer in range(3)] == [
+        "page_mass",
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "page", "token"),
+    [
+        ({"value": 24}, 3, 24),
+        ({"value": 31}, 3, 31),
+        ({"value": 7}, 1, 7),
+        ({"value": 1}, 1, 1),
+        ({"value": 4096}, 6, 48),
+        ({"rule": "top_p"}, 6, 48),
+        ({"rule": "threshold"}, 6, 48),
+        ({"rule": "ratio"}, 3, 24),
+        ({"rule": "ratio", "value": 0.75}, 2, 12),
+        ({"rule": "ratio", "value": 0.99}, 1, 1),
+    ],
+)
+def test_lists_are_as_long_as_their_rule_can_need(arguments, page, token):
+    """Of 6 pages of 8 tokens; and what is handed on keeps that shape."""
+    spec = CacheSpec(1, 2, 4, 2, 16, PAGE, 6, jnp.float32)
+    for granularity, most in (("page", page), ("token", token)):
+        policy = jsparse.lychee_decode(((1, 1),), granularity=granularity, **arguments)
+        stats = Stats(jnp.zeros((2, 2, 6 if granularity == "page" else 48)), jnp.zeros((2, 2)))
+        cache, state = kv_cache.init(spec), policy.init(spec)
+        handed = jax.eval_shape(lambda: policy.update(state, 0, stats, cache))  # noqa: B023
+        for held in (state, handed):
+            assert [(x.shape, x.dtype) for x in held] == [((2, 2, most), jnp.int32), ((2, 2), jnp.int32)]
+        chosen, _, _ = policy.select(state, 0, jnp.zeros((2, 4, 16)), cache)
+        assert chosen.granularity == granularity
+        assert chosen.dense is not None and chosen.dense.all()
+
+
+def test_a_budget_below_a_page_picks_one_page():
+    ids, count, weights = updated(jsparse.lychee_decode(((1, 1),), 3), (45, 17), "page")
+    assert count.tolist() == [[1, 1], [1, 1]]
+    assert ids[..., 0].tolist() == weights.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("arguments", ["value=24", "value=16, granularity='token'"])
+def test_twilight_prunes_sparse_heads_alone(arguments):
+    gates, seen = GATES[:3], []
+    base = parse(f"lychee_decode({gates}, {arguments})")
+    policy = jsparse.twilight(base, p=0.5, prune="bits")
+
+    def mask(held, chosen):
+        return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+
+    def select(state, layer, q, cache):
+        chosen, summary, after = policy.select(state, layer, q, cache)
+        held = cache.layers[layer]
+        masks = (mask(held, x) for x in (chosen, base.select(state[0], layer, q, cache)[0]))
+        jax.debug.callback(lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), *masks, ordered=True)
+        return chosen, summary, after
+
+    engine_logits(tiny_params(), policy._replace(select=select), PROMPTS, FORCED[:, :2], page_size=PAGE)
+    jax.effects_barrier()
+    assert len(seen) == len(gates)
+    held = np.arange(seen[0][0].shape[-1]) <= np.array([len(prompt) for prompt in PROMPTS])[:, None, None]
+    left_out = 0
+    for (pruned, whole), retrieval in zip(seen, np.array(gates, bool), strict=True):
+        assert (pruned == held)[:, retrieval].all()
+        assert not (pruned & ~whole).any()
+        left_out += (whole & ~pruned)[:, ~retrieval].sum()
+    assert left_out > 20
+
+
+def corrections(policy):
+    """The logits of all steps, and K and V [L, 2, B, K, S, H] as they are before and after each correction."""
+    seen, correct = [], session.correct
+
+    def held(cache):
+        return np.stack([[kv_cache.read_heads(pool, layer) for pool in (layer.k, layer.v)] for layer in cache.layers])
+
+    def watched(decoder, policy, weights, tokens, cache, state):
+        before = held(cache)
+        cache, state = correct(decoder, policy, weights, tokens, cache, state)
+        seen.append((before, held(cache)))
+        return cache, state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "correct", watched)
+        return engine_logits(params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE), seen
+
+
+def test_corrections_of_retrieval_heads_change_nothing():
+    """To within 1e-5 of the largest logit, in float32."""
+    logits, seen = corrections(lychee(gates=((1, 1),) * len(GATES), correct_every=4))
+    assert len(seen) == 2
+    assert_close(logits, dense_logits()[:10], rtol=1e-5)
+
+
+def test_corrections_give_the_keys_and_values_of_dense_decoding():
+    """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers behind a sparse head."""
+    rows = copy.deepcopy(slow_prompts())
+    _, seen = corrections(lychee(value=8, correct_every=4))
+    assert len(seen) == 2
+    for i, (before, after) in enumerate(seen):
+        for b, row in enumerate(rows):
+            for token in FORCED[b, 4 * i : 4 * i + 4]:
+                row.push(int(token), row.dense)
+            length = len(row.tokens)
+            for layer in range(len(GATES)):
+                dense = np.stack([row.k[layer], row.v[layer]])
+                assert_close(after[layer, :, b, :, :length], dense, rtol=1e-5, layer=layer)
+                error = np.abs(before[layer, :, b, :, :length] - dense).max() / np.abs(dense).max()
+                assert error < 1e-5 if layer < 2 else error > CHANGED or length <= 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"value": 0}, "value=0: must be an integer of at least 1 where rule='top_k'"),
+        ({"value": 64.0}, "value=64.0: must be an integer of at least 1 where rule='top_k'"),
+        ({"value": True}, "value=True: must be an integer of at least 1"),
+        ({"rule": "best"}, r"rule='best': must be one of \['top_k', 'top_p', 'threshold', 'ratio'\]"),
+        ({"rule": None}, "rule=None: must be one of"),
+        ({"rule": "top_p", "value": 0}, "value=0: must be a number above 0 and at most 1 where rule='top_p'"),
+        ({"rule": "top_p", "value": 1.5}, "value=1.5: must be a number above 0 and at most 1"),
+        ({"rule": "top_p", "value": float("nan")}, "value=nan: must be a number above 0 and at most 1"),
+        ({"rule": "threshold", "value": -0.1}, "value=-0.1: must be a number from 0 to below 1"),
+        ({"rule": "threshold", "value": 1}, "value=1: must be a number from 0 to below 1"),
+        ({"rule": "threshold", "value": False}, "value=False: must be a number from 0 to below 1"),
+        ({"rule": "threshold", "value": float("nan")}, "value=nan: must be a number from 0 to below 1"),
+        ({"rule": "threshold", "value": "1e-3"}, "value='1e-3': must be a number from 0 to below 1"),
+        ({"rule": "ratio", "value": -0.1}, "value=-0.1: must be a number from 0 to below 1"),
+        ({"rule": "ratio", "value": 1}, "value=1: must be a number from 0 to below 1 where rule='ratio'"),
+        ({"granularity": "block"}, r"granularity='block': must be one of \['page', 'token'\]"),
+        ({"correct_every": -1}, "correct_every=-1: must be an integer of at least 0"),
+        ({"correct_every": 32.0}, "correct_every=32.0: must be an integer of at least 0"),
+        ({"gates": ((1, 0), (1, 1))}, r"gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval heads"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        lychee(**arguments)
+
+
+def test_gates_of_another_model_are_refused_at_the_start():
+    with pytest.raises(ValueError, match=r"^gates=.*: is for 2 × 2 layers × KV heads, must be for the model's 5 × 2$"):
+        lychee(gates=((1, 1), (0, 0))).init(CacheSpec(5, 1, 4, 2, 16, PAGE, 4, jnp.float32))
+    with pytest.raises(ValueError, match="must be for the model's 5 × 2"):
+        engine_logits(params(), lychee(gates=((1,),) * 5), random_prompts((9,)), random_tokens(1, 2))

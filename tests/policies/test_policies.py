@@ -1,0 +1,232 @@
+"""One battery over every registered method; policy_table.py lists them."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_table import TABLE, at_dense, outermost
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params, traces
+from toy_policies import bypass, even_ids, inherit, page_bound, shrink
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse.policies import POLICIES
+from jsparse.policies.combinators import keep
+from jsparse.policies.expressions import parse
+from jsparse.policy import Policy, builder
+from jsparse.runtime import prefill, session
+from jsparse.runtime.correct import correct
+from jsparse.runtime.decode_step import decode_step
+from jsparse.selection import Granularity, nothing
+
+PAGE = 8
+PROMPTS = random_prompts((37, 9))
+FORCED = random_tokens(2, 20)
+TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
+every_policy = pytest.mark.parametrize("expression", TABLE)
+
+
+def params():
+    return tiny_params(num_layers=2)
+
+
+@cache
+def dense_logits():
+    return engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE)
+
+
+@cache
+def table_logits(expression):
+    """Logits of 20 steps, and of every call of select (layer, granularity, lengths, ids, count, bits, dense)."""
+    policy, chosen = parse(expression), []
+
+    def select(state, layer, q, cache):
+        selection, summary, state = policy.select(state, layer, q, cache)
+        held = cache.layers[layer]
+
+        def record(*arrays):
+            chosen.append((layer, selection.granularity, *(None if x is None else np.asarray(x) for x in arrays)))
+
+        jax.debug.callback(record, held.lengths, selection.ids, selection.count, selection.bits, selection.dense)
+        return selection, summary, state
+
+    logits = engine_logits(params(), policy._replace(select=select), PROMPTS, FORCED, page_size=PAGE)
+    jax.effects_barrier()
+    return logits, chosen
+
+
+def test_every_registered_policy_is_in_the_table():
+    listed = {outermost(expression) for expression in TABLE}
+    assert listed == set(POLICIES), "add expressions of the new method to tests/policy_table.py"
+
+
+@every_policy
+def test_full_hyper_parameters_equal_dense(expression):
+    policy = at_dense(expression)
+    if policy is None:
+        pytest.skip("names no hyper-parameters at which it is dense")
+    assert_close(engine_logits(params(), policy, PROMPTS, FORCED, page_size=PAGE), dense_logits(), rtol=2e-5)
+
+
+@every_policy
+def test_the_table_leaves_something_out(expression):
+    """Hyper-parameters so generous that the battery would run dense attention under another name show nothing."""
+    logits, _ = table_logits(expression)
+    assert np.isfinite(logits).all()
+    dense = outermost(expression) in ("dense", "all_pages") or expression.startswith("keep(dense()")
+    assert (np.abs(logits - dense_logits()).max() < 1e-3) == dense
+
+
+@every_policy
+def test_selections_are_well_formed(expression):
+    """Ids ascend, are distinct and in range, zeros follow the count, no page is listed for tokens it does not hold."""
+    _, calls = table_logits(expression)
+    assert sorted(layer for layer, *_ in calls) == sorted([0, 1] * (FORCED.shape[1] - 1))
+    for _, granularity, lengths, ids, count, bits, dense in calls:
+        assert granularity in ("page", "token")
+        unit = PAGE if granularity == "page" else 1
+        assert ids.dtype == np.int32
+        assert ids.shape[:2] == count.shape == lengths.shape
+        assert dense is None or dense.shape == count.shape
+        assert bits is None or bits.dtype == np.uint32
+        assert (count >= 0).all()
+        assert (count <= ids.shape[2]).all()
+        for at in np.ndindex(count.shape):
+            listed, used = ids[at][: count[at]], -(-lengths[at] // unit)
+            assert (np.diff(listed) > 0).all(), (at, listed)
+            assert ((listed >= 0) & (listed < used)).all(), (at, listed, lengths[at])
+            assert (ids[at][count[at] :] == 0).all(), (at, ids[at])
+            if bits is not None:
+                marks = (bits[at][:, None] >> np.arange(PAGE, dtype=np.uint32)) & 1 == 1
+                slots = ids[at][:, None] * PAGE + np.arange(PAGE)
+                # a bit past the length counts for nothing, so it cannot be what a page is listed for
+                assert (marks & (slots < lengths[at]))[: count[at]].any(axis=1).all(), (at, marks)
+
+
+@every_policy
+def test_a_row_does_not_depend_on_its_batch(expression):
+    together, _ = table_logits(expression)
+    alone = engine_logits(params(), expression, PROMPTS[1:], FORCED[1:, :8], page_size=PAGE, max_length=64)
+    assert_close(alone[:, 0], together[:8, 1], rtol=2e-5)
+
+
+def primed(policy: Policy, batch: int = 2):
+    """Cache and state after a prompt of 9 tokens a row."""
+    p = params()
+    spec = spec_of(p, batch, page_size=PAGE, num_pages=3)
+    carry = prefill.start(p.decoder, policy, kv_cache.init(spec, fields=policy.needs), policy.init(spec))
+    tokens = jnp.asarray(np.stack([PROMPTS[1]] * batch), jnp.int32)
+    valid = jnp.full(batch, tokens.shape[1], jnp.int32)
+    carry = prefill.prefill_chunk(p.decoder, policy, p.weights, tokens, valid, carry, last=True)
+    return carry.cache, carry.state
+
+
+@every_policy
+def test_jit_equals_eager(expression):
+    p, policy = params(), parse(expression)
+    cache, state = primed(policy, batch=1)
+    args = (p.decoder, policy, p.weights, jnp.asarray(FORCED[:1, 0]), cache, state)
+    jitted, *_ = jax.jit(decode_step, static_argnames=("decoder", "policy"))(*args)
+    eager, *_ = decode_step(*args)
+    assert_close(jitted, eager, rtol=1e-5)
+
+
+@every_policy
+def test_nothing_is_traced_again_from_step_to_step(expression):
+    """Nor for other prompts of the same size, nor for the same expression written otherwise."""
+    jitted = (session.step, session.maintain, correct, prefill.prefill_chunk)
+    first = 2 + parse(expression).correct_every
+    engine_logits(params(), expression, PROMPTS[1:], FORCED[:1, :first], page_size=PAGE, max_length=64)
+    before = traces(*jitted)
+    spaced = expression.replace("(", "( ").replace(",", " ,")
+    engine_logits(params(), spaced, random_prompts([15], seed=8), FORCED[:1], page_size=PAGE, max_length=64)
+    assert traces(*jitted) == before
+
+
+def signature(tree):
+    return jax.tree.structure(tree), [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(tree)]
+
+
+def checked(policy: Policy, called: set[str]) -> Policy:
+    """The policy, every function of which is held to leave the state's (and the cache's) tree, dtypes and shapes."""
+
+    def watch(name, state_in, state_out):
+        def wrapped(*args):
+            result = getattr(policy, name)(*args)
+            called.add(name)
+            assert signature(jax.tree.map(jax.typeof, state_in(args))) == signature(
+                jax.tree.map(jax.typeof, state_out(result))
+            ), name
+            return result
+
+        return wrapped
+
+    def first(args):
+        return args[0]
+
+    return policy._replace(
+        prefill=watch("prefill", first, lambda out: out),
+        append=watch("append", first, lambda out: out),
+        select=watch("select", first, lambda out: out[2]),
+        update=watch("update", first, lambda out: out),
+        maintain=watch("maintain", lambda args: args, lambda out: out),
+    )
+
+
+@pytest.mark.parametrize("policy", [*map(parse, TABLE), *TOYS], ids=str)
+def test_no_function_changes_the_type_of_the_state(policy):
+    p, called = params(), set()
+    watched = checked(policy, called)
+    spec = spec_of(p, 2, page_size=PAGE, num_pages=4)
+    tokens, count = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)
+
+    def run(weights):
+        cache, state = kv_cache.init(spec, fields=policy.needs), policy.init(spec)
+        start = signature(jax.tree.map(jax.typeof, (cache, state)))
+        for last in (False, True):
+            carry = prefill.start(p.decoder, watched, cache, state)
+            carry = prefill.prefill_chunk(p.decoder, watched, weights, tokens, count, carry, last=last)
+            cache, state = carry.cache, carry.state
+        _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
+        cache, state = correct(p.decoder, watched, weights, tokens[:, :3], cache, state)
+        state, cache = watched.maintain(state, cache)
+        assert signature(jax.tree.map(jax.typeof, (cache, state))) == start
+        assert not any(weak for *_, weak in start[1])
+        return cache, state
+
+    jax.eval_shape(run, p.weights)
+    assert called >= {"prefill", "append", "update", "maintain", "select"}
+
+
+@builder
+def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
+    """Selects nothing anywhere; with a summary that is as empty."""
+
+    def select(state, layer, q, cache):
+        partial = (jnp.full(q.shape, jnp.nan), jnp.full(q.shape[:2], -jnp.inf)) if summary else None
+        return nothing(cache.layers[layer].lengths, granularity), partial, state
+
+    return Policy(select)
+
+
+@pytest.mark.parametrize("kind", ["page_mass", "token_logits", None])
+@pytest.mark.parametrize("summary", [False, True])
+@pytest.mark.parametrize("granularity", ["page", "token"])
+def test_a_head_with_nothing_selected_gives_zero(granularity, summary, kind):
+    """Whatever is asked of attention besides, and though an empty summary may hold NaN."""
+    policy = blind(granularity, summary)._replace(stats=lambda layer: kind)
+    cache, state = primed(policy)
+    p = params()
+    logits, _, _, stats = decode_step(p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0]), cache, state)
+    assert np.isfinite(logits).all()
+    assert (np.asarray(stats.attended) == 0).all()
+    assert (np.asarray(stats.read) == 0).all()
+    assert np.abs(logits - dense_logits()[1]).max() > 0.1
+
+
+def test_keep_refuses_what_it_cannot_mean():
+    """A summary may stand for tokens that would be kept, and then they would count twice."""
+    with pytest.raises(ValueError, match=r"keep cannot wrap it"):
+        jsparse.generate(params(), PROMPTS[0], max_new_tokens=2, policy=keep(blind("page", True)))

@@ -1,0 +1,82 @@
+"""Quest against the paper's formula, page by page and channel by channel."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_layer import OneLayer
+
+import jsparse
+from jsparse.cache import CacheSpec
+from jsparse.runtime.capacity import policy_bytes
+
+
+def exact(layer: OneLayer, b: int, head: int, page: int):
+    """The least and greatest keys of a page."""
+    keys = layer.k[b, head, page * layer.page_size : (page + 1) * layer.page_size]
+    return keys.min(axis=0), keys.max(axis=0)
+
+
+def rounded(layer: OneLayer, b: int, head: int, page: int):
+    """What the policy kept of them."""
+    assert {x.dtype.name for x in layer.state[0]} == {"uint8", "bfloat16"}
+    low, high = (np.asarray(x, np.float64).reshape(*layer.k.shape[:2], -1, 16) for x in layer.state[0].values())
+    assert (low[b, head, page] <= exact(layer, b, head, page)[0]).all()
+    assert (high[b, head, page] >= exact(layer, b, head, page)[1]).all()
+    return low[b, head, page], high[b, head, page]
+
+
+EXTREMES = {None: exact, "uint8": rounded}
+
+
+def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
+    """The pages that Quest keeps, of each row and head."""
+    found = []
+    for b, head in np.ndindex(layer.k.shape[:2]):
+        bounds = {}
+        for page in range(-(-layer.length // layer.page_size)):
+            low, high = extremes(layer, b, head, page)
+            queries = np.asarray(layer.q[b, head * layer.group : (head + 1) * layer.group], np.float64)
+            bounds[page] = max(sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries)
+        newest = max(bounds)
+        best = sorted((page for page in bounds if page != newest), key=lambda page: -bounds[page])
+        found.append({newest, *best[: max(budget // layer.page_size, 1) - 1]})
+    return found
+
+
+@pytest.mark.parametrize("budget", [1, 16, 31, 40])
+@pytest.mark.parametrize("length", [41, 45, 48])
+@pytest.mark.parametrize("bounds_dtype", EXTREMES)
+def test_keeps_the_pages_of_the_greatest_bounds(budget, length, bounds_dtype):
+    layer = OneLayer(jsparse.quest(budget=budget, bounds_dtype=bounds_dtype), length=length)
+    chosen = layer.select()
+    listed = [set(ids[:n].tolist()) for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)]
+    assert listed == pages_of(layer, budget, EXTREMES[bounds_dtype])
+
+
+def test_a_short_head_is_read_whole():
+    layer = OneLayer(jsparse.quest(budget=4096), length=13)
+    chosen = layer.select()
+    assert chosen.count.tolist() == [[2, 2], [2, 2]]
+    assert chosen.ids[..., :2].tolist() == [[[0, 1]] * 2] * 2
+
+
+@pytest.mark.parametrize("budget", [0, 1.5, True])
+def test_budget_is_a_whole_number(budget):
+    with pytest.raises(ValueError, match=f"budget={budget}: must be an integer of at least 1"):
+        jsparse.quest(budget=budget)
+
+
+@pytest.mark.parametrize("dtype", ["int8", 8, "bfloat16"])
+def test_bounds_are_kept_in_ks_dtype_or_in_8_bits(dtype):
+    with pytest.raises(ValueError, match=rf"bounds_dtype={dtype!r}: must be one of \[None, 'uint8'\]"):
+        jsparse.quest(bounds_dtype=dtype)
+
+
+def test_8_bits_take_half_the_bytes():
+    """4 bytes a page more: its scale and zero."""
+    spec = CacheSpec(
+        num_layers=3, batch=2, num_heads=8, num_kv_heads=4, head_dim=128, page_size=16, num_pages=10, dtype=jnp.bfloat16
+    )
+    pages = 3 * 2 * 4 * 10
+    assert policy_bytes(spec, jsparse.quest()) == pages * 4 * 128
+    assert policy_bytes(spec, jsparse.quest(bounds_dtype="uint8")) == pages * (2 * 128 + 4)

@@ -1,0 +1,227 @@
+"""Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that weighs p."""
+
+import sys
+from dataclasses import replace
+from importlib.resources import files
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_layer import OneLayer
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
+from toy_policies import bypass, shrink
+
+import jsparse
+from jsparse.cache import LayerCache
+from jsparse.evaluation.attention_metrics import attention_metrics, measured
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.policies.expressions import parse
+from jsparse.policies.twilight import break_even
+from jsparse.selection import token_mask
+
+BASES = ("all_pages()", "quest(budget=24)", "streaming(sink=5, recent=19)", "oracle_top_k(budget=17)")
+P = 0.8
+
+
+def four_bits(k):
+    """Keys [..., H] through 16 levels between each one's least and greatest channel, scale and zero as float16."""
+    low, high = k.min(-1, keepdims=True), k.max(-1, keepdims=True)
+    scale, zero = (x.astype(np.float16).astype(np.float64) for x in ((high - low) / 15, low))
+    return np.clip(np.round((k - zero) / scale), 0, 15) * scale + zero
+
+
+def fewest(weights, p):
+    """The indices of the fewest weights that sum to p of all."""
+    order = np.argsort(-weights)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return set(order[: int(np.searchsorted(share, p)) + 1].tolist())
+
+
+def attended(layer: OneLayer, chosen):
+    """The slots of each row and head."""
+    held = layer.held
+    return np.asarray(token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size))
+
+
+def listed(layer: OneLayer, chosen):
+    """The slots that the list itself names: bool[B, K, S]."""
+    marks = np.zeros((*chosen.count.shape, layer.held.capacity), bool)
+    for at in np.ndindex(chosen.count.shape):
+        for i in range(int(chosen.count[at])):
+            unit = int(chosen.ids[at][i])
+            if chosen.granularity == "token":
+                marks[at][unit] = True
+                continue
+            word = 2**layer.page_size - 1 if chosen.bits is None else int(chosen.bits[at][i])
+            marks[at][[unit * layer.page_size + t for t in range(layer.page_size) if word >> t & 1]] = True
+    return marks[..., : layer.length]
+
+
+def expected(layer: OneLayer, base, prune):
+    """bool[B, K, S]: what Twilight leaves, the newest token's rule included."""
+    candidates = listed(layer, base.select())
+    logits, size = layer.logits(four_bits(layer.k)), layer.page_size
+    left = np.zeros((*candidates.shape[:2], layer.held.capacity), bool)
+    for b, head in np.ndindex(candidates.shape[:2]):
+        slots = np.flatnonzero(candidates[b, head])
+        for row in logits[b, head]:
+            weights = np.exp(row - row[slots].max())
+            if prune == "page_mass":
+                pages = sorted({slot // size for slot in slots})
+                mass = np.array([weights[[s for s in slots if s // size == page]].sum() for page in pages])
+                kept = {pages[i] for i in fewest(mass, P)}
+                left[b, head, [s for s in slots if s // size in kept]] = True
+            else:
+                left[b, head, slots[list(fewest(weights[slots], P))]] = True
+        left[b, head, layer.length - 1] = True
+    return left
+
+
+@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+@pytest.mark.parametrize("base", BASES)
+def test_leaves_what_the_slow_model_leaves(base, prune):
+    left_out = 0
+    for seed in range(12):
+        layer = OneLayer(jsparse.twilight(parse(base), p=P, prune=prune), seed=seed)
+        want = expected(layer, OneLayer(parse(base), seed=seed), prune)
+        chosen = layer.select()
+        assert chosen.granularity == ("token" if prune == "token" else "page")
+        np.testing.assert_array_equal(attended(layer, chosen), want)
+        left_out += attended(layer, OneLayer(parse(base), seed=seed).select())[~want].sum()
+    assert left_out > 12
+
+
+@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+def test_heads_that_the_base_makes_dense_stay_so(prune):
+    base = jsparse.all_pages()
+
+    def select(state, layer, q, cache):
+        chosen, summary, state = base.select(state, layer, q, cache)
+        dense = jnp.zeros(chosen.count.shape, jnp.bool_).at[:, 0].set(True)
+        return replace(chosen, dense=dense), summary, state
+
+    layer = OneLayer(jsparse.twilight(base._replace(select=select), p=0.5, prune=prune))
+    mask = attended(layer, layer.select())
+    assert mask[:, 0, : layer.length].all()
+    assert not mask[:, 1, : layer.length].all()
+
+
+def test_an_estimate_reads_the_bias():
+    """A slot that counts for exp(30) tokens is kept alone."""
+    layer = OneLayer(jsparse.twilight(jsparse.all_pages()._replace(needs=("bias",)), p=0.9, prune="token"))
+    assert layer.held.bias is not None
+    bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
+    layer.cache = layer.cache._replace(layers=(layer.held._replace(bias=bias),))
+    assert layer.select().ids[..., 0].tolist() == [[11, 11], [11, 11]]
+    assert layer.select().count.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("base", [*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"])
+def test_the_base_works_as_it_does_alone(base):
+    """Everything that it selects is kept, so what its own hooks put into its state must be the same."""
+    prompts, forced = random_prompts((37, 20)), random_tokens(2, 6)
+    alone = engine_logits(tiny_params(), base, prompts, forced, page_size=8)
+    for prune in ("page_mass", "token"):
+        around = engine_logits(tiny_params(), f"twilight({base}, p=1.0, prune={prune!r})", prompts, forced, page_size=8)
+        assert_close(around, alone, rtol=2e-5)
+
+
+def test_a_prompt_may_come_in_pieces():
+    prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
+    policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
+    whole, pieces = (
+        engine_logits(tiny_params(), policy, prompts, forced, chunk=chunk, page_size=8) for chunk in (512, 16)
+    )
+    assert_close(pieces, whole, rtol=2e-5)
+
+
+def test_bits_of_large_pages_are_refused_before_the_prompt_is_read():
+    with pytest.raises(ValueError, match="prune='bits': pages must have at most 32 tokens, not 64"):
+        engine_logits(
+            tiny_params(),
+            "twilight(all_pages(), prune='bits')",
+            random_prompts((9,)),
+            random_tokens(1, 2),
+            page_size=64,
+        )
+
+
+def test_below_dense_below_everything_is_attended():
+    params, forced = tiny_params(), random_tokens(1, 9)
+    prompt = random_prompts((28,))
+
+    def logits(policy):
+        return engine_logits(params, policy, prompt, forced, page_size=8)
+
+    sparse = logits("twilight(all_pages(), p=0.5, prune='bits')")
+    switching = logits("twilight(all_pages(), p=0.5, prune='bits', dense_below=33)")
+    exact = logits("dense")
+    # steps 1 … 4 append the 29th … 32nd token
+    assert_close(switching[:5], exact[:5], rtol=1e-5)
+    assert np.abs(sparse[1:5] - exact[1:5]).max() > 1e-2
+    assert np.abs(switching[5:] - exact[5:]).max() > 1e-2
+
+
+def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape():
+    def tokens(batch, kv_heads, head_dim, dtype):
+        pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
+        return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
+
+    assert 36_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 48_000  # what was measured
+    assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
+    assert tokens(1, 2, 64, jnp.float32) == 180e6 // (2 * 2 * 64 * 4)
+
+
+def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
+    params, forced, prompt = tiny_params(), random_tokens(1, 5), random_prompts((28,))
+    auto = "twilight(all_pages(), p=0.5, dense_below='auto')"
+    exact = engine_logits(params, "dense", prompt, forced, page_size=8)
+    assert_close(engine_logits(params, auto, prompt, forced, page_size=8), exact, rtol=1e-5)
+    monkeypatch.setattr(sys.modules[break_even.__module__], "BREAK_EVEN_BYTES", 0)
+    jax.clear_caches()
+    pruned = engine_logits(params, auto, prompt, forced, page_size=8)
+    assert np.abs(pruned[1:] - exact[1:]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base": "quest"}, "base='quest': must be a policy"),
+        ({"base": jsparse.all_pages(), "p": 0}, "p=0: must be a number above 0 and at most 1"),
+        ({"base": jsparse.all_pages(), "prune": "tokens"}, "prune='tokens': must be one of"),
+        (
+            {"base": jsparse.all_pages(), "dense_below": -1},
+            "dense_below=-1: must be 'auto' or an integer of at least 0",
+        ),
+        (
+            {"base": jsparse.all_pages(), "dense_below": "always"},
+            "dense_below='always': must be 'auto' or an integer of at least 0",
+        ),
+        ({"base": shrink()}, r"base=shrink\(.*must leave tokens in their slots"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jsparse.twilight(**arguments)
+
+
+def test_a_base_that_summarises_is_refused():
+    with pytest.raises(ValueError, match="must not summarise"):
+        engine_logits(tiny_params(), jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return jsparse.load("smollm2", dtype="float32")
+
+
+def test_real_queries_keep_the_mass_they_ask_for(smollm2):
+    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of `jsparse eval`."""
+    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    prompt = smollm2.tokenizer.encode(text)[:480]
+    forcing = force(smollm2, [measured("twilight(all_pages(), p=0.95, prune='token')")], [prompt], max_new_tokens=12)
+    mass = attention_metrics(forcing)[0].heads.mass
+    assert mass.shape == (30, 1, 3)
+    assert mass.mean() >= 0.94
+    assert (mass >= 0.93).mean() >= 0.99

@@ -1,0 +1,60 @@
+"""Capacities, and the refusal of what does not fit."""
+
+import jax.numpy as jnp
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse import memory
+from jsparse.cache import CacheSpec
+from jsparse.policy import Policy, dense
+from jsparse.runtime import capacity
+
+SPEC = CacheSpec(
+    num_layers=2, batch=3, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, num_pages=64, dtype=jnp.bfloat16
+)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 2**24), st.sampled_from([8, 16, 32, 64]))
+def test_bucket_holds_the_tokens_in_whole_pages_with_little_to_spare(tokens, page_size):
+    size = capacity.bucket(tokens, page_size)
+    assert size >= tokens
+    assert size % page_size == 0
+    assert size - tokens < max(64, tokens / 8 + 1)
+    assert capacity.bucket(size, page_size) == size
+
+
+def test_buckets_are_few():
+    assert len({capacity.bucket(tokens, 16) for tokens in range(1, 2**17, 7)}) <= 8 * 17
+
+
+def test_available_bytes_of_a_cpu_are_the_hosts():
+    assert 0 < memory.available_bytes() <= psutil.virtual_memory().total
+
+
+STATEFUL = Policy(dense().select, init=lambda spec: (jnp.zeros((spec.batch, 1000)), jnp.zeros(8, jnp.int8)))
+KEPT = {
+    "nothing": (dense(), 0),
+    "state": (STATEFUL, 3 * 1000 * 4 + 8),  # bytes of the two arrays
+    "fields": (STATEFUL._replace(needs=("bias", "slot_positions")), 3 * 1000 * 4 + 8 + 2 * 4 * 2 * 3 * 2 * 1024),
+}
+
+
+@pytest.mark.parametrize(("policy", "kept"), KEPT.values(), ids=KEPT)
+def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch, policy, kept):
+    needed = SPEC.nbytes + kept
+    assert capacity.policy_bytes(SPEC, policy) == kept
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    capacity.require_fit(SPEC, policy)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    with pytest.raises(
+        ValueError, match=r"max_length=1024 for 3 prompt\(s\) takes \S+ MiB of cache: must fit in the \S+ MiB"
+    ):
+        capacity.require_fit(SPEC, policy)
+
+
+def test_a_huge_cache_is_refused_before_it_is_allocated():
+    with pytest.raises(ValueError, match=r"max_length=\d+ for 3 prompt"):
+        capacity.require_fit(SPEC._replace(num_pages=2**40), dense())

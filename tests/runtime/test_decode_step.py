@@ -1,0 +1,218 @@
+"""The decode step: with dense attention it is the model, over any table, page size and batch; stats count by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse.policies.expressions import parse
+from jsparse.policy import builder, dense
+from jsparse.runtime import prefill
+from jsparse.runtime.decode_step import decode_step
+
+LENGTHS = (37, 18, 3)
+PROMPTS = random_prompts(LENGTHS)
+FORCED = random_tokens(3, 13)
+step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
+
+
+@pytest.fixture(scope="module")
+def full_pass():
+    """The logits of one dense pass over each whole text, at the steps that decoding goes through, [steps, B, V]."""
+    rows = []
+    for prompt, forced in zip(PROMPTS, FORCED, strict=True):
+        logits = jsparse.logits(tiny_params(), [*prompt, *forced.tolist()])[0]
+        rows.append(logits[len(prompt) - 1 : len(prompt) - 1 + FORCED.shape[1]])
+    return np.stack(rows, axis=1)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
+    logits = engine_logits(tiny_params(), "dense", PROMPTS, FORCED, page_size=page_size)
+    assert_close(logits, full_pass, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"])
+def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
+    """Greedy tokens and their log-probabilities."""
+    params, options = tiny_params(), {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size}
+    together = jsparse.generate(params, PROMPTS, **options)
+    row = (8, 16, 32, 64).index(page_size) % 3
+    alone = jsparse.generate(params, PROMPTS[row], **options)
+    assert together[row].token_ids == alone.token_ids
+    np.testing.assert_allclose(together[row].logprobs, alone.logprobs, atol=1e-4)
+    assert together[row].stats.attended_fraction == pytest.approx(alone.stats.attended_fraction, rel=1e-5)
+
+
+def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED):
+    """Logits and stats of every forced step over an identity table or a shared pool, and the last cache."""
+    params = tiny_params()
+    spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
+    cache = kv_cache.init(spec, fields=policy.needs, pool_pages=pool_pages)
+    if scramble:
+        for i, layer in enumerate(cache.layers):
+            assert layer.free is not None
+            assert pool_pages is not None
+            order = np.random.default_rng(i).permutation(pool_pages - 1)
+            pages = layer.free.pages.at[: pool_pages - 1].set(layer.free.pages[order])
+            cache = kv_cache.replace_layer(cache, i, layer._replace(free=layer.free._replace(pages=pages)))
+    carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
+    tokens = np.zeros((3, 40), np.int32)
+    for b, prompt in enumerate(PROMPTS):
+        tokens[b, : len(prompt)] = prompt
+    for at, size in ((0, 24), (24, 16)):
+        valid = jnp.asarray(np.clip(np.array(LENGTHS) - at, 0, size), jnp.int32)
+        chunk = jnp.asarray(tokens[:, at : at + size])
+        carry = prefill.prefill_chunk(params.decoder, policy, params.weights, chunk, valid, carry, last=at > 0)
+    cache, state, logits, stats = carry.cache, carry.state, [], []
+    for i in range(forced.shape[1]):
+        out, cache, state, shares = step(
+            params.decoder, policy, params.weights, jnp.asarray(forced[:, i]), cache, state
+        )
+        logits.append(np.asarray(out))
+        stats.append(jax.tree.map(np.asarray, shares))
+    return np.stack(logits), stats, cache
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["dense", "streaming(sink=3, recent=9)", "oracle_top_k(budget=7)", "oracle_top_p(p=0.8, granularity='page')"],
+)
+def test_a_shared_pool_equals_the_identity_table(expression):
+    policy = parse(expression)
+    expected, _, _ = decode(policy)
+    logits, _, cache = decode(policy, pool_pages=60, scramble=True)
+    assert_close(logits, expected, rtol=1e-6)
+    assert not cache.overflow
+    ends = np.array(LENGTHS) + FORCED.shape[1]
+    for held in cache.layers:
+        assert int(held.free.count) == 59 - 2 * np.ceil(ends / 8).sum()
+        used = np.asarray(held.block_table)[np.arange(8) * 8 < np.asarray(held.lengths)[..., None]]
+        assert np.unique(used).size == used.size, "two heads share a page"
+
+
+def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
+    logits, _, _ = decode(dense(), pool_pages=60)
+    assert_close(logits[:-1], full_pass[1:], rtol=1e-5)
+
+
+def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
+    """Prompts take 9 pages a head; row 0 wants another in its fourth step, which is written where no head reads."""
+    expected, _, whole = decode(dense(), forced=FORCED[:, :4])
+    pool_pages = 2 * (5 + 3 + 1) + 1
+    logits, _, cache = decode(dense(), pool_pages=pool_pages, forced=FORCED[:, :4])
+    assert bool(cache.overflow)
+    assert_close(logits[:3], expected[:3], rtol=1e-5)
+    assert_close(logits[3, 1:], expected[3, 1:], rtol=1e-5)
+    assert np.isfinite(logits).all()
+    for held, other in zip(cache.layers, whole.layers, strict=True):
+        for row, length in ((0, 40), (1, 22), (2, 7)):
+            k, same = (np.asarray(kv_cache.read_heads(c.k, c))[row, :, :length] for c in (held, other))
+            assert_close(k, same, rtol=1e-5, row=row)
+    _, _, cache = decode(dense(), pool_pages=pool_pages, forced=FORCED[:, :3])
+    assert not cache.overflow
+
+
+def test_shares_are_what_hand_counting_says():
+    """streaming(sink=3, recent=9) over pages of 8."""
+    sink, recent, page = 3, 9, 8
+    _, stats, _ = decode(parse(f"streaming(sink={sink}, recent={recent})"))
+    for i, shares in enumerate(stats):
+        for b, prompt in enumerate(PROMPTS):
+            length = len(prompt) + i + 1
+            slots = {s for s in range(length) if s < sink or s >= length - recent}
+            pages = {s // page for s in slots}
+            read = sum(min(page, length - page * p) for p in pages)
+            assert shares.attended[b] == pytest.approx(len(slots) / length)
+            assert shares.read[b] == pytest.approx(read / length)
+
+
+def test_dense_layers_are_counted():
+    """One layer of three is dense, the others attend to the 12 of streaming."""
+    _, stats, _ = decode(parse("dense_layers(streaming(sink=3, recent=9), n=1)"))
+    for i, shares in enumerate(stats):
+        length = LENGTHS[0] + i + 1
+        assert shares.attended[0] == pytest.approx((length + 2 * 12) / 3 / length)
+
+
+@builder
+def dense_until(limit: int) -> jsparse.Policy:
+    """Falls back up to a length; its own select would attend to the newest token alone, and counts its calls."""
+    inner = parse("streaming(sink=0, recent=1)")
+
+    def select(state, layer, q, cache):
+        selection, _, _ = inner.select((), layer, q, cache)
+        return selection, None, (*state[:layer], state[layer] + 1, *state[layer + 1 :])
+
+    def fallback(state, layer, cache):
+        return jnp.max(cache.layers[layer].lengths) <= limit
+
+    return jsparse.Policy(
+        select,
+        init=lambda spec: tuple(jnp.int32(0) for _ in range(spec.num_layers)),
+        fallback=fallback,
+        stats=lambda layer: "page_mass",
+    )
+
+
+def test_the_fallback_is_dense_and_skips_the_selection():
+    limit = LENGTHS[0] + 5
+    expected, _, _ = decode(dense())
+    logits, stats, _ = decode(dense_until(limit))
+    assert_close(logits[:5], expected[:5], rtol=1e-6)
+    assert np.abs(logits[5] - expected[5]).max() > 0.1
+    attended = [float(s.attended[0]) for s in stats]
+    assert attended[:5] == pytest.approx([1.0] * 5)
+    assert attended[5:] == pytest.approx([1 / (LENGTHS[0] + i + 1) for i in range(5, FORCED.shape[1])])
+
+
+def test_the_current_token_is_always_attended():
+    """A policy that lists page 0 alone attends to that page and to the newest token."""
+    policy = dense()._replace(
+        select=lambda state, layer, q, cache: (
+            jsparse.Selection(
+                jnp.zeros((*cache.layers[layer].lengths.shape, 1), jnp.int32),
+                jnp.ones_like(cache.layers[layer].lengths),
+            ),
+            None,
+            state,
+        )
+    )
+    _, stats, _ = decode(policy)
+    for i, shares in enumerate(stats):
+        for b, prompt in enumerate(PROMPTS):
+            length = len(prompt) + i + 1
+            assert shares.attended[b] == pytest.approx(min(length, 9 if length > 8 else length) / length)
+
+
+def test_the_step_keeps_the_dtypes_of_bfloat16():
+    params = tiny_params()
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.weights)
+    half = jsparse.Params(weights, params.config, None, {}, "half")
+    logits = engine_logits(half, "streaming(sink=3, recent=60)", PROMPTS, FORCED)
+    assert logits.dtype == np.float32
+    expected = engine_logits(params, "dense", PROMPTS, FORCED)
+    error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
+    assert 1e-4 < error < 0.08
+
+
+@pytest.mark.parametrize("policy", ["streaming(sink=2, recent=7)", "keep(oracle_top_k(budget=5), sink=2, recent=7)"])
+def test_the_page_size_does_not_change_what_tokens_are_attended(policy):
+    """Pages of 64 tokens carry no bits, and must not widen a list of tokens for that."""
+    outs = [
+        jsparse.generate(tiny_params(), PROMPTS, max_new_tokens=8, logprobs=True, policy=policy, page_size=size)
+        for size in (16, 64)
+    ]
+    for small, large in zip(*outs, strict=True):
+        np.testing.assert_allclose(small.logprobs, large.logprobs, atol=1e-4)
+        assert small.stats.attended_fraction == pytest.approx(large.stats.attended_fraction)
+
+
+def test_pages_without_bits_are_kept_whole():
+    policy = "keep(oracle_top_k(budget=64, granularity='page'), sink=1, recent=1)"
+    out = jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=8, policy=policy, page_size=64)
+    assert out.stats.attended_fraction == pytest.approx(1.0)

@@ -1,0 +1,196 @@
+"""Chunked prefill: however the prompt is cut, the cache, the query windows and the last hidden states are the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from slow_model import SlowModel, SlowRow
+from tiny import assert_close, random_prompts, spec_of, tiny_params
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse.cache import LayerCache
+from jsparse.models.transformer import to_logits
+from jsparse.policy import dense
+from jsparse.runtime import prefill
+from jsparse.runtime.correct import correct
+
+LENGTHS = (37, 18, 3)
+PROMPTS = random_prompts(LENGTHS)
+PAGE = 8
+
+
+def windowed(size: int):
+    """Dense, with a state that is the views' query windows and what of them counts, of every layer."""
+
+    def init(spec):
+        shape = (spec.batch, size, spec.num_heads, spec.head_dim)
+        return tuple((jnp.zeros(shape), jnp.zeros(spec.batch, jnp.int32)) for _ in range(spec.num_layers))
+
+    def take(state, layer, view):
+        entry = view.q_window.astype(jnp.float32), view.window_valid
+        return (*state[:layer], entry, *state[layer + 1 :])
+
+    return dense()._replace(window=size, init=init, prefill=take)
+
+
+def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
+    """The carry after prompts in pieces of `sizes`."""
+    lengths = np.array([len(p) for p in prompts])
+    tokens = np.zeros((len(prompts), sum(sizes)), np.int32)
+    for b, prompt in enumerate(prompts):
+        tokens[b, : len(prompt)] = prompt
+    spec = spec_of(params, len(prompts), page_size=PAGE)
+    cache = kv_cache.init(spec, fields=policy.needs, pool_pages=pool_pages)
+    carry, done = prefill.start(params.decoder, policy, cache, policy.init(spec)), 0
+    for size in sizes:
+        carry = prefill.prefill_chunk(
+            params.decoder,
+            policy,
+            params.weights,
+            jnp.asarray(tokens[:, done : done + size]),
+            jnp.asarray(np.clip(lengths - done, 0, size), jnp.int32),
+            carry,
+            last=bool(done + size >= lengths.max()),
+        )
+        done += size
+    return carry
+
+
+def held_rows(layer: LayerCache):
+    """K and V of every head up to its length, as lists over rows."""
+    k, v = (np.asarray(kv_cache.read_heads(pool, layer)) for pool in (layer.k, layer.v))
+    lengths = np.asarray(layer.lengths)
+    return [(k[at][: lengths[at]], v[at][: lengths[at]]) for at in np.ndindex(lengths.shape)]
+
+
+@pytest.fixture(scope="module")
+def slow_rows():
+    model = SlowModel(tiny_params())
+    return [SlowRow(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("window", [4, 32])
+@pytest.mark.parametrize("sizes", [(40,), (16, 16, 16), (5,) * 8, (32, 1, 4, 1)], ids=str)
+def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
+    """Cache, lengths, positions, logits and query windows; prompts shorter than the window included."""
+    params = tiny_params()
+    carry = run(params, windowed(window), sizes)
+    logits = to_logits(params.decoder, params.weights, carry.last_hidden)
+    assert carry.cache.positions.tolist() == list(LENGTHS)
+    for b, row in enumerate(slow_rows):
+        assert_close(logits[b], row.logits, rtol=1e-5, row=b)
+        for layer, held in enumerate(carry.cache.layers):
+            assert (np.asarray(held.lengths[b]) == LENGTHS[b]).all()
+            for head in range(2):
+                k, v = held_rows(held)[2 * b + head]
+                assert_close(k, row.k[layer][head], rtol=1e-5, layer=layer, head=head)
+                assert_close(v, row.v[layer][head], rtol=1e-5, layer=layer, head=head)
+            queries, valid = carry.state[layer]
+            count = min(LENGTHS[b], window)
+            assert int(valid[b]) == count
+            assert_close(queries[b, window - count :], row.q[layer][-count:], rtol=1e-5, layer=layer, row=b)
+            assert (np.asarray(queries[b, : window - count]) == 0).all()
+
+
+def test_prefill_equals_one_full_pass():
+    params = tiny_params()
+    carry = run(params, dense(), (16, 16, 8))
+    logits = to_logits(params.decoder, params.weights, carry.last_hidden)
+    for b, prompt in enumerate(PROMPTS):
+        assert_close(logits[b], jsparse.logits(params, prompt)[0, -1], rtol=1e-5)
+
+
+def test_padding_and_finished_rows_write_nothing():
+    """What lies behind a head's length stays as it was, and a row with no valid tokens keeps its bytes."""
+    params = tiny_params()
+    carry = run(params, dense(), (40,))
+    before = jax.tree.map(np.asarray, (carry.cache, carry.last_hidden))
+    after = prefill.prefill_chunk(
+        params.decoder, dense(), params.weights, jnp.ones((3, 4), jnp.int32), jnp.array([0, 2, 0], jnp.int32), carry,
+        last=True,
+    )  # fmt: skip
+    assert after.cache.positions.tolist() == [37, 20, 3]
+    for layer, old in zip(after.cache.layers, before[0].layers, strict=True):
+        pages = np.asarray(layer.k).reshape(3, -1), old.k.reshape(3, -1)
+        for row in (0, 2):
+            np.testing.assert_array_equal(pages[0][row], pages[1][row])
+        heads, old_heads = (
+            np.asarray(kv_cache.read_heads(c.k, c)) for c in (layer, old._replace(k=jnp.asarray(old.k)))
+        )
+        np.testing.assert_array_equal(heads[1, :, :18], old_heads[1, :, :18])
+        assert (heads[1, :, 20:] == 0).all()
+    for row in (0, 2):
+        np.testing.assert_array_equal(after.last_hidden[row], before[1][row])
+
+
+@pytest.mark.parametrize("pool_pages", [None, 100])
+def test_correct_restores_what_dense_prefill_gives(pool_pages):
+    """The newest K and V are spoilt, as sparse decoding does; the rest of the cache is left alone."""
+    params, count = tiny_params(), 3
+    carry = run(params, dense(), (16, 16, 8), pool_pages=pool_pages)
+    expected = [held_rows(layer) for layer in carry.cache.layers]
+    cache = carry.cache
+    for i, layer in enumerate(cache.layers):
+        noise = jnp.full((3, count, 2, 16), 3.0 + i)
+        first = layer.lengths - count
+        spoilt = kv_cache.write(layer, noise, -noise, jnp.zeros((3, count), jnp.int32), jnp.full(3, count), first)
+        cache = kv_cache.replace_layer(cache, i, spoilt)
+    assert np.abs(held_rows(cache.layers[1])[0][0] - expected[1][0][0]).max() > 1
+    appended = []
+
+    def append(state, layer, k, v, tokens, positions, cache):
+        appended.append((layer, k.shape, tokens.shape, positions.shape))
+        return state
+
+    policy = dense()._replace(append=append)
+    newest = jnp.asarray([prompt[-count:] for prompt in PROMPTS], jnp.int32)
+    cache, _ = correct(params.decoder, policy, params.weights, newest, cache, carry.state)
+    assert cache.positions.tolist() == list(LENGTHS)
+    for layer, rows in zip(cache.layers, expected, strict=True):
+        assert (np.asarray(layer.lengths) == np.array(LENGTHS)[:, None]).all()
+        for (k, v), (old_k, old_v) in zip(held_rows(layer), rows, strict=True):
+            assert_close(k, old_k, rtol=1e-5)
+            assert_close(v, old_v, rtol=1e-5)
+    assert appended == [(layer, (3, count, 2, 16), (3, count), (3, count)) for layer in range(3)]
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 5, 8, 9])
+def test_attend_chunk_over_several_blocks(pages, monkeypatch):
+    """A chunk of 4 behind 0, 11 and 60 tokens, the earlier ones in blocks of `pages` pages, which need not tile 8."""
+    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared out among the 3 rows
+    rng = np.random.default_rng(5)
+    lengths, valid = np.array([0, 11, 60]), np.array([4, 2, 4])
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    k_all, v_all, q = draw(3, 64, 2, 16), draw(3, 64, 2, 16), draw(3, 4, 4, 16)
+    spec = spec_of(tiny_params(num_layers=1), 3, page_size=PAGE, num_pages=8)._replace(num_layers=1)
+    cache = kv_cache.init(spec)
+    chunk = []
+    for pool in (k_all, v_all):
+        chunk.append(np.stack([np.pad(pool[b], ((0, 4), (0, 0), (0, 0)))[n : n + 4] for b, n in enumerate(lengths)]))
+    everything = np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
+    total = jnp.asarray(lengths + valid, jnp.int32)
+    cache = kv_cache.append(cache, 0, jnp.asarray(k_all), jnp.asarray(v_all), jnp.asarray(everything), total)
+    k, v = map(jnp.asarray, chunk)
+    o = prefill.attend_chunk(jnp.asarray(q), k, v, cache.layers[0], jnp.asarray(valid, jnp.int32))
+    for b, t, n in np.ndindex(3, 4, 4):
+        if t < valid[b]:
+            seen = slice(0, lengths[b] + t + 1)
+            logits = k_all[b, seen, n // 2] @ q[b, t, n] / 4.0
+            weights = np.exp(logits - logits.max())
+            np.testing.assert_allclose(o[b, t, n], weights @ v_all[b, seen, n // 2] / weights.sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "sizes"),
+    [(1, 64, [16]), (16, 64, [16]), (17, 64, [32]), (64, 64, [64]), (65, 64, [64, 16]), (200, 64, [64, 64, 64, 16]),
+     (127, 64, [64, 64]), (5, 8, [8])],
+)  # fmt: skip
+def test_chunk_sizes(length, chunk, sizes):
+    assert prefill.chunk_sizes(length, chunk) == sizes
+
+
+def test_chunks_shrink_with_the_batch_and_stay_powers_of_two():
+    decoder = tiny_params().decoder
+    sizes = [prefill.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
+    assert sizes == [512, 256, 128, 64, 64]
