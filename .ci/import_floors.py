@@ -35,7 +35,9 @@ def floor(module: str) -> tuple[int, str]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and target of every import of jsparse, below `jsparse.`; those for types alone do not count."""
+    """Yield line and target of every import of jsparse, below `jsparse.`; those for types alone do
+    not count.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
         id(inner)
@@ -47,7 +49,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         if id(node) in typing:
             continue
         if isinstance(node, ast.ImportFrom) and node.module == "jsparse":
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name != "__version__")
+            yield from (
+                (node.lineno, alias.name) for alias in node.names if alias.name != "__version__"
+            )
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("jsparse."):
             yield node.lineno, str(node.module).removeprefix("jsparse.")
         elif isinstance(node, ast.Import):
@@ -59,7 +63,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def violations(root: Path) -> tuple[int, list[str]]:
-    """Return the number of modules below `root`/jsparse and a line for every import that goes up or across."""
+    """Return the number of modules below `root`/jsparse and a line for every import that goes up or
+    across.
+    """
     package, found = root / "jsparse", []
     walked = os.walk(package, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
@@ -72,7 +78,9 @@ def violations(root: Path) -> tuple[int, list[str]]:
             apart = name == "models" and there != name and target != FOR_MODELS
             across = {module.split(".")[0], target.split(".")[0]} == BESIDE
             if above > number or apart or across:
-                found.append(f"{file.relative_to(root)}:{line}: {name} imports {there} (jsparse.{target})")
+                found.append(
+                    f"{file.relative_to(root)}:{line}: {name} imports {there} (jsparse.{target})"
+                )
     return len(files), found
 
 

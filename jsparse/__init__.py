@@ -16,7 +16,8 @@ _FOLDER = Path(__file__).parent
 for _name in ("models", "train", "pallas_kernels"):
     if not (_FOLDER / _name).is_dir():
         raise ImportError(
-            f"{_FOLDER / _name} must be a link to the folder {_name} of the checkout, which was made without symbolic "
+            f"{_FOLDER / _name} must be a link to the folder {_name} of the checkout, which was "
+            "made without symbolic "
             "links: clone again with `git clone -c core.symlinks=true`, or install a wheel"
         )
 deprecated.find_moved_modules()
@@ -27,10 +28,15 @@ _RENAMED = {"full": "all_pages"}
 def _listed(stub: str) -> dict[str, tuple[str, str]]:
     """Return the module and name that each public name stands for, as the stub imports it."""
     imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
-    return {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
+    return {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in imports
+        for alias in node.names
+    }
 
 
-# jax takes seconds to import, and `jsparse --help` needs none of it: names are imported when they are first used
+# jax takes seconds to import, and `jsparse --help` needs none of it: names are imported when they
+# are first used
 _HOMES = _listed(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 __all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedDunderAll]
 

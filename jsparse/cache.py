@@ -1,7 +1,9 @@
-"""The KV cache: paged, head-major, one entry a layer; pure functions that append to it, read it and shrink it.
+"""The KV cache: paged, head-major, one entry a layer; pure functions that append to it, read it and
+shrink it.
 
-A physical page holds P tokens of ONE KV head of ONE row. Where page m of head (b, k) lies is said by a block table, or
-by no table at all (the identity): then it is page (b·K + k)·M + m, and reading a whole head is a reshape.
+A physical page holds P tokens of ONE KV head of ONE row. Where page m of head (b, k) lies is said
+by a block table, or by no table at all (the identity): then it is page (b·K + k)·M + m, and reading
+a whole head is a reshape.
 """
 
 import functools
@@ -16,7 +18,9 @@ from jsparse.shapes import BlockTable, ChunkKV, Lengths, Pages, Rows
 
 
 class CacheSpec(NamedTuple):
-    """The static sizes that a cache and a policy's state are built from (letters of jsparse.shapes)."""
+    """The static sizes that a cache and a policy's state are built from (letters of
+    jsparse.shapes).
+    """
 
     num_layers: int
     batch: int
@@ -44,7 +48,9 @@ class CacheSpec(NamedTuple):
 
 
 class FreeList(NamedTuple):
-    """A stack of unused physical pages: `pages[:count]` are free. The pool's last page is the scratch page."""
+    """A stack of unused physical pages: `pages[:count]` are free. The pool's last page is the
+    scratch page.
+    """
 
     pages: Int32[Array, "pages"]
     count: Int32[Array, ""]
@@ -54,8 +60,8 @@ class LayerCache(NamedTuple):
     """One layer's K and V.
 
     Attributes:
-        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not: attention may multiply
-            what it does not attend to by 0.
+        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not:
+            attention may multiply what it does not attend to by 0.
         lengths: tokens held per row and head.
         block_table: physical page of each logical one; None is the identity.
         free: the unused pages, where there is a table; the identity frees nothing.
@@ -90,7 +96,9 @@ class LayerCache(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """All layers, the next text position of each row, and whether anything was ever refused for want of room."""
+    """All layers, the next text position of each row, and whether anything was ever refused for
+    want of room.
+    """
 
     layers: tuple[LayerCache, ...]
     positions: Rows
@@ -100,22 +108,29 @@ class KVCache(NamedTuple):
 OPTIONAL_FIELDS = ("bias", "slot_positions")
 
 
-def init(spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | None = None) -> KVCache:
+def init(
+    spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | None = None
+) -> KVCache:
     """An empty cache.
 
     Args:
         spec: the sizes.
         fields: which of OPTIONAL_FIELDS to allocate.
-        pool_pages: None gives every head its own M pages (the identity table). A number gives each layer a shared pool
-            of that many pages, one of them scratch, with a block table and a free list.
+        pool_pages: None gives every head its own M pages (the identity table). A number gives each
+            layer a shared pool of that many pages, one of them scratch, with a block table and a
+            free list.
     """
     heads = (spec.batch, spec.num_kv_heads)
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     if pool_pages is not None and pool_pages < 2:
-        raise ValueError(f"pool_pages={pool_pages}: must be at least 2, one page and the scratch page")
+        raise ValueError(
+            f"pool_pages={pool_pages}: must be at least 2, one page and the scratch page"
+        )
     unknown = set(fields) - set(OPTIONAL_FIELDS)
     if unknown:
-        raise ValueError(f"fields={fields}: unknown {sorted(unknown)}, must be among {OPTIONAL_FIELDS}")
+        raise ValueError(
+            f"fields={fields}: unknown {sorted(unknown)}, must be among {OPTIONAL_FIELDS}"
+        )
 
     def layer() -> LayerCache:
         paged = pool_pages is not None
@@ -124,9 +139,13 @@ def init(spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | Non
             v=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
             lengths=jnp.zeros(heads, jnp.int32),
             block_table=jnp.full((*heads, spec.num_pages), pages - 1, jnp.int32) if paged else None,
-            free=FreeList(jnp.arange(pages, dtype=jnp.int32)[::-1] - 1, jnp.int32(pages - 1)) if paged else None,
+            free=FreeList(jnp.arange(pages, dtype=jnp.int32)[::-1] - 1, jnp.int32(pages - 1))
+            if paged
+            else None,
             bias=jnp.zeros((pages, spec.page_size), jnp.float32) if "bias" in fields else None,
-            slot_positions=jnp.zeros((pages, spec.page_size), jnp.int32) if "slot_positions" in fields else None,
+            slot_positions=jnp.zeros((pages, spec.page_size), jnp.int32)
+            if "slot_positions" in fields
+            else None,
         )
 
     layers = tuple(layer() for _ in range(spec.num_layers))
@@ -153,15 +172,24 @@ def read_slots(pool: Array, layer: LayerCache, slots: Int32[Array, "B K n"]) -> 
 
 
 def read_heads(pool: Array, layer: LayerCache) -> Array:
-    """Every slot of every head, [B, K, S, …], from a pool [pages, P, …]; a reshape under the identity table."""
+    """Every slot of every head, [B, K, S, …], from a pool [pages, P, …]; a reshape under the
+    identity table.
+    """
     shape = (*layer.lengths.shape, layer.capacity, *pool.shape[2:])
     return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape)
 
 
 def append(
-    cache: KVCache, layer_idx: int, k: ChunkKV, v: ChunkKV, positions: Int32[Array, "B T"], valid: Rows
+    cache: KVCache,
+    layer_idx: int,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens behind what each head of row b holds: `grow`, then `fill`."""
+    """Writes the first `valid[b]` of T new tokens behind what each head of row b holds: `grow`,
+    then `fill`.
+    """
     cache = grow(cache, valid, k.shape[1], layers=(layer_idx,))
     return fill(cache, layer_idx, k, v, positions, valid)
 
@@ -169,37 +197,58 @@ def append(
 def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
     """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write.
 
-    In all layers at once, or in those that are named: with the identity table that is one launch for all of them.
+    In all layers at once, or in those that are named: with the identity table that is one launch
+    for all of them.
 
-    A token that finds no room sets `cache.overflow`, and what its own head gives from then on is not to be used; no
-    other head's tokens are touched.
+    A token that finds no room sets `cache.overflow`, and what its own head gives from then on is
+    not to be used; no other head's tokens are touched.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
     held = [cache.layers[i] for i in chosen]
     lengths = [layer.lengths + valid[:, None] for layer in held]
-    grown, short = zip(*(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True)
+    grown, short = zip(
+        *(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True
+    )
     # layers first, then heads: a reduction over a stack of layers XLA would take apart again
-    full = functools.reduce(jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True)))
-    cache = cache._replace(overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full)))
-    # nothing below reads the old lengths, which XLA would then copy before the new ones take their (donated) place
+    full = functools.reduce(
+        jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True))
+    )
+    cache = cache._replace(
+        overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full))
+    )
+    # nothing below reads the old lengths, which XLA would then copy before the new ones take their
+    # (donated) place
     for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
         cache = replace_layer(cache, i, layer._replace(lengths=n))
     return cache
 
 
 def fill(
-    cache: KVCache, layer_idx: int, k: ChunkKV, v: ChunkKV, positions: Int32[Array, "B T"], valid: Rows
+    cache: KVCache,
+    layer_idx: int,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens to the last slots that each head of row b has room for."""
+    """Writes the first `valid[b]` of T new tokens to the last slots that each head of row b has
+    room for.
+    """
     layer = cache.layers[layer_idx]
     layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
     return replace_layer(cache, layer_idx, layer)
 
 
 def write(
-    layer: LayerCache, k: ChunkKV, v: ChunkKV, positions: Int32[Array, "B T"], valid: Rows, first: Lengths
+    layer: LayerCache,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
+    first: Lengths,
 ) -> LayerCache:
-    """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head, in pages it already has.
+    """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head, in
+    pages it already has.
 
     Used by `fill`, and to overwrite tokens that are computed again. Lengths do not change.
     """
@@ -217,13 +266,17 @@ def write(
         layer = layer._replace(bias=put(layer.bias, jnp.zeros(slots.shape)))
     if layer.slot_positions is not None:
         layer = layer._replace(
-            slot_positions=put(layer.slot_positions, jnp.broadcast_to(positions[:, None], slots.shape))
+            slot_positions=put(
+                layer.slot_positions, jnp.broadcast_to(positions[:, None], slots.shape)
+            )
         )
     return layer
 
 
 def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
-    """Shortens heads to `lengths` (never lengthens); pages that fall empty go back to the free list."""
+    """Shortens heads to `lengths` (never lengthens); pages that fall empty go back to the free
+    list.
+    """
     lengths = jnp.minimum(lengths, layer.lengths)
     if layer.block_table is None or layer.free is None:
         return layer._replace(lengths=lengths)
@@ -234,7 +287,8 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
     order = jnp.cumsum(freed, dtype=jnp.int32)
     at = jnp.where(freed, layer.free.count + order - 1, layer.k.shape[0])
     free = FreeList(
-        layer.free.pages.at[at].set(layer.block_table.reshape(-1), mode="drop"), layer.free.count + order[-1]
+        layer.free.pages.at[at].set(layer.block_table.reshape(-1), mode="drop"),
+        layer.free.count + order[-1],
     )
     table = jnp.where(page < kept, layer.block_table, scratch)
     return layer._replace(lengths=lengths, block_table=table, free=free)
@@ -246,7 +300,9 @@ def replace_layer(cache: KVCache, layer_idx: int, layer: LayerCache) -> KVCache:
 
 
 def slot_positions(layer: LayerCache) -> Int32[Array, "B K S"]:
-    """The text position of every slot of every head; the slot's own number unless a policy keeps them."""
+    """The text position of every slot of every head; the slot's own number unless a policy keeps
+    them.
+    """
     if layer.slot_positions is not None:
         return read_heads(layer.slot_positions, layer)
     shape = (*layer.lengths.shape, layer.capacity)
@@ -257,8 +313,12 @@ def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
     return (tokens + page_size - 1) // page_size
 
 
-def _allocate(layer: LayerCache, lengths: Lengths, max_new: int) -> tuple[LayerCache, Bool[Array, ""]]:
-    """Gives heads the pages that growing to `lengths` needs; also tells whether the pool ran dry (then: scratch)."""
+def _allocate(
+    layer: LayerCache, lengths: Lengths, max_new: int
+) -> tuple[LayerCache, Bool[Array, ""]]:
+    """Gives heads the pages that growing to `lengths` needs; also tells whether the pool ran dry
+    (then: scratch).
+    """
     if layer.block_table is None or layer.free is None:
         return layer, jnp.bool_(False)
     first = _pages_for(layer.lengths, layer.page_size)
@@ -269,9 +329,9 @@ def _allocate(layer: LayerCache, lengths: Lengths, max_new: int) -> tuple[LayerC
     at = layer.free.count - order
     taken = jnp.where(at >= 0, layer.free.pages[jnp.maximum(at, 0)], layer.k.shape[0] - 1)
     row, head = jnp.indices(layer.lengths.shape, dtype=jnp.int32)
-    table = layer.block_table.at[row[:, :, None], head[:, :, None], jnp.where(wanted, page, layer.num_pages)].set(
-        taken, mode="drop"
-    )
+    table = layer.block_table.at[
+        row[:, :, None], head[:, :, None], jnp.where(wanted, page, layer.num_pages)
+    ].set(taken, mode="drop")
     total = order.reshape(-1)[-1]
     free = layer.free._replace(count=jnp.maximum(layer.free.count - total, 0))
     return layer._replace(block_table=table, free=free), total > layer.free.count

@@ -1,9 +1,10 @@
-"""Finds the channels of K that carry most of the logits, offline: what Double Sparsity is calibrated with.
+"""Finds the channels of K that carry most of the logits, offline: what Double Sparsity is
+calibrated with.
 
-As in the paper (arXiv:2408.07092, and the code its authors published) a channel weighs as much as the mean of |q·k| in
-it, where each token's query meets the token's own key, after RoPE. Where we differ: the query heads that share a KV
-head share its ranking, by the sum over them; and the text is the user's, read in one piece with full attention (theirs
-is cut into blocks of 512 tokens).
+As in the paper (arXiv:2408.07092, and the code its authors published) a channel weighs as much as
+the mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
+differ: the query heads that share a KV head share its ranking, by the sum over them; and the text
+is the user's, read in one piece with full attention (theirs is cut into blocks of 512 tokens).
 """
 
 from typing import Any
@@ -23,16 +24,21 @@ from jsparse.policy import Policy, PrefillView, State, builder, dense
 from jsparse.runtime import capacity, prefill, session
 
 
-def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress | None = None) -> Ranking:
-    """Ranks the channels of every KV head on a text; `channel_ranking.save` keeps that for double_sparsity.
+def calibrate_channels(
+    params: Params, prompt: Any, *, on_progress: OnProgress | None = None
+) -> Ranking:
+    """Ranks the channels of every KV head on a text; `channel_ranking.save` keeps that for
+    double_sparsity.
 
     Args:
         params: the model.
-        prompt: what to read, as for `generate`: text, token ids, or a list of these, each of which is read on its own.
+        prompt: what to read, as for `generate`: text, token ids, or a list of these, each of which
+            is read on its own.
         on_progress: called with ("prefill", done, total) tokens of each prompt.
 
     Raises:
-        ValueError: a prompt is none, or leaves no room for one token more in the model's context, or in memory.
+        ValueError: a prompt is none, or leaves no room for one token more in the model's context,
+            or in memory.
     """
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
@@ -49,7 +55,9 @@ def calibrate_channels(params: Params, prompt: Any, *, on_progress: OnProgress |
 
 @builder
 def _weighed(window: int) -> Policy:
-    """Dense; its state sums up, a layer, the weight of every channel. No chunk has more tokens than `window`."""
+    """Dense; its state sums up, a layer, the weight of every channel. No chunk has more tokens than
+    `window`.
+    """
 
     def init(spec: CacheSpec) -> State:
         shape = (spec.batch, spec.num_kv_heads, spec.head_dim)
@@ -64,8 +72,12 @@ def _weighed(window: int) -> Policy:
 def _weights(view: PrefillView) -> Float32[Array, "B K H"]:
     """The sum of |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
     nth = jnp.arange(view.k.shape[1], dtype=jnp.int32)
-    at = view.q_window.shape[1] - view.valid[:, None] + nth  # the chunk's queries are the window's newest
+    at = (
+        view.q_window.shape[1] - view.valid[:, None] + nth
+    )  # the chunk's queries are the window's newest
     q = jnp.take_along_axis(view.q_window, at[:, :, None, None], axis=1, mode="clip")
     grouped = q.reshape(*view.k.shape[:3], -1, q.shape[-1])
-    products = jnp.sum(jnp.abs(grouped.astype(jnp.float32)), axis=3) * jnp.abs(view.k.astype(jnp.float32))
+    products = jnp.sum(jnp.abs(grouped.astype(jnp.float32)), axis=3) * jnp.abs(
+        view.k.astype(jnp.float32)
+    )
     return jnp.sum(jnp.where((nth < view.valid[:, None])[:, :, None, None], products, 0.0), axis=1)

@@ -54,7 +54,8 @@ def warn(old: str, new: str) -> None:
 def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a function take keyword arguments by their old names, too.
 
-    The wrapper's `translate` maps such arguments to the new names. An old argument that is None counts as not given.
+    The wrapper's `translate` maps such arguments to the new names. An old argument that is None
+    counts as not given.
 
     Args:
         **names: the new name of each old one; several old ones may have become one.
@@ -70,7 +71,10 @@ def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[.
                 if value is None:
                     continue
                 if names[old] in new:
-                    raise ValueError(f"{old}={value!r}: must not be given beside {names[old]}={new[names[old]]!r}")
+                    raise ValueError(
+                        f"{old}={value!r}: must not be given beside "
+                        f"{names[old]}={new[names[old]]!r}"
+                    )
                 new[names[old]] = value
             return new
 

@@ -1,6 +1,8 @@
-"""What the author of a method needs: the contract, the cache, selections and the op that makes them.
+"""What the author of a method needs: the contract, the cache, selections and the op that makes
+them.
 
-CONTRIBUTING.md says how to write a policy; `jsparse generate --policy my_policy.py:my_policy` runs it.
+CONTRIBUTING.md says how to write a policy; `jsparse generate --policy my_policy.py:my_policy` runs
+it.
 """
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads, read_pages, read_slots

@@ -43,26 +43,30 @@ def generate(
 ) -> Any:  # Generation | list[Generation]
     """Continues a prompt, or a batch of them.
 
-    The decode step is compiled once for each batch size, capacity and policy, prefill also for each size of its last
-    chunk, a power of two; other prompts and options then compile nothing anew.
+    The decode step is compiled once for each batch size, capacity and policy, prefill also for each
+    size of its last chunk, a power of two; other prompts and options then compile nothing anew.
 
     Args:
         params: what `jsparse.load` returned.
-        prompt: text, chat messages (dicts with role and content), token ids, or a list of any of these.
+        prompt: text, chat messages (dicts with role and content), token ids, or a list of any of
+            these.
         max_new_tokens: at most so many tokens are generated.
-        temperature: 0 is greedy. None of this and the next four: the model's generation_config, else off.
+        temperature: 0 is greedy. None of this and the next four: the model's generation_config,
+            else off.
         top_k: keep the k likeliest tokens; 0 is off.
         top_p: keep the likeliest tokens whose probabilities sum to p; 1 is off.
         min_p: drop tokens below min_p times the likeliest; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far; 1 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far; 1
+            is off.
         seed: of the random draws; the same seed gives the same text.
         stop: strings that end the text and are cut off.
         eos_token_id: ids that end the text; [] never stops; None takes the model's.
         logprobs: also return each token's log-probability.
         streamer: called with each piece of text as it is made; for several prompts a list of them.
-        policy: what is attended to while decoding: a policy or its expression. The prompt is always read densely.
-        max_length: the cache's capacity in tokens; None fits the longest prompt and max_new_tokens, rounded up so that
-            few sizes are compiled.
+        policy: what is attended to while decoding: a policy or its expression. The prompt is always
+            read densely.
+        max_length: the cache's capacity in tokens; None fits the longest prompt and max_new_tokens,
+            rounded up so that few sizes are compiled.
         page_size: tokens a page, one of 8, 16, 32, 64.
         on_progress: called with ("prefill" | "decode", done, total) tokens.
 
@@ -84,7 +88,11 @@ def generate(
     capacity.require_fit(spec, chosen)
     keep_compilations()
     report = on_progress or (lambda *_: None)
-    reader = Reader([Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers], max_new_tokens, report)
+    reader = Reader(
+        [Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers],
+        max_new_tokens,
+        report,
+    )
     began = time.perf_counter()
     with capacity.exhaustion(spec):
         primed = session.prime(params, chosen, rows, spec, report)
@@ -102,7 +110,11 @@ def _sampling(params: Params, temperature, top_k, top_p, min_p, repetition_penal
         "repetition_penalty": repetition_penalty,
     }
     chosen = {name: _number(name, value) for name, value in given.items() if value is not None}
-    defaults = {name: value for name, value in params.generation_defaults.items() if name in Sampling._fields}
+    defaults = {
+        name: value
+        for name, value in params.generation_defaults.items()
+        if name in Sampling._fields
+    }
     return Sampling(**(defaults | chosen)).validate()
 
 
@@ -117,7 +129,9 @@ def _number(name: str, value: Any) -> Any:
 
 
 def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings that end a text; ValueError for one that is none, or where there is no tokenizer to find them."""
+    """The strings that end a text; ValueError for one that is none, or where there is no tokenizer
+    to find them.
+    """
     if not isinstance(stop, Sequence):
         raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -130,22 +144,37 @@ def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    """The tokens that end a text, by default the model's; ValueError for one outside the vocabulary."""
+    """The tokens that end a text, by default the model's; ValueError for one outside the
+    vocabulary.
+    """
     if eos_token_id is None:
         eos_token_id = params.generation_defaults.get("eos_token_id")
     if eos_token_id is None:
         return frozenset(params.tokenizer.eos_token_ids if params.tokenizer else ())
     ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < params.config.vocab_size:
-            raise ValueError(f"eos_token_id={token!r}: must be token ids from 0 to {params.config.vocab_size - 1}")
+        if (
+            not isinstance(token, int)
+            or isinstance(token, bool)
+            or not 0 <= token < params.config.vocab_size
+        ):
+            raise ValueError(
+                f"eos_token_id={token!r}: must be token ids from 0 to "
+                f"{params.config.vocab_size - 1}"
+            )
     return frozenset(ids)
 
 
 def cache_spec(
-    params: Params, rows: list[list[int]], max_new_tokens: int, max_length: int | None, page_size: int
+    params: Params,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    max_length: int | None,
+    page_size: int,
 ) -> CacheSpec:
-    """The cache's sizes; ValueError where prompt and new tokens do not fit the model or the capacity asked for."""
+    """The cache's sizes; ValueError where prompt and new tokens do not fit the model or the
+    capacity asked for.
+    """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
         if name == "max_length" and value is None:
             continue
@@ -175,10 +204,14 @@ def cache_spec(
     )
 
 
-def _streamers(streamer: Streamer | Sequence[Streamer] | None, rows: int, alone: bool) -> list[Streamer]:
+def _streamers(
+    streamer: Streamer | Sequence[Streamer] | None, rows: int, alone: bool
+) -> list[Streamer]:
     if streamer is None:
         return [lambda piece: None] * rows
     given = list(streamer) if isinstance(streamer, Sequence) else [streamer]
     if len(given) != rows or not all(callable(s) for s in given):
-        raise ValueError(f"streamer={streamer!r}: must be one callable for each of the {rows} prompt(s)")
+        raise ValueError(
+            f"streamer={streamer!r}: must be one callable for each of the {rows} prompt(s)"
+        )
     return given

@@ -1,7 +1,9 @@
-"""What comes back from the device, and what becomes of it on the host: ids, text, stop rules, statistics.
+"""What comes back from the device, and what becomes of it on the host: ids, text, stop rules,
+statistics.
 
-The host reads each step a few steps after it was dispatched, so that the device never waits for it. What it finds then
-(a stop rule, a full cache) ends the loop; the few steps made in the meantime are dropped.
+The host reads each step a few steps after it was dispatched, so that the device never waits for it.
+What it finds then (a stop rule, a full cache) ends the loop; the few steps made in the meantime are
+dropped.
 """
 
 import time
@@ -28,11 +30,12 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens, new_tokens: of this prompt.
-        prefill_seconds: until the first token of the batch was known; prefill's compilation included, if there was any.
-        decode_tokens_per_second: of all rows together, from the second token on, so without compilation; None for fewer
-            than three tokens.
-        attended_fraction: tokens attended over positions so far, mean over steps, layers and KV heads; None where no
-            decode step was run.
+        prefill_seconds: until the first token of the batch was known; prefill's compilation
+            included, if there was any.
+        decode_tokens_per_second: of all rows together, from the second token on, so without
+            compilation; None for fewer than three tokens.
+        attended_fraction: tokens attended over positions so far, mean over steps, layers and KV
+            heads; None where no decode step was run.
         read_fraction: the same for tokens whose K and V were read.
     """
 
@@ -49,9 +52,11 @@ class Generation:
     """What was generated for one prompt.
 
     Attributes:
-        text: without the prompt, special tokens and the stop string; "" where the model has no tokenizer.
+        text: without the prompt, special tokens and the stop string; "" where the model has no
+            tokenizer.
         token_ids: the new ids, the end token included if one came.
-        logprobs: their natural log-probabilities under the model's own softmax, before sampling options; if asked for.
+        logprobs: their natural log-probabilities under the model's own softmax, before sampling
+            options; if asked for.
         finish_reason: "stop" (an end token or a stop string) or "length".
         stats: counts, times and what was attended.
     """
@@ -121,7 +126,8 @@ class Reader:
         for array in jax.tree.leaves(step):
             array.copy_to_host_async()
         self.pending.append(step)
-        # the first token is waited for: nobody should see it only after the decode step has compiled
+        # the first token is waited for: nobody should see it only after the decode step has
+        # compiled
         while len(self.pending) > (HOST_LAG if self.times else 0):
             self._read()
 
@@ -140,14 +146,22 @@ class Reader:
         if self.finished:
             return
         if step.overflow:
-            raise RuntimeError("the cache's page pool ran out: nothing after this token would be right")
+            raise RuntimeError(
+                "the cache's page pool ran out: nothing after this token would be right"
+            )
         self.times.append(time.perf_counter())
         for b, row in enumerate(self.rows):
-            shares = (None, None) if step.stats is None else (float(step.stats.attended[b]), float(step.stats.read[b]))
+            shares = (
+                (None, None)
+                if step.stats is None
+                else (float(step.stats.attended[b]), float(step.stats.read[b]))
+            )
             row.take(int(step.tokens[b]), float(step.logprobs[b]), *shares)
         self.report("decode", len(self.times), self.max_new_tokens)
 
-    def generation(self, index: int, prompt_tokens: int, began: float, logprobs: bool) -> Generation:
+    def generation(
+        self, index: int, prompt_tokens: int, began: float, logprobs: bool
+    ) -> Generation:
         row, times = self.rows[index], self.times
         # the first interval holds the compilation of the step
         made = sum(max(len(row.ids) - 2, 0) for row in self.rows)
@@ -160,4 +174,10 @@ class Reader:
             attended_fraction=float(np.mean(row.attended)) if row.attended else None,
             read_fraction=float(np.mean(row.read)) if row.read else None,
         )
-        return Generation(row.stream.text, row.ids, row.finish or "length", stats, row.logprobs if logprobs else None)
+        return Generation(
+            row.stream.text,
+            row.ids,
+            row.finish or "length",
+            stats,
+            row.logprobs if logprobs else None,
+        )

@@ -28,21 +28,24 @@ def describe(
     context: int | None = None,
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Sizes of a model, of its cache and of what a policy keeps, and how much context there is memory for.
+    """Sizes of a model, of its cache and of what a policy keeps, and how much context there is
+    memory for.
 
-    What fits is the cache with what the policy keeps, beside the weights, in the memory that is free now; what a step
-    computes with is not counted.
+    What fits is the cache with what the policy keeps, beside the weights, in the memory that is
+    free now; what a step computes with is not counted.
 
     Args:
         model: as for `jsparse.load`.
         dtype: of weights and cache, a key of ITEM_BYTES.
-        policy: a policy or its expression. Its state is told for pages of 16 tokens, the default of `jsparse.generate`.
+        policy: a policy or its expression. Its state is told for pages of 16 tokens, the default of
+            `jsparse.generate`.
         context: tokens a prompt for which the largest batch is told; None is the model's maximum.
         revision: of a Hub id.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: it is of no supported kind, `context` is out of its range, or the policy is refused.
+        ValueError: it is of no supported kind, `context` is out of its range, or the policy is
+            refused.
     """
     policy = as_policy(policy)
     config = read_config(model, revision=revision)
@@ -75,13 +78,23 @@ def describe(
 
 
 def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
-    """Bytes over all layers that a policy keeps beside K and V: for each token of context, and for a prompt besides.
+    """Bytes over all layers that a policy keeps beside K and V: for each token of context, and for
+    a prompt besides.
 
-    Told from the model's maximum and twice that, so that what is bounded within the model's context does not grow.
+    Told from the model's maximum and twice that, so that what is bounded within the model's context
+    does not grow.
     """
 
     def kept(pages: int) -> int:
-        sizes = (config.num_layers, 1, config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, pages)
+        sizes = (
+            config.num_layers,
+            1,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            PAGE_SIZE,
+            pages,
+        )
         return capacity.policy_bytes(CacheSpec(*sizes, jnp.dtype(dtype)), policy)
 
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
@@ -95,7 +108,9 @@ def num_parameters(config: ModelConfig) -> int:
 
     def count(layers: int) -> int:
         shallow = dataclasses.replace(config, num_layers=layers)
-        return sum(math.prod(weight.shape) for weight in list_weights(Path(), layers, shallow, names))
+        return sum(
+            math.prod(weight.shape) for weight in list_weights(Path(), layers, shallow, names)
+        )
 
     # layers are alike: listing all of an absurd number of them would take forever
     return count(1) + (config.num_layers - 1) * (count(2) - count(1))
@@ -104,20 +119,28 @@ def num_parameters(config: ModelConfig) -> int:
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of a table that says the same to a reader."""
     c, dtype = info["config"], info["dtype"]
-    extras = [name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on]
+    extras = [
+        name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
+    ]
     short = info["weight_bytes"]["bfloat16"]
     return [
         ("family", c["family"] + "".join(f", {extra}" for extra in extras)),
         ("layers", str(c["num_layers"])),
         ("heads", f"{c['num_heads']} query, {c['num_kv_heads']} KV, of {c['head_dim']} dimensions"),
         ("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}"),
-        ("vocabulary", f"{c['vocab_size']}, " + ("tied" if c["tie_word_embeddings"] else "untied") + " embeddings"),
+        (
+            "vocabulary",
+            f"{c['vocab_size']}, "
+            + ("tied" if c["tie_word_embeddings"] else "untied")
+            + " embeddings",
+        ),
         ("RoPE", _rope(c)),
         ("longest text", f"{c['max_position_embeddings']} tokens"),
         ("parameters", f"{info['parameters']:,}"),
         (
             "weights",
-            f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in bfloat16 and float16",
+            f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
+            "bfloat16 and float16",
         ),
         ("cache a token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
         ("policy", info["policy"]),
@@ -138,4 +161,8 @@ def _rope(config: dict[str, Any]) -> str:
     scaling = config["rope_scaling"]
     if scaling is not None:
         return f"{theta}, llama3 scaling by {scaling['factor']:g}"
-    return theta if config["rope_factors"] is None else f"{theta}, llama3 scaling by the file's factors"
+    return (
+        theta
+        if config["rope_factors"] is None
+        else f"{theta}, llama3 scaling by the file's factors"
+    )

@@ -12,9 +12,11 @@ class Stats(NamedTuple):
     """How the mean query of each group, rounded to the type of the queries, saw what was read.
 
     Attributes:
-        scores: "page_mass": float32[B, K, M], the un-normalised logsumexp of each logical page's attended slots;
-            "token_logits": float32[B, K, S], the logit of each slot. -inf for what was not read.
-        lse: the logsumexp over everything attended; a page's share of the mass is exp(scores - lse).
+        scores: "page_mass": float32[B, K, M], the un-normalised logsumexp of each logical page's
+            attended slots; "token_logits": float32[B, K, S], the logit of each slot. -inf for what
+            was not read.
+        lse: the logsumexp over everything attended; a page's share of the mass is exp(scores -
+            lse).
     """
 
     scores: Float32[Array, "B K units"]
@@ -22,7 +24,9 @@ class Stats(NamedTuple):
 
 
 class AttentionOut(NamedTuple):
-    """A partial result, of o in float32, or a whole one. A head that attended to nothing has o = 0 and lse = -inf."""
+    """A partial result, of o in float32, or a whole one. A head that attended to nothing has o = 0
+    and lse = -inf.
+    """
 
     o: Float[Array, "B N H"]
     lse: Float32[Array, "B N"]
@@ -37,8 +41,8 @@ def merge(
 ) -> tuple[Float32[Array, "*rows H"], Float32[Array, "*rows"]]:
     """Attention over the union of two disjoint sets, from the attention over each.
 
-    Splits, tiers, shards and summary tokens are all merged by this. An empty partial (lse = -inf) changes nothing; two
-    of them give an empty one, never NaN.
+    Splits, tiers, shards and summary tokens are all merged by this. An empty partial (lse = -inf)
+    changes nothing; two of them give an empty one, never NaN.
     """
     lse = jnp.logaddexp(lse1, lse2)
     top = jnp.where(jnp.isneginf(lse), 0.0, lse)
@@ -49,7 +53,9 @@ def merge(
 def softmax_partial(
     logits: Float32[Array, "*rows S"],
 ) -> tuple[Float32[Array, "*rows S"], Float32[Array, "*rows"], Float32[Array, "*rows"]]:
-    """exp(logits - max), its sum and the logsumexp; -inf marks what is not attended, and a row may be all -inf."""
+    """exp(logits - max), its sum and the logsumexp; -inf marks what is not attended, and a row may
+    be all -inf.
+    """
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(logits - top)

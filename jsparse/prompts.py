@@ -16,8 +16,8 @@ def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
 
     Args:
         params: the model; its tokenizer turns text into ids.
-        prompt: text, chat messages (dicts with role and content), token ids (a list or an integer array), or a list of
-            any of these; a 2-D integer array is a list of rows.
+        prompt: text, chat messages (dicts with role and content), token ids (a list or an integer
+            array), or a list of any of these; a 2-D integer array is a list of rows.
 
     Raises:
         ValueError: a prompt is empty, of another kind, or has ids outside the vocabulary.
@@ -33,14 +33,18 @@ def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
             raise ValueError(f"{name} is empty: must give at least one token")
         wrong = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
         if wrong is not None:
-            raise ValueError(f"{name} has token id {wrong}: must be from 0 to {params.config.vocab_size - 1}")
+            raise ValueError(
+                f"{name} has token id {wrong}: must be from 0 to {params.config.vocab_size - 1}"
+            )
     return rows, alone
 
 
 def tokenizer_of(params: Params, purpose: str) -> Tokenizer:
     """The model's tokenizer; ValueError where it came without one."""
     if params.tokenizer is None:
-        raise ValueError(f"{purpose} needs a tokenizer, and model {params.name!r} has none: give token ids")
+        raise ValueError(
+            f"{purpose} needs a tokenizer, and model {params.name!r} has none: give token ids"
+        )
     return params.tokenizer
 
 
@@ -49,10 +53,14 @@ def _is_one(prompt: Any) -> bool:
         return True
     if hasattr(prompt, "ndim"):
         if prompt.ndim not in (1, 2):
-            raise ValueError(f"prompt is an array of {prompt.ndim} axes: must have 1 (ids) or 2 (rows of ids)")
+            raise ValueError(
+                f"prompt is an array of {prompt.ndim} axes: must have 1 (ids) or 2 (rows of ids)"
+            )
         return prompt.ndim == 1
     if not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
-        raise ValueError(f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them")
+        raise ValueError(
+            f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them"
+        )
     return bool(prompt) and all(_is_id(item) or isinstance(item, dict) for item in prompt)
 
 
@@ -66,7 +74,9 @@ def _ids(params: Params, prompt: Any) -> list[int]:
     if hasattr(prompt, "ndim"):
         array = np.asarray(prompt)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"prompt is an array of {array.dtype}: token ids must be integers, one row a prompt")
+            raise ValueError(
+                f"prompt is an array of {array.dtype}: token ids must be integers, one row a prompt"
+            )
         return array.tolist()
     if isinstance(prompt, BYTES):  # a sequence of integers, but of no vocabulary's
         raise ValueError(f"prompt={prompt!r}: must be text, not bytes")

@@ -1,4 +1,6 @@
-"""Selection: what each KV head attends to. Every method's pages, tokens, clusters and head roles end as one."""
+"""Selection: what each KV head attends to. Every method's pages, tokens, clusters and head roles
+end as one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +24,18 @@ class Selection:
     """The slots each KV head attends to.
 
     Attributes:
-        ids: logical page ids or token slots; the first `count` of each head are valid, distinct and ascending, the rest
-            are 0. C is static.
+        ids: logical page ids or token slots; the first `count` of each head are valid, distinct and
+            ascending, the rest are 0. C is static.
         count: how many are valid.
-        bits: pages only, P ≤ 32: bit t set means token t of that page is attended, if the head holds it. None: all
-            of them. Bits save arithmetic, not bytes: a page with one bit set is read whole.
-        dense: heads that attend to everything they hold; their list is not read, and no wrapper may prune them.
+        bits: pages only, P ≤ 32: bit t set means token t of that page is attended, if the head
+            holds it. None: all of them. Bits save arithmetic, not bytes: a page with one bit set is
+            read whole.
+        dense: heads that attend to everything they hold; their list is not read, and no wrapper may
+            prune them.
         granularity: what `ids` count.
 
-    A head that attends to anything also attends to its newest token, listed or not. A head with count 0 that is not
-    dense attends to nothing: o = 0, lse = -inf.
+    A head that attends to anything also attends to its newest token, listed or not. A head with
+    count 0 that is not dense attends to nothing: o = 0, lse = -inf.
     """
 
     ids: Ids
@@ -42,11 +46,15 @@ class Selection:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Granularity]:
         """The arrays; the granularity is static."""
-        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _ARRAYS], self.granularity
+        return [
+            (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _ARRAYS
+        ], self.granularity
 
     @classmethod
     def tree_unflatten(cls, granularity: Granularity, arrays: Sequence[Any]) -> "Selection":
-        """Takes whatever stands for the arrays in a tree that is being mapped, shapes and placeholders included."""
+        """Takes whatever stands for the arrays in a tree that is being mapped, shapes and
+        placeholders included.
+        """
         made = object.__new__(cls)
         for name, value in zip((*_ARRAYS, "granularity"), (*arrays, granularity), strict=True):
             object.__setattr__(made, name, value)
@@ -68,7 +76,9 @@ def nothing(lengths: Lengths, granularity: Granularity = "page") -> Selection:
 def from_token_mask(
     mask: Bool[Array, "B K S"], capacity: int, *, page_size: int, granularity: Granularity = "token"
 ) -> Selection:
-    """The marked slots as a list of tokens, or of pages with bits. `mask` must fit: at most `capacity` ids a head."""
+    """The marked slots as a list of tokens, or of pages with bits. `mask` must fit: at most
+    `capacity` ids a head.
+    """
     if granularity == "token":
         ids, count = compact(mask, capacity)
         return Selection(ids, count, granularity="token")
@@ -90,7 +100,10 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
     if selection.granularity == "page":
         return selection
     if page_size > MAX_BITS_PAGE:
-        raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} where listed tokens become pages")
+        raise ValueError(
+            f"page_size={page_size}: must be at most {MAX_BITS_PAGE} where listed tokens become "
+            "pages"
+        )
     if selection.ids.shape[-1] == 0:
         return Selection(selection.ids, selection.count, dense=selection.dense)
     valid, page = _valid(selection), selection.ids // page_size
@@ -98,18 +111,30 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
     at, count = compact(first, min(page.shape[-1], num_pages))
     row, head = (i[..., None] for i in jnp.indices(count.shape))
     nth = jnp.where(valid, jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, at.shape[-1])
-    bits = jnp.uint32(1) << (selection.ids % page_size).astype(jnp.uint32)  # distinct, so that their sum is their union
+    bits = jnp.uint32(1) << (selection.ids % page_size).astype(
+        jnp.uint32
+    )  # distinct, so that their sum is their union
     bits = jnp.zeros(at.shape, jnp.uint32).at[row, head, nth].add(bits, mode="drop")
-    ids = jnp.where(jnp.arange(at.shape[-1]) < count[..., None], jnp.take_along_axis(page, at, -1), 0)
+    ids = jnp.where(
+        jnp.arange(at.shape[-1]) < count[..., None], jnp.take_along_axis(page, at, -1), 0
+    )
     return Selection(ids, count, bits=bits, dense=selection.dense)
 
 
 def window(
-    lengths: Lengths, *, sink: int, recent: int, num_pages: int, page_size: int, granularity: Granularity = "page"
+    lengths: Lengths,
+    *,
+    sink: int,
+    recent: int,
+    num_pages: int,
+    page_size: int,
+    granularity: Granularity = "page",
 ) -> Selection:
-    """The first `sink` and the last `recent` slots of each head: C is what they need at most, whatever the length.
+    """The first `sink` and the last `recent` slots of each head: C is what they need at most,
+    whatever the length.
 
-    Pages of more than 32 tokens carry no bits and are taken whole, so some slots besides are attended.
+    Pages of more than 32 tokens carry no bits and are taken whole, so some slots besides are
+    attended.
     """
     sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)
     unit = page_size if granularity == "page" else 1
@@ -123,7 +148,9 @@ def window(
     nth = jnp.arange(min(sink_units + recent_units, num_units), dtype=jnp.int32)
     count = jnp.minimum(sink_count + used - start, nth.size)
     valid = nth < count[..., None]
-    ids = jnp.where(nth < sink_count[..., None], nth, start[..., None] + nth - sink_count[..., None])
+    ids = jnp.where(
+        nth < sink_count[..., None], nth, start[..., None] + nth - sink_count[..., None]
+    )
     ids = jnp.where(valid, ids, 0)
     if granularity == "token":
         return Selection(ids, count, granularity="token")
@@ -131,13 +158,17 @@ def window(
         return Selection(ids, count)
     held = lengths[..., None] - ids * page_size  # slots from each page's first on
     inside = _low_bits(sink - ids * page_size) | ~_low_bits(held - recent)
-    return Selection(ids, count, bits=inside & _low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0)))
+    return Selection(
+        ids, count, bits=inside & _low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0))
+    )
 
 
 def union(a: Selection, b: Selection, num_units: int) -> Selection:
     """What either selects. `num_units` is M (pages) or S (tokens), the most a head can list."""
     if a.granularity != b.granularity:
-        raise ValueError(f"granularity={b.granularity!r}: must equal the other selection's, {a.granularity!r}")
+        raise ValueError(
+            f"granularity={b.granularity!r}: must equal the other selection's, {a.granularity!r}"
+        )
     dense = a.dense if b.dense is None else b.dense if a.dense is None else a.dense | b.dense
     if a.ids.shape[-1] + b.ids.shape[-1] == 0:
         return Selection(a.ids, a.count, dense=dense, granularity=a.granularity)
@@ -152,7 +183,9 @@ def union(a: Selection, b: Selection, num_units: int) -> Selection:
         bits = both(lambda s: jnp.where(_valid(s), _bits(s), jnp.uint32(0)))
         ids, bits = jax.lax.sort((ids, bits), num_keys=1)
         same = ids[..., :-1] == ids[..., 1:]
-        bits = bits.at[..., :-1].set(jnp.where(same, bits[..., :-1] | bits[..., 1:], bits[..., :-1]))
+        bits = bits.at[..., :-1].set(
+            jnp.where(same, bits[..., :-1] | bits[..., 1:], bits[..., :-1])
+        )
     else:
         ids = jnp.sort(ids)
     first = (ids != far).at[..., 1:].set((ids[..., 1:] != ids[..., :-1]) & (ids[..., 1:] != far))
@@ -164,18 +197,30 @@ def union(a: Selection, b: Selection, num_units: int) -> Selection:
     return Selection(ids, count, bits=bits, dense=dense, granularity=a.granularity)
 
 
-def token_mask(selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int) -> Bool[Array, "B K S"]:
-    """The meaning of a selection: which slots of each head are attended, the newest token's rule included."""
+def token_mask(
+    selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int
+) -> Bool[Array, "B K S"]:
+    """The meaning of a selection: which slots of each head are attended, the newest token's rule
+    included.
+    """
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
     valid = _valid(selection)
     row, head = (i[..., None] for i in jnp.indices(lengths.shape))
     if selection.granularity == "token":
         at = jnp.where(valid, selection.ids, slots.size)
-        listed = jnp.zeros((*lengths.shape, slots.size), jnp.bool_).at[row, head, at].set(True, mode="drop")
+        listed = (
+            jnp.zeros((*lengths.shape, slots.size), jnp.bool_)
+            .at[row, head, at]
+            .set(True, mode="drop")
+        )
     else:
         at = jnp.where(valid, selection.ids, num_pages)
         paged = jnp.zeros((*lengths.shape, num_pages, page_size), jnp.bool_)
-        marks = unpack_bits(_bits(selection), page_size) if selection.bits is not None else jnp.bool_(True)
+        marks = (
+            unpack_bits(_bits(selection), page_size)
+            if selection.bits is not None
+            else jnp.bool_(True)
+        )
         listed = paged.at[row, head, at].set(marks, mode="drop").reshape(*lengths.shape, slots.size)
     newest = slots == lengths[..., None] - 1
     mask = listed | (newest & (selection.count > 0)[..., None])
@@ -190,19 +235,24 @@ def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> L
 
 
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """How many slots' K and V are read: whole pages, the newest token's too, up to what the head holds."""
+    """How many slots' K and V are read: whole pages, the newest token's too, up to what the head
+    holds.
+    """
     return count_tokens(selection, lengths, page_size)[1]
 
 
 def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
     """`attended_tokens` and `read_tokens`, in one pass over the list.
 
-    The newest token counts, and its page, whether listed or not: once for each list that is not empty.
+    The newest token counts, and its page, whether listed or not: once for each list that is not
+    empty.
     """
     unit = page_size if selection.granularity == "page" else 1
     newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
     # slots of an entry, newest left out: all of its unit or none, but for the newest's page
-    before = jnp.where(_valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0)
+    before = jnp.where(
+        _valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0
+    )
     last = jnp.where(listed, newest % unit + 1, 0)
     if selection.bits is None:
         attended = jnp.sum(before, -1, dtype=jnp.int32)
@@ -220,8 +270,12 @@ def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
     """P ≤ 32 flags as one word, flag t at bit t."""
     size = mask.shape[-1]
     if size > MAX_BITS_PAGE:
-        raise ValueError(f"page_size={size}: must be at most {MAX_BITS_PAGE} where pages carry token bits")
-    return jnp.sum(mask.astype(jnp.uint32) << jnp.arange(size, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+        raise ValueError(
+            f"page_size={size}: must be at most {MAX_BITS_PAGE} where pages carry token bits"
+        )
+    return jnp.sum(
+        mask.astype(jnp.uint32) << jnp.arange(size, dtype=jnp.uint32), -1, dtype=jnp.uint32
+    )
 
 
 def unpack_bits(bits: UInt32[Array, "*batch"], page_size: int) -> Bool[Array, "*batch P"]:
@@ -240,7 +294,9 @@ def _bits(selection: Selection) -> UInt32[Array, "B K C"]:
 
 
 def _sum_both(a: Int32[Array, "B K C"], b: Int32[Array, "B K C"]) -> tuple[Lengths, Lengths]:
-    """Sums over C, as one reduction with one result: XLA joins those of several layers in one kernel."""
+    """Sums over C, as one reduction with one result: XLA joins those of several layers in one
+    kernel.
+    """
     both = jnp.sum(jnp.stack([a, b]), -1, dtype=jnp.int32)
     return both[0], both[1]
 

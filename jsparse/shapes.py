@@ -5,8 +5,8 @@
     D model dimension  F MLP dimension     L layers
     P tokens a page    M pages of a head   C capacity of a selection   W prompt-end queries kept
 
-"slot" is where a token lies in its head's cache; "position" is where it stood in the text, which RoPE needs. They are
-the same until a policy compacts a head.
+"slot" is where a token lies in its head's cache; "position" is where it stood in the text, which
+RoPE needs. They are the same until a policy compacts a head.
 """
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32

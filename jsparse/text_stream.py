@@ -8,8 +8,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Turns one row's ids into text, piece by piece.
 
-    A piece is held back while its last character is unfinished (a character may span several tokens) and while its end
-    could still grow into a stop string. `text` is everything so far, without the stop string.
+    A piece is held back while its last character is unfinished (a character may span several
+    tokens) and while its end could still grow into a stop string. `text` is everything so far,
+    without the stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
@@ -17,7 +18,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids: list[int] = []
-        self._settled = 0  # ids whose text is final; decoding starts a few ids before the rest, for context
+        self._settled = (
+            0  # ids whose text is final; decoding starts a few ids before the rest, for context
+        )
         self._context = 0
         self._text = ""
         self._emitted = 0
@@ -46,7 +49,9 @@ class TextStream:
         grown = self._tokenizer.decode(self._ids[self._context :])
         if final or not grown.endswith(UNFINISHED):
             self._text += grown[len(known) :]
-            if len(grown) > len(known):  # ids without text are no context: a decoder may drop a leading space
+            if len(grown) > len(
+                known
+            ):  # ids without text are no context: a decoder may drop a leading space
                 self._context = self._settled
             self._settled = len(self._ids)
         self._cut()
@@ -55,7 +60,9 @@ class TextStream:
         return piece
 
     def _cut(self) -> None:
-        starts = [at for stop in self._stop if (at := self._text.find(stop, max(self._emitted, 0))) >= 0]
+        starts = [
+            at for stop in self._stop if (at := self._text.find(stop, max(self._emitted, 0))) >= 0
+        ]
         if starts:
             self._text, self.stopped = self._text[: min(starts)], True
 

@@ -1,6 +1,8 @@
-"""Top-k and top-p with static shapes: bisect a threshold, take what lies above it, compact it to ids.
+"""Top-k and top-p with static shapes: bisect a threshold, take what lies above it, compact it to
+ids.
 
-No sort: 32 passes over the order-preserving integer image of the float32 scores find the threshold exactly.
+No sort: 32 passes over the order-preserving integer image of the float32 scores find the threshold
+exactly.
 """
 
 from collections.abc import Callable
@@ -10,8 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
 
-def top_k_mask(scores: Float[Array, "*rows S"], k: Int[Array, "*#rows"] | int) -> Bool[Array, "*rows S"]:
-    """Marks the k largest scores of each row; ties go to the lowest index. -inf and NaN are never marked.
+def top_k_mask(
+    scores: Float[Array, "*rows S"], k: Int[Array, "*#rows"] | int
+) -> Bool[Array, "*rows S"]:
+    """Marks the k largest scores of each row; ties go to the lowest index. -inf and NaN are never
+    marked.
 
     k may differ from row to row. A row with fewer than k finite scores marks them all.
     """
@@ -24,11 +29,14 @@ def top_k_mask(scores: Float[Array, "*rows S"], k: Int[Array, "*#rows"] | int) -
     return finite & (above | (ties & (jnp.cumsum(ties, -1, dtype=jnp.int32) <= missing[..., None])))
 
 
-def top_p_mask(weights: Float[Array, "*rows S"], p: Float[Array, "*#rows"] | float) -> Bool[Array, "*rows S"]:
-    """Marks the smallest set of each row whose weights sum to at least p times the row's sum; ties: lowest index first.
+def top_p_mask(
+    weights: Float[Array, "*rows S"], p: Float[Array, "*#rows"] | float
+) -> Bool[Array, "*rows S"]:
+    """Marks the smallest set of each row whose weights sum to at least p times the row's sum; ties:
+    lowest index first.
 
-    Weights are non-negative (a softmax, normalised or not). A row with any positive weight marks at least one. With
-    p ≥ 1 every positive weight is marked.
+    Weights are non-negative (a softmax, normalised or not). A row with any positive weight marks at
+    least one. With p ≥ 1 every positive weight is marked.
     """
     weights = weights.astype(jnp.float32)
     positive = weights > 0
@@ -48,8 +56,11 @@ def top_p_mask(weights: Float[Array, "*rows S"], p: Float[Array, "*#rows"] | flo
     return positive & (smallest | everything)
 
 
-def compact(mask: Bool[Array, "*rows S"], capacity: int) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
-    """The indices of the marked entries, ascending, and how many there are; entries past the count are 0.
+def compact(
+    mask: Bool[Array, "*rows S"], capacity: int
+) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
+    """The indices of the marked entries, ascending, and how many there are; entries past the count
+    are 0.
 
     More than `capacity` marks would be lost: cap them first, by score (`top_k_mask`).
     """
@@ -57,7 +68,9 @@ def compact(mask: Bool[Array, "*rows S"], capacity: int) -> tuple[Int32[Array, "
     count = jnp.minimum(running[..., -1], capacity)
     nth = jnp.arange(1, capacity + 1, dtype=jnp.int32)
     flat = running.reshape(-1, running.shape[-1])
-    ids = jax.vmap(lambda row: jnp.searchsorted(row, nth, side="left", method="scan_unrolled"))(flat)
+    ids = jax.vmap(lambda row: jnp.searchsorted(row, nth, side="left", method="scan_unrolled"))(
+        flat
+    )
     ids = ids.reshape(*mask.shape[:-1], capacity).astype(jnp.int32)
     return jnp.where(nth <= count[..., None], ids, 0), count
 
@@ -70,8 +83,12 @@ def _ordered(x: Array) -> UInt32[Array, "..."]:
     return jnp.where(jnp.isnan(x), jnp.uint32(0), key)
 
 
-def _largest(keys: UInt32[Array, "*rows S"], enough: Callable[[Array], Array]) -> UInt32[Array, "*rows"]:
-    """The largest threshold t of each row for which enough(keys ≥ t) holds; `enough` is monotone. Bit by bit."""
+def _largest(
+    keys: UInt32[Array, "*rows S"], enough: Callable[[Array], Array]
+) -> UInt32[Array, "*rows"]:
+    """The largest threshold t of each row for which enough(keys ≥ t) holds; `enough` is monotone.
+    Bit by bit.
+    """
 
     def step(i: Array, t: Array) -> Array:
         trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

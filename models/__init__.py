@@ -1,1 +1,3 @@
-"""The models jsparse decodes: one decoder, its configurations, and how weights and tokenizers are loaded."""
+"""The models jsparse decodes: one decoder, its configurations, and how weights and tokenizers are
+loaded.
+"""

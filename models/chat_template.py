@@ -1,7 +1,7 @@
 """Chat templates: messages in, the text a model was trained on out.
 
-A template is code that came with a checkpoint, so it runs in Jinja's sandbox: it sees the variables it is given and
-nothing else.
+A template is code that came with a checkpoint, so it runs in Jinja's sandbox: it sees the variables
+it is given and nothing else.
 """
 
 import functools
@@ -14,24 +14,31 @@ if TYPE_CHECKING:
     import jinja2
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
     """Renders `messages` with a Jinja chat template.
 
     Args:
         template: The template's source, as checkpoints carry it.
         messages: The conversation so far; each message has a "role" and a "content" string.
-        variables: What else the template may look at, such as add_generation_prompt, bos_token or tools.
+        variables: What else the template may look at, such as add_generation_prompt, bos_token or
+            tools.
 
     Raises:
-        ValueError: If the messages are malformed, or the template is broken, refuses them or leaves the sandbox.
+        ValueError: If the messages are malformed, or the template is broken, refuses them or leaves
+            the sandbox.
     """
     _check_messages(messages)
     try:
         return _compile(template).render({**variables, "messages": messages})
-    # The template's own operations can raise anything (KeyError, ZeroDivisionError, ...), not Jinja's errors alone.
+    # The template's own operations can raise anything (KeyError, ZeroDivisionError, ...), not
+    # Jinja's errors alone.
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"the chat template failed with {type(error).__name__}: {reason}") from error
+        raise ValueError(
+            f"the chat template failed with {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -39,10 +46,14 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"messages is {messages!r}; it must be a list with one message or more")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{index}] is {message!r}; it must be a dict with a role and a content")
+            raise ValueError(
+                f"messages[{index}] is {message!r}; it must be a dict with a role and a content"
+            )
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ValueError(f"messages[{index}][{key!r}] is {message.get(key)!r}; it must be a string")
+                raise ValueError(
+                    f"messages[{index}][{key!r}] is {message.get(key)!r}; it must be a string"
+                )
 
 
 @functools.lru_cache(maxsize=8)
@@ -59,7 +70,9 @@ def _compile(template: str) -> "jinja2.Template":
     return environment.from_string(template)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+def _to_json(
+    value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any
+) -> str:
     """Jinja's own filter escapes <, > and & for HTML, which no model was trained on."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 

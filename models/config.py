@@ -7,7 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Llama 3.1's frequency scaling (`rope_type: llama3`): long wavelengths are stretched by `factor`."""
+    """Llama 3.1's frequency scaling (`rope_type: llama3`): long wavelengths are stretched by
+    `factor`.
+    """
 
     factor: float
     low_freq_factor: float
@@ -15,11 +17,17 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        for name in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ):
             _positive(name, getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor={self.high_freq_factor}: must be above low_freq_factor={self.low_freq_factor}"
+                f"high_freq_factor={self.high_freq_factor}: must be above "
+                f"low_freq_factor={self.low_freq_factor}"
             )
 
 
@@ -30,7 +38,8 @@ class ModelConfig:
     Attributes:
         family: "llama", "qwen2" or "qwen3"; picks the name maps when loading.
         rope_scaling: Llama 3.1's rule, or None.
-        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store the same rule; or None.
+        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store the same
+            rule; or None.
         qkv_bias: the q, k and v projections carry a bias (Qwen2).
         qk_norm: queries and keys are RMS-normalised per head before RoPE (Qwen3).
     """
@@ -58,7 +67,10 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads}: must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads}: must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even, since RoPE rotates pairs")
         for name in ("rms_norm_eps", "rope_theta"):
@@ -67,7 +79,8 @@ class ModelConfig:
             _positive(f"rope_factors[{i}]", factor)
         if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
             raise ValueError(
-                f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = {self.head_dim // 2}"
+                f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = "
+                f"{self.head_dim // 2}"
             )
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
@@ -110,7 +123,9 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     """Raises ValueError where a field asks for something that the decoder does not do."""
     value = config.get(key)
     if value is not None and value not in allowed:
-        raise ValueError(f"config field {key}={value!r} is not supported: must be one of {list(allowed)}")
+        raise ValueError(
+            f"config field {key}={value!r} is not supported: must be one of {list(allowed)}"
+        )
 
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +156,8 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """RoPE's fields from either style of config.
 
-    transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside `rope_scaling`.
+    transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside
+    `rope_scaling`.
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -156,6 +172,8 @@ def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
             factor=float(require(scaling, "factor")),
             low_freq_factor=float(require(scaling, "low_freq_factor")),
             high_freq_factor=float(require(scaling, "high_freq_factor")),
-            original_max_position_embeddings=int(require(scaling, "original_max_position_embeddings")),
+            original_max_position_embeddings=int(
+                require(scaling, "original_max_position_embeddings")
+            ),
         ),
     }

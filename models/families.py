@@ -1,7 +1,8 @@
-"""What tells one model family from another when loading: its config's fields and its tensors' names.
+"""What tells one model family from another when loading: its config's fields and its tensors'
+names.
 
-Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"), each with the tensors that a checkpoint
-stores for it, in the order in which they are joined.
+Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"), each with the
+tensors that a checkpoint stores for it, in the order in which they are joined.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,8 +19,10 @@ class Family(NamedTuple):
     Attributes:
         config_from_hf: the ModelConfig of a parsed config.json.
         config_from_gguf: the ModelConfig of a GGUF file's metadata and tensor names.
-        hf_names, gguf_names: a name or more per weight; those of a tied lm_head or an absent bias are not used.
-        gguf_interleaved: GGUF stores the rows of q and k for a rotation of neighbours, not of halves.
+        hf_names, gguf_names: a name or more per weight; those of a tied lm_head or an absent bias
+            are not used.
+        gguf_interleaved: GGUF stores the rows of q and k for a rotation of neighbours, not of
+            halves.
     """
 
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
@@ -34,10 +37,15 @@ HF_NAMES: Names = {
     "lm_head": ("lm_head.weight",),
     "final_norm/scale": ("model.norm.weight",),
     "layers_{i}/attention_norm/scale": ("model.layers.{i}.input_layernorm.weight",),
-    "layers_{i}/attention/qkv/kernel": tuple(f"model.layers.{{i}}.self_attn.{p}_proj.weight" for p in "qkv"),
+    "layers_{i}/attention/qkv/kernel": tuple(
+        f"model.layers.{{i}}.self_attn.{p}_proj.weight" for p in "qkv"
+    ),
     "layers_{i}/attention/o/kernel": ("model.layers.{i}.self_attn.o_proj.weight",),
     "layers_{i}/mlp_norm/scale": ("model.layers.{i}.post_attention_layernorm.weight",),
-    "layers_{i}/mlp/gate_up/kernel": ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
+    "layers_{i}/mlp/gate_up/kernel": (
+        "model.layers.{i}.mlp.gate_proj.weight",
+        "model.layers.{i}.mlp.up_proj.weight",
+    ),
     "layers_{i}/mlp/down/kernel": ("model.layers.{i}.mlp.down_proj.weight",),
 }
 
@@ -60,7 +68,9 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
     Whether the embedding is tied is told by the tensors alone: then there is no `output.weight`.
     """
     prefix = f"{metadata['general.architecture']}."
-    fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    fields = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
     refuse(fields, "expert_count", (0,))
     refuse(fields, "rope.scaling.type", ("none",))
     refuse(fields, "rope.scale_linear", (1.0,))

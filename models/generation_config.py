@@ -12,10 +12,11 @@ _FILE = "generation_config.json"
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The settings that generating knows, out of generation_config.json; {} where there is no such file.
+    """The settings that generating knows, out of generation_config.json; {} where there is no such
+    file.
 
-    `do_sample` is resolved here: unless it is true the model is to be decoded greedily, so the settings of sampling
-    are left out; if it is true and no temperature is given, that is 1.
+    `do_sample` is resolved here: unless it is true the model is to be decoded greedily, so the
+    settings of sampling are left out; if it is true and no temperature is given, that is 1.
 
     Raises:
         ValueError: If the file is malformed.
@@ -24,13 +25,17 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     fields = read_json(file)
-    settings = {key: fields[key] for key in (*_NUMBERS, "eos_token_id") if fields.get(key) is not None}
+    settings = {
+        key: fields[key] for key in (*_NUMBERS, "eos_token_id") if fields.get(key) is not None
+    }
     for key in _NUMBERS:
         value = settings.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{file}: {key}={value!r}: must be a number")
     eos = settings.get("eos_token_id", [])
-    if not all(type(token) is int and token >= 0 for token in (eos if isinstance(eos, list) else [eos])):
+    if not all(
+        type(token) is int and token >= 0 for token in (eos if isinstance(eos, list) else [eos])
+    ):
         raise ValueError(f"{file}: eos_token_id={eos!r}: must be a token id or a list of them")
     if fields.get("do_sample"):
         return {"temperature": 1.0} | settings

@@ -1,7 +1,8 @@
 """GGUF files: metadata, and tensors of every quantisation that the `gguf` package can undo.
 
-The header is parsed here and not by the package's reader, which trusts counts, lengths and offsets, and takes seconds
-over a vocabulary. Here every number is checked against the file's size before it is used.
+The header is parsed here and not by the package's reader, which trusts counts, lengths and offsets,
+and takes seconds over a vocabulary. Here every number is checked against the file's size before it
+is used.
 """
 
 import math
@@ -17,7 +18,19 @@ from gguf.quants import dequantize
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _MAX_DIMS = 4
 # The least bytes that one metadata entry or one tensor's description takes.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
@@ -33,7 +46,8 @@ _KNOWN = (
 )
 # Older releases of the package lack the newest of them.
 QUANTISATIONS = tuple(kind for kind in GGML_QUANT_SIZES if kind.name in _KNOWN.split())
-"""The tensor types that can be loaded; the others hold integers, doubles or intermediate results."""
+"""The tensor types that can be loaded; the others hold integers, doubles or intermediate results.
+"""
 
 _VALUES_AT_ONCE = 1 << 22
 """Values that are dequantised at a time: the package needs several times their size besides."""
@@ -78,7 +92,10 @@ class GGUFFile:
         self.path = path
         if path.stat().st_size < 24:
             raise ValueError(f"{path} has {path.stat().st_size} bytes: a GGUF file has at least 24")
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            path.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             header = _Header(path, data)
             self.metadata, self._tensors = header.parse()
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -116,7 +133,9 @@ class _Header:
             raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
         self._at = 4
         if (version := self._scalar("I")) not in _VERSIONS:
-            raise self._error(f"is of version {version}: must be one of {list(_VERSIONS)}, little-endian")
+            raise self._error(
+                f"is of version {version}: must be one of {list(_VERSIONS)}, little-endian"
+            )
         num_tensors = self._count("tensors", _MIN_TENSOR_BYTES)
         num_entries = self._count("metadata entries", _MIN_ENTRY_BYTES)
         metadata: dict[str, Any] = {}
@@ -138,17 +157,23 @@ class _Header:
         """Moves past nbytes and returns where they begin."""
         start, self._at = self._at, self._at + nbytes
         if self._at > self._size:
-            raise self._error(f"asks for {nbytes} bytes at {start}, but has {self._size}: truncated or damaged")
+            raise self._error(
+                f"asks for {nbytes} bytes at {start}, but has {self._size}: truncated or damaged"
+            )
         return start
 
     def _scalar(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[0]
+        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[
+            0
+        ]
 
     def _count(self, of_what: str, min_bytes: int) -> int:
         """A count that the rest of the file has room for."""
         count = self._scalar("Q")
         if count * min_bytes > self._size - self._at:
-            raise self._error(f"claims {count} {of_what}: more than its {self._size} bytes can hold")
+            raise self._error(
+                f"claims {count} {of_what}: more than its {self._size} bytes can hold"
+            )
         return count
 
     def _string(self) -> str:
@@ -170,7 +195,9 @@ class _Header:
         if item_kind == _STRING:
             return [self._string() for _ in range(self._count("strings in an array", 8))]
         if item_kind not in _SCALARS:
-            raise self._error(f"has an array of type {item_kind} at {self._at}: must hold numbers or strings")
+            raise self._error(
+                f"has an array of type {item_kind} at {self._at}: must hold numbers or strings"
+            )
         code = _SCALARS[item_kind]
         count = self._count("values in an array", struct.calcsize("<" + code))
         start = self._take(count * struct.calcsize("<" + code))
@@ -189,7 +216,9 @@ class _Header:
             raise self._error(f"stores {name!r} as type {named}: must be one of {allowed}")
         block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0]
         if 0 in shape or shape[-1] % block:
-            raise self._error(f"gives {name!r} shape {shape}: must be positive, the last a multiple of {block}")
+            raise self._error(
+                f"gives {name!r} shape {shape}: must be positive, the last a multiple of {block}"
+            )
         return _Info(name, GGMLQuantizationType(kind), shape, offset)
 
     def _place(self, infos: list[_Info], alignment: int) -> dict[str, _Tensor]:
@@ -202,10 +231,14 @@ class _Header:
             if name in tensors:
                 raise self._error(f"holds {name!r} twice")
             if offset % alignment:
-                raise self._error(f"puts {name!r} at offset {offset}: must be a multiple of {alignment}")
+                raise self._error(
+                    f"puts {name!r} at offset {offset}: must be a multiple of {alignment}"
+                )
             if data_start + offset + nbytes > self._size:
                 end = data_start + offset + nbytes
-                raise self._error(f"has {self._size} bytes, but {name!r} ends at {end}: truncated or damaged")
+                raise self._error(
+                    f"has {self._size} bytes, but {name!r} ends at {end}: truncated or damaged"
+                )
             tensors[name] = _Tensor(kind, shape, data_start + offset, nbytes)
         end, last = data_start, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):

@@ -1,12 +1,13 @@
 """Tokenizers out of GGUF metadata, with the ids that llama.cpp gives.
 
-Two families are known: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and the byte-fallback pieces of
-SentencePiece ("llama": Llama 2). Both end as a `tokenizers` BPE model. What llama.cpp does not do (Qwen2's NFC
-normalisation, say) is not done here either.
+Two families are known: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and the byte-fallback
+pieces of SentencePiece ("llama": Llama 2). Both end as a `tokenizers` BPE model. What llama.cpp
+does not do (Qwen2's NFC normalisation, say) is not done here either.
 
-Two differences remain. Llama.cpp takes plain tokens for control tokens where their text looks like one ("</s>" is
-ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone decides. And characters newer than
-the Unicode tables on either side (Unicode 16's, so far) may be split from their neighbours otherwise.
+Two differences remain. Llama.cpp takes plain tokens for control tokens where their text looks like
+one ("</s>" is ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone
+decides. And characters newer than the Unicode tables on either side (Unicode 16's, so far) may be
+split from their neighbours otherwise.
 """
 
 import math
@@ -19,7 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 _KEY = "tokenizer.ggml."
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
-# Values of token_type: unknown, control and user-defined tokens are recognised inside the text, the others are not.
+# Values of token_type: unknown, control and user-defined tokens are recognised inside the text, the
+# others are not.
 _USER_DEFINED = 4
 _ADDED = (2, 3, _USER_DEFINED)
 
@@ -39,7 +41,8 @@ class _PreTokenizer(NamedTuple):
 
 def _cased_words(numbers: str) -> str:
     """The pattern of Llama 3 and Qwen2, which differ in `numbers` only."""
-    # Spelled out, not (?i:...): case folding would also match the long s, U+017F, which llama.cpp does not.
+    # Spelled out, not (?i:...): case folding would also match the long s, U+017F, which llama.cpp
+    # does not.
     contractions = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     others = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -86,7 +89,8 @@ def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         The tokenizer, the beginning-of-sequence id, and the ids that end a turn or a text.
 
     Raises:
-        ValueError: If the tokenizer is of an unknown kind, a key is missing, or the values contradict each other.
+        ValueError: If the tokenizer is of an unknown kind, a key is missing, or the values
+            contradict each other.
     """
     kind = metadata.get(_KEY + "model")
     if kind == "gpt2":
@@ -99,7 +103,10 @@ def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
 def _build_byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> GGUFTokenizer:
     name = metadata.get(_KEY + "pre")
     if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
-        raise ValueError(f"{_KEY}pre is {name!r}; known pre-tokenizers are {', '.join(map(repr, _PRE_TOKENIZERS))}")
+        raise ValueError(
+            f"{_KEY}pre is {name!r}; known pre-tokenizers are "
+            f"{', '.join(map(repr, _PRE_TOKENIZERS))}"
+        )
     pre = _PRE_TOKENIZERS[name]
 
     merges = _read_merges(metadata, vocabulary.ids)
@@ -115,16 +122,21 @@ def _build_byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> G
 def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> GGUFTokenizer:
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary.ids]
     if missing:
-        raise ValueError(f"{_KEY}tokens lacks {len(missing)} of the 256 byte tokens, {missing[0]} first")
+        raise ValueError(
+            f"{_KEY}tokens lacks {len(missing)} of the 256 byte tokens, {missing[0]} first"
+        )
 
     merges = _merges_from_scores(vocabulary, _read_scores(metadata, vocabulary.tokens))
     core = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, byte_fallback=True))
-    # Normalisation runs on each stretch between added tokens: every one of them gets the leading space.
+    # Normalisation runs on each stretch between added tokens: every one of them gets the leading
+    # space.
     prefixed = bool(metadata.get(_KEY + "add_space_prefix", True))
     prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
     core.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    core.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return _finish(core, metadata, vocabulary, add_bos=True, default_ids={"bos": 1, "eos": 2})
 
 
@@ -152,24 +164,34 @@ def _finish(
         if token_id is not None:
             ids[name] = token_id
 
-    flags = {"bos": metadata.get(_KEY + "add_bos_token", add_bos), "eos": metadata.get(_KEY + "add_eos_token", False)}
+    flags = {
+        "bos": metadata.get(_KEY + "add_bos_token", add_bos),
+        "eos": metadata.get(_KEY + "add_eos_token", False),
+    }
     around = [name for name, flag in flags.items() if flag]
     for name in around:
         if name not in ids:
-            raise ValueError(f"{_KEY}{name}_token_id is missing, but the text is to have that token added")
+            raise ValueError(
+                f"{_KEY}{name}_token_id is missing, but the text is to have that token added"
+            )
     if around:
         template = ("bos " if "bos" in around else "") + "$A" + (" eos" if "eos" in around else "")
-        special = [{"id": name, "ids": [ids[name]], "tokens": [vocabulary.tokens[ids[name]]]} for name in around]
+        special = [
+            {"id": name, "ids": [ids[name]], "tokens": [vocabulary.tokens[ids[name]]]}
+            for name in around
+        ]
         core.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     ends = tuple(ids[name] for name in ("eos", "eot", "eom") if name in ids)
     return GGUFTokenizer(core, ids.get("bos"), ends)
 
 
 def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Turns scores into BPE merges: every way to put a token together from two others, best score first.
+    """Turns scores into BPE merges: every way to put a token together from two others, best score
+    first.
 
-    Llama.cpp merges greedily by score, so this is exact (a Unigram model, which maximises the sum, is not). Of two
-    tokens with equal scores, which sentencepiece does not write, the one with the lower id goes first.
+    Llama.cpp merges greedily by score, so this is exact (a Unigram model, which maximises the sum,
+    is not). Of two tokens with equal scores, which sentencepiece does not write, the one with the
+    lower id goes first.
     """
     tokens, ids, types = vocabulary
     merges: list[tuple[str, str]] = []
@@ -191,7 +213,11 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if len(ids) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
         raise ValueError(f"{_KEY}tokens holds {twice!r} twice; each token must be there once")
-    types = _read_list(metadata, "token_type", int) if _KEY + "token_type" in metadata else [1] * len(tokens)
+    types = (
+        _read_list(metadata, "token_type", int)
+        if _KEY + "token_type" in metadata
+        else [1] * len(tokens)
+    )
     _check_length("token_type", types, tokens)
     return _Vocabulary(tokens, ids, types)
 
@@ -202,7 +228,9 @@ def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tu
         left, _, right = merge.partition(" ")
         unknown = [piece for piece in (left, right, left + right) if piece not in ids]
         if unknown:
-            raise ValueError(f"{_KEY}merges[{rank}] is {merge!r}, but {unknown[0]!r} is not in {_KEY}tokens")
+            raise ValueError(
+                f"{_KEY}merges[{rank}] is {merge!r}, but {unknown[0]!r} is not in {_KEY}tokens"
+            )
         pairs[left, right] = None
     return list(pairs)
 
@@ -228,12 +256,17 @@ def _read_list(metadata: Mapping[str, Any], name: str, kinds: type | tuple[type,
 
 def _check_length(name: str, values: list[Any], tokens: list[str]) -> None:
     if len(values) != len(tokens):
-        raise ValueError(f"{_KEY}{name} has {len(values)} entries, {_KEY}tokens has {len(tokens)}; they must agree")
+        raise ValueError(
+            f"{_KEY}{name} has {len(values)} entries, {_KEY}tokens has {len(tokens)}; they must "
+            "agree"
+        )
 
 
 def _read_token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
     key = f"{_KEY}{name}_token_id"
     token_id = metadata.get(key)
     if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < num_tokens):
-        raise ValueError(f"{key} is {token_id!r}; it must be an id below the number of tokens, {num_tokens}")
+        raise ValueError(
+            f"{key} is {token_id!r}; it must be an id below the number of tokens, {num_tokens}"
+        )
     return token_id

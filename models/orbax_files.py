@@ -1,6 +1,7 @@
 """Weights as an orbax checkpoint, the format in which jsparse saves models.
 
-orbax is imported where it is used: it takes a second, which loading other formats need not wait for.
+orbax is imported where it is used: it takes a second, which loading other formats need not wait
+for.
 """
 
 from pathlib import Path
@@ -30,7 +31,8 @@ def load_weights(
 
     Raises:
         FileNotFoundError: If there is no such folder.
-        ValueError: If it is no orbax checkpoint, is damaged, or holds other arrays than the config asks for.
+        ValueError: If it is no orbax checkpoint, is damaged, or holds other arrays than the config
+            asks for.
     """
     from orbax.checkpoint import StandardCheckpointer
 
@@ -38,14 +40,22 @@ def load_weights(
         raise FileNotFoundError(f"{folder} does not exist: a saved model keeps its weights there")
     with StandardCheckpointer() as checkpointer:
         stored = _shapes(checkpointer, folder)
-        wanted = {weight.path: weight.shape for weight in list_weights(folder, len(stored), config, names)}
+        wanted = {
+            weight.path: weight.shape for weight in list_weights(folder, len(stored), config, names)
+        }
         if stored.keys() != wanted.keys():
-            raise ValueError(f"{folder}: {min(stored.keys() ^ wanted.keys())} is missing or not in the config")
+            raise ValueError(
+                f"{folder}: {min(stored.keys() ^ wanted.keys())} is missing or not in the config"
+            )
         for path, shape in wanted.items():
             if stored[path] != shape:
-                raise ValueError(f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}")
+                raise ValueError(
+                    f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
+                )
         sharding = jnp.zeros(()).sharding  # the default device, which may be set
-        target = tree({path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in wanted.items()})
+        target = tree(
+            {path: jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for path, s in wanted.items()}
+        )
         try:
             weights = checkpointer.restore(folder.absolute(), target)
         except Exception as error:  # orbax raises bare ones too
@@ -59,7 +69,9 @@ def load_weights(
 
 def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape by path of the stored arrays."""
-    found = checkpointer.metadata(folder.absolute()).item_metadata  # None where orbax makes nothing of the folder
+    found = checkpointer.metadata(
+        folder.absolute()
+    ).item_metadata  # None where orbax makes nothing of the folder
     params = found.tree.get("params") if found is not None else None
     if params is None:
         raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")

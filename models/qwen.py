@@ -8,7 +8,9 @@ from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_ggu
 
 
 def qwen2_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json with `model_type: qwen2`, which takes the biases for granted."""
+    """The ModelConfig of a config.json with `model_type: qwen2`, which takes the biases for
+    granted.
+    """
     return ModelConfig(family="qwen2", qkv_bias=True, **sizes_from_hf(config))
 
 
@@ -18,7 +20,9 @@ def qwen2_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
 
 
 def qwen3_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json with `model_type: qwen3`; its head_dim does not follow from hidden_size."""
+    """The ModelConfig of a config.json with `model_type: qwen3`; its head_dim does not follow from
+    hidden_size.
+    """
     refuse(config, "attention_bias", (False,))
     require(config, "head_dim")
     return ModelConfig(family="qwen3", qk_norm=True, **sizes_from_hf(config))
@@ -42,6 +46,10 @@ QWEN3 = Family(
     qwen3_from_hf,
     qwen3_from_gguf,
     HF_NAMES
-    | {_Q_NORM: ("model.layers.{i}.self_attn.q_norm.weight",), _K_NORM: ("model.layers.{i}.self_attn.k_norm.weight",)},
-    GGUF_NAMES | {_Q_NORM: ("blk.{i}.attn_q_norm.weight",), _K_NORM: ("blk.{i}.attn_k_norm.weight",)},
+    | {
+        _Q_NORM: ("model.layers.{i}.self_attn.q_norm.weight",),
+        _K_NORM: ("model.layers.{i}.self_attn.k_norm.weight",),
+    },
+    GGUF_NAMES
+    | {_Q_NORM: ("blk.{i}.attn_q_norm.weight",), _K_NORM: ("blk.{i}.attn_k_norm.weight",)},
 )

@@ -1,4 +1,6 @@
-"""safetensors checkpoints: one file, or shards behind an index. Every number is checked before it is used."""
+"""safetensors checkpoints: one file, or shards behind an index. Every number is checked before it
+is used.
+"""
 
 import json
 import math
@@ -8,7 +10,11 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # as the format's own library has it
 
@@ -36,7 +42,8 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: If there is no such file, or a shard is missing.
-            ValueError: If a header is malformed or lies, or the index names what is not in the shards.
+            ValueError: If a header is malformed or lies, or the index names what is not in the
+                shards.
         """
         self.path = folder
         single = folder / "model.safetensors"
@@ -51,10 +58,13 @@ class SafetensorsFolder:
     def read(self, name: str) -> np.ndarray:
         """The tensor's values, in the dtype they are stored in."""
         tensor = self._tensors[name]
-        # Read, not mapped: the copy is ours, so a file that changes later cannot change or crash a loaded model.
+        # Read, not mapped: the copy is ours, so a file that changes later cannot change or crash a
+        # loaded model.
         raw = np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.start)
         if raw.size != tensor.nbytes:
-            raise ValueError(f"{tensor.file}: {name} ends after {raw.size} of {tensor.nbytes} bytes")
+            raise ValueError(
+                f"{tensor.file}: {name} ends after {raw.size} of {tensor.nbytes} bytes"
+            )
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
 
@@ -84,19 +94,27 @@ def _read_sharded(folder: Path) -> dict[str, _Tensor]:
     """All tensors of the index, each out of the shard that the index says."""
     index = folder / _INDEX
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index}: weight_map must be an object that maps tensor names to file names")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ValueError(
+            f"{index}: weight_map must be an object that maps tensor names to file names"
+        )
     shards = {}
     for shard in sorted(set(weight_map.values())):
         if shard in ("", ".", "..") or any(c in shard for c in "/\\\0"):
-            raise ValueError(f"{index}: shard {shard!r} must be the name of a file in the same folder")
+            raise ValueError(
+                f"{index}: shard {shard!r} must be the name of a file in the same folder"
+            )
         shards[shard] = _read_header(folder / shard)
     for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise ValueError(f"{index}: {name} should be in {shard}, which does not hold it")
     for shard, tensors in shards.items():
         if unlisted := sorted(name for name in tensors if weight_map.get(name) != shard):
-            raise ValueError(f"{index}: {shard} holds {unlisted[0]}, which the index does not place there")
+            raise ValueError(
+                f"{index}: {shard} holds {unlisted[0]}, which the index does not place there"
+            )
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
@@ -108,10 +126,14 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if file_size < 8 or length > min(file_size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"{file}: a header of {length} bytes does not fit a file of {file_size} bytes")
+            raise ValueError(
+                f"{file}: a header of {length} bytes does not fit a file of {file_size} bytes"
+            )
         header = _json_object(file, stream.read(length))
     header.pop("__metadata__", None)
-    tensors = {name: _tensor(file, name, entry, 8 + length, file_size) for name, entry in header.items()}
+    tensors = {
+        name: _tensor(file, name, entry, 8 + length, file_size) for name, entry in header.items()
+    }
     end, last = 8 + length, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if tensor.start < end:
@@ -125,15 +147,24 @@ def _tensor(file: Path, name: str, entry: Any, data_start: int, file_size: int) 
     fields = entry if isinstance(entry, dict) else {}
     shape, offsets, dtype = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{file}: {name} must state its shape and two data_offsets as lists of integers from 0 on")
+        raise ValueError(
+            f"{file}: {name} must state its shape and two data_offsets as lists of integers from 0 "
+            "on"
+        )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{file}: {name} has dtype {dtype!r}: must be one of {list(_DTYPES)}")
     start, end = offsets
     nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
     if end - start != nbytes:
-        raise ValueError(f"{file}: {name} has {end - start} bytes: {dtype} of shape {tuple(shape)} takes {nbytes}")
+        raise ValueError(
+            f"{file}: {name} has {end - start} bytes: {dtype} of shape {tuple(shape)} takes "
+            f"{nbytes}"
+        )
     if data_start + end > file_size:
-        raise ValueError(f"{file}: {name} ends at byte {data_start + end}, but the file has {file_size}: truncated?")
+        raise ValueError(
+            f"{file}: {name} ends at byte {data_start + end}, but the file has {file_size}: "
+            "truncated?"
+        )
     return _Tensor(file, _DTYPES[dtype], tuple(shape), data_start + start, nbytes)
 
 

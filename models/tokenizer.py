@@ -1,7 +1,7 @@
 """Text to token ids and back, for every checkpoint format that is read here.
 
-`Tokenizer` wraps the Rust `tokenizers` library, which has its own file format (tokenizer.json); GGUF metadata is
-turned into the same thing by `gguf_tokenizer`.
+`Tokenizer` wraps the Rust `tokenizers` library, which has its own file format (tokenizer.json);
+GGUF metadata is turned into the same thing by `gguf_tokenizer`.
 """
 
 import json
@@ -40,24 +40,31 @@ class Tokenizer:
             ValueError: If a special id has no token, or the chat template is not text.
         """
         if chat_template is not None and not isinstance(chat_template, str):
-            raise ValueError(f"chat_template is of type {type(chat_template).__name__}; it must be a string or None")
+            raise ValueError(
+                f"chat_template is of type {type(chat_template).__name__}; it must be a string or "
+                "None"
+            )
         self._core = core
         self.vocab_size = core.get_vocab_size(with_added_tokens=True)
         self.chat_template = chat_template
         self.bos_token_id = bos_token_id
         self._bos_token = self._token("bos_token_id", bos_token_id)
-        eos_tokens = {self._token("eos_token_ids", token_id): token_id for token_id in eos_token_ids}
+        eos_tokens = {
+            self._token("eos_token_ids", token_id): token_id for token_id in eos_token_ids
+        }
         self.eos_token_ids = tuple(eos_tokens.values())
         self._eos_token = next(iter(eos_tokens), None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`. Special tokens written in the text are recognised.
 
-        Bytes that no token stands for (SmolLM2 lacks a few control characters) are left out, as in llama.cpp.
+        Bytes that no token stands for (SmolLM2 lacks a few control characters) are left out, as in
+        llama.cpp.
 
         Args:
             text: Any text, the empty one included.
-            add_special_tokens: Put around the text what the checkpoint asks for (usually a beginning-of-sequence).
+            add_special_tokens: Put around the text what the checkpoint asks for (usually a
+                beginning-of-sequence).
 
         Raises:
             ValueError: If `text` is not a string, or holds surrogates, which are not characters.
@@ -67,14 +74,16 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"text holds {text[error.start]!a} at {error.start}, which UTF-8 cannot encode") from None
+            raise ValueError(
+                f"text holds {text[error.start]!a} at {error.start}, which UTF-8 cannot encode"
+            ) from None
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`.
 
-        Bytes that do not make up a character become U+FFFD. Ids past the vocabulary (an embedding may be padded)
-        decode to nothing.
+        Bytes that do not make up a character become U+FFFD. Ids past the vocabulary (an embedding
+        may be padded) decode to nothing.
 
         Args:
             ids: A list or a one-dimensional integer array.
@@ -85,9 +94,14 @@ class Tokenizer:
         """
         array = np.asarray(ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(f"ids has shape {array.shape} and dtype {array.dtype}; it must be a flat list of integers")
+            raise ValueError(
+                f"ids has shape {array.shape} and dtype {array.dtype}; it must be a flat list of "
+                "integers"
+            )
         if array.size and not 0 <= array.min() <= array.max() < 2**32:
-            raise ValueError(f"ids range from {array.min()} to {array.max()}; they must be in [0, 2^32)")
+            raise ValueError(
+                f"ids range from {array.min()} to {array.max()}; they must be in [0, 2^32)"
+            )
         return self._core.decode(array.tolist(), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -95,8 +109,8 @@ class Tokenizer:
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
 
-        The text holds the beginning-of-sequence itself where the template writes it: encode it without
-        `add_special_tokens` then.
+        The text holds the beginning-of-sequence itself where the template writes it: encode it
+        without `add_special_tokens` then.
 
         Args:
             messages: Dicts with a "role" and a "content" string each.
@@ -107,18 +121,26 @@ class Tokenizer:
             ValueError: If there is no template, the messages are malformed or the template fails.
         """
         if self.chat_template is None:
-            raise ValueError("chat_template is None: this checkpoint has no chat template, pass it plain text")
+            raise ValueError(
+                "chat_template is None: this checkpoint has no chat template, pass it plain text"
+            )
         named = {"bos_token": self._bos_token, "eos_token": self._eos_token}
         variables = {name: token for name, token in named.items() if token is not None}
-        variables |= {"tools": None, "documents": None, **extra, "add_generation_prompt": add_generation_prompt}
+        variables |= {
+            "tools": None,
+            "documents": None,
+            **extra,
+            "add_generation_prompt": add_generation_prompt,
+        }
         return chat_templates.render(self.chat_template, messages, variables)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """Reads tokenizer.json and, where they are there, the files around it.
 
-        tokenizer_config.json and special_tokens_map.json name the special tokens, chat_template.jinja (or the
-        config) holds the chat template, generation_config.json and config.json name further ids to stop at.
+        tokenizer_config.json and special_tokens_map.json name the special tokens,
+        chat_template.jinja (or the config) holds the chat template, generation_config.json and
+        config.json name further ids to stop at.
 
         Raises:
             FileNotFoundError: If there is no tokenizer.json.
@@ -127,7 +149,9 @@ class Tokenizer:
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(f"path is {str(folder)!r}, but there is no tokenizer.json in it")
+            raise FileNotFoundError(
+                f"path is {str(folder)!r}, but there is no tokenizer.json in it"
+            )
         try:
             core = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more specific
@@ -135,7 +159,9 @@ class Tokenizer:
         core.no_truncation()
         core.no_padding()
 
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(
+            folder / "tokenizer_config.json"
+        )
         eos_ids = config.get("eos_token_ids")
         if eos_ids is None:
             eos_id = _special_id(core, config, "eos_token")
@@ -155,14 +181,19 @@ class Tokenizer:
         """Builds the tokenizer from a GGUF file's metadata; its ids are llama.cpp's.
 
         Raises:
-            ValueError: If the kind of tokenizer is not known, or the metadata is missing something or lies.
+            ValueError: If the kind of tokenizer is not known, or the metadata is missing something
+                or lies.
         """
         core, bos_token_id, eos_token_ids = gguf_tokenizer.build(metadata)
         template = metadata.get("tokenizer.chat_template")
-        return cls(core, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids, chat_template=template)
+        return cls(
+            core, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids, chat_template=template
+        )
 
     def to_files(self, path: str | Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json into the folder `path`, for `from_folder`."""
+        """Writes tokenizer.json and tokenizer_config.json into the folder `path`, for
+        `from_folder`.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self._core.save(str(folder / "tokenizer.json"))
@@ -181,9 +212,16 @@ class Tokenizer:
         """Returns the text of a special token, to put into templates; None for the id None."""
         if token_id is None:
             return None
-        token = self._core.id_to_token(token_id) if isinstance(token_id, int) and token_id >= 0 else None
+        token = (
+            self._core.id_to_token(token_id)
+            if isinstance(token_id, int) and token_id >= 0
+            else None
+        )
         if token is None:
-            raise ValueError(f"{name} holds {token_id!r}; it must be an id of the vocabulary ({self.vocab_size} ids)")
+            raise ValueError(
+                f"{name} holds {token_id!r}; it must be an id of the vocabulary ({self.vocab_size} "
+                "ids)"
+            )
         return token
 
 
@@ -196,7 +234,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object")
+        raise ValueError(
+            f"{str(file)!r} holds a {type(values).__name__}; it must hold a JSON object"
+        )
     return values
 
 
@@ -218,6 +258,10 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default")
     return template

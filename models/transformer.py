@@ -1,9 +1,11 @@
 """The one decoder: Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3 differ only in its configuration.
 
-Attention is a callable that is passed in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain full pass are
-three such callables; the decoder knows neither the cache nor how much of it is read.
+Attention is a callable that is passed in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a
+plain full pass are three such callables; the decoder knows neither the cache nor how much of it is
+read.
 
-Weights are a plain pytree. The q, k and v projections are one matrix, columns ordered q | k | v, and so are gate | up.
+Weights are a plain pytree. The q, k and v projections are one matrix, columns ordered q | k | v,
+and so are gate | up.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,8 @@ from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, ro
 
 Weights = dict[str, Any]
 Attend = Callable[
-    [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
+    [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    Float[Array, "B T N H"],
 ]
 
 
@@ -34,10 +37,15 @@ class Attention(nn.Module):
     def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
         c = self.config
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qkv = nn.Dense(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(x).reshape(shape)
+        qkv = nn.Dense(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(
+            x
+        ).reshape(shape)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
-            q, k = RMSNorm(c.rms_norm_eps, name="q_norm")(q), RMSNorm(c.rms_norm_eps, name="k_norm")(k)
+            q, k = (
+                RMSNorm(c.rms_norm_eps, name="q_norm")(q),
+                RMSNorm(c.rms_norm_eps, name="k_norm")(k),
+            )
         o = attend(self.layer, apply_rope(q, table), apply_rope(k, table), v)
         o = o.astype(x.dtype).reshape(*x.shape[:2], -1)
         return nn.Dense(c.hidden_size, use_bias=False, param_dtype=x.dtype, name="o")(o)
@@ -77,7 +85,9 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", init, (c.hidden_size, c.vocab_size), self.dtype)
 
-    def hidden(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+    def hidden(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+    ) -> Float[Array, "B T D"]:
         """The last layer's normalised hidden states."""
         x = self.embed[tokens]
         table = rope_table(positions, rope_frequencies(self.config))
@@ -88,7 +98,9 @@ class Decoder(nn.Module):
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """float32 logits of hidden states."""
         if self.config.tie_word_embeddings:
-            return jnp.einsum("...d,vd->...v", hidden, self.embed, preferred_element_type=jnp.float32)
+            return jnp.einsum(
+                "...d,vd->...v", hidden, self.embed, preferred_element_type=jnp.float32
+            )
         return jnp.einsum("...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend):
@@ -97,13 +109,19 @@ class Decoder(nn.Module):
 
 
 def hidden_states(
-    decoder: Decoder, weights: Weights, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+    decoder: Decoder,
+    weights: Weights,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
 ) -> Float[Array, "B T D"]:
     """`Decoder.hidden` as a pure function of the weights."""
     return cast(Array, decoder.apply(weights, tokens, positions, attend, method="hidden"))
 
 
-def to_logits(decoder: Decoder, weights: Weights, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
+def to_logits(
+    decoder: Decoder, weights: Weights, hidden: Float[Array, "*batch D"]
+) -> Float32[Array, "*batch V"]:
     """`Decoder.logits` as a pure function of the weights."""
     return cast(Array, decoder.apply(weights, hidden, method="logits"))
 
@@ -113,13 +131,17 @@ def weight_shapes(config: ModelConfig, dtype: Any) -> Weights:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens):
-        return Decoder(config, dtype=dtype).init(jax.random.key(0), tokens, tokens, lambda layer, q, k, v: q)
+        return Decoder(config, dtype=dtype).init(
+            jax.random.key(0), tokens, tokens, lambda layer, q, k, v: q
+        )
 
     return jax.eval_shape(init, tokens)
 
 
 def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
-    """Random weights of the true shapes (matrices of deviation 0.02, norms 1), to measure speed and memory with."""
+    """Random weights of the true shapes (matrices of deviation 0.02, norms 1), to measure speed and
+    memory with.
+    """
     leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(
@@ -129,4 +151,8 @@ def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _random(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jnp.ones(shape, dtype) if len(shape) == 1 else (0.02 * jax.random.normal(key, shape)).astype(dtype)
+    return (
+        jnp.ones(shape, dtype)
+        if len(shape) == 1
+        else (0.02 * jax.random.normal(key, shape)).astype(dtype)
+    )

@@ -1,8 +1,10 @@
-"""From a checkpoint's tensors to the decoder's tree: which are needed, of what shape, and how they are joined.
+"""From a checkpoint's tensors to the decoder's tree: which are needed, of what shape, and how they
+are joined.
 
-Checkpoints store a linear map as [out, in] and q, k, v (gate, up) apart; the decoder wants [in, out], joined. Tensors
-are checked by name and shape before the first is read, then go to the device one weight at a time, where they are
-joined, transposed and cast: the host never holds more than one weight.
+Checkpoints store a linear map as [out, in] and q, k, v (gate, up) apart; the decoder wants [in,
+out], joined. Tensors are checked by name and shape before the first is read, then go to the device
+one weight at a time, where they are joined, transposed and cast: the host never holds more than one
+weight.
 """
 
 import math
@@ -48,7 +50,9 @@ class TensorSource(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One array of the tree: its path below "params", and the tensors it is joined from along their first axis."""
+    """One array of the tree: its path below "params", and the tensors it is joined from along their
+    first axis.
+    """
 
     path: str
     sources: tuple[TensorSource, ...]
@@ -81,20 +85,29 @@ def list_weights(
         ValueError: If there are fewer tensors than layers.
     """
     if config.num_layers > num_tensors:
-        raise ValueError(f"{path} holds {num_tensors} tensors: too few for num_layers={config.num_layers}")
+        raise ValueError(
+            f"{path} holds {num_tensors} tensors: too few for num_layers={config.num_layers}"
+        )
     weights = []
     for template, shapes in _tensor_shapes(config).items():
         is_interleaved = interleaved and template.endswith("qkv/kernel")
         heads = (config.num_heads, config.num_kv_heads, 0) if is_interleaved else (0,) * len(shapes)
         for i in range(config.num_layers if "{i}" in template else 1):
             found = (name.format(i=i) for name in names[template])
-            weights.append(Weight(template.format(i=i), tuple(map(TensorSource, found, shapes, heads))))
+            weights.append(
+                Weight(template.format(i=i), tuple(map(TensorSource, found, shapes, heads)))
+            )
     return weights
 
 
 def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Per weight, the shapes of its tensors; plain products, so that absurd sizes cost nothing."""
-    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    d, f, q, kv = (
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_heads * c.head_dim,
+        c.num_kv_heads * c.head_dim,
+    )
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {"embed": ((c.vocab_size, d),)}
     if not c.tie_word_embeddings:
         shapes["lm_head"] = ((c.vocab_size, d),)
@@ -127,21 +140,33 @@ def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collectio
     """
     wanted = {source.name: source.shape for weight in weights for source in weight.sources}
     if missing := wanted.keys() - store.shapes.keys():
-        raise ValueError(f"{store.path} lacks {_some(missing)}: the config asks for {len(wanted)} tensors")
+        raise ValueError(
+            f"{store.path} lacks {_some(missing)}: the config asks for {len(wanted)} tensors"
+        )
     for name, shape in wanted.items():
         if store.shapes[name] != shape:
-            raise ValueError(f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}")
-    extra = {name for name in store.shapes.keys() - wanted.keys() if not name.endswith("rotary_emb.inv_freq")}
+            raise ValueError(
+                f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
+            )
+    extra = {
+        name
+        for name in store.shapes.keys() - wanted.keys()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     if extra := extra - set(harmless):
         raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
 
 
 def _some(names: Collection[str]) -> str:
     first = sorted(names)[:4]
-    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+    return ", ".join(first) + (
+        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    )
 
 
-def read_weights(weights: list[Weight], store: TensorStore, dtype: Any, on_progress: OnProgress | None) -> Weights:
+def read_weights(
+    weights: list[Weight], store: TensorStore, dtype: Any, on_progress: OnProgress | None
+) -> Weights:
     """Reads every tensor and returns the tree on the default device.
 
     Raises:

@@ -1,1 +1,3 @@
-"""The kernels: one folder an op. `api` validates and dispatches, `reference` is the plain-jnp oracle."""
+"""The kernels: one folder an op. `api` validates and dispatches, `reference` is the plain-jnp
+oracle.
+"""

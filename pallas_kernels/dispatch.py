@@ -1,6 +1,7 @@
 """What every op does before it runs: check its arguments, choose a backend.
 
-A named backend runs or raises; None takes the first that the op lists and that can run here, and the log says which.
+A named backend runs or raises; None takes the first that the op lists and that can run here, and
+the log says which.
 """
 
 import logging
@@ -27,7 +28,8 @@ class Backend:
     Attributes:
         name: "mosaic", "triton" or "reference".
         load: imports the kernel and returns it: what a machine lacks is then never imported there.
-        refusal: from the op's own arguments, the reason why this backend cannot run them here, or None.
+        refusal: from the op's own arguments, the reason why this backend cannot run them here, or
+            None.
     """
 
     name: str
@@ -35,11 +37,15 @@ class Backend:
     refusal: Callable[..., str | None] = lambda *_, **__: None
 
 
-def run(op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any) -> Any:
-    """Runs the op on the backend that is named, or on the first of `backends` that takes these arguments here.
+def run(
+    op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs the op on the backend that is named, or on the first of `backends` that takes these
+    arguments here.
 
     Raises:
-        ValueError: `implementation` names a backend that the op does not have, or that cannot run these arguments here.
+        ValueError: `implementation` names a backend that the op does not have, or that cannot run
+            these arguments here.
     """
     names = [backend.name for backend in backends]
     if implementation is not None and implementation not in names:
@@ -82,7 +88,11 @@ def no_triton() -> str | None:
     if compute_capability() is None:
         return "needs an NVIDIA GPU"
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
-    return f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]" if missing else None
+    return (
+        f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]"
+        if missing
+        else None
+    )
 
 
 def check_shapes(
@@ -106,20 +116,34 @@ def check_shapes(
         raise ValueError(f"granularity={selection.granularity!r}: {op} takes {granularity!r}")
     if layer.lengths.shape[0] != batch or heads % layer.lengths.shape[1]:
         raise ValueError(
-            f"q.shape={q.shape}: must be [B, N, H], N a multiple of K, where [B, K] is {layer.lengths.shape}"
+            f"q.shape={q.shape}: must be [B, N, H], N a multiple of K, where [B, K] is "
+            f"{layer.lengths.shape}"
         )
     if q.shape[-1] != head_dim:
-        raise ValueError(f"q.shape={q.shape}: the last axis must equal the {whose} head dimension, {head_dim}")
+        raise ValueError(
+            f"q.shape={q.shape}: the last axis must equal the {whose} head dimension, {head_dim}"
+        )
     if selection.ids.shape[:2] != layer.lengths.shape:
-        raise ValueError(f"selection.ids.shape={selection.ids.shape}: must begin with [B, K] = {layer.lengths.shape}")
+        raise ValueError(
+            f"selection.ids.shape={selection.ids.shape}: must begin with [B, K] = "
+            f"{layer.lengths.shape}"
+        )
     for name in ("count", "dense"):
         field = getattr(selection, name)
         if field is not None and field.shape != layer.lengths.shape:
-            raise ValueError(f"selection.{name}.shape={field.shape}: must be [B, K] = {layer.lengths.shape}")
+            raise ValueError(
+                f"selection.{name}.shape={field.shape}: must be [B, K] = {layer.lengths.shape}"
+            )
     if selection.bits is not None and selection.bits.shape != selection.ids.shape:
-        raise ValueError(f"selection.bits.shape={selection.bits.shape}: must be that of ids, {selection.ids.shape}")
+        raise ValueError(
+            f"selection.bits.shape={selection.bits.shape}: must be that of ids, "
+            f"{selection.ids.shape}"
+        )
     if selection.bits is not None and layer.page_size > MAX_BITS_PAGE:
-        raise ValueError(f"page_size={layer.page_size}: must be at most {MAX_BITS_PAGE} where pages carry token bits")
+        raise ValueError(
+            f"page_size={layer.page_size}: must be at most {MAX_BITS_PAGE} where pages carry token "
+            "bits"
+        )
 
 
 def check_stats(stats: str | None) -> None:

@@ -1,4 +1,5 @@
-"""Int4Keys holds K in 4 bits per channel, paged like K; int4_append writes it and int4_scores reads it.
+"""Int4Keys holds K in 4 bits per channel, paged like K; int4_append writes it and int4_scores reads
+it.
 
 Asymmetric, per token and KV head over its channels, as in Twilight (Lin et al., arXiv:2502.02770):
 channel ≈ scale · code + zero, with code in 0 … 15.
@@ -20,8 +21,9 @@ class Int4Keys(NamedTuple):
     """One layer's keys, indexed by physical page.
 
     Attributes:
-        packed: two codes a byte, channel 2i in the low half of byte i and channel 2i + 1 in the high half: a 16-bit
-            word then holds four neighbours, and one mask takes the same one of the four out of two words at once.
+        packed: two codes a byte, channel 2i in the low half of byte i and channel 2i + 1 in the
+            high half: a 16-bit word then holds four neighbours, and one mask takes the same one of
+            the four out of two words at once.
         scale: the step of each token's codes; 1 where all channels are equal.
         zero: the least channel of each token.
     """
@@ -36,7 +38,9 @@ def init(spec: CacheSpec, *, pool_pages: int | None = None) -> Int4Keys:
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     rows = (pages, spec.page_size)
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
-    return Int4Keys(packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16))  # as quantise has it of zeros
+    return Int4Keys(
+        packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
+    )  # as quantise has it of zeros
 
 
 def quantise(
@@ -44,10 +48,11 @@ def quantise(
 ) -> tuple[UInt8[Array, "*rows H//2"], Float16[Array, "*rows"], Float16[Array, "*rows"]]:
     """packed, scale and zero of the last axis.
 
-    A channel is off by at most half a step, plus what scale and zero lose as float16; channels beyond float16's range
-    are clipped to it, so that all that is stored is finite.
+    A channel is off by at most half a step, plus what scale and zero lose as float16; channels
+    beyond float16's range are clipped to it, so that all that is stored is finite.
 
-    Products with reciprocals are what XLA makes of these divisions where it jits. Its own reciprocal is an ulp off on
+    Products with reciprocals are what XLA makes of these divisions where it jits. Its own
+    reciprocal is an ulp off on
     GPUs: there a channel halfway between two codes may get either.
     """
     if k.shape[-1] % 2:
@@ -63,8 +68,14 @@ def quantise(
 
 
 def dequantise(
-    packed: UInt8[Array, "*rows half"], scale: Float16[Array, "*rows"], zero: Float16[Array, "*rows"]
+    packed: UInt8[Array, "*rows half"],
+    scale: Float16[Array, "*rows"],
+    zero: Float16[Array, "*rows"],
 ) -> Float32[Array, "*rows 2*half"]:
     """The channels that `quantise` kept."""
-    codes = jnp.stack([packed & LEVELS, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    return codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32) + zero[..., None].astype(jnp.float32)
+    codes = jnp.stack([packed & LEVELS, packed >> 4], axis=-1).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )
+    return codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32) + zero[
+        ..., None
+    ].astype(jnp.float32)

@@ -17,7 +17,9 @@ LEAST, GREATEST = 2.0**-100, 2.0**120
 
 
 class PageBounds(NamedTuple):
-    """One layer's bounds, indexed by physical page, in K's dtype. Those of a page without tokens mean nothing."""
+    """One layer's bounds, indexed by physical page, in K's dtype. Those of a page without tokens
+    mean nothing.
+    """
 
     low: Float[Array, "*pages H"]
     high: Float[Array, "*pages H"]
@@ -33,17 +35,19 @@ class PageBounds(NamedTuple):
 
 
 class PageBounds8(NamedTuple):
-    """The bounds in 8 bits a channel, rounded outward: low and high as one page has them are scale · code + zero.
+    """The bounds in 8 bits a channel, rounded outward: low and high as one page has them are scale
+    · code + zero.
 
-    As float32 computes it no key is outside, whatever its dtype, up to ±GREATEST: keys beyond that count as GREATEST,
-    so that all that is stored is finite. What is nearer to 0 than LEAST, subnormal numbers for one, counts as LEAST
-    away from it.
+    As float32 computes it no key is outside, whatever its dtype, up to ±GREATEST: keys beyond that
+    count as GREATEST, so that all that is stored is finite. What is nearer to 0 than LEAST,
+    subnormal numbers for one, counts as LEAST away from it.
 
     Attributes:
         low, high: the codes.
-        affine: scale and zero of each page, beside each other: 4 bytes are the fewest that a GPU copies asynchronously.
-            Bfloat16 reaches as far as float32 does; that it is coarse makes a step longer, by up to 1/128 of it and of
-            |zero| / 254, which is much where all keys of a page lie far from 0.
+        affine: scale and zero of each page, beside each other: 4 bytes are the fewest that a GPU
+            copies asynchronously. Bfloat16 reaches as far as float32 does; that it is coarse makes
+            a step longer, by up to 1/128 of it and of |zero| / 254, which is much where all keys of
+            a page lie far from 0.
     """
 
     low: UInt8[Array, "*pages H"]
@@ -68,7 +72,9 @@ class PageBounds8(NamedTuple):
     def values(self) -> PageBounds:
         """The bounds as numbers, float32."""
         scale, zero = jnp.split(self.affine.astype(jnp.float32), 2, axis=-1)
-        return PageBounds(*(scale * codes.astype(jnp.float32) + zero for codes in (self.low, self.high)))
+        return PageBounds(
+            *(scale * codes.astype(jnp.float32) + zero for codes in (self.low, self.high))
+        )
 
 
 Bounds = PageBounds | PageBounds8
@@ -81,8 +87,12 @@ def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds, pool_pages: int | None = None) -> Bounds:
+def init(
+    spec: CacheSpec, *, form: type[Bounds] = PageBounds, pool_pages: int | None = None
+) -> Bounds:
     """The bounds of one layer that holds nothing; `pool_pages` as for the cache's own init."""
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     keys = jax.ShapeDtypeStruct((pages, spec.head_dim), spec.dtype)
-    return jax.tree.map(lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys))
+    return jax.tree.map(
+        lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys)
+    )

@@ -1,4 +1,6 @@
-"""What all tests share: array shapes are checked against their annotations, and hypothesis is repeatable."""
+"""What all tests share: array shapes are checked against their annotations, and hypothesis is
+repeatable.
+"""
 
 import os
 import tempfile
@@ -9,7 +11,8 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# The modules that take arrays. The others take what users write, and say themselves what is wrong with it.
+# The modules that take arrays. The others take what users write, and say themselves what is wrong
+# with it.
 ARRAY_MODULES = (
     "cache",
     "models.layers",
@@ -71,7 +74,9 @@ def _forget_compilations():
 
 @pytest.fixture(autouse=True)
 def _stay_below_the_maps_of_a_process():
-    """Compiled programs of many tests use up the memory maps of a process (65530), and the compiler segfaults."""
+    """Compiled programs of many tests use up the memory maps of a process (65530), and the compiler
+    segfaults.
+    """
     yield
     if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MOST_MAPS:
         jax.clear_caches()

@@ -1,4 +1,6 @@
-"""One layer of a cache full of random keys, as a policy sees it when a token has just been appended."""
+"""One layer of a cache full of random keys, as a policy sees it when a token has just been
+appended.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,17 +19,35 @@ class OneLayer:
         cache, state: of one layer.
     """
 
-    def __init__(self, policy: Policy, *, length=45, batch=2, kv_heads=2, group=3, head_dim=16, page_size=8, seed=0):
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        length=45,
+        batch=2,
+        kv_heads=2,
+        group=3,
+        head_dim=16,
+        page_size=8,
+        seed=0,
+    ):
         rng = np.random.default_rng(seed)
         self.policy, self.length, self.page_size, self.group = policy, length, page_size, group
         pages = -(-length // page_size) + 1
-        spec = CacheSpec(1, batch, kv_heads * group, kv_heads, head_dim, page_size, pages, jnp.float32)
-        k, v = (jnp.asarray(rng.normal(size=(batch, length, kv_heads, head_dim)), jnp.float32) for _ in "kv")
+        spec = CacheSpec(
+            1, batch, kv_heads * group, kv_heads, head_dim, page_size, pages, jnp.float32
+        )
+        k, v = (
+            jnp.asarray(rng.normal(size=(batch, length, kv_heads, head_dim)), jnp.float32)
+            for _ in "kv"
+        )
         self.q = jnp.asarray(3 * rng.normal(size=(batch, kv_heads * group, head_dim)), jnp.float32)
         tokens = jnp.zeros((batch, length), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
         valid = jnp.full(batch, length, jnp.int32)
-        self.cache = kv_cache.append(kv_cache.init(spec, fields=policy.needs), 0, k, v, positions, valid)
+        self.cache = kv_cache.append(
+            kv_cache.init(spec, fields=policy.needs), 0, k, v, positions, valid
+        )
         self.state = policy.append(policy.init(spec), 0, k, v, tokens, positions, self.cache)
         self.k = np.asarray(k, np.float64).swapaxes(1, 2)
 

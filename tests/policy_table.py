@@ -1,7 +1,8 @@
-"""Every registered method, at several hyper-parameters: what the battery of test_policies.py runs through.
+"""Every registered method, at several hyper-parameters: what the battery of test_policies.py runs
+through.
 
-A new method adds its expressions here and nothing else. Budgets are small against the battery's prompts of 9 to 37
-tokens and pages of 8, so that each expression really leaves something out.
+A new method adds its expressions here and nothing else. Budgets are small against the battery's
+prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something out.
 """
 
 import ast
@@ -67,7 +68,9 @@ def outermost(expression: str) -> str:
 
 
 def at_dense(expression: str) -> Policy | None:
-    """The same method with the hyper-parameters at which it says that it is dense; None where it names none."""
+    """The same method with the hyper-parameters at which it says that it is dense; None where it
+    names none.
+    """
     policy, build = parse(expression), POLICIES[outermost(expression)]
     if policy.dense_at is None:
         return None
@@ -75,7 +78,9 @@ def at_dense(expression: str) -> Policy | None:
     assert isinstance(node, ast.Call)
     given = {str(word.arg): word.value for word in node.keywords}
     values = {
-        name: parse(ast.unparse(value)) if isinstance(value, ast.Call | ast.Name) else ast.literal_eval(value)
+        name: parse(ast.unparse(value))
+        if isinstance(value, ast.Call | ast.Name)
+        else ast.literal_eval(value)
         for name, value in given.items()
     }
     assert set(policy.dense_at) <= set(inspect.signature(build).parameters), policy.dense_at

@@ -1,7 +1,8 @@
-"""The decoder once more, slow and obvious: numpy in float64, one row, one token, one head at a time.
+"""The decoder once more, slow and obvious: numpy in float64, one row, one token, one head at a
+time.
 
-It shares no attention, cache or policy code with jsparse. What a decode step attends to is said by a rule that is
-passed in, and that keeps lists of what each head holds.
+It shares no attention, cache or policy code with jsparse. What a decode step attends to is said by
+a rule that is passed in, and that keeps lists of what each head holds.
 """
 
 import numpy as np
@@ -71,7 +72,10 @@ class SlowModel:
             qkv = self.norm(x, at + "attention_norm") @ w[at + "attention/qkv/kernel"]
             heads = qkv.reshape(-1, c.head_dim)
             q = [self.rotate(head, position) for head in heads[: c.num_heads]]
-            k = [self.rotate(head, position) for head in heads[c.num_heads : c.num_heads + c.num_kv_heads]]
+            k = [
+                self.rotate(head, position)
+                for head in heads[c.num_heads : c.num_heads + c.num_kv_heads]
+            ]
             v = list(heads[c.num_heads + c.num_kv_heads :])
             o = np.concatenate(attend_layer(layer, q, k, v))
             x = x + o @ w[at + "attention/o/kernel"]
@@ -85,7 +89,8 @@ class SlowRow:
 
     Attributes:
         k, v: [layer][head] -> list of vectors.
-        q: [layer] -> list of the queries [N][H] of every token that was computed densely or by a rule.
+        q: [layer] -> list of the queries [N][H] of every token that was computed densely or by a
+            rule.
         tokens: the text.
     """
 
@@ -111,19 +116,26 @@ class SlowRow:
 
     def dense(self, layer, q):
         """Every head over all that it holds."""
-        return [attend(q[n], self.k[layer][n // self.group], self.v[layer][n // self.group]) for n in range(len(q))]
+        return [
+            attend(q[n], self.k[layer][n // self.group], self.v[layer][n // self.group])
+            for n in range(len(q))
+        ]
 
     def over(self, layer, q, sets):
         """Each head over the slots that `sets[head]` lists."""
         out = []
         for n in range(len(q)):
             head = n // self.group
-            keys, values = ([held[layer][head][slot] for slot in sets[head]] for held in (self.k, self.v))
+            keys, values = (
+                [held[layer][head][slot] for slot in sets[head]] for held in (self.k, self.v)
+            )
             out.append(attend(q[n], keys, values))
         return out
 
     def push(self, token, rule):
-        """One token through the model; `rule(layer, q) -> o` is called with its keys and values already held."""
+        """One token through the model; `rule(layer, q) -> o` is called with its keys and values
+        already held.
+        """
 
         def attend_layer(layer, q, k, v):
             self.hold(layer, k, v)

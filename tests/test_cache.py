@@ -1,4 +1,6 @@
-"""The cache against a model of it made of dicts of lists: what is read back, who owns which page, what overflows."""
+"""The cache against a model of it made of dicts of lists: what is read back, who owns which page,
+what overflows.
+"""
 
 import functools
 from typing import Any
@@ -15,7 +17,14 @@ from jsparse import cache as kv
 B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
 S = P * M
 SPEC = kv.CacheSpec(
-    num_layers=2, batch=B, num_heads=4, num_kv_heads=K, head_dim=H, page_size=P, num_pages=M, dtype=jnp.float32
+    num_layers=2,
+    batch=B,
+    num_heads=4,
+    num_kv_heads=K,
+    head_dim=H,
+    page_size=P,
+    num_pages=M,
+    dtype=jnp.float32,
 )
 FIELDS = kv.OPTIONAL_FIELDS
 HEADS = list(np.ndindex(B, K))
@@ -31,7 +40,9 @@ histories = st.lists(valid_counts | cuts | rewrites, min_size=1, max_size=12)
 
 
 class Pair:
-    """The cache and its model, a list of (k, v, bias, position) for each head, driven by the same operations."""
+    """The cache and its model, a list of (k, v, bias, position) for each head, driven by the same
+    operations.
+    """
 
     def __init__(self, pool_pages: int | None):
         self.cache = kv.init(SPEC, fields=FIELDS, pool_pages=pool_pages)
@@ -61,10 +72,15 @@ class Pair:
         lengths = {head: len(rows) + valid[head[0]] for head, rows in self.heads.items()}
         if max(lengths.values()) > S:
             return False
-        return self.pool_pages is None or sum(-(-n // P) for n in lengths.values()) <= self.pool_pages - 1
+        return (
+            self.pool_pages is None
+            or sum(-(-n // P) for n in lengths.values()) <= self.pool_pages - 1
+        )
 
     def truncate(self, lengths):
-        self.cache = kv.replace_layer(self.cache, 1, truncate(self.layer, np.array(lengths, np.int32).reshape(B, K)))
+        self.cache = kv.replace_layer(
+            self.cache, 1, truncate(self.layer, np.array(lengths, np.int32).reshape(B, K))
+        )
         for (b, n), rows in self.heads.items():
             del rows[lengths[b * K + n] :]
 
@@ -83,11 +99,16 @@ class Pair:
 
     def check(self):
         layer = self.layer
-        held = [np.asarray(kv.read_heads(pool, layer)) for pool in (layer.k, layer.v, layer.bias, layer.slot_positions)]
+        held = [
+            np.asarray(kv.read_heads(pool, layer))
+            for pool in (layer.k, layer.v, layer.bias, layer.slot_positions)
+        ]
         for (b, n), rows in self.heads.items():
             assert int(layer.lengths[b, n]) == len(rows)
             for column, got in enumerate(held):
-                expected = np.array([row[column] for row in rows]).reshape(len(rows), *got.shape[3:])
+                expected = np.array([row[column] for row in rows]).reshape(
+                    len(rows), *got.shape[3:]
+                )
                 np.testing.assert_array_equal(got[b, n, : len(rows)], expected)
         untouched = self.cache.layers[0]
         assert not untouched.k.any()
@@ -96,9 +117,18 @@ class Pair:
     def check_pages(self):
         assert self.pool_pages is not None
         layer, scratch = self.layer, self.pool_pages - 1
-        table, free = np.asarray(layer.block_table), np.asarray(layer.free.pages)[: int(layer.free.count)]
-        owned = [page for b, n in HEADS for page in table[b, n, : -(-int(layer.lengths[b, n]) // P)].tolist()]
-        assert sorted(owned + free.tolist()) == list(range(scratch))  # each page has one owner, or is free
+        table, free = (
+            np.asarray(layer.block_table),
+            np.asarray(layer.free.pages)[: int(layer.free.count)],
+        )
+        owned = [
+            page
+            for b, n in HEADS
+            for page in table[b, n, : -(-int(layer.lengths[b, n]) // P)].tolist()
+        ]
+        assert sorted(owned + free.tolist()) == list(
+            range(scratch)
+        )  # each page has one owner, or is free
         for b, n in HEADS:
             assert (table[b, n, -(-int(layer.lengths[b, n]) // P) :] == scratch).all()
 
@@ -137,8 +167,12 @@ def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
         expected = np.array([row[0] for row in rows[: held[b, n]]]).reshape(-1, H)
         np.testing.assert_array_equal(keys[b, n, : held[b, n]], expected)
     if pool_pages is None:
-        whole = [row[0] for rows in pair.heads.values() for row in (rows + [(np.zeros(H),)] * S)[:S]]
-        np.testing.assert_array_equal(keys.reshape(-1, H), whole)  # what fits is written, the rest nowhere
+        whole = [
+            row[0] for rows in pair.heads.values() for row in (rows + [(np.zeros(H),)] * S)[:S]
+        ]
+        np.testing.assert_array_equal(
+            keys.reshape(-1, H), whole
+        )  # what fits is written, the rest nowhere
 
 
 def test_overflow_stays_set():
@@ -189,13 +223,17 @@ def test_append_writes_over_a_bias():
     layer = pair.layer._replace(bias=jnp.ones_like(pair.layer.bias))
     pair.cache = kv.replace_layer(pair.cache, 1, layer)
     pair.append([1, 1])
-    np.testing.assert_array_equal(kv.read_heads(pair.layer.bias, pair.layer)[0, 0, :4], [1, 1, 0, 1])
+    np.testing.assert_array_equal(
+        kv.read_heads(pair.layer.bias, pair.layer)[0, 0, :4], [1, 1, 0, 1]
+    )
 
 
 def test_slots_are_positions_unless_they_are_kept():
     plain = kv.init(SPEC).layers[0]
     assert (plain.bias, plain.slot_positions, plain.free, plain.block_table) == (None,) * 4
-    np.testing.assert_array_equal(kv.slot_positions(plain), np.broadcast_to(np.arange(S), (B, K, S)))
+    np.testing.assert_array_equal(
+        kv.slot_positions(plain), np.broadcast_to(np.arange(S), (B, K, S))
+    )
     pair = Pair(8)
     pair.append([2, 1])
     positions = np.asarray(kv.slot_positions(pair.layer))
@@ -214,7 +252,9 @@ def test_pages_slots_and_heads_read_the_same(paged):
     pages, rows = kv.read_pages(pool, layer, logical), kv.read_slots(pool, layer, slots)
     for b, k in HEADS:
         whole = heads[b, k].reshape(M, P, H)
-        lies = range((b * K + k) * M, (b * K + k + 1) * M) if table is None else table[b, k].tolist()
+        lies = (
+            range((b * K + k) * M, (b * K + k + 1) * M) if table is None else table[b, k].tolist()
+        )
         np.testing.assert_array_equal(whole, np.asarray(pool)[np.array(lies)])
         np.testing.assert_array_equal(pages[b, k], whole[logical[b, k]])
         np.testing.assert_array_equal(rows[b, k], heads[b, k][slots[b, k]])

@@ -1,4 +1,6 @@
-"""The contract carries five methods: toy policies run by the engine against slow models of the same rules."""
+"""The contract carries five methods: toy policies run by the engine against slow models of the same
+rules.
+"""
 
 from functools import cache
 
@@ -38,7 +40,9 @@ class SlowRule:
         pass
 
     def layer(self, layer, q):
-        return self.row.over(layer, q, [self.slots(layer, head, q) for head in range(self.num_heads)])
+        return self.row.over(
+            layer, q, [self.slots(layer, head, q) for head in range(self.num_heads)]
+        )
 
     def slots(self, layer, head, q):
         raise NotImplementedError
@@ -55,8 +59,12 @@ class SlowPageBound(SlowRule):
             maxima = np.max(keys[start : start + PAGE], axis=0)
             bounds.append(max(np.sum(np.maximum(q[n], 0) * maxima) for n in group))
         best = sorted(range(len(bounds)), key=lambda page: (-bounds[page], page))[: self.pages]
-        listed = [slot for page in best for slot in range(page * PAGE, min((page + 1) * PAGE, len(keys)))]
-        logits = dict(zip(listed, logits_of(row.mean_query(q, head), [keys[s] for s in listed]), strict=True))
+        listed = [
+            slot for page in best for slot in range(page * PAGE, min((page + 1) * PAGE, len(keys)))
+        ]
+        logits = dict(
+            zip(listed, logits_of(row.mean_query(q, head), [keys[s] for s in listed]), strict=True)
+        )
         mean = np.mean(list(logits.values()))
         kept = {slot for slot in listed if logits[slot] >= mean or row.tokens[slot] % 2 == 0}
         return sorted(kept | {len(keys) - 1} if kept else kept)
@@ -79,9 +87,13 @@ class SlowInherit(SlowRule):
                 out += [attend(query, keys, values) for query in queries]
                 continue
             pages = self.handed[layer + 1, head] = self.handed[layer, head]
-            slots = {s for page in pages for s in range(page * PAGE, min((page + 1) * PAGE, len(keys)))}
+            slots = {
+                s for page in pages for s in range(page * PAGE, min((page + 1) * PAGE, len(keys)))
+            }
             slots = sorted(slots | {len(keys) - 1})
-            summary = np.full(len(keys[0]), sum(key[0] for key in keys[len(self.prompt) :]) / len(keys))
+            summary = np.full(
+                len(keys[0]), sum(key[0] for key in keys[len(self.prompt) :]) / len(keys)
+            )
             for query in queries:
                 weights = softmax([*logits_of(query, [keys[s] for s in slots]), 0.0])
                 out.append(weights @ np.asarray([*(values[s] for s in slots), summary]))
@@ -91,7 +103,11 @@ class SlowInherit(SlowRule):
         keys = self.row.k[layer][head]
         logits = np.asarray(logits_of(self.row.mean_query(q, head), keys))
         mass = [logsumexp(logits[start : start + PAGE]) for start in range(0, len(keys), PAGE)]
-        enough = [page for page in range(len(mass)) if np.exp(mass[page] - logsumexp(logits)) >= self.share]
+        enough = [
+            page
+            for page in range(len(mass))
+            if np.exp(mass[page] - logsumexp(logits)) >= self.share
+        ]
         return sorted(sorted(enough, key=lambda page: (-mass[page], page))[: self.pages])
 
     def after_step(self):
@@ -115,7 +131,9 @@ class SlowBypass(SlowRule):
         super().__init__(row, prompt)
         self.skipped = []
         self.table = {
-            (layer, h): self.primed(layer, h) for layer in range(self.num_layers) for h in range(self.num_heads)
+            (layer, h): self.primed(layer, h)
+            for layer in range(self.num_layers)
+            for h in range(self.num_heads)
         }
 
     def primed(self, layer, head):
@@ -137,7 +155,10 @@ class SlowBypass(SlowRule):
             chosen = [] if skip else sorted(set(ranked) | {len(keys) - 1})
             summary = np.mean(values, axis=0) if skip else values[0]
             for n in range(head * row.group, (head + 1) * row.group):
-                logits = [*logits_of(q[n], [keys[s] for s in chosen]), logits_of(q[n], [keys[0]])[0] - 1.0]
+                logits = [
+                    *logits_of(q[n], [keys[s] for s in chosen]),
+                    logits_of(q[n], [keys[0]])[0] - 1.0,
+                ]
                 out.append(softmax(logits) @ np.asarray([*(values[s] for s in chosen), summary]))
             table *= self.decay
             if chosen:
@@ -150,7 +171,9 @@ class SlowShrink(SlowRule):
 
     def __init__(self, row, prompt):
         super().__init__(row, prompt)
-        self.shape = [[(layer, h) for h in range(self.num_heads)] for layer in range(self.num_layers)]
+        self.shape = [
+            [(layer, h) for h in range(self.num_heads)] for layer in range(self.num_layers)
+        ]
         self.bias = {at: [0.0] * len(prompt) for heads in self.shape for at in heads}
         self.position = {at: list(range(len(prompt))) for heads in self.shape for at in heads}
 
@@ -161,12 +184,18 @@ class SlowShrink(SlowRule):
             self.bias[at].append(0.0)
             self.position[at].append(len(row.tokens) - 1)
             length = len(row.k[layer][head])
-            chosen = [s for s in range(length) if self.position[at][s] % 5 != 2 or self.bias[at][s] > 0]
+            chosen = [
+                s for s in range(length) if self.position[at][s] % 5 != 2 or self.bias[at][s] > 0
+            ]
             chosen = sorted({*chosen, length - 1})
             keys, values, bias = (
-                [x[s] for s in chosen] for x in (row.k[layer][head], row.v[layer][head], self.bias[at])
+                [x[s] for s in chosen]
+                for x in (row.k[layer][head], row.v[layer][head], self.bias[at])
             )
-            out += [attend(q[n], keys, values, bias) for n in range(head * row.group, (head + 1) * row.group)]
+            out += [
+                attend(q[n], keys, values, bias)
+                for n in range(head * row.group, (head + 1) * row.group)
+            ]
         return out
 
     def after_step(self):
@@ -218,7 +247,9 @@ FORCED = random_tokens(len(LENGTHS), STEPS)
 
 @cache
 def slow_logits(name):
-    """The slow model's logits after the prompt and after each forced token, [steps, B, V], and the finished rules."""
+    """The slow model's logits after the prompt and after each forced token, [steps, B, V], and the
+    finished rules.
+    """
     _, rule_type = METHODS[name]
     model = SlowModel(tiny_params())
     rules, logits = [], []
@@ -237,7 +268,9 @@ def dense_logits():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_engine_equals_the_slow_model(name):
-    """Several prompt chunks, a ragged batch, 26 steps; and the rule is far from dense, or this would show nothing."""
+    """Several prompt chunks, a ragged batch, 26 steps; and the rule is far from dense, or this
+    would show nothing.
+    """
     policy, _ = METHODS[name]
     expected, _ = slow_logits(name)
     logits = engine_logits(tiny_params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
@@ -258,17 +291,26 @@ def test_pieces_of_the_prompt_and_the_batch_do_not_matter(name):
     expected, _ = slow_logits(name)
     whole = engine_logits(tiny_params(), policy, PROMPTS, FORCED, chunk=64, page_size=PAGE)
     assert_close(whole, expected, rtol=1e-4)
-    alone = engine_logits(tiny_params(), policy, [PROMPTS[1]], FORCED[1:2, :12], chunk=64, page_size=PAGE)
+    alone = engine_logits(
+        tiny_params(), policy, [PROMPTS[1]], FORCED[1:2, :12], chunk=64, page_size=PAGE
+    )
     assert_close(alone[:, 0], expected[:12, 1], rtol=1e-4)
 
 
 def test_correction_shows_in_the_logits():
-    """Without it the same rule gives other logits from the first correction on, and the same before."""
+    """Without it the same rule gives other logits from the first correction on, and the same
+    before.
+    """
     name = "page mass, inheritance and correction"
     policy, _ = METHODS[name]
     expected, _ = slow_logits(name)
     without = engine_logits(
-        tiny_params(), policy._replace(correct_every=0), PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE
+        tiny_params(),
+        policy._replace(correct_every=0),
+        PROMPTS,
+        FORCED,
+        chunk=CHUNK,
+        page_size=PAGE,
     )
     difference = np.abs(without - expected).max(axis=(1, 2)) / np.abs(expected).max()
     assert difference[: inherit().correct_every + 1].max() < 1e-4
@@ -283,7 +325,9 @@ def test_both_branches_of_the_bypass_were_taken():
 
 @pytest.mark.parametrize("pool_pages", [None, 400])
 def test_shrinking_frees_pages_and_heads_differ(pool_pages):
-    """maintain over either table: the logits of the slow model, its lengths, and pages back on the free list."""
+    """maintain over either table: the logits of the slow model, its lengths, and pages back on the
+    free list.
+    """
     params, policy = tiny_params(), shrink()
     expected, rules = slow_logits("maintenance, bias and positions")
     spec = spec_of(params, len(LENGTHS), page_size=PAGE)
@@ -293,7 +337,13 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     for b, prompt in enumerate(PROMPTS):
         tokens[b, : len(prompt)] = prompt
     carry = prefill.prefill_chunk(
-        params.decoder, policy, params.weights, jnp.asarray(tokens), jnp.asarray(LENGTHS, jnp.int32), carry, last=True
+        params.decoder,
+        policy,
+        params.weights,
+        jnp.asarray(tokens),
+        jnp.asarray(LENGTHS, jnp.int32),
+        carry,
+        last=True,
     )
     cache, state = carry.cache, carry.state
     step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
@@ -316,13 +366,18 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
             pages = np.ceil(lengths / PAGE).sum()
             assert int(held.free.count) == pool_pages - 1 - pages
     assert not cache.overflow
-    # heads that hold less can attend to less: the shares are of positions, not of the slots that are left
-    longest = max(len(rule.row.k[layer][h]) for rule in rules[:1] for layer in range(3) for h in range(2))
+    # heads that hold less can attend to less: the shares are of positions, not of the slots that
+    # are left
+    longest = max(
+        len(rule.row.k[layer][h]) for rule in rules[:1] for layer in range(3) for h in range(2)
+    )
     assert float(stats.attended[0]) <= longest / (LENGTHS[0] + STEPS - 1)
 
 
 def test_correction_and_stats_see_the_lengths_that_policies_expect():
-    """What append, select and update may rely on: the new tokens are already held, at the end of every head."""
+    """What append, select and update may rely on: the new tokens are already held, at the end of
+    every head.
+    """
     seen = []
 
     def append(state, layer, k, v, tokens, positions, cache):
@@ -330,7 +385,11 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         held = cache.layers[layer]
         slots = held.lengths[:, :, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])
         rows = kv_cache.read_slots(held.k, held, slots)
-        return state + jnp.max(jnp.abs(rows - k.swapaxes(1, 2))) + jnp.max(jnp.abs(slots - positions[:, None]))
+        return (
+            state
+            + jnp.max(jnp.abs(rows - k.swapaxes(1, 2)))
+            + jnp.max(jnp.abs(slots - positions[:, None]))
+        )
 
     policy = inherit()._replace(
         select=dense().select,

@@ -1,4 +1,6 @@
-"""generate(): stop rules, streaming, sampling, defaults, statistics, compilations, and every refusal."""
+"""generate(): stop rules, streaming, sampling, defaults, statistics, compilations, and every
+refusal.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +39,10 @@ def with_defaults(params, **defaults):
 
 def forced(params, rows, monkeypatch, prompt=None, **options):
     """generate() with the tokens of `rows` (texts or ids) in place of the model's choice."""
-    ids = [params.tokenizer.encode(r, add_special_tokens=False) if isinstance(r, str) else list(r) for r in rows]
+    ids = [
+        params.tokenizer.encode(r, add_special_tokens=False) if isinstance(r, str) else list(r)
+        for r in rows
+    ]
     steps = max(map(len, ids))
     table = np.array([r + [5] * (steps - len(r)) for r in ids], np.int32)
 
@@ -46,7 +51,9 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
 
     monkeypatch.setattr(session, "sample", sample)
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
-    return jsparse.generate(params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options))
+    return jsparse.generate(
+        params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options)
+    )
 
 
 # Shapes of results
@@ -61,13 +68,20 @@ def test_a_list_of_prompts_gives_a_list(params):
     listed = jsparse.generate(params, [PROMPTS[2]], max_new_tokens=4)
     assert [out.token_ids for out in listed] == [alone.token_ids]
     rows = np.array([PROMPTS[2]] * 2)
-    assert [o.token_ids for o in jsparse.generate(params, rows, max_new_tokens=4)] == [alone.token_ids] * 2
-    assert jsparse.generate(params, jnp.asarray(rows[0]), max_new_tokens=4).token_ids == alone.token_ids
+    assert [o.token_ids for o in jsparse.generate(params, rows, max_new_tokens=4)] == [
+        alone.token_ids
+    ] * 2
+    assert (
+        jsparse.generate(params, jnp.asarray(rows[0]), max_new_tokens=4).token_ids
+        == alone.token_ids
+    )
 
 
 def test_text_and_its_ids_are_the_same_prompt(texts):
     ids = texts.tokenizer.encode("the cat")
-    by_text, by_ids = (jsparse.generate(texts, p, max_new_tokens=6, eos_token_id=[]) for p in ("the cat", ids))
+    by_text, by_ids = (
+        jsparse.generate(texts, p, max_new_tokens=6, eos_token_id=[]) for p in ("the cat", ids)
+    )
     assert by_text.token_ids == by_ids.token_ids
     assert by_text.stats.prompt_tokens == len(ids)
     assert by_text.text == texts.tokenizer.decode(by_text.token_ids)
@@ -92,13 +106,18 @@ def test_an_end_token_stops_its_row_and_is_kept(params, given):
     # an id that comes up in the middle of row 0, and its first place in every row
     end = free[0].token_ids[4]
     if given == "defaults":
-        outs = jsparse.generate(with_defaults(params, eos_token_id=[end, 299]), PROMPTS, max_new_tokens=12)
+        outs = jsparse.generate(
+            with_defaults(params, eos_token_id=[end, 299]), PROMPTS, max_new_tokens=12
+        )
     else:
         ends = end if given == "int" else [298, end]
         outs = jsparse.generate(params, PROMPTS, max_new_tokens=12, eos_token_id=ends)
     for out, whole in zip(outs, free, strict=True):
         ids = whole.token_ids
-        stop = next((i for i, t in enumerate(ids) if t in ([end, 299] if given == "defaults" else [end])), None)
+        stop = next(
+            (i for i, t in enumerate(ids) if t in ([end, 299] if given == "defaults" else [end])),
+            None,
+        )
         assert out.token_ids == (ids if stop is None else ids[: stop + 1])
         assert out.finish_reason == ("length" if stop is None else "stop")
         assert out.stats.new_tokens == len(out.token_ids)
@@ -109,7 +128,10 @@ def test_no_end_tokens_never_stop(params):
     free = jsparse.generate(params, PROMPTS[0], max_new_tokens=12, eos_token_id=[])
     stopping = with_defaults(params, eos_token_id=free.token_ids[0])
     assert len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12).token_ids) == 1
-    assert len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).token_ids) == 12
+    assert (
+        len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).token_ids)
+        == 12
+    )
 
 
 def test_the_tokenizer_s_end_tokens_are_taken_by_default(texts, monkeypatch):
@@ -132,7 +154,11 @@ def test_the_tokenizer_s_end_tokens_are_taken_by_default(texts, monkeypatch):
         ("aaab", "aab", "a"),
         ("the cat in the hat", ("hat",), "the cat in the "),
         ("the cat in the ha", "hat", "the cat in the ha"),
-        ("caf\N{LATIN SMALL LETTER E WITH ACUTE}\n\nnext", "\n\n", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"),
+        (
+            "caf\N{LATIN SMALL LETTER E WITH ACUTE}\n\nnext",
+            "\n\n",
+            "caf\N{LATIN SMALL LETTER E WITH ACUTE}",
+        ),
         ("stop", "stop", ""),
         ("no stop at all", [], "no stop at all"),
     ],
@@ -182,7 +208,12 @@ def test_random_text_streams_whole(texts):
     streams = [[], [], []]
     prompts = ["the cat", "a", "or so"]
     outs = jsparse.generate(
-        texts, prompts, max_new_tokens=30, temperature=1.5, eos_token_id=[], streamer=[s.append for s in streams]
+        texts,
+        prompts,
+        max_new_tokens=30,
+        temperature=1.5,
+        eos_token_id=[],
+        streamer=[s.append for s in streams],
     )
     for pieces, out in zip(streams, outs, strict=True):
         assert "".join(pieces) == out.text == texts.tokenizer.decode(out.token_ids)
@@ -207,7 +238,9 @@ def test_logprobs_are_those_of_the_dense_model(params):
 
 def test_seeds_repeat_and_differ(params):
     def run(seed):
-        return jsparse.generate(params, PROMPTS[1], max_new_tokens=12, temperature=2.0, seed=seed).token_ids
+        return jsparse.generate(
+            params, PROMPTS[1], max_new_tokens=12, temperature=2.0, seed=seed
+        ).token_ids
 
     assert run(3) == run(3)
     assert len({tuple(run(seed)) for seed in (0, 1, 2, 3)}) == 4
@@ -229,7 +262,9 @@ def test_a_row_s_draws_do_not_depend_on_the_other_rows(params):
 def test_choices_of_one_are_greedy(params):
     greedy = jsparse.generate(params, PROMPTS[0], max_new_tokens=8).token_ids
     for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        out = jsparse.generate(params, PROMPTS[0], max_new_tokens=8, temperature=1.0, seed=5, **options)
+        out = jsparse.generate(
+            params, PROMPTS[0], max_new_tokens=8, temperature=1.0, seed=5, **options
+        )
         assert out.token_ids == greedy, options
 
 
@@ -239,7 +274,9 @@ def penalised_greedy(params, prompt, steps, penalty):
         logits = np.asarray(jsparse.logits(params, text)[0, -1])
         for token in set(text):
             logits = logits.copy()
-            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            logits[token] = (
+                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            )
         text.append(int(logits.argmax()))
     return text[len(prompt) :]
 
@@ -248,9 +285,13 @@ def test_repetition_penalty_counts_prompt_and_new_tokens(params):
     # a short prompt, so that greedy text would fall into a session
     prompt = PROMPTS[2]
     expected = penalised_greedy(params, prompt, 10, 3.0)
-    out = jsparse.generate(params, [prompt, PROMPTS[1]], max_new_tokens=10, repetition_penalty=3.0, eos_token_id=[])
+    out = jsparse.generate(
+        params, [prompt, PROMPTS[1]], max_new_tokens=10, repetition_penalty=3.0, eos_token_id=[]
+    )
     assert out[0].token_ids == expected
-    again = jsparse.generate(params, [out[0].token_ids * 2, prompt], max_new_tokens=10, repetition_penalty=50.0)
+    again = jsparse.generate(
+        params, [out[0].token_ids * 2, prompt], max_new_tokens=10, repetition_penalty=50.0
+    )
     assert not set(again[0].token_ids) & set(out[0].token_ids)
     assert len(set(again[0].token_ids)) == 10
 
@@ -286,16 +327,22 @@ def test_statistics_of_streaming_are_those_of_hand_counting(params):
     """Of the steps that made this row's tokens alone: rows that stop early count no further ones."""
     sink, recent, page, steps = 3, 10, 8, 9
     policy = f"streaming(sink={sink}, recent={recent})"
-    free = jsparse.generate(params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=[])
+    free = jsparse.generate(
+        params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=[]
+    )
     ends = free[0].token_ids[4]
-    outs = jsparse.generate(params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=ends)
+    outs = jsparse.generate(
+        params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=ends
+    )
     assert len({len(out.token_ids) for out in outs}) > 1
     for prompt, out in zip(PROMPTS, outs, strict=True):
         attended, read = [], []
         for length in range(len(prompt) + 1, len(prompt) + len(out.token_ids)):
             slots = {s for s in range(length) if s < sink or s >= length - recent}
             attended.append(len(slots) / length)
-            read.append(sum(min(page, length - page * p) for p in {s // page for s in slots}) / length)
+            read.append(
+                sum(min(page, length - page * p) for p in {s // page for s in slots}) / length
+            )
         assert out.stats.attended_fraction == pytest.approx(np.mean(attended))
         assert out.stats.read_fraction == pytest.approx(np.mean(read))
     assert outs[0].stats.attended_fraction < 0.5
@@ -303,7 +350,13 @@ def test_statistics_of_streaming_are_those_of_hand_counting(params):
 
 def test_progress_counts_up_to_the_end(params):
     calls = []
-    jsparse.generate(params, PROMPTS, max_new_tokens=5, eos_token_id=[], on_progress=lambda *call: calls.append(call))
+    jsparse.generate(
+        params,
+        PROMPTS,
+        max_new_tokens=5,
+        eos_token_id=[],
+        on_progress=lambda *call: calls.append(call),
+    )
     assert [c for c in calls if c[0] == "prefill"][-1] == ("prefill", 37, 37)
     assert [c for c in calls if c[0] == "decode"] == [("decode", n, 5) for n in range(1, 6)]
 
@@ -312,7 +365,9 @@ def test_progress_counts_up_to_the_end(params):
 
 
 def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
-    """11 tokens are 10 steps: maintained after steps 3, 6, 9; corrected after 4 and 8 with the newest 4 tokens."""
+    """11 tokens are 10 steps: maintained after steps 3, 6, 9; corrected after 4 and 8 with the
+    newest 4 tokens.
+    """
     calls = []
 
     def maintain(state, cache):
@@ -334,7 +389,10 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
     assert sorted(at - 18 for what, at in calls if what == "maintain") == [3, 6, 9]
     assert [at - 18 for what, at in calls if what == "correct"] == [4, 8]
     assert [t[0].tolist() for t in newest] == [out.token_ids[:4], out.token_ids[4:8]]
-    assert out.token_ids == jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids
+    assert (
+        out.token_ids
+        == jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids
+    )
 
 
 def test_a_pool_that_ran_dry_is_an_error(params):
@@ -351,7 +409,12 @@ def test_a_pool_that_ran_dry_is_an_error(params):
 
 def compilations():
     return traces(
-        session.step, session.sample, session.first_logits, session.empty, session._mark_seen, prefill.prefill_chunk
+        session.step,
+        session.sample,
+        session.first_logits,
+        session.empty,
+        session._mark_seen,
+        prefill.prefill_chunk,
     )
 
 
@@ -466,7 +529,9 @@ def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
     monkeypatch.setattr(session, "empty", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 16 rows
-    with pytest.raises(ValueError, match=r"max_length=512 for 16 prompt\(s\) takes \S+ MiB .* free"):
+    with pytest.raises(
+        ValueError, match=r"max_length=512 for 16 prompt\(s\) takes \S+ MiB .* free"
+    ):
         jsparse.generate(params, [[1]] * 16, max_new_tokens=2, max_length=512)
 
 
@@ -493,7 +558,9 @@ def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
 
 def test_logits_that_do_not_fit_are_refused(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
-    with pytest.raises(ValueError, match=r"tokens of shape \(1, 64\) take .* must fit in the 64.00 KiB"):
+    with pytest.raises(
+        ValueError, match=r"tokens of shape \(1, 64\) take .* must fit in the 64.00 KiB"
+    ):
         jsparse.logits(params, [1] * 64)
 
 
@@ -504,7 +571,9 @@ def test_a_policy_s_state_may_hold_a_selection(params):
     def select(state, layer, q, cache):
         return state, None, state
 
-    remembered = jsparse.generate(params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init))
+    remembered = jsparse.generate(
+        params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init)
+    )
     assert remembered.token_ids == jsparse.generate(params, PROMPTS[0], max_new_tokens=4).token_ids
 
 

@@ -28,7 +28,9 @@ class LetterTokenizer:
 
 
 def params(tokenizer: Any = None) -> Any:
-    return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=VOCAB), name="toy")
+    return SimpleNamespace(
+        tokenizer=tokenizer, config=SimpleNamespace(vocab_size=VOCAB), name="toy"
+    )
 
 
 LETTERS = params(LetterTokenizer())
@@ -102,9 +104,13 @@ def test_empty_text_without_a_beginning_of_sequence_is_refused():
         encode(params(LetterTokenizer(bos=False)), "")
 
 
-@pytest.mark.parametrize(("prompt", "purpose"), [("hi", "a text prompt"), (CHAT, "a chat"), ([[1], "hi"], "a text")])
+@pytest.mark.parametrize(
+    ("prompt", "purpose"), [("hi", "a text prompt"), (CHAT, "a chat"), ([[1], "hi"], "a text")]
+)
 def test_text_needs_a_tokenizer(prompt, purpose):
-    with pytest.raises(ValueError, match=f"{purpose}.* needs a tokenizer, and model 'toy' has none: give token ids"):
+    with pytest.raises(
+        ValueError, match=f"{purpose}.* needs a tokenizer, and model 'toy' has none: give token ids"
+    ):
         encode(params(), prompt)
     assert encode(params(), [1, 2]) == ([[1, 2]], True)
 

@@ -33,7 +33,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: bool) -> Selection:
-    """Any list that is allowed: distinct, ascending, zeros behind; ids may lie past a head's length, bits may be 0."""
+    """Any list that is allowed: distinct, ascending, zeros behind; ids may lie past a head's
+    length, bits may be 0.
+    """
     units = S if kind == "token" else M
     ids = np.zeros((B, K, capacity), np.int32)
     count = rng.integers(0, min(capacity, units) + 1, (B, K)).astype(np.int32)
@@ -62,7 +64,9 @@ def on_host(selection: Selection) -> SimpleNamespace:
 def random_lengths(rng: np.random.Generator) -> jax.Array:
     edges = np.array([0, 1, P - 1, P, P + 1, S - 1, S])
     free = rng.integers(0, S + 1, (B, K))
-    return jnp.asarray(np.where(rng.random((B, K)) < 0.5, rng.choice(edges, (B, K)), free), jnp.int32)
+    return jnp.asarray(
+        np.where(rng.random((B, K)) < 0.5, rng.choice(edges, (B, K)), free), jnp.int32
+    )
 
 
 def slow_mask(selection: Selection, lengths, *, page_size: int = P, slots: int = S) -> np.ndarray:
@@ -93,7 +97,9 @@ def slow_read(selection: Selection, lengths) -> np.ndarray:
     total = np.zeros(lengths.shape, int)
     for b, k in np.ndindex(*lengths.shape):
         length, n = int(lengths[b, k]), int(chosen.count[b, k])
-        pages = set(np.asarray(chosen.ids[b, k, :n]).tolist()) | ({(length - 1) // P} if n and length else set())
+        pages = set(np.asarray(chosen.ids[b, k, :n]).tolist()) | (
+            {(length - 1) // P} if n and length else set()
+        )
         total[b, k] = sum(min(max(length - page * P, 0), P) for page in pages)
         if chosen.dense is not None and chosen.dense[b, k]:
             total[b, k] = length
@@ -124,7 +130,11 @@ def test_mask_and_counts(kind, dense, seed):
 
 def test_newest_token_only_rides_with_a_list():
     lengths = jnp.array([[11]], jnp.int32)
-    listed = Selection(jnp.array([[[0]]], jnp.int32), jnp.array([[1]], jnp.int32), jnp.array([[[0b10]]], jnp.uint32))
+    listed = Selection(
+        jnp.array([[[0]]], jnp.int32),
+        jnp.array([[1]], jnp.int32),
+        jnp.array([[[0b10]]], jnp.uint32),
+    )
     assert np.flatnonzero(token_mask(listed, lengths, num_pages=2, page_size=8)).tolist() == [1, 10]
     assert attended_tokens(listed, lengths, 8).item() == 2
     assert read_tokens(listed, lengths, 8).item() == 8 + 3  # the newest token's page holds three
@@ -136,7 +146,9 @@ def test_newest_token_only_rides_with_a_list():
 def test_nothing_and_everything(granularity):
     lengths = jnp.array([[0, 1], [S, 13]], jnp.int32)
     assert not mask_of(nothing(lengths, granularity), lengths).any()
-    np.testing.assert_array_equal(mask_of(everything(lengths), lengths), np.arange(S) < lengths[..., None])
+    np.testing.assert_array_equal(
+        mask_of(everything(lengths), lengths), np.arange(S) < lengths[..., None]
+    )
     for count in (attended, read):
         np.testing.assert_array_equal(count(nothing(lengths, granularity), lengths), 0)
         np.testing.assert_array_equal(count(everything(lengths), lengths), lengths)
@@ -145,7 +157,18 @@ def test_nothing_and_everything(granularity):
 @pytest.mark.parametrize(("page_size", "granularity"), [(8, "page"), (32, "page"), (8, "token")])
 @pytest.mark.parametrize(
     ("sink", "recent"),
-    [(0, 1), (4, 0), (0, 0), (4, 20), (8, 8), (9, 17), (40, 40), (100, 0), (0, 2**30), (2**40, 2**40)],
+    [
+        (0, 1),
+        (4, 0),
+        (0, 0),
+        (4, 20),
+        (8, 8),
+        (9, 17),
+        (40, 40),
+        (100, 0),
+        (0, 2**30),
+        (2**40, 2**40),
+    ],
 )
 def test_window_is_the_obvious_mask(sink, recent, page_size, granularity):
     num_pages = 96 // page_size
@@ -153,7 +176,12 @@ def test_window_is_the_obvious_mask(sink, recent, page_size, granularity):
     @jax.jit
     def run(lengths):
         chosen = window(
-            lengths, sink=sink, recent=recent, num_pages=num_pages, page_size=page_size, granularity=granularity
+            lengths,
+            sink=sink,
+            recent=recent,
+            num_pages=num_pages,
+            page_size=page_size,
+            granularity=granularity,
         )
         mask = token_mask(chosen, lengths, num_pages=num_pages, page_size=page_size)
         return chosen, mask, attended_tokens(chosen, lengths, page_size)
@@ -167,10 +195,16 @@ def test_window_is_the_obvious_mask(sink, recent, page_size, granularity):
     np.testing.assert_array_equal(attended, expected.sum(-1))
     assert_well_formed(chosen)
     if chosen.bits is not None:  # nothing else in a word, past the page's or the head's end either
-        words = jnp.take_along_axis(pack_bits(jnp.asarray(inside.reshape(1, 97, -1, page_size))), chosen.ids, axis=-1)
+        words = jnp.take_along_axis(
+            pack_bits(jnp.asarray(inside.reshape(1, 97, -1, page_size))), chosen.ids, axis=-1
+        )
         valid = np.arange(chosen.ids.shape[-1]) < chosen.count[..., None]
         np.testing.assert_array_equal(chosen.bits, np.where(valid, words, 0))
-    most = -(-sink // page_size) + -(-recent // page_size) + 1 if granularity == "page" else sink + recent
+    most = (
+        -(-sink // page_size) + -(-recent // page_size) + 1
+        if granularity == "page"
+        else sink + recent
+    )
     assert chosen.ids.shape[-1] <= min(most, 96)
 
 
@@ -185,16 +219,22 @@ def assert_well_formed(selection: Selection) -> None:
 
 
 @pytest.mark.parametrize("dense", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("kinds", [("token", "token"), ("page", "page"), ("bits", "page"), ("bits", "bits")])
+@pytest.mark.parametrize(
+    "kinds", [("token", "token"), ("page", "page"), ("bits", "page"), ("bits", "bits")]
+)
 @settings(max_examples=25)
 @given(seed=seeds)
 def test_union_is_the_or_of_the_masks(kinds, dense, seed):
     rng = np.random.default_rng(seed)
-    a, b = (random_selection(rng, kind, n, d) for kind, n, d in zip(kinds, (4, 3), dense, strict=True))
+    a, b = (
+        random_selection(rng, kind, n, d) for kind, n, d in zip(kinds, (4, 3), dense, strict=True)
+    )
     units = S if kinds[0] == "token" else M
     lengths = random_lengths(rng)
     both = join(a, b, units)
-    np.testing.assert_array_equal(mask_of(both, lengths), slow_mask(a, lengths) | slow_mask(b, lengths))
+    np.testing.assert_array_equal(
+        mask_of(both, lengths), slow_mask(a, lengths) | slow_mask(b, lengths)
+    )
     assert both.ids.shape[-1] <= units
     assert_well_formed(both)
 
@@ -275,7 +315,8 @@ def test_full_words_survive_a_page_of_32():
     assert selection.bits.tolist() == [[[0xFFFFFFFF, 0xFFFFFFFF]]]
     assert attended_tokens(selection, lengths, 32).item() == 61
     np.testing.assert_array_equal(
-        token_mask(selection, lengths, num_pages=2, page_size=32), slow_mask(selection, lengths, page_size=32, slots=64)
+        token_mask(selection, lengths, num_pages=2, page_size=32),
+        slow_mask(selection, lengths, page_size=32, slots=64),
     )
 
 

@@ -12,7 +12,9 @@ SPECIAL = -1
 
 
 class ByteTokenizer:
-    """Ids are bytes; like a byte-level BPE, what is no character becomes U+FFFD. SPECIAL has no text."""
+    """Ids are bytes; like a byte-level BPE, what is no character becomes U+FFFD. SPECIAL has no
+    text.
+    """
 
     def decode(self, ids):
         return bytes(i for i in ids if i != SPECIAL).decode("utf-8", errors="replace")
@@ -65,7 +67,12 @@ def test_spaces_survive_decoders_that_strip():
         (["ab", "ST"], ["STOP"], ["ab", "", "ST"], "abST"),
         (["abSTOPcd"], ["STOP"], ["ab", ""], "ab"),
         (["STOP"], ["STOP"], ["", ""], ""),
-        (["x", "aa", "ab"], ["aab"], ["x", "", "a", ""], "xa"),  # the match begins in the middle of another start
+        (
+            ["x", "aa", "ab"],
+            ["aab"],
+            ["x", "", "a", ""],
+            "xa",
+        ),  # the match begins in the middle of another start
         (["a", "bc"], ["abcd", "bc"], ["", "a", ""], "a"),
         (["ab", "cd"], ["cd", "bc"], ["a", "", ""], "a"),  # of several, the one that begins first
         (["ab", "c"], ["b", "abc"], ["a", ""], "a"),

@@ -16,8 +16,14 @@ top_p = jax.jit(top_p_mask)
 odd = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, TINY, -TINY])
 plain = st.floats(width=32, allow_subnormal=False)
 few = st.sampled_from([0.25, 0.5, 1.0])
-scores_rows = st.lists(st.lists(odd | plain | few, min_size=SIZE, max_size=SIZE), min_size=2, max_size=2)
-weight = st.floats(0, 1, width=32, allow_subnormal=False) | few | st.sampled_from([0.0, TINY, 1e-20, 1e-7])
+scores_rows = st.lists(
+    st.lists(odd | plain | few, min_size=SIZE, max_size=SIZE), min_size=2, max_size=2
+)
+weight = (
+    st.floats(0, 1, width=32, allow_subnormal=False)
+    | few
+    | st.sampled_from([0.0, TINY, 1e-20, 1e-7])
+)
 weight_rows = st.lists(st.lists(weight, min_size=SIZE, max_size=SIZE), min_size=2, max_size=2)
 
 
@@ -85,7 +91,12 @@ def assert_smallest_set(weights: np.ndarray, p: float, mask: np.ndarray) -> None
 
 
 @settings(max_examples=300)
-@given(weight_rows, st.lists(st.floats(0, 1, width=32) | st.sampled_from([1e-45, 1e-38, 0.5]), min_size=2, max_size=2))
+@given(
+    weight_rows,
+    st.lists(
+        st.floats(0, 1, width=32) | st.sampled_from([1e-45, 1e-38, 0.5]), min_size=2, max_size=2
+    ),
+)
 def test_top_p_is_the_smallest_set(rows, p):
     weights = np.array(rows, np.float32)
     got = np.asarray(top_p(weights, np.array(p, np.float32)))
@@ -121,7 +132,10 @@ def test_no_weight_marks_nothing_and_tiny_p_marks_one():
 
 
 @settings(max_examples=100)
-@given(st.lists(st.lists(st.booleans(), min_size=SIZE, max_size=SIZE), min_size=3, max_size=3), st.integers(0, 2))
+@given(
+    st.lists(st.lists(st.booleans(), min_size=SIZE, max_size=SIZE), min_size=3, max_size=3),
+    st.integers(0, 2),
+)
 def test_compact_lists_the_marked(rows, which):
     capacity = (1, 5, SIZE + 2)[which]
     mask = np.array(rows)

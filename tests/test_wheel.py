@@ -16,16 +16,32 @@ LINKED = ("models", "pallas_kernels", "train")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of a copy of the sources, links kept: a build leaves folders behind that would end in later wheels."""
+    """The wheel of a copy of the sources, links kept: a build leaves folders behind that would end
+    in later wheels.
+    """
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv to build")
     source = tmp_path_factory.mktemp("source")
     for folder in ("jsparse", *LINKED):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            source / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    command = [uv, "build", "--wheel", "--quiet", "--python", sys.executable, "--out-dir", str(source / "dist")]
+    command = [
+        uv,
+        "build",
+        "--wheel",
+        "--quiet",
+        "--python",
+        sys.executable,
+        "--out-dir",
+        str(source / "dist"),
+    ]
     subprocess.run(command, cwd=source, check=True)
     [built] = (source / "dist").glob("*.whl")
     return built
@@ -35,7 +51,17 @@ def wheel(tmp_path_factory):
 def target(wheel, tmp_path_factory):
     """A folder that the wheel is installed into; its dependencies are those of the environment."""
     folder = tmp_path_factory.mktemp("target")
-    command = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(folder)]
+    command = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--python",
+        sys.executable,
+        "--target",
+        str(folder),
+    ]
     subprocess.run([*command, str(wheel)], check=True)
     return folder
 
@@ -43,7 +69,12 @@ def target(wheel, tmp_path_factory):
 def _run(code: str, target: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(target)}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -58,20 +89,25 @@ def test_every_source_file_is_in_it(wheel):
     for folder in LINKED:
         wanted |= {f"jsparse/{file.relative_to(ROOT)}" for file in (ROOT / folder).rglob("*.py")}
     assert packed == wanted
-    assert {"jsparse/models/transformer.py", "jsparse/pallas_kernels/block_sparse_decode/api.py"} <= packed
+    assert {
+        "jsparse/models/transformer.py",
+        "jsparse/pallas_kernels/block_sparse_decode/api.py",
+    } <= packed
     data = {"jsparse/py.typed", "jsparse/policies/gates/smollm2.safetensors"}
-    assert data | {"jsparse/evaluation/texts/shakespeare_1911.txt"} <= set(zipfile.ZipFile(wheel).namelist())
+    assert data | {"jsparse/evaluation/texts/shakespeare_1911.txt"} <= set(
+        zipfile.ZipFile(wheel).namelist()
+    )
 
 
 def test_no_entry_is_a_link(wheel):
     entries = zipfile.ZipFile(wheel).infolist()
-    assert not [entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000]
+    assert not [
+        entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000
+    ]
 
 
 def test_it_runs_from_another_directory(target, tmp_path):
-    code = (
-        "import jsparse, jsparse.models.transformer as t; jsparse.generate; print(jsparse.__file__); print(t.__file__)"
-    )
+    code = "import jsparse, jsparse.models.transformer as t; jsparse.generate; print(jsparse.__file__); print(t.__file__)"
     ran = _run(code, target, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert all(Path(line).is_relative_to(target) for line in ran.stdout.splitlines())
@@ -90,6 +126,16 @@ def test_the_sources_may_not_import_bare_names(name):
     assert "TID251" in settings["select"]
     assert name in settings["flake8-tidy-imports"]["banned-api"]
     for statement in (f"import {name}\n", f"from {name}.config import x\n"):
-        command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", str(ROOT / "jsparse" / "x.py"), "-"]
-        ran = subprocess.run(command, input=statement, cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--stdin-filename",
+            str(ROOT / "jsparse" / "x.py"),
+            "-",
+        ]
+        ran = subprocess.run(
+            command, input=statement, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert "TID251" in ran.stdout, ran.stdout + ran.stderr

@@ -21,8 +21,12 @@ VOCAB = 300
 
 
 @cache
-def tiny_params(num_layers: int = 3, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0) -> Params:
-    """A model whose weights are so large that attention is peaked and every mistake moves the logits."""
+def tiny_params(
+    num_layers: int = 3, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
+) -> Params:
+    """A model whose weights are so large that attention is peaked and every mistake moves the
+    logits.
+    """
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -58,11 +62,18 @@ def random_tokens(rows: int, steps: int, seed: int = 2) -> np.ndarray:
 
 
 def engine_logits(
-    params: Params, policy: Policy | str, prompts: list[list[int]], forced: np.ndarray, *, chunk: int = 512, **options
+    params: Params,
+    policy: Policy | str,
+    prompts: list[list[int]],
+    forced: np.ndarray,
+    *,
+    chunk: int = 512,
+    **options,
 ) -> np.ndarray:
     """Runs `generate` itself with `forced` in place of what it would sample; float32[steps, B, V].
 
-    Entry i holds the logits after the prompt and the first i forced tokens. Prompts are read in pieces of `chunk`.
+    Entry i holds the logits after the prompt and the first i forced tokens. Prompts are read in
+    pieces of `chunk`.
     """
     seen = []
 
@@ -74,7 +85,9 @@ def engine_logits(
         patch.setattr(session, "sample", sample)
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         steps = forced.shape[1]
-        jsparse.generate(params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options)
+        jsparse.generate(
+            params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options
+        )
     return np.stack(seen)
 
 
@@ -87,7 +100,14 @@ def spec_of(params: Params, batch: int, *, page_size: int = 8, num_pages: int = 
     """The cache's sizes for this model."""
     c = params.config
     return CacheSpec(
-        c.num_layers, batch, c.num_heads, c.num_kv_heads, c.head_dim, page_size, num_pages, jnp.dtype(params.dtype)
+        c.num_layers,
+        batch,
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+        page_size,
+        num_pages,
+        jnp.dtype(params.dtype),
     )
 
 

@@ -1,4 +1,6 @@
-"""Five toy policies: each uses the channels of the contract that one of the papers' methods needs, and little else."""
+"""Five toy policies: each uses the channels of the contract that one of the papers' methods needs,
+and little else.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +39,17 @@ def chunk_slots(view, capacity):
 
 @builder
 def page_bound(pages: int = 3) -> Policy:
-    """As Twilight: a sidecar of K (the maximum of each page) ranks pages; exact logits and the token ids set the bits.
+    """As Twilight: a sidecar of K (the maximum of each page) ranks pages; exact logits and the
+    token ids set the bits.
 
-    Kept of the best pages: tokens whose logit is at least the mean over those pages, or whose id is even.
+    Kept of the best pages: tokens whose logit is at least the mean over those pages, or whose id is
+    even.
     """
 
     def init(spec):
-        maxima = jnp.full((spec.batch, spec.num_kv_heads, spec.num_pages, spec.head_dim), -jnp.inf, jnp.float32)
+        maxima = jnp.full(
+            (spec.batch, spec.num_kv_heads, spec.num_pages, spec.head_dim), -jnp.inf, jnp.float32
+        )
         ids = jnp.zeros((spec.batch, spec.capacity), jnp.int32)
         return tuple((maxima, ids) for _ in range(spec.num_layers))
 
@@ -56,7 +62,9 @@ def page_bound(pages: int = 3) -> Policy:
     def prefill(state, layer, view):
         held = view.cache.layers[layer]
         slots = chunk_slots(view, held.capacity)
-        return replaced(state, layer, taken_in(state[layer], view.k, view.tokens, slots, held.page_size))
+        return replaced(
+            state, layer, taken_in(state[layer], view.k, view.tokens, slots, held.page_size)
+        )
 
     def append(state, layer, k, v, tokens, positions, cache):
         page_size = cache.layers[layer].page_size
@@ -67,30 +75,45 @@ def page_bound(pages: int = 3) -> Policy:
         maxima, ids = state[layer]
         grouped = q.reshape(q.shape[0], maxima.shape[1], -1, q.shape[-1])
         used = jnp.arange(held.num_pages) * held.page_size < held.lengths[..., None]
-        bound = jnp.einsum("bkgh,bkmh->bkgm", jax.nn.relu(grouped), jnp.where(used[..., None], maxima, 0.0)).max(2)
-        chosen = jnp.repeat(top_k_mask(jnp.where(used, bound, -jnp.inf), pages), held.page_size, axis=-1)
+        bound = jnp.einsum(
+            "bkgh,bkmh->bkgm", jax.nn.relu(grouped), jnp.where(used[..., None], maxima, 0.0)
+        ).max(2)
+        chosen = jnp.repeat(
+            top_k_mask(jnp.where(used, bound, -jnp.inf), pages), held.page_size, axis=-1
+        )
         logits = jnp.where(chosen, masked_logits(mean_query(q, maxima.shape[1]), held), -jnp.inf)
         real = logits > -jnp.inf
-        mean = jnp.sum(jnp.where(real, logits, 0.0), -1, keepdims=True) / jnp.sum(real, -1, keepdims=True)
+        mean = jnp.sum(jnp.where(real, logits, 0.0), -1, keepdims=True) / jnp.sum(
+            real, -1, keepdims=True
+        )
         mask = real & ((logits >= mean) | (ids % 2 == 0)[:, None])
-        return from_token_mask(mask, pages, page_size=held.page_size, granularity="page"), None, state
+        return (
+            from_token_mask(mask, pages, page_size=held.page_size, granularity="page"),
+            None,
+            state,
+        )
 
     return Policy(select, init=init, prefill=prefill, append=append)
 
 
 @builder
 def inherit(pages: int = 2, share: float = 0.02) -> Policy:
-    """As LycheeDecode: what one layer attends to by mass becomes the next layer's set, head by head.
+    """As LycheeDecode: what one layer attends to by mass becomes the next layer's set, head by
+    head.
 
-    Layer 0 is dense, and so is head 0 of layer 1. Dense heads pick: the pages of at least `share` of the mean query's
-    mass, at most `pages` of them. Sparse heads pass their set on, and merge a summary token of logit 0, every component
-    of which is the sum of the generated keys' first components over the length: a sidecar that `append` alone writes,
-    so that it shows whether corrections append again.
+    Layer 0 is dense, and so is head 0 of layer 1. Dense heads pick: the pages of at least `share`
+    of the mean query's mass, at most `pages` of them. Sparse heads pass their set on, and merge a
+    summary token of logit 0, every component of which is the sum of the generated keys' first
+    components over the length: a sidecar that `append` alone writes, so that it shows whether
+    corrections append again.
     """
 
     def init(spec):
         heads = (spec.batch, spec.num_kv_heads)
-        chosen = jnp.zeros((*heads, min(pages, spec.num_pages)), jnp.int32), jnp.zeros(heads, jnp.int32)
+        chosen = (
+            jnp.zeros((*heads, min(pages, spec.num_pages)), jnp.int32),
+            jnp.zeros(heads, jnp.int32),
+        )
         sidecar = jnp.zeros((*heads, spec.capacity))
         return tuple((chosen, sidecar) for _ in range(spec.num_layers))
 
@@ -109,7 +132,11 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         dense = dense_flags(layer, held)
         value = jnp.repeat(sidecar.sum(-1) / held.lengths, group, axis=1)
         lse = jnp.repeat(jnp.where(dense, -jnp.inf, 0.0), group, axis=1)
-        return Selection(ids, count, dense=dense), (jnp.broadcast_to(value[..., None], q.shape), lse), state
+        return (
+            Selection(ids, count, dense=dense),
+            (jnp.broadcast_to(value[..., None], q.shape), lse),
+            state,
+        )
 
     def update(state, layer, stats, cache):
         if layer + 1 == len(state):
@@ -119,18 +146,30 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         scores = jnp.where(mass >= share, stats.scores, -jnp.inf)
         ids, count = compact(top_k_mask(scores, pages), inherited_ids.shape[-1])
         picks = dense_flags(layer, held)
-        handed = jnp.where(picks[..., None], ids, inherited_ids), jnp.where(picks, count, inherited_count)
+        handed = (
+            jnp.where(picks[..., None], ids, inherited_ids),
+            jnp.where(picks, count, inherited_count),
+        )
         return replaced(state, layer + 1, (handed, state[layer + 1][1]))
 
-    return Policy(select, init=init, append=append, update=update, stats=lambda layer: "page_mass", correct_every=8)
+    return Policy(
+        select,
+        init=init,
+        append=append,
+        update=update,
+        stats=lambda layer: "page_mass",
+        correct_every=8,
+    )
 
 
 @builder
 def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
-    """As LFPS: a table of scores a position predicts the tokens; some heads skip attention for a summary.
+    """As LFPS: a table of scores a position predicts the tokens; some heads skip attention for a
+    summary.
 
-    A KV head is bypassed where its mean query likes token 0 better than the newest: its result is the mean value
-    alone. All other heads merge a summary token too (value 0's, with the logit of token 0 less one).
+    A KV head is bypassed where its mean query likes token 0 better than the newest: its result is
+    the mean value alone. All other heads merge a summary token too (value 0's, with the logit of
+    token 0 less one).
     """
 
     def init(spec):
@@ -146,7 +185,9 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
         for j in range(window):
             back = window - 1 - j
             logits = masked_logits(mean_query(view.q_window[:, j], held.lengths.shape[1]), held)
-            logits = jnp.where(slot_index(held) < (held.lengths - back)[..., None], logits, -jnp.inf)
+            logits = jnp.where(
+                slot_index(held) < (held.lengths - back)[..., None], logits, -jnp.inf
+            )
             weights, total, _ = softmax_partial(logits)
             inside = (back < view.window_valid)[:, None, None]
             table += jnp.where(inside, weights / jnp.maximum(total, 1e-30)[..., None], 0.0)
@@ -165,33 +206,49 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
         group = q.shape[1] // heads
         values = jnp.where(seen[..., None], read_heads(held.v, held), 0.0)
         mean_value = values.sum(2) / held.lengths[..., None]
-        value = jnp.repeat(jnp.where(skipped[..., None], mean_value, values[:, :, 0]), group, axis=1)
+        value = jnp.repeat(
+            jnp.where(skipped[..., None], mean_value, values[:, :, 0]), group, axis=1
+        )
         key = jnp.repeat(read_heads(held.k, held)[:, :, 0], group, axis=1)
         lse = jnp.einsum("bnh,bnh->bn", q, key) * q.shape[-1] ** -0.5 - 1.0
         return chosen, (value.astype(jnp.float32), lse.astype(jnp.float32)), state
 
     def update(state, layer, stats, cache):
         some = jnp.isfinite(stats.lse)[..., None]
-        weights = jnp.where(some, jnp.exp(stats.scores - jnp.where(some, stats.lse[..., None], 0.0)), 0.0)
+        weights = jnp.where(
+            some, jnp.exp(stats.scores - jnp.where(some, stats.lse[..., None], 0.0)), 0.0
+        )
         return replaced(state, layer, decay * state[layer] + weights)
 
-    return Policy(select, init=init, prefill=prefill, update=update, stats=lambda layer: "token_logits", window=4)
+    return Policy(
+        select,
+        init=init,
+        prefill=prefill,
+        update=update,
+        stats=lambda layer: "token_logits",
+        window=4,
+    )
 
 
 @builder
 def shrink(period: int = 8, newest: int = 5) -> Policy:
-    """As HARD-KV: every `period` steps heads lose tokens, each head others, and what is left is rewritten in order.
+    """As HARD-KV: every `period` steps heads lose tokens, each head others, and what is left is
+    rewritten in order.
 
-    Kept are slot 0, the newest `newest + 2 · head + layer`, and keys longer than the head's mean; a kept slot's bias
-    becomes log(exp(bias) + the number dropped right before it). Attended is what is biased, or not at a position that
-    leaves 2 when divided by 5.
+    Kept are slot 0, the newest `newest + 2 · head + layer`, and keys longer than the head's mean; a
+    kept slot's bias becomes log(exp(bias) + the number dropped right before it). Attended is what
+    is biased, or not at a position that leaves 2 when divided by 5.
     """
 
     def select(state, layer, q, cache):
         held = cache.layers[layer]
         seen = slot_index(held) < held.lengths[..., None]
         mask = seen & ((slot_positions(held) % 5 != 2) | (read_heads(held.bias, held) > 0))
-        return from_token_mask(mask, held.num_pages, page_size=held.page_size, granularity="page"), None, state
+        return (
+            from_token_mask(mask, held.num_pages, page_size=held.page_size, granularity="page"),
+            None,
+            state,
+        )
 
     def maintain(state, cache):
         for layer, held in enumerate(cache.layers):
@@ -204,7 +261,11 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
         keys = read_heads(held.k, held)
         norms = jnp.where(seen, jnp.sqrt(jnp.sum(keys * keys, -1)), 0.0)
         window = (newest + layer + 2 * jnp.arange(held.lengths.shape[1]))[:, None]
-        keep = seen & ((slots == 0) | (slots >= lengths - window) | (norms > norms.sum(-1, keepdims=True) / lengths))
+        keep = seen & (
+            (slots == 0)
+            | (slots >= lengths - window)
+            | (norms > norms.sum(-1, keepdims=True) / lengths)
+        )
         order, count = compact(keep, held.capacity)
         before = jnp.concatenate([jnp.full_like(order[..., :1], -1), order[..., :-1]], -1)
         dropped = (order - before - 1).astype(jnp.float32)
@@ -212,11 +273,17 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
 
         def moved(pool):
             rows = read_heads(pool, held)
-            return jnp.take_along_axis(rows, order.reshape(*order.shape, *[1] * (rows.ndim - 3)), axis=2)
+            return jnp.take_along_axis(
+                rows, order.reshape(*order.shape, *[1] * (rows.ndim - 3)), axis=2
+            )
 
         def put(pool, rows):
             rows = rows.reshape(*held.lengths.shape, held.num_pages, *pool.shape[1:])
-            return rows.reshape(pool.shape) if held.block_table is None else pool.at[held.block_table].set(rows)
+            return (
+                rows.reshape(pool.shape)
+                if held.block_table is None
+                else pool.at[held.block_table].set(rows)
+            )
 
         held = held._replace(
             k=put(held.k, moved(held.k)),
@@ -231,13 +298,16 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
 
 @builder
 def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
-    """As LycheeCluster: lists single tokens by what they are: even ids, the newest `budget` of them, and the last.
+    """As LycheeCluster: lists single tokens by what they are: even ids, the newest `budget` of
+    them, and the last.
 
     Dense up to `within` tokens. The fallback is for the whole batch, so the rows say it once more.
     """
 
     def init(spec):
-        return tuple(jnp.zeros((spec.batch, spec.capacity), jnp.int32) for _ in range(spec.num_layers))
+        return tuple(
+            jnp.zeros((spec.batch, spec.capacity), jnp.int32) for _ in range(spec.num_layers)
+        )
 
     def prefill(state, layer, view):
         slots = chunk_slots(view, state[layer].shape[1])

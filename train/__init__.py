@@ -1,1 +1,3 @@
-"""What trains methods: gates that tell retrieval heads from the others (LycheeDecode, DuoAttention)."""
+"""What trains methods: gates that tell retrieval heads from the others (LycheeDecode,
+DuoAttention).
+"""

@@ -1,7 +1,7 @@
 """Batches to train on: contexts, and what follows them.
 
-A batch depends on the seed of its source, its step and its size alone, so that training that goes on sees the same
-ones. Rows are padded to few widths, so that few shapes are compiled.
+A batch depends on the seed of its source, its step and its size alone, so that training that goes
+on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
 """
 
 import itertools
@@ -34,7 +34,9 @@ class Batch(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """A row of a batch, not padded: the ids of context and target, and which of the target's tokens are scored."""
+    """A row of a batch, not padded: the ids of context and target, and which of the target's tokens
+    are scored.
+    """
 
     context: Ids
     target: Ids
@@ -58,7 +60,8 @@ class Source:
     settings: dict[str, Any]
 
     def batch(self, step: int, size: int) -> Batch:
-        """The batch of a step, B = size rows; S is the smallest bucket that holds the longest context.
+        """The batch of a step, B = size rows; S is the smallest bucket that holds the longest
+        context.
 
         Raises:
             ValueError: `step` is below 0, or `size` below 1.
@@ -69,7 +72,10 @@ class Source:
         lengths = np.array([len(ids) for ids in contexts], np.int32)
         width = next(bucket for bucket in self.buckets if bucket >= lengths.max())
         return Batch(
-            _padded(contexts, width), lengths, _padded(targets, self.target_tokens), _padded(scored, self.target_tokens)
+            _padded(contexts, width),
+            lengths,
+            _padded(targets, self.target_tokens),
+            _padded(scored, self.target_tokens),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -96,13 +102,19 @@ def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
     """
     if buckets is None:
         return max_length // 2, max_length
-    if any(low >= high for low, high in itertools.pairwise([0, *buckets])) or max(buckets, default=0) < max_length:
-        raise ValueError(f"buckets={buckets!r}: must ascend from at least 1 to at least max_length={max_length}")
+    if (
+        any(low >= high for low, high in itertools.pairwise([0, *buckets]))
+        or max(buckets, default=0) < max_length
+    ):
+        raise ValueError(
+            f"buckets={buckets!r}: must ascend from at least 1 to at least max_length={max_length}"
+        )
     return tuple(buckets)
 
 
 def continued(tokenizer: Tokenizer, text: str) -> Ids:
-    """The ids of `text` as it follows a word: without special tokens, or a space that is put before a whole text.
+    """The ids of `text` as it follows a word: without special tokens, or a space that is put before
+    a whole text.
 
     Raises:
         ValueError: the tokenizer joins the beginning of `text` with the word.
@@ -110,5 +122,8 @@ def continued(tokenizer: Tokenizer, text: str) -> Ids:
     word = tokenizer.encode("zulu", add_special_tokens=False)
     both = tokenizer.encode("zulu" + text, add_special_tokens=False)
     if both[: len(word)] != word:
-        raise ValueError(f"text={text!r}: must begin with a token of its own after a word, this tokenizer joins them")
+        raise ValueError(
+            f"text={text!r}: must begin with a token of its own after a word, this tokenizer joins "
+            "them"
+        )
     return np.array(both[len(word) :], np.int32)

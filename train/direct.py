@@ -1,7 +1,7 @@
 """DuoAttention's gates: one number α a head, learned as it is and rounded in the end.
 
-DuoAttention (Xiao et al., arXiv:2410.10819), section 2.2. α is clipped after each step rather than in use, as a clip
-halves the gradient at the bounds, and 1 is where every gate starts.
+DuoAttention (Xiao et al., arXiv:2410.10819), section 2.2. α is clipped after each step rather than
+in use, as a clip halves the gradient at the bounds, and 1 is where every gate starts.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ def project(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     return jnp.clip(alpha, 0.0, 1.0)
 
 
-def sample(alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+def sample(
+    alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
+) -> Float32[Array, "*gates"]:
     """α, whatever the noise."""
     del u
     return alpha

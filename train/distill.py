@@ -1,14 +1,17 @@
 """Distillation: how far is the model with gated heads from itself?
 
-LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely; the tokens behind it, whose predictions
-are compared, then run twice over its K and V: densely, as teacher, and with every KV head a mixture
+LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely; the tokens behind
+it, whose predictions are compared, then run twice over its K and V: densely, as teacher, and with
+every KV head a mixture
 
-    z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer above)
+    z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer
+    above)
 
-of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its group's mean query,
-for the head of its index in the next layer. Where sets are "handed_on", a head whose gate is below one half passes on
-what it inherited instead, as a sparse head does in decoding; where they are "refreshed", every head picks, as in the
-paper's training. Only rows of attention of those tokens ever exist, and the backward pass computes them anew.
+of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its
+group's mean query, for the head of its index in the next layer. Where sets are "handed_on", a head
+whose gate is below one half passes on what it inherited instead, as a sparse head does in decoding;
+where they are "refreshed", every head picks, as in the paper's training. Only rows of attention of
+those tokens ever exist, and the backward pass computes them anew.
 """
 
 from functools import partial
@@ -56,7 +59,9 @@ def teacher_cache(decoder: Decoder, weights: Weights, batch: Batch, match: Match
     held = length - 1
     last = jnp.take_along_axis(context, held[:, None], axis=1)
     tokens = jnp.concatenate([last, target[:, :-1]], axis=1)
-    given = TeacherCache(read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored)
+    given = TeacherCache(
+        read_context(decoder, weights, context, held), held, tokens, jnp.zeros(0), scored
+    )
     return given._replace(outputs=predictions(decoder, weights, given, None, match=match))
 
 
@@ -72,9 +77,13 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
     for chunk in sizes:
         valid = jnp.clip(held - done, 0, chunk)
         part = tokens[:, done : done + chunk]
-        carry = prefill.prefill_chunk(decoder, dense(), weights, part, valid, carry, last=done + chunk == sum(sizes))
+        carry = prefill.prefill_chunk(
+            decoder, dense(), weights, part, valid, carry, last=done + chunk == sum(sizes)
+        )
         done += chunk
-    return tuple((read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers)
+    return tuple(
+        (read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers
+    )
 
 
 def predictions(
@@ -94,7 +103,9 @@ def predictions(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal inherited
         own = tuple(x.swapaxes(1, 2) for x in (k, v))
-        joined = tuple(jnp.concatenate(pair, axis=2) for pair in zip(given.context[layer], own, strict=True))
+        joined = tuple(
+            jnp.concatenate(pair, axis=2) for pair in zip(given.context[layer], own, strict=True)
+        )
         if gates is None:
             return attention(q, *joined, given.held, None, None, None)[0]
         # nothing is handed to the first layer, nor does anyone inherit from the last
@@ -120,7 +131,8 @@ def attention(
     inherited: Bool[Array, "B K T slots"] | None,
     keep: float | None,
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
-    """A layer's mixture, and the set that it hands on: of each token the best `keep` of what it sees, and itself.
+    """A layer's mixture, and the set that it hands on: of each token the best `keep` of what it
+    sees, and itself.
 
     The last T slots are the tokens' own; of those before, `held` count.
     """
@@ -130,13 +142,18 @@ def attention(
     step = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     seen = (slot < held[:, None, None]) & (own < 0) | (own >= 0) & (own <= step)
     grouped = q.reshape(batch, tokens, k.shape[1], -1, head_dim)
-    logits = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    logits = (
+        jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+        * head_dim**-0.5
+    )
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf))
     if z is not None and inherited is not None:
         sparse = jax.nn.softmax(jnp.where(inherited[:, :, None], logits, -jnp.inf))
         z = z[:, None, None, None]
         weights = z * weights + (1 - z) * sparse
-    o = jnp.einsum("bkgts,bksh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = jnp.einsum(
+        "bkgts,bksh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     o = o.reshape(batch, tokens, heads, head_dim)
     if keep is None:
         return o, None
@@ -146,7 +163,9 @@ def attention(
 
 
 def distance(outputs: Float32[Array, "B T out"], given: TeacherCache) -> Float32[Array, ""]:
-    """The squared difference to the teacher at scored tokens, as a share of the teacher's variance; mean over rows."""
+    """The squared difference to the teacher at scored tokens, as a share of the teacher's variance;
+    mean over rows.
+    """
     scored = given.scored[..., None]
     count = jnp.maximum(jnp.sum(given.scored, axis=1), 1) * outputs.shape[-1]
 

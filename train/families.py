@@ -1,4 +1,6 @@
-"""What makes KV heads retrieval or sparse while the model stays as it is: families of gates z in [0, 1], one a head."""
+"""What makes KV heads retrieval or sparse while the model stays as it is: families of gates z in
+[0, 1], one a head.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,11 +21,15 @@ class Gates(NamedTuple):
 
     Attributes:
         init: a shape, to parameters: a pytree of arrays of that shape.
-        sample: parameters and noise u of (0, 1), to z in [0, 1]; differentiable in the parameters at fixed noise.
-        project: applied after every step of the optimiser; the others want parameters that it leaves alone.
-        active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself, which its L1 penalty sums.
+        sample: parameters and noise u of (0, 1), to z in [0, 1]; differentiable in the parameters
+            at fixed noise.
+        project: applied after every step of the optimiser; the others want parameters that it
+            leaves alone.
+        active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself, which its L1
+            penalty sums.
         mean: E[z] of each gate.
-        score: E[s] of each gate, s being z before stretch and clip: it ranks gates, and above 0.5 means retrieval.
+        score: E[s] of each gate, s being z before stretch and clip: it ranks gates, and above 0.5
+            means retrieval.
     """
 
     init: Callable[[tuple[int, ...]], GateParams]
@@ -36,7 +42,12 @@ class Gates(NamedTuple):
 
 FAMILIES = {
     "hard_kuma": Gates(
-        hard_kuma.init, hard_kuma.sample, hard_kuma.project, hard_kuma.active, hard_kuma.mean, hard_kuma.score
+        hard_kuma.init,
+        hard_kuma.sample,
+        hard_kuma.project,
+        hard_kuma.active,
+        hard_kuma.mean,
+        hard_kuma.score,
     ),
     "hard_concrete": Gates(
         hard_concrete.init,
@@ -46,12 +57,21 @@ FAMILIES = {
         hard_concrete.mean,
         hard_concrete.score,
     ),
-    "direct": Gates(direct.init, direct.sample, direct.project, direct.expected, direct.expected, direct.expected),
+    "direct": Gates(
+        direct.init,
+        direct.sample,
+        direct.project,
+        direct.expected,
+        direct.expected,
+        direct.expected,
+    ),
 }
 
 
 def noise(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """u, uniform on (0.001, 0.999): in training no sample comes from nearer the ends (LycheeDecode, section 3.2)."""
+    """u, uniform on (0.001, 0.999): in training no sample comes from nearer the ends (LycheeDecode,
+    section 3.2).
+    """
     return jax.random.uniform(key, shape, jnp.float32, *NOISE)
 
 
@@ -61,7 +81,8 @@ def one_in_eight(layers: int, heads: int) -> int:
 
 
 def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
-    """Marks exactly `count` retrieval heads: all of layer 0, and those of the others that score highest.
+    """Marks exactly `count` retrieval heads: all of layer 0, and those of the others that score
+    highest.
 
     Ties go to the lowest index. Layer 0's scores do not matter; the others must be finite.
 
@@ -70,6 +91,8 @@ def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
     """
     heads = scores.shape[1]
     if not heads <= count <= scores.size:
-        raise ValueError(f"count={count}: must be from {heads}, layer 0's heads, to {scores.size}, all heads")
+        raise ValueError(
+            f"count={count}: must be from {heads}, layer 0's heads, to {scores.size}, all heads"
+        )
     learned = top_k_mask(scores[1:].ravel(), count - heads)
     return jnp.concatenate([jnp.ones(heads, bool), learned]).reshape(scores.shape)

@@ -1,8 +1,12 @@
-"""Hard Concrete gates: a logistic variable through a sigmoid of temperature 2/3, stretched and clipped.
+"""Hard Concrete gates: a logistic variable through a sigmoid of temperature 2/3, stretched and
+clipped.
 
-"Learning Sparse Neural Networks through L0 Regularization" (Louizos et al., arXiv:1712.01312), section 2.3. Where we
-differ: a gate starts with the P(z ≠ 0) at which HardKuma starts, so that one target of E[L0] is as far from both, and
-what decides is E[s], as for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
+"Learning Sparse Neural Networks through L0 Regularization" (Louizos et al., arXiv:1712.01312),
+section 2.3. Where we
+differ: a gate starts with the P(z ≠ 0) at which HardKuma starts, so that one target of E[L0] is as
+    far from both, and
+what decides is E[s], as for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders
+gates alike.
 """
 
 from functools import partial
@@ -19,7 +23,11 @@ BETA = 2 / 3
 
 def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
     """Where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
-    return jnp.full(shape, (1 - BETA) * jnp.log(-stretch_and_rectify.HIGH / stretch_and_rectify.LOW), jnp.float32)
+    return jnp.full(
+        shape,
+        (1 - BETA) * jnp.log(-stretch_and_rectify.HIGH / stretch_and_rectify.LOW),
+        jnp.float32,
+    )
 
 
 def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
@@ -27,7 +35,9 @@ def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
     return log_alpha
 
 
-def sample(log_alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
+def sample(
+    log_alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
+) -> Float32[Array, "*gates"]:
     """The gate z out of noise u on (0, 1)."""
     return stretch_and_rectify.rectify(sigmoid((logit(u) + log_alpha) / BETA))
 

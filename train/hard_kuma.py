@@ -1,8 +1,9 @@
-"""HardKuma gates: a Kumaraswamy distribution of learned shape, stretched and clipped, so that 0 and 1 have mass.
+"""HardKuma gates: a Kumaraswamy distribution of learned shape, stretched and clipped, so that 0 and
+1 have mass.
 
-LycheeDecode (Lin et al., arXiv:2602.04541), section 3.2 and appendix A; the distribution is that of Bastings et al.,
-arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b are taken through log(1 - e^-y), so that values and gradients
-stay finite in float32 at any a and b within the clamp.
+LycheeDecode (Lin et al., arXiv:2602.04541), section 3.2 and appendix A; the distribution is that of
+Bastings et al., arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b are taken through log(1 -
+e^-y), so that values and gradients stay finite in float32 at any a and b within the clamp.
 """
 
 from functools import partial

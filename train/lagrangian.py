@@ -1,11 +1,13 @@
-"""Gates at the least distance whose expected number is a target: a problem against a Lagrange multiplier.
+"""Gates at the least distance whose expected number is a target: a problem against a Lagrange
+multiplier.
 
 LycheeDecode (arXiv:2602.04541), equations 7 and 8. Gates descend on, and the multiplier ascends on,
 
     distance + multiplier · (expected share of retrieval heads - wanted share),
 
-or its augmented form, whose squared surplus damps the two against each other. Both terms are free of scale, so that one
-rate serves models of any size. Several seeds are trained side by side: every array has an axis of them in front.
+or its augmented form, whose squared surplus damps the two against each other. Both terms are free
+of scale, so that one rate serves models of any size. Several seeds are trained side by side: every
+array has an axis of them in front.
 """
 
 from collections.abc import Callable
@@ -58,14 +60,16 @@ class Lagrangian(NamedTuple):
         target: retrieval heads wanted, the first layer's counted.
         steps: of the whole training.
         rate: AdamW's, reached after a fifth of the steps and left in the last fifth.
-        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most, so that it cannot run
-            ahead of gates that are under way; "exponential": by a power of e, as LycheeDecode's public code has it,
-            and never falls; "fixed": it stays as it starts, a plain L1 penalty as DuoAttention has it.
+        penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most, so
+            that it cannot run ahead of gates that are under way; "exponential": by a power of e, as
+            LycheeDecode's public code has it, and never falls; "fixed": it stays as it starts, a
+            plain L1 penalty as DuoAttention has it.
         penalty_rate: its rate of ascent.
         penalty_start: what it starts from.
-        anneal: share of the steps over which the wanted number falls from all heads to the target; 0: the target is
-            wanted from the start, as in the paper.
-        damping: weight of the squared surplus in the augmented Lagrangian; 0: the plain one, as in the paper.
+        anneal: share of the steps over which the wanted number falls from all heads to the target;
+            0: the target is wanted from the start, as in the paper.
+        damping: weight of the squared surplus in the augmented Lagrangian; 0: the plain one, as in
+            the paper.
     """
 
     gates: Gates
@@ -80,10 +84,14 @@ class Lagrangian(NamedTuple):
     damping: float = 0.0
 
     def cost(self, multiplier: Array, surplus: Array) -> Array:
-        """What a surplus c costs: λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0 leaves λc."""
+        """What a surplus c costs: λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0
+        leaves λc.
+        """
         if not self.damping:
             return multiplier * surplus
-        return (jnp.maximum(multiplier + self.damping * surplus, 0) ** 2 - multiplier**2) / (2 * self.damping)
+        return (jnp.maximum(multiplier + self.damping * surplus, 0) ** 2 - multiplier**2) / (
+            2 * self.damping
+        )
 
     def wanted(self, nth: int | Array) -> Float32[Array, ""]:
         """Retrieval heads wanted at the nth step, from 0 on."""
@@ -94,17 +102,23 @@ class Lagrangian(NamedTuple):
     def optimiser(self) -> optax.GradientTransformation:
         """AdamW for the gates, the penalty's rule for the multiplier.
 
-        Its second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients so much smaller than
-        before that they would not move again.
+        Its second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients so
+        much smaller than before that they would not move again.
         """
         fifth = max(self.steps // 5, 1)
-        rise, fall = optax.linear_schedule(0, self.rate, fifth), optax.linear_schedule(self.rate, 0, fifth)
+        rise, fall = (
+            optax.linear_schedule(0, self.rate, fifth),
+            optax.linear_schedule(self.rate, 0, fifth),
+        )
         schedule = optax.join_schedules(
-            [rise, optax.constant_schedule(self.rate), fall], [fifth, max(self.steps - fifth, fifth)]
+            [rise, optax.constant_schedule(self.rate), fall],
+            [fifth, max(self.steps - fifth, fifth)],
         )
         rules: Any = {
             "gates": optax.adamw(schedule, b2=0.95, weight_decay=0.0),
-            "multiplier": _rule(self.penalty, self.penalty_rate, one_head=1 / (self.shape[0] * self.shape[1])),
+            "multiplier": _rule(
+                self.penalty, self.penalty_rate, one_head=1 / (self.shape[0] * self.shape[1])
+            ),
         }
         return optax.multi_transform(rules, {"gates": "gates", "multiplier": "multiplier"})
 
@@ -114,7 +128,9 @@ def start(problem: Lagrangian, seeds: int) -> LagrangianState:
     layers, heads = problem.shape
     gates = problem.gates.init((seeds, layers - 1, heads))
     multiplier = jnp.full(seeds, problem.penalty_start, jnp.float32)
-    return LagrangianState(gates, multiplier, problem.optimiser.init({"gates": gates, "multiplier": multiplier}))
+    return LagrangianState(
+        gates, multiplier, problem.optimiser.init({"gates": gates, "multiplier": multiplier})
+    )
 
 
 def step(
@@ -135,17 +151,23 @@ def step(
     """
 
     def objective(learned: GateParams, key: Array) -> tuple[Array, tuple[Array, Array]]:
-        z = problem.gates.sample(learned["gates"], noise(key, (problem.shape[0] - 1, problem.shape[1])))
+        z = problem.gates.sample(
+            learned["gates"], noise(key, (problem.shape[0] - 1, problem.shape[1]))
+        )
         far, active = distance(with_first_layer(z)), expected(problem, learned["gates"])
         surplus = (active - problem.wanted(nth)) / (problem.shape[0] * problem.shape[1])
         return far + problem.cost(learned["multiplier"], surplus), (far, active)
 
     learned: Any = {"gates": state.gates, "multiplier": state.multiplier}
-    (_, (far, active)), gradients = jax.vmap(jax.value_and_grad(objective, has_aux=True))(learned, keys)
+    (_, (far, active)), gradients = jax.vmap(jax.value_and_grad(objective, has_aux=True))(
+        learned, keys
+    )
     updates, optimiser = problem.optimiser.update(gradients, state.optimiser, learned)
     moved: Any = optax.apply_updates(learned, updates)
     gates = problem.gates.project(moved["gates"])
-    return LagrangianState(gates, moved["multiplier"], optimiser), Progress(far, active, state.multiplier)
+    return LagrangianState(gates, moved["multiplier"], optimiser), Progress(
+        far, active, state.multiplier
+    )
 
 
 def expected(problem: Lagrangian, gates: GateParams) -> Float32[Array, ""]:
@@ -161,7 +183,9 @@ def with_first_layer(gates: Float32[Array, "*seeds learned K"]) -> Float32[Array
 def _rule(penalty: Penalty, rate: float, one_head: float) -> optax.GradientTransformation:
     match penalty:
         case "ascent":
-            return optax.chain(optax.clip(one_head), optax.scale(rate), optax.keep_params_nonnegative())
+            return optax.chain(
+                optax.clip(one_head), optax.scale(rate), optax.keep_params_nonnegative()
+            )
         case "exponential":
             return _exponential(rate)
         case "fixed":
@@ -175,7 +199,9 @@ def _exponential(rate: float, decay: float = 0.9) -> optax.GradientTransformatio
         return jax.tree.map(jnp.zeros_like, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda old, new: decay * old + (1 - decay) * jnp.maximum(new, 0), state, updates)
+        state = jax.tree.map(
+            lambda old, new: decay * old + (1 - decay) * jnp.maximum(new, 0), state, updates
+        )
         return jax.tree.map(lambda x, mean: x * jnp.expm1(rate * mean), params, state), state
 
     return optax.GradientTransformation(init, update)

@@ -1,8 +1,9 @@
 """Pass keys of many words hidden in filler, some of which are to be recited.
 
-"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et al.), arXiv:2410.10819,
-on whose data "LycheeDecode" trains its gates. Where we differ: some of the keys are asked for, not all of them;
-contexts are exactly as long as drawn, in tokens; the texts around the keys are ours.
+"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et
+al.), arXiv:2410.10819, on whose data "LycheeDecode" trains its gates. Where we differ: some of the
+keys are asked for, not all of them; contexts are exactly as long as drawn, in tokens; the texts
+around the keys are ours.
 """
 
 import hashlib
@@ -16,11 +17,38 @@ from jsparse.models.tokenizer import Tokenizer
 from jsparse.train.data import Ids, Source, TrainingSample, check_at_least, continued, widths
 
 ALPHABET = (
-    *("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett", "kilo", "lima"),
-    *("mike", "november", "oscar", "papa", "quebec", "romeo", "sierra", "tango", "uniform", "victor", "whiskey"),
+    *(
+        "alpha",
+        "bravo",
+        "charlie",
+        "delta",
+        "echo",
+        "foxtrot",
+        "golf",
+        "hotel",
+        "india",
+        "juliett",
+        "kilo",
+        "lima",
+    ),
+    *(
+        "mike",
+        "november",
+        "oscar",
+        "papa",
+        "quebec",
+        "romeo",
+        "sierra",
+        "tango",
+        "uniform",
+        "victor",
+        "whiskey",
+    ),
     *("x-ray", "yankee", "zulu"),
 )
-INTRODUCTION = "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
+INTRODUCTION = (
+    "Pass keys are hidden in the text below. Remember them, you will be asked for some of them.\n\n"
+)
 SHALLOWEST, DEEPEST = 0.05, 0.95
 
 
@@ -67,14 +95,25 @@ def _question(pieces: _Pieces, chosen: Sequence[int]) -> Ids:
 def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Ids, np.ndarray]:
     """The target, and which of its tokens are words of keys."""
     headings = [pieces.first[chosen[0]], *(pieces.later[number] for number in chosen[1:])]
-    spans = [span for number, heading in zip(chosen, headings, strict=True) for span in (heading, keys[number])]
-    return np.concatenate(spans), np.repeat(np.arange(len(spans)) % 2 == 1, [len(span) for span in spans])
+    spans = [
+        span
+        for number, heading in zip(chosen, headings, strict=True)
+        for span in (heading, keys[number])
+    ]
+    return np.concatenate(spans), np.repeat(
+        np.arange(len(spans)) % 2 == 1, [len(span) for span in spans]
+    )
 
 
-def _context(pieces: _Pieces, rng: np.random.Generator, keys: list[Ids], question: Ids, length: int) -> Ids:
-    """The keys in random order at depths of their own in as much filler as it takes; more than `length` without any."""
+def _context(
+    pieces: _Pieces, rng: np.random.Generator, keys: list[Ids], question: Ids, length: int
+) -> Ids:
+    """The keys in random order at depths of their own in as much filler as it takes; more than
+    `length` without any.
+    """
     needles = [
-        np.concatenate([pieces.opening[number], keys[number], pieces.closing]) for number in rng.permutation(len(keys))
+        np.concatenate([pieces.opening[number], keys[number], pieces.closing])
+        for number in rng.permutation(len(keys))
     ]
     size = max(0, length - sum(map(len, (pieces.introduction, *needles, question))))
     window = np.take(pieces.filler, rng.integers(len(pieces.filler)) + np.arange(size), mode="wrap")
@@ -100,7 +139,12 @@ def _longest_headings(pieces: _Pieces, asked: int) -> int:
 def _least_length(pieces: _Pieces, words: int, asked: int) -> int:
     """The tokens of a context without filler whose words are of average length."""
     needles = sum(map(len, pieces.opening)) + len(pieces.opening) * len(pieces.closing)
-    question = len(pieces.asking) + _longest(pieces.name, asked) + (asked - 1) * len(pieces.joint) + len(pieces.prompt)
+    question = (
+        len(pieces.asking)
+        + _longest(pieces.name, asked)
+        + (asked - 1) * len(pieces.joint)
+        + len(pieces.prompt)
+    )
     keys = len(pieces.opening) * words * sum(map(len, pieces.words)) / len(pieces.words)
     return len(pieces.introduction) + needles + question + math.ceil(keys)
 
@@ -117,16 +161,20 @@ def passkeys(
     seed: int = 0,
     buckets: Sequence[int] | None = None,
 ) -> Source:
-    """Contexts of filler with pass keys in it, a question for some of them, and the answer that recites these.
+    """Contexts of filler with pass keys in it, a question for some of them, and the answer that
+    recites these.
 
-    The length of a context is uniform in [min_length, max_length]; keys that leave no room in it are drawn anew. A
-    context is put together from pieces that are tokenised each on its own, and ends with the question; only the words
-    of the keys are scored. The depths of the keys are uniform from 0.05 to 0.95 of the filler.
+    The length of a context is uniform in [min_length, max_length]; keys that leave no room in it
+    are drawn anew. A context is put together from pieces that are tokenised each on its own, and
+    ends with the question; only the words of the keys are scored. The depths of the keys are
+    uniform from 0.05 to 0.95 of the filler.
 
     Args:
         tokenizer: the model's.
-        text: the filler; every context has another window of it, whose end is followed by its beginning.
-        min_length: tokens of the shortest context, that of the question and special tokens included.
+        text: the filler; every context has another window of it, whose end is followed by its
+            beginning.
+        min_length: tokens of the shortest context, that of the question and special tokens
+            included.
         max_length: tokens of the longest.
         needles: how many pass keys are hidden; they are numbered from 1.
         words: how many words a pass key has, each of the 26 equally likely.
@@ -135,8 +183,8 @@ def passkeys(
         buckets: the widths that contexts are padded to; None: max_length // 2 and max_length.
 
     Raises:
-        ValueError: an argument is out of its range, the text has no tokens, more keys are asked for than there are, or
-            `min_length` does not hold keys of average length.
+        ValueError: an argument is out of its range, the text has no tokens, more keys are asked for
+            than there are, or `min_length` does not hold keys of average length.
     """
     check_at_least(1, needles=needles, words=words, asked=asked)
     check_at_least(0, seed=seed)
@@ -150,7 +198,8 @@ def passkeys(
     least = _least_length(pieces, words, asked)
     if min_length < least:
         raise ValueError(
-            f"min_length={min_length}: must be at least {least}, which needles={needles} of words={words} and the "
+            f"min_length={min_length}: must be at least {least}, which needles={needles} of "
+            f"words={words} and the "
             "question take on average"
         )
 

@@ -1,7 +1,8 @@
-"""Plots of how gates part while they are trained: a heat map over the steps, and the densities behind two of them.
+"""Plots of how gates part while they are trained: a heat map over the steps, and the densities
+behind two of them.
 
-They follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541), need matplotlib, and leave its settings and
-windows alone.
+They follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541), need matplotlib, and
+leave its settings and windows alone.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ DENSEST = 8.0  # the top of the densities' axis; many are infinite at 0 or 1
 
 
 def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
-    """Mean gate of each layer and KV head: a panel a step, at most six of them, spread from the first to the last.
+    """Mean gate of each layer and KV head: a panel a step, at most six of them, spread from the
+    first to the last.
 
     Args:
         path: where the PNG goes.
@@ -32,13 +34,16 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
     values = np.asarray(values, np.float32)
     if values.ndim != 3 or not values.size or len(values) != len(steps):
         raise ValueError(
-            f"values of shape {values.shape}: must be [{len(steps)} steps, layers, KV heads], none of them 0"
+            f"values of shape {values.shape}: must be [{len(steps)} steps, layers, KV heads], none "
+            "of them 0"
         )
     chosen = _chosen(len(steps))
     figure = _figure(MAP[0] * len(chosen) + 1, MAP[1])
     axes = figure.subplots(1, len(chosen), sharex=True, sharey=True, squeeze=False)[0]
     for axis, i in zip(axes, chosen, strict=True):
-        image = axis.imshow(values[i], cmap="coolwarm", vmin=0, vmax=1, aspect="auto", interpolation="none")
+        image = axis.imshow(
+            values[i], cmap="coolwarm", vmin=0, vmax=1, aspect="auto", interpolation="none"
+        )
         axis.set_title(f"step {steps[i]}", fontsize=9)
         axis.set_xlabel("KV head")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -49,7 +54,8 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
 
 
 def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Sequence[str]) -> None:
-    """The Kumaraswamy densities of the gates whose E[s] ends highest and lowest, at the heat map's steps.
+    """The Kumaraswamy densities of the gates whose E[s] ends highest and lowest, at the heat map's
+    steps.
 
     Where s lies in a grey margin, the gate is exactly 0 or 1.
 
@@ -64,7 +70,12 @@ def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Seq
         ValueError: a, b or names of another shape, or matplotlib is not installed.
     """
     a, b = (np.asarray(shape, np.float32) for shape in (a, b))
-    if a.shape != b.shape or not a.size or a.ndim < 2 or (len(a), a[0].size) != (len(steps), len(names)):
+    if (
+        a.shape != b.shape
+        or not a.size
+        or a.ndim < 2
+        or (len(a), a[0].size) != (len(steps), len(names))
+    ):
         raise ValueError(
             f"a of shape {a.shape} and b of shape {b.shape}: must both be "
             f"[{len(steps)} steps, ...] of {len(names)} named gates, at least one"

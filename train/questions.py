@@ -23,7 +23,10 @@ def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> TrainingSampl
         raise ValueError(f"answer={item['answer']!r}: must not be blank")
     context = np.array(tokenizer.encode(PROMPT.format_map(item)), np.int32)
     if len(context) > max_length:
-        raise ValueError(f"context and question have {len(context)} tokens: must be at most max_length={max_length}")
+        raise ValueError(
+            f"context and question have {len(context)} tokens: must be at most "
+            f"max_length={max_length}"
+        )
     target = continued(tokenizer, f" {item['answer']}")
     return TrainingSample(context, target, np.ones(len(target), bool))
 
@@ -38,9 +41,10 @@ def questions(
 ) -> Source:
     r"""The questions of a file, every one once an epoch, in an order of that epoch's own.
 
-    Every line is an object with the strings context, question and answer, others beside them are left alone. What the
-    model reads is "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then " {answer}", all of it scored.
-    An epoch may end within a batch; orders follow each other without a gap as long as all batches are of one size.
+    Every line is an object with the strings context, question and answer, others beside them are
+    left alone. What the model reads is "{context}\n\nQuestion: {question}\nAnswer:", as a text
+    prompt, then " {answer}", all of it scored. An epoch may end within a batch; orders follow each
+    other without a gap as long as all batches are of one size.
 
     Args:
         tokenizer: the model's.
@@ -51,8 +55,8 @@ def questions(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an argument is out of its range, a line is no such object, its answer is blank, its context and
-            question are too long, or there is no line.
+        ValueError: an argument is out of its range, a line is no such object, its answer is blank,
+            its context and question are too long, or there is no line.
     """
     check_at_least(1, max_length=max_length)
     check_at_least(0, seed=seed)

@@ -1,7 +1,8 @@
-"""What gates out of a distribution on (0, 1) share: its sample s is stretched to (-0.1, 1.1), then clipped to [0, 1].
+"""What gates out of a distribution on (0, 1) share: its sample s is stretched to (-0.1, 1.1), then
+clipped to [0, 1].
 
-So z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and between them it has a gradient. A distribution comes in
-as its tail P(s > x).
+So z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and between them it has a gradient. A
+distribution comes in as its tail P(s > x).
 """
 
 from collections.abc import Callable
@@ -29,11 +30,17 @@ def mean(tail: Tail) -> Float32[Array, "*gates"]:
 
 
 def score(tail: Tail) -> Float32[Array, "*gates"]:
-    """E[s] = ∫ P(s > x) dx over [0, 1]; off by 2e-5 at most for Hard Concrete, whose tail has corners at both ends."""
+    """E[s] = ∫ P(s > x) dx over [0, 1]; off by 2e-5 at most for Hard Concrete, whose tail has
+    corners at both ends.
+    """
     return _average(tail, 0.0, 1.0)
 
 
 def _average(tail: Tail, start: float, end: float) -> Float32[Array, "*gates"]:
     """The tail's mean over [start, end], by Gauss and Legendre."""
     x = start + (end - start) * (_NODES + 1) / 2
-    return jnp.average(jax.vmap(tail)(jnp.asarray(x, jnp.float32)), axis=0, weights=jnp.asarray(_WEIGHTS, jnp.float32))
+    return jnp.average(
+        jax.vmap(tail)(jnp.asarray(x, jnp.float32)),
+        axis=0,
+        weights=jnp.asarray(_WEIGHTS, jnp.float32),
+    )

@@ -1,8 +1,9 @@
 """The training of head gates: its settings, its loop, what it leaves on disk.
 
-The folder of a run holds `settings.json`, `log.jsonl` (a line a step, and every so often all gates), `checkpoints/`
-and, when it is done, a file of gates a seed (see jsparse.policies.head_gates) and `record.json`. A run that was cut off
-goes on where its last checkpoint is, with the same samples and the same noise.
+The folder of a run holds `settings.json`, `log.jsonl` (a line a step, and every so often all
+gates), `checkpoints/` and, when it is done, a file of gates a seed (see
+jsparse.policies.head_gates) and `record.json`. A run that was cut off goes on where its last
+checkpoint is, with the same samples and the same noise.
 """
 
 import json
@@ -30,7 +31,11 @@ from jsparse.train.lagrangian import Lagrangian, LagrangianState
 
 GREY = 0.1, 0.9
 # rate, start, damping
-PENALTIES = {"ascent": (0.5, 0.0, 1000.0), "exponential": (1e-3, 2.0, 0.0), "fixed": (0.0, 0.05, 0.0)}
+PENALTIES = {
+    "ascent": (0.5, 0.0, 1000.0),
+    "exponential": (1e-3, 2.0, 0.0),
+    "fixed": (0.0, 0.05, 0.0),
+}
 Report = Callable[[int, int, dict[str, Any]], Any]
 
 
@@ -81,11 +86,16 @@ class Settings:
             **{name: get_args(kind) for name, kind in kinds.items()},
         }.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
-        check_at_least(1, steps=self.steps, batch=self.batch, seeds=self.seeds, held_out=self.held_out)
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}"
+                )
+        check_at_least(
+            1, steps=self.steps, batch=self.batch, seeds=self.seeds, held_out=self.held_out
+        )
         if not heads <= self.target <= layers * heads:
             raise ValueError(
-                f"target={self.target}: must be from {heads}, layer 0's KV heads, to {layers * heads}, all of them"
+                f"target={self.target}: must be from {heads}, layer 0's KV heads, to "
+                f"{layers * heads}, all of them"
             )
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep={self.keep}: must be above 0 and at most 1")
@@ -94,7 +104,9 @@ class Settings:
         if not 0 <= self.anneal <= 1:
             raise ValueError(f"anneal={self.anneal}: must be from 0 to 1")
         if self.penalty == "fixed" and self.penalty_rate is not None:
-            raise ValueError(f"penalty_rate={self.penalty_rate}: must not be given where penalty='fixed'")
+            raise ValueError(
+                f"penalty_rate={self.penalty_rate}: must not be given where penalty='fixed'"
+            )
         usual: dict[str, float] = dict(
             zip(("penalty_rate", "penalty_start", "damping"), PENALTIES[self.penalty], strict=True)
         )
@@ -105,19 +117,34 @@ class Settings:
                 raise ValueError(f"{name}={value}: must be finite and at least 0")
         family = FAMILIES[self.family]
         return Lagrangian(
-            family, (layers, heads), self.target, self.steps, self.rate, self.penalty, anneal=self.anneal, **penalty
+            family,
+            (layers, heads),
+            self.target,
+            self.steps,
+            self.rate,
+            self.penalty,
+            anneal=self.anneal,
+            **penalty,
         )
 
 
 class Trainer:
     """One training, in a folder."""
 
-    def __init__(self, params: Params, source: Source, settings: Settings, folder: Path, *, resume: bool = False):
+    def __init__(
+        self,
+        params: Params,
+        source: Source,
+        settings: Settings,
+        folder: Path,
+        *,
+        resume: bool = False,
+    ):
         """Begins, or with `resume` goes on.
 
         Raises:
-            ValueError: a setting is out of its range; the folder holds a run, and `resume` is False; it is True, and
-                the folder holds none, or one of other settings.
+            ValueError: a setting is out of its range; the folder holds a run, and `resume` is
+                False; it is True, and the folder holds none, or one of other settings.
         """
         config = params.config
         self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
@@ -127,8 +154,15 @@ class Trainer:
         self._mesh = Mesh(devices, ("data",))
         self._decoder = params.decoder
         self._weights = jax.device_put(params.weights, NamedSharding(self._mesh, PartitionSpec()))
-        penalty = {name: getattr(self.problem, name) for name in ("penalty_rate", "penalty_start", "damping")}
-        told = {"settings": asdict(settings) | penalty, "data": source.describe(), "model": params.name}
+        penalty = {
+            name: getattr(self.problem, name)
+            for name in ("penalty_rate", "penalty_start", "damping")
+        }
+        told = {
+            "settings": asdict(settings) | penalty,
+            "data": source.describe(),
+            "model": params.name,
+        }
         self._check_folder(told | {"dtype": str(np.dtype(params.dtype))}, resume)
         self._seeds = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
         self._teacher_cache = jax.jit(self._read)
@@ -141,19 +175,31 @@ class Trainer:
         self._told = json.loads(json.dumps(told))
         shown = f"out={str(self.folder)!r}"
         if path.exists() != resume:
-            what = "no training to resume" if resume else "a training already; resume it or name another folder"
+            what = (
+                "no training to resume"
+                if resume
+                else "a training already; resume it or name another folder"
+            )
             raise ValueError(f"{shown}: holds {what}")
         if resume:
-            there, here = (_leaves(x) for x in (json.loads(path.read_text(encoding="utf-8")), self._told))
+            there, here = (
+                _leaves(x) for x in (json.loads(path.read_text(encoding="utf-8")), self._told)
+            )
             differing = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
             if differing:
-                each = (f"{name} {there.get(name)} there, {here.get(name)} here" for name in differing)
-                raise ValueError(f"{shown}: holds a training with other settings: {'; '.join(each)}")
+                each = (
+                    f"{name} {there.get(name)} there, {here.get(name)} here" for name in differing
+                )
+                raise ValueError(
+                    f"{shown}: holds a training with other settings: {'; '.join(each)}"
+                )
 
     def _read(self, weights: Any, batch: Any) -> distill.TeacherCache:
         rows, everywhere = PartitionSpec("data"), PartitionSpec()
         teach = partial(distill.teacher_cache, self._decoder, match=self.settings.match)
-        shared = jax.shard_map(teach, mesh=self._mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=False)
+        shared = jax.shard_map(
+            teach, mesh=self._mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=False
+        )
         return shared(weights, batch)
 
     def _stepped(
@@ -161,16 +207,24 @@ class Trainer:
     ) -> tuple[LagrangianState, lagrangian.Progress]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(self._seeds, nth)
         return lagrangian.step(
-            self.problem, state, keys, partial(self._distance, weights, given, self.settings.sets), nth
+            self.problem,
+            state,
+            keys,
+            partial(self._distance, weights, given, self.settings.sets),
+            nth,
         )
 
     def _measured(self, weights: Any, gates: Array, given: distill.TeacherCache) -> Array:
         """The distance of each of several gates [n, L, K], with sets handed on as in decoding."""
         return jax.lax.map(partial(self._distance, weights, given, "handed_on"), gates)
 
-    def _distance(self, weights: Any, given: distill.TeacherCache, sets: distill.Sets, gates: Array) -> Array:
+    def _distance(
+        self, weights: Any, given: distill.TeacherCache, sets: distill.Sets, gates: Array
+    ) -> Array:
         ways: Any = {"keep": self.settings.keep, "match": self.settings.match, "sets": sets}
-        return distill.distance(distill.predictions(self._decoder, weights, given, gates, **ways), given)
+        return distill.distance(
+            distill.predictions(self._decoder, weights, given, gates, **ways), given
+        )
 
     def teach(self, nth: int) -> distill.TeacherCache:
         """The nth batch, read."""
@@ -179,7 +233,9 @@ class Trainer:
             self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
         )
 
-    def run(self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50) -> dict[str, Any]:
+    def run(
+        self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50
+    ) -> dict[str, Any]:
         """Trains to the end; returns the record that it writes.
 
         Args:
@@ -192,7 +248,9 @@ class Trainer:
 
         check_at_least(1, save_every=save_every, kept=kept)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.json").write_text(json.dumps(self._told, indent=2) + "\n", encoding="utf-8")
+        (self.folder / "settings.json").write_text(
+            json.dumps(self._told, indent=2) + "\n", encoding="utf-8"
+        )
         steps = self.settings.steps
         state = lagrangian.start(self.problem, self.settings.seeds)
         options = CheckpointManagerOptions(max_to_keep=1)
@@ -209,7 +267,10 @@ class Trainer:
                 for nth in range(first, steps):
                     state, progress = self._step(self._weights, state, jnp.int32(nth), ahead)
                     ahead = self.teach(nth + 1)  # while the device is at work
-                    line = {"step": nth + 1, **{name: np.asarray(x).tolist() for name, x in progress._asdict().items()}}
+                    line = {
+                        "step": nth + 1,
+                        **{name: np.asarray(x).tolist() for name, x in progress._asdict().items()},
+                    }
                     line["seconds"] = round(-began + (began := time.perf_counter()), 4)
                     log.write(line)
                     if (nth + 1) * kept // steps > nth * kept // steps:
@@ -223,7 +284,10 @@ class Trainer:
     def _gates(self, step: int, state: LagrangianState) -> dict[str, Any]:
         """A line of the log with every gate, by seed: its mean, and the parameters behind it."""
         means = lagrangian.with_first_layer(jax.vmap(self.problem.gates.mean)(state.gates))
-        leaves = {jax.tree_util.keystr(path).lstrip("."): x for path, x in jax.tree.leaves_with_path(state.gates)}
+        leaves = {
+            jax.tree_util.keystr(path).lstrip("."): x
+            for path, x in jax.tree.leaves_with_path(state.gates)
+        }
         return {
             "step": step,
             "mean": np.asarray(means).round(6).tolist(),
@@ -238,7 +302,13 @@ class Trainer:
         hard = jnp.stack([hardened(jnp.asarray(row), target) for row in scores])
         nothing = jnp.zeros_like(soft[:1]).at[:, 0].set(1.0)
         candidates = jnp.concatenate([soft, hard.astype(jnp.float32), nothing])
-        far = np.mean([np.asarray(self._distances(self._weights, candidates, given)) for given in self._held_out()], 0)
+        far = np.mean(
+            [
+                np.asarray(self._distances(self._weights, candidates, given))
+                for given in self._held_out()
+            ],
+            0,
+        )
         seeds = self.settings.seeds
         learned = np.asarray(soft[:, 1:])
         record = self._told | {
@@ -249,7 +319,11 @@ class Trainer:
             "distance_of_layer_0_alone": float(far[-1]),
             "seeds": [
                 {
-                    "active": float(lagrangian.expected(self.problem, jax.tree.map(lambda x, i=i: x[i], state.gates))),
+                    "active": float(
+                        lagrangian.expected(
+                            self.problem, jax.tree.map(lambda x, i=i: x[i], state.gates)
+                        )
+                    ),
                     "multiplier": float(state.multiplier[i]),
                     "above_half": int((scores[i] > 0.5).sum()),
                     "retrieval_heads": int(hard[i].sum()),
@@ -260,10 +334,15 @@ class Trainer:
                 for i in range(seeds)
             ],
         }
-        (self.folder / "record.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (self.folder / "record.json").write_text(
+            json.dumps(record, indent=2) + "\n", encoding="utf-8"
+        )
         for i in range(seeds):
             own = {**record, "seeds": None, "seed": i, **record["seeds"][i]}
-            save(HeadGates(np.asarray(hard[i]), scores[i], own), self.folder / f"gates_{i}.safetensors")
+            save(
+                HeadGates(np.asarray(hard[i]), scores[i], own),
+                self.folder / f"gates_{i}.safetensors",
+            )
         return record
 
     def _held_out(self) -> Iterator[distill.TeacherCache]:
@@ -272,7 +351,10 @@ class Trainer:
     def _peak_bytes(self) -> int | None:
         """The most that was in use on a device; None where it does not tell."""
         told = [device.memory_stats() or {} for device in self._mesh.devices.flat]
-        return max((stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats), default=None)
+        return max(
+            (stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats),
+            default=None,
+        )
 
 
 class Log:
@@ -281,7 +363,10 @@ class Log:
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
         aside = path.with_suffix(".new")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= first), encoding="utf-8")
+        aside.write_text(
+            "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= first),
+            encoding="utf-8",
+        )
         aside.replace(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 

@@ -1,6 +1,7 @@
 """The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
 
-jax and what needs it are imported inside the commands, so that help and mistakes in options come at once.
+jax and what needs it are imported inside the commands, so that help and mistakes in options come at
+once.
 """
 
 from typing import Annotated, Any
@@ -19,7 +20,9 @@ from jsparse.cli.train_gates import train_gates
 
 
 class _Commands(TyperGroup):
-    """Turns what the library refuses into one line on standard error; other exceptions keep their traceback."""
+    """Turns what the library refuses into one line on standard error; other exceptions keep their
+    traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,7 +36,9 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+)
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ def calibrate_channels(
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Ranks a model's channels for the policy double_sparsity, and prints the expression that uses them.
+    """Ranks a model's channels for the policy double_sparsity, and prints the expression that uses
+    them.
 
     Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
     """

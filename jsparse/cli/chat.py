@@ -18,7 +18,9 @@ Messages = list[dict[str, str]]
 class Chat:
     """A conversation with a model. Every turn reads the whole of it anew."""
 
-    def __init__(self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars) -> None:
+    def __init__(
+        self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
+    ) -> None:
         """Begins one.
 
         Args:
@@ -33,7 +35,9 @@ class Chat:
         if params.tokenizer is None or params.tokenizer.chat_template is None:
             raise ValueError(f"model={params.name!r} has no chat template: use `jsparse generate`")
         self._params, self._arguments, self._bars = params, arguments, bars
-        self._opening: Messages = [{"role": "system", "content": system}] if system is not None else []
+        self._opening: Messages = (
+            [{"role": "system", "content": system}] if system is not None else []
+        )
         self.messages = list(self._opening)
 
     def reset(self) -> None:
@@ -53,7 +57,13 @@ class Chat:
         made = None
         try:
             with suppress(KeyboardInterrupt):
-                made = generate(self._params, asked, streamer=output, on_progress=self._bars.prefill, **self._arguments)
+                made = generate(
+                    self._params,
+                    asked,
+                    streamer=output,
+                    on_progress=self._bars.prefill,
+                    **self._arguments,
+                )
         finally:
             self._bars.close()
         output.close()
@@ -64,7 +74,8 @@ class Chat:
 
 @takes_generation_options
 def chat(
-    options: GenerationOptions, system: Annotated[str | None, Option(help="A system message to begin with.")] = None
+    options: GenerationOptions,
+    system: Annotated[str | None, Option(help="A system message to begin with.")] = None,
 ) -> None:
     """Talks with a chat model: a message a line, typed or piped in. /reset begins anew, /exit ends.
 
@@ -84,7 +95,9 @@ def run(chat: Chat) -> None:
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  gives input() a history and editing keys
-        print("/reset begins anew, /exit or Ctrl-D ends, Ctrl-C cuts an answer short", file=sys.stderr)
+        print(
+            "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C cuts an answer short", file=sys.stderr
+        )
     while (line := _read_line(at_terminal)) is not None:
         match line.strip():
             case "":

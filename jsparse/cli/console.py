@@ -1,4 +1,6 @@
-"""What the commands write besides their result: progress bars, errors, the line of statistics, a quiet jax."""
+"""What the commands write besides their result: progress bars, errors, the line of statistics, a
+quiet jax.
+"""
 
 import logging
 import os
@@ -7,14 +9,22 @@ import warnings
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+)
 
 if TYPE_CHECKING:
     from jsparse.host_reader import Generation
 
 
 def quiet_jax() -> None:
-    """Keeps jax's notes on devices and compilation off the terminal, unless the user asked to see them.
+    """Keeps jax's notes on devices and compilation off the terminal, unless the user asked to see
+    them.
 
     Only works before jax is imported, whose C++ part reads its log level then.
     """
@@ -31,7 +41,8 @@ def print_error(error: BaseException) -> None:
 
 
 class Bars:
-    """Progress of loading and generating, on standard error; nothing where standard output or error is no terminal.
+    """Progress of loading and generating, on standard error; nothing where standard output or error
+    is no terminal.
 
     One bar is shown at a time and leaves no trace.
     """
@@ -68,7 +79,9 @@ class Bars:
             self.close()
             count = DownloadColumn() if phase == "load" else MofNCompleteColumn()
             console = Console(stderr=True)
-            self._progress = Progress(TextColumn(phase), BarColumn(), count, console=console, transient=True)
+            self._progress = Progress(
+                TextColumn(phase), BarColumn(), count, console=console, transient=True
+            )
             self._task, self._phase = self._progress.add_task(phase, total=total), phase
             self._progress.start()
         if self._progress is not None:
@@ -78,7 +91,8 @@ class Bars:
 class TextOutput:
     """Writes pieces of text to standard output as they are made; ends them with a line break.
 
-    On a terminal the prompt stands before them, dim. It waits for the first piece: bars would wipe it out.
+    On a terminal the prompt stands before them, dim. It waits for the first piece: bars would wipe
+    it out.
     """
 
     def __init__(self, bars: Bars, prompt: str = "") -> None:
@@ -103,7 +117,13 @@ class TextOutput:
         self._bars.close()
         if self._prompt:
             Console().print(
-                self._prompt, style="dim", end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+                self._prompt,
+                style="dim",
+                end="",
+                markup=False,
+                highlight=False,
+                emoji=False,
+                soft_wrap=True,
             )
             self._prompt = ""
 
@@ -113,7 +133,10 @@ def print_stats(made: "Generation") -> None:
     if not sys.stderr.isatty():
         return
     stats = made.stats
-    parts = [f"{stats.new_tokens} tokens" + (", cut at --max-new-tokens" if made.finish_reason == "length" else "")]
+    parts = [
+        f"{stats.new_tokens} tokens"
+        + (", cut at --max-new-tokens" if made.finish_reason == "length" else "")
+    ]
     if stats.decode_tokens_per_second is not None:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")
     if stats.attended_fraction is not None:

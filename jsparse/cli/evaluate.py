@@ -20,36 +20,60 @@ DEFAULT_TASKS = "kl,ppl,passkey"
 def evaluate(
     model: ModelOption = "smollm2",
     policy: Annotated[
-        list[str] | None, Option(help="What is compared with dense attention; see `jsparse policies`. Repeatable.")
+        list[str] | None,
+        Option(help="What is compared with dense attention; see `jsparse policies`. Repeatable."),
     ] = None,
     tasks: Annotated[
-        str, Option(help="With commas: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, …), longbench_….")
+        str,
+        Option(
+            help="With commas: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, …), longbench_…."
+        ),
     ] = DEFAULT_TASKS,
-    lengths: Annotated[str, Option(help="With commas: tokens of prompt and answer together.")] = "1024",
+    lengths: Annotated[
+        str, Option(help="With commas: tokens of prompt and answer together.")
+    ] = "1024",
     samples: Annotated[int, Option(help="Of each task and length.")] = 20,
     batch: Annotated[int, Option(help="Prompts side by side.")] = 4,
     steps: Annotated[int, Option(help="Decode steps of a sample of kl, ppl and attention.")] = 64,
-    chat: Annotated[bool, Option("--chat", help="Put a task's prompt as a user's message to a chat model.")] = False,
-    text: Annotated[Path | None, Option(help="UTF-8 text for kl, ppl and attention, instead of the one here.")] = None,
+    chat: Annotated[
+        bool, Option("--chat", help="Put a task's prompt as a user's message to a chat model.")
+    ] = False,
+    text: Annotated[
+        Path | None, Option(help="UTF-8 text for kl, ppl and attention, instead of the one here.")
+    ] = None,
     files: Annotated[Path | None, Option(help="Folder of the files that some tasks need.")] = None,
-    out: Annotated[Path | None, Option("--json", help="Write everything here; beside it what is done so far.")] = None,
-    resume: Annotated[bool, Option("--resume", help="Go on with what an unfinished run with --json left.")] = False,
+    out: Annotated[
+        Path | None, Option("--json", help="Write everything here; beside it what is done so far.")
+    ] = None,
+    resume: Annotated[
+        bool, Option("--resume", help="Go on with what an unfinished run with --json left.")
+    ] = False,
     plots: Annotated[Path | None, Option(help="Folder for plots: quality, needles, heads.")] = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Measures what policies cost in quality: their closeness to dense attention, and tasks of long context.
+    """Measures what policies cost in quality: their closeness to dense attention, and tasks of long
+    context.
 
-    Example: jsparse eval --policy "streaming(sink=4, recent=256)" --tasks kl,passkey --lengths 1024,4096
+    Example: jsparse eval --policy "streaming(sink=4, recent=256)" --tasks kl,passkey --lengths
+        1024,4096
     """
     from jsparse.evaluation.plan import plan
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
     names = [name.strip() for name in tasks.split(",")]
-    more: dict[str, Any] = {"batch": batch, "steps": steps, "chat": chat, "text": text, "files": files}
+    more: dict[str, Any] = {
+        "batch": batch,
+        "steps": steps,
+        "chat": chat,
+        "text": text,
+        "files": files,
+    }
     wanted = plan(policy or [], names, _numbers(lengths), samples, **more)
-    report = carry_out(wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume)
+    report = carry_out(
+        wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
+    )
     show(report)
     if plots is not None:
         draw(report, plots)
@@ -65,7 +89,8 @@ def carry_out(
     revision: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Loads the model, measures what is not there yet, with a bar on standard error, and returns the report.
+    """Loads the model, measures what is not there yet, with a bar on standard error, and returns
+    the report.
 
     Args:
         wanted: what to measure.
@@ -87,8 +112,16 @@ def carry_out(
         params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
     finally:
         bars.close()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in wanted._asdict().items()}
-    settings |= {"model": model, "revision": revision, "dtype": str(params.dtype), "versions": environment["versions"]}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in wanted._asdict().items()
+    }
+    settings |= {
+        "model": model,
+        "revision": revision,
+        "dtype": str(params.dtype),
+        "versions": environment["versions"],
+    }
     with TemporaryDirectory() as folder, _progress() as progress:
         store = Store(out or Path(folder) / "report.json", settings, resume=resume)
         task = progress.add_task("", total=None)
@@ -110,7 +143,9 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
-    """Draws whatever was measured: quality over what is attended, needles found, what heads attend to."""
+    """Draws whatever was measured: quality over what is attended, needles found, what heads attend
+    to.
+    """
     from jsparse.evaluation.report import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +161,9 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"lengths={text!r}: must be whole numbers with commas between them") from None
+        raise ValueError(
+            f"lengths={text!r}: must be whole numbers with commas between them"
+        ) from None
 
 
 def _environment() -> dict[str, Any]:
@@ -145,5 +182,12 @@ def _environment() -> dict[str, Any]:
 
 def _progress() -> Progress:
     """A bar of the samples of all policies, on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )

@@ -19,13 +19,24 @@ if TYPE_CHECKING:
 @takes_generation_options
 def generate(
     options: GenerationOptions,
-    prompt: Annotated[str | None, Argument(help="The text to continue; - reads it from standard input.")] = None,
-    file: Annotated[Path | None, Option(help="Read the prompt from this file, of UTF-8 text.")] = None,
-    chat: Annotated[bool, Option("--chat", help="Put the prompt as a user's message to a chat model.")] = False,
-    logprobs: Annotated[bool, Option("--logprobs", help="With --json: each token's log-probability.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of the text.")] = False,
+    prompt: Annotated[
+        str | None, Argument(help="The text to continue; - reads it from standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, Option(help="Read the prompt from this file, of UTF-8 text.")
+    ] = None,
+    chat: Annotated[
+        bool, Option("--chat", help="Put the prompt as a user's message to a chat model.")
+    ] = False,
+    logprobs: Annotated[
+        bool, Option("--logprobs", help="With --json: each token's log-probability.")
+    ] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
 ) -> None:
-    """Continues a prompt. Of text that is read from a file or standard input, a last line break is left out.
+    """Continues a prompt. Of text that is read from a file or standard input, a last line break is
+    left out.
 
     Example: jsparse generate "Gravity is" --policy "streaming(sink=4, recent=512)"
     """
@@ -48,19 +59,25 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt, from exactly one of its sources."""
     if (prompt is None) == (file is None):
         given = "both were given" if file else "none was given"
-        raise ValueError(f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}")
+        raise ValueError(
+            f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}"
+        )
     if prompt is not None and prompt != "-":
         return prompt
     return read_text(file, "--file").removesuffix("\n")
 
 
-def _generate_text(params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars) -> None:
+def _generate_text(
+    params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars
+) -> None:
     """Streams the text, as far as it comes."""
     from jsparse.generation import generate
 
     output = TextOutput(bars, shown)
     try:
-        made = generate(params, prompt, streamer=output, on_progress=bars.prefill, **options.arguments())
+        made = generate(
+            params, prompt, streamer=output, on_progress=bars.prefill, **options.arguments()
+        )
     except KeyboardInterrupt:
         output.close()
         raise
@@ -68,7 +85,9 @@ def _generate_text(params: "Params", prompt: Any, shown: str, options: Generatio
     print_stats(made)
 
 
-def _generate_json(params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars) -> None:
+def _generate_json(
+    params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars
+) -> None:
     """Prints the result; of an interrupted run the text so far."""
     from jsparse.generation import generate
 
@@ -86,7 +105,11 @@ def _generate_json(params: "Params", prompt: Any, options: GenerationOptions, lo
     finally:
         bars.close()
         if made is not None or isinstance(sys.exception(), KeyboardInterrupt):
-            print(json.dumps(_result(made, "".join(pieces)) | _origin(params, options), ensure_ascii=False))
+            print(
+                json.dumps(
+                    _result(made, "".join(pieces)) | _origin(params, options), ensure_ascii=False
+                )
+            )
 
 
 def _result(made: "Generation | None", text: str) -> dict[str, Any]:

@@ -19,7 +19,9 @@ OnBytes = Callable[[int, int], None]
 # the options by which every command that loads a model names it
 MODEL_HELP = "smollm2, a folder, a .gguf file, or a Hub id such as org/name."
 ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP)]
-DtypeOption = Annotated[DtypeName | None, Option(help="The default is bfloat16 on a GPU, float32 elsewhere.")]
+DtypeOption = Annotated[
+    DtypeName | None, Option(help="The default is bfloat16 on a GPU, float32 elsewhere.")
+]
 RevisionOption = Annotated[str | None, Option(help="A branch, tag or commit of a Hub id.")]
 
 _LOADING = ("model", "dtype", "revision")
@@ -31,21 +33,36 @@ class GenerationOptions:
 
     model: ModelOption = "smollm2"
     policy: Annotated[
-        str, Option(help="What is attended to, such as 'streaming(sink=4, recent=512)'; see `jsparse policies`.")
+        str,
+        Option(
+            help="What is attended to, such as 'streaming(sink=4, recent=512)'; see `jsparse policies`."
+        ),
     ] = "dense"
     max_new_tokens: Annotated[int, Option(help="Generate at most so many tokens.")] = 128
-    temperature: Annotated[float | None, Option(help="0 is greedy. The default is the model's own, else 0.")] = None
+    temperature: Annotated[
+        float | None, Option(help="0 is greedy. The default is the model's own, else 0.")
+    ] = None
     top_k: Annotated[int | None, Option(help="Keep the k likeliest tokens; 0 is off.")] = None
-    top_p: Annotated[float | None, Option(help="Keep the likeliest tokens that sum to p; 1 is off.")] = None
-    min_p: Annotated[float | None, Option(help="Drop tokens below min-p times the likeliest; 0 is off.")] = None
-    repetition_penalty: Annotated[float | None, Option(help="Make tokens seen before less likely; 1 is off.")] = None
+    top_p: Annotated[
+        float | None, Option(help="Keep the likeliest tokens that sum to p; 1 is off.")
+    ] = None
+    min_p: Annotated[
+        float | None, Option(help="Drop tokens below min-p times the likeliest; 0 is off.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Option(help="Make tokens seen before less likely; 1 is off.")
+    ] = None
     seed: Annotated[int, Option(help="Of the random draws.")] = 0
-    stop: Annotated[list[str] | None, Option(help="A string that ends the text. Repeatable.")] = None
+    stop: Annotated[list[str] | None, Option(help="A string that ends the text. Repeatable.")] = (
+        None
+    )
     eos_token_id: Annotated[
-        list[int] | None, Option(help="A token that ends the text, instead of the model's. Repeatable.")
+        list[int] | None,
+        Option(help="A token that ends the text, instead of the model's. Repeatable."),
     ] = None
     max_length: Annotated[
-        int | None, Option(help="The cache's capacity in tokens; the default fits prompt and new tokens.")
+        int | None,
+        Option(help="The cache's capacity in tokens; the default fits prompt and new tokens."),
     ] = None
     page_size: Annotated[int, Option(help="Tokens a page of the cache: 8, 16, 32 or 64.")] = 16
     dtype: DtypeOption = None
@@ -69,7 +86,9 @@ def takes_generation_options(command: Callable[..., None]) -> Callable[..., None
     """Replaces the command's parameter `options` by one for each field of GenerationOptions."""
     hints = get_type_hints(GenerationOptions, include_extras=True)
     shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
         for f in fields(GenerationOptions)
     ]
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
@@ -90,6 +109,8 @@ def read_text(file: Path | None, option: str) -> str:
     try:
         return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file or 'standard input'} is not UTF-8 text: {error.reason} at {error.start}") from None
+        raise ValueError(
+            f"{file or 'standard input'} is not UTF-8 text: {error.reason} at {error.start}"
+        ) from None
     except OSError as error:
         raise ValueError(f"{option} {str(file)!r} cannot be read: {error.strerror}") from None

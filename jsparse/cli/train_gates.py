@@ -19,50 +19,77 @@ if TYPE_CHECKING:
 
 
 def train_gates(
-    out: Annotated[Path, Option(help="Folder of the run: settings, log, checkpoints, gates, record, plots.")],
+    out: Annotated[
+        Path, Option(help="Folder of the run: settings, log, checkpoints, gates, record, plots.")
+    ],
     model: ModelOption = "smollm2",
     target: Annotated[
-        int | None, Option(help="Retrieval heads wanted, layer 0's KV heads counted; the default is one in eight.")
+        int | None,
+        Option(
+            help="Retrieval heads wanted, layer 0's KV heads counted; the default is one in eight."
+        ),
     ] = None,
     family: Annotated[str, Option(help="hard_kuma, hard_concrete or direct.")] = "hard_kuma",
     penalty: Annotated[
-        str | None, Option(help="ascent, exponential or fixed; the default is ascent, for direct fixed.")
+        str | None,
+        Option(help="ascent, exponential or fixed; the default is ascent, for direct fixed."),
     ] = None,
     penalty_rate: Annotated[float | None, Option(help="The multiplier's rate.")] = None,
     penalty_start: Annotated[float | None, Option(help="What the multiplier starts from.")] = None,
-    damping: Annotated[float | None, Option(help="Weight of the squared surplus of retrieval heads.")] = None,
+    damping: Annotated[
+        float | None, Option(help="Weight of the squared surplus of retrieval heads.")
+    ] = None,
     anneal: Annotated[
-        float, Option(help="Share of the steps over which the number wanted falls from all heads to --target.")
+        float,
+        Option(
+            help="Share of the steps over which the number wanted falls from all heads to --target."
+        ),
     ] = 0.5,
     steps: Annotated[int, Option(help="Of the whole training.")] = 3000,
-    batch: Annotated[int, Option(help="Samples a step; as many devices share them as divide them.")] = 1,
+    batch: Annotated[
+        int, Option(help="Samples a step; as many devices share them as divide them.")
+    ] = 1,
     rate: Annotated[float, Option(help="AdamW's.")] = 0.01,
-    keep: Annotated[float, Option(help="Share of the context that a sparse head inherits while training.")] = 0.3,
+    keep: Annotated[
+        float, Option(help="Share of the context that a sparse head inherits while training.")
+    ] = 0.3,
     sets: Annotated[
         str,
-        Option(help="handed_on: as in decoding, heads below one half pass on their set; refreshed: all heads pick."),
+        Option(
+            help="handed_on: as in decoding, heads below one half pass on their set; refreshed: all heads pick."
+        ),
     ] = "handed_on",
-    match: Annotated[str, Option(help="What is compared with the dense model: logits or hidden.")] = "logits",
+    match: Annotated[
+        str, Option(help="What is compared with the dense model: logits or hidden.")
+    ] = "logits",
     seeds: Annotated[int, Option(help="Trainings side by side, on the same samples.")] = 1,
     held_out: Annotated[int, Option(help="Batches that the result is measured on.")] = 16,
-    text: Annotated[Path | None, Option(help="UTF-8 filler of the pass keys, instead of the one here.")] = None,
+    text: Annotated[
+        Path | None, Option(help="UTF-8 filler of the pass keys, instead of the one here.")
+    ] = None,
     questions: Annotated[
-        Path | None, Option(help='Instead of pass keys, lines of {"context": …, "question": …, "answer": …}.')
+        Path | None,
+        Option(help='Instead of pass keys, lines of {"context": …, "question": …, "answer": …}.'),
     ] = None,
     min_length: Annotated[
         int | None, Option(help="Tokens of the shortest context of pass keys; the default is 1024.")
     ] = None,
     max_length: Annotated[int, Option(help="Tokens of the longest context.")] = 7680,
-    needles: Annotated[int | None, Option(help="Pass keys in a context; the default is 10.")] = None,
+    needles: Annotated[
+        int | None, Option(help="Pass keys in a context; the default is 10.")
+    ] = None,
     words: Annotated[int | None, Option(help="Words of a pass key; the default is 32.")] = None,
     asked: Annotated[int | None, Option(help="Pass keys to be recited; the default is 2.")] = None,
     seed: Annotated[int, Option(help="Of the samples.")] = 0,
     save_every: Annotated[int, Option(help="Steps between checkpoints.")] = 200,
-    resume: Annotated[bool, Option("--resume", help="Go on with what an unfinished run left in the folder.")] = False,
+    resume: Annotated[
+        bool, Option("--resume", help="Go on with what an unfinished run left in the folder.")
+    ] = False,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Finds a model's retrieval heads, for the policies lychee_decode and duo_attention, by distillation from itself.
+    """Finds a model's retrieval heads, for the policies lychee_decode and duo_attention, by
+    distillation from itself.
 
     Example: jsparse train-gates --model smollm2 --out gates/ --steps 1000
     """
@@ -86,7 +113,9 @@ def train_gates(
             f"must be at most {config.max_position_embeddings} together, the model's maximum"
         )
     given: Any = {
-        "target": one_in_eight(config.num_layers, config.num_kv_heads) if target is None else target,
+        "target": one_in_eight(config.num_layers, config.num_kv_heads)
+        if target is None
+        else target,
         "family": family,
         "penalty": penalty or ("fixed" if family == "direct" else "ascent"),
         "match": match,
@@ -112,7 +141,10 @@ def train_gates(
 
         def report(done: int, total: int, line: dict[str, Any]) -> None:
             names = {"distance": "loss", "active": "E[L0]", "multiplier": "λ"}
-            told = "  ".join(f"{short} {' '.join(f'{x:.3g}' for x in line[name])}" for name, short in names.items())
+            told = "  ".join(
+                f"{short} {' '.join(f'{x:.3g}' for x in line[name])}"
+                for name, short in names.items()
+            )
             shown.update(task, completed=done, told=told)
 
         record = trainer.run(report, save_every=save_every)
@@ -123,7 +155,11 @@ def train_gates(
 
 
 def _source(
-    tokenizer: "Tokenizer", text: Path | None, file: Path | None, shared: dict[str, Any], of_keys: dict[str, int | None]
+    tokenizer: "Tokenizer",
+    text: Path | None,
+    file: Path | None,
+    shared: dict[str, Any],
+    of_keys: dict[str, int | None],
 ) -> "Source":
     """What the options ask to train on."""
     from jsparse.evaluation.texts import read
@@ -136,15 +172,30 @@ def _source(
     if text is not None:
         raise ValueError("--text is the filler of pass keys: must not be given with --questions")
     for name, value in given.items():
-        raise ValueError(f"--{name.replace('_', '-')} {value}: is of pass keys, must not be given with --questions")
+        raise ValueError(
+            f"--{name.replace('_', '-')} {value}: is of pass keys, must not be given with "
+            "--questions"
+        )
     return questions(tokenizer, file, **shared)
 
 
 def _progress() -> Progress:
-    """A bar with loss, expected number and multiplier of every seed, on standard error if that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    """A bar with loss, expected number and multiplier of every seed, on standard error if that is a
+    terminal.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
-    return Progress(*columns, TextColumn("{task.fields[told]}"), console=console, disable=not sys.stderr.isatty())
+    return Progress(
+        *columns,
+        TextColumn("{task.fields[told]}"),
+        console=console,
+        disable=not sys.stderr.isatty(),
+    )
 
 
 def _show(record: dict[str, Any]) -> None:
@@ -162,7 +213,8 @@ def _show(record: dict[str, Any]) -> None:
         table.add_row(str(i), *(f"{row[name]:.4g}" for name in columns))
     Console().print(table)
     print(
-        f"With layer 0's retrieval heads alone the distance is {record['distance_of_layer_0_alone']:.4g}. "
+        "With layer 0's retrieval heads alone the distance is "
+        f"{record['distance_of_layer_0_alone']:.4g}. "
         f"{record['seconds']:.0f} s of training."
     )
 
@@ -181,13 +233,20 @@ def _draw(folder: Path) -> None:
 
     kept = [line for line in read_log(folder) if "mean" in line]
     steps, means = [line["step"] for line in kept], np.array([line["mean"] for line in kept])
-    shapes = {name: np.array([line["parameters"][name] for line in kept]) for name in kept[0]["parameters"]}
+    shapes = {
+        name: np.array([line["parameters"][name] for line in kept])
+        for name in kept[0]["parameters"]
+    }
     for i in range(means.shape[1]):
         heat_map(folder / f"gates_{i}.png", steps, means[:, i])
         if shapes.keys() == {"a", "b"}:
             layers, heads = means.shape[2:]
-            names = [f"layer {layer}, head {head}" for layer in range(1, layers) for head in range(heads)]
-            densities(folder / f"densities_{i}.png", steps, shapes["a"][:, i], shapes["b"][:, i], names)
+            names = [
+                f"layer {layer}, head {head}" for layer in range(1, layers) for head in range(heads)
+            ]
+            densities(
+                folder / f"densities_{i}.png", steps, shapes["a"][:, i], shapes["b"][:, i], names
+            )
 
 
 if __name__ == "__main__":

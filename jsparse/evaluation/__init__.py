@@ -1,1 +1,3 @@
-"""What a policy costs in quality: closeness to dense attention, tasks of long context, attention on real queries."""
+"""What a policy costs in quality: closeness to dense attention, tasks of long context, attention on
+real queries.
+"""

@@ -1,7 +1,7 @@
 """What a policy's selections miss, layer by layer and head by head, on the queries of real text.
 
-`measured` wraps a policy: it decodes as before, and its state also sums up how each selection compares with dense
-attention on the same query and cache. The decode step knows nothing of it.
+`measured` wraps a policy: it decodes as before, and its state also sums up how each selection
+compares with dense attention on the same query and cache. The decode step knows nothing of it.
 
 forcing = force(params, [measured("streaming(sink=4, recent=512)")], prompts, max_new_tokens=64)
 print(attention_metrics(forcing)[0].heads.recall.mean())
@@ -28,17 +28,20 @@ from jsparse.threshold import top_k_mask
 
 
 class HeadMetrics(NamedTuple):
-    """How a selection compares with dense attention on the same queries and cache, per row and KV head.
+    """How a selection compares with dense attention on the same queries and cache, per row and KV
+    head.
 
-    Mass and errors are means over the group of query heads that a KV head serves. The newest token is attended by
-    every policy and counts for recall neither way.
+    Mass and errors are means over the group of query heads that a KV head serves. The newest token
+    is attended by every policy and counts for recall neither way.
 
     Attributes:
-        recall: share of the k tokens of largest weight that the selection covers; k is asked for, or what is attended.
-            A token's weight is the largest in the group, as for oracle_top_k; ties go to the oldest.
+        recall: share of the k tokens of largest weight that the selection covers; k is asked for,
+            or what is attended. A token's weight is the largest in the group, as for oracle_top_k;
+            ties go to the oldest.
         mass: share of the exact softmax's mass that the selection covers; a summary covers none.
         output_error: ‖o - ô‖ / ‖o‖, the summary merged into ô.
-        lse_error: |lse - lŝe| in nats, the summary merged; infinite where nothing at all was attended.
+        lse_error: |lse - lŝe| in nats, the summary merged; infinite where nothing at all was
+            attended.
         attended: tokens attended over positions so far.
         pages: pages of which anything is attended, over those that the head holds.
         bytes_read: of K and V, as whole pages; not what the policy reads to select.
@@ -57,8 +60,10 @@ class AttentionMetrics(NamedTuple):
     """Means over decode steps.
 
     Attributes:
-        heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer in which nothing was selected.
-        steps: how often each layer selected; steps in which the policy fell back to dense attention do not count.
+        heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer in which nothing was
+            selected.
+        steps: how often each layer selected; steps in which the policy fell back to dense attention
+            do not count.
     """
 
     heads: HeadMetrics
@@ -110,7 +115,11 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         heads, steps = state.sums[layer]
         new = _head_metrics(q, cache.layers[layer], cache.positions, chosen, summary, top_k)
         added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
-        return chosen, summary, MeasuredState(inner, (*state.sums[:layer], added, *state.sums[layer + 1 :]))
+        return (
+            chosen,
+            summary,
+            MeasuredState(inner, (*state.sums[:layer], added, *state.sums[layer + 1 :])),
+        )
 
     def maintain(state: MeasuredState, cache: KVCache):
         inner, cache = base.maintain(state.policy, cache)
@@ -129,7 +138,8 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 
 
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
-    """Each measured policy's selections against dense attention, while it decodes what it is forced to.
+    """Each measured policy's selections against dense attention, while it decodes what it is forced
+    to.
 
     The queries are those of the policy's own run, so what earlier layers missed is in them.
 
@@ -147,18 +157,26 @@ def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
 
 def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
     if not isinstance(forcing.shared.states[index], MeasuredState):
-        raise ValueError(f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)")
+        raise ValueError(
+            f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)"
+        )
     sums = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state.sums)
     steps = np.stack([layer.steps for layer in sums])
     with np.errstate(invalid="ignore"):
         heads = jax.tree.map(
-            lambda *layers: np.stack(layers) / np.float32(steps[:, None, None]), *(layer.heads for layer in sums)
+            lambda *layers: np.stack(layers) / np.float32(steps[:, None, None]),
+            *(layer.heads for layer in sums),
         )
     return AttentionMetrics(heads, steps)
 
 
 def _head_metrics(
-    q: Queries, held: LayerCache, positions: Rows, chosen: Selection, summary: Partial | None, top_k: int
+    q: Queries,
+    held: LayerCache,
+    positions: Rows,
+    chosen: Selection,
+    summary: Partial | None,
+    top_k: int,
 ) -> HeadMetrics:
     """One step's, in plain jnp: everything the head holds is read."""
     logits, values = attention_logits(q, held), read_heads(held.v, held).astype(jnp.float32)

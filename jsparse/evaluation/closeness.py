@@ -1,7 +1,9 @@
-"""How close a policy is to dense attention, token by token: KL divergence, top-1 agreement, likelihood of a text.
+"""How close a policy is to dense attention, token by token: KL divergence, top-1 agreement,
+likelihood of a text.
 
-Every policy decodes the same tokens after the same densely read prompt (jsparse.evaluation.forcing), so its whole
-distribution can be compared with dense attention's at each step.
+Every policy decodes the same tokens after the same densely read prompt
+(jsparse.evaluation.forcing), so its whole distribution can be compared with dense attention's at
+each step.
 
 result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
 print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
@@ -20,15 +22,18 @@ from jsparse.shapes import Rows
 
 
 class Closeness(NamedTuple):
-    """The comparison with dense attention, of R policies and n steps; R counts dense() itself, which comes first.
+    """The comparison with dense attention, of R policies and n steps; R counts dense() itself,
+    which comes first.
 
     Attributes:
         policies: the names of the R policies.
         tokens: the continuation; entry i + 1 is what step i had to predict.
-        kl: KL(dense ‖ policy) over the whole vocabulary, in nats; rounding may leave it a little below 0.
+        kl: KL(dense ‖ policy) over the whole vocabulary, in nats; rounding may leave it a little
+            below 0.
         agreement: whether both find the same token likeliest.
         logprob: the log-probability that the policy gives to the token that follows, in nats.
-        attended, read: shares of the positions so far that attention used, and whose K and V it read.
+        attended, read: shares of the positions so far that attention used, and whose K and V it
+            read.
     """
 
     policies: tuple[str, ...]
@@ -41,11 +46,12 @@ class Closeness(NamedTuple):
 
 
 def closeness(forcing: Forcing) -> Closeness:
-    """Runs the policies and compares them with dense attention, whose row is the comparison with itself.
+    """Runs the policies and compares them with dense attention, whose row is the comparison with
+    itself.
 
-    Nothing of the vocabulary's size comes to the host. Many prompts are several forcings, one batch each: with one
-    `max_length` and one number of prompts all of them run the same compiled programs, and the results are joined along
-    their axis B.
+    Nothing of the vocabulary's size comes to the host. Many prompts are several forcings, one batch
+    each: with one `max_length` and one number of prompts all of them run the same compiled
+    programs, and the results are joined along their axis B.
     """
     names = tuple(map(str, forcing.shared.policies))
     tokens = np.stack(jax.device_get(forcing.tokens), axis=-1)
@@ -58,15 +64,19 @@ def perplexity(logprob: Float32[np.ndarray, "*axes B n"]) -> Float32[np.ndarray,
     return np.exp(-np.mean(logprob, axis=(-2, -1)))
 
 
-def windows(tokens: Sequence[int], length: int, scored: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Cuts a text into prompts and continuations for `closeness`, to score it token by token through the decode step.
+def windows(
+    tokens: Sequence[int], length: int, scored: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Cuts a text into prompts and continuations for `closeness`, to score it token by token
+    through the decode step.
 
-    Each window of `length` tokens, one after the other, becomes a prompt and a continuation of `scored` + 1 tokens, the
-    last `scored` of which are scored, each by a decode step of its own; a rest that fills no window is left out.
+    Each window of `length` tokens, one after the other, becomes a prompt and a continuation of
+    `scored` + 1 tokens, the last `scored` of which are scored, each by a decode step of its own; a
+    rest that fills no window is left out.
 
-    Quest (Tang et al., arXiv:2406.10774) scores PG-19 token by token through its decode step. Here what comes before
-    the scored tokens is read densely, as `generate` reads a prompt, and every window's scored tokens stand at the same
-    distance from its beginning.
+    Quest (Tang et al., arXiv:2406.10774) scores PG-19 token by token through its decode step. Here
+    what comes before the scored tokens is read densely, as `generate` reads a prompt, and every
+    window's scored tokens stand at the same distance from its beginning.
 
     Raises:
         ValueError: `scored` leaves no prompt, or there is no whole window.
@@ -74,16 +84,22 @@ def windows(tokens: Sequence[int], length: int, scored: int) -> tuple[list[list[
     if not 1 <= scored <= length - 2:
         raise ValueError(f"scored={scored}: must be from 1 to length - 2 = {length - 2}")
     if len(tokens) < length:
-        raise ValueError(f"tokens: {len(tokens)} of them must fill at least one window of length={length}")
+        raise ValueError(
+            f"tokens: {len(tokens)} of them must fill at least one window of length={length}"
+        )
     whole = [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
     split = length - scored - 1
     return [window[:split] for window in whole], [window[split:] for window in whole]
 
 
 def _compare(forcing: Forcing, index: int) -> list[np.ndarray]:
-    """kl, agreement, logprob, attended and read of one policy, [B, n] each; the host waits once, at the end."""
+    """kl, agreement, logprob, attended and read of one policy, [B, n] each; the host waits once, at
+    the end.
+    """
     pairs = zip(forcing.reference, forcing.steps(index), strict=True)
-    compared = [(*_measure(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs]
+    compared = [
+        (*_measure(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs
+    ]
     return [np.stack(column, axis=-1) for column in zip(*jax.device_get(compared), strict=True)]
 
 

@@ -1,4 +1,6 @@
-"""What is measured of a batch of samples: how policies differ from dense attention, or how well they answer."""
+"""What is measured of a batch of samples: how policies differ from dense attention, or how well
+they answer.
+"""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +17,10 @@ from jsparse.host_reader import Generation
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 
-COLUMNS = {"kl": ("kl", "agreement", "logprob", "attended", "read"), "ppl": ("logprob", "attended", "read")}
+COLUMNS = {
+    "kl": ("kl", "agreement", "logprob", "attended", "read"),
+    "ppl": ("logprob", "attended", "read"),
+}
 MEASURES = (*COLUMNS, "attention")
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
@@ -26,20 +31,25 @@ Measured = list[list[Values]]
 class Comparison:
     """Of policies with dense attention, all of them fed the same tokens.
 
-    "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows side by side;
-    "attention": as "kl", but what is compared are the selections.
+    "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows
+    side by side; "attention": as "kl", but what is compared are the selections.
 
     Attributes:
         samples: how many there are; None: any number.
     """
 
-    def __init__(self, params: Params, name: str, length: int, text: Sequence[int], steps: int, batch: int) -> None:
+    def __init__(
+        self, params: Params, name: str, length: int, text: Sequence[int], steps: int, batch: int
+    ) -> None:
         self._params, self._name, self._length, self._text = params, name, length, text
         self._steps, self._batch = steps, batch
         if length < steps + 2:
             raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
         if len(text) < length:
-            raise ValueError(f"length={length}: must be at most {len(text)}, the tokens of the text: give a longer one")
+            raise ValueError(
+                f"length={length}: must be at most {len(text)}, the tokens of the text: give a "
+                "longer one"
+            )
         self._windows = windows(text, length, steps) if name == "ppl" else None
         self.samples = None if self._windows is None else len(self._windows[0])
 
@@ -60,15 +70,23 @@ class Comparison:
         )
         rows = range(len(indices))
         if self._name == "attention":
-            return [[_of_heads(found.heads, row) for row in rows] for found in attention_metrics(forcing)]
+            return [
+                [_of_heads(found.heads, row) for row in rows]
+                for found in attention_metrics(forcing)
+            ]
         found = closeness(forcing)
         means = {name: np.mean(getattr(found, name), axis=-1) for name in COLUMNS[self._name]}
         places = [found.policies.index(policy) for policy in policies]
-        return [[({name: float(mean[at, row]) for name, mean in means.items()}, {}) for row in rows] for at in places]
+        return [
+            [({name: float(mean[at, row]) for name, mean in means.items()}, {}) for row in rows]
+            for at in places
+        ]
 
     def _excerpt(self, index: int) -> list[int]:
         """A part of the text, from a place of the sample's own on."""
-        start = random.Random(f"{SEED} {self._length} {index}").randint(0, len(self._text) - self._length)
+        start = random.Random(f"{SEED} {self._length} {index}").randint(
+            0, len(self._text) - self._length
+        )
         return list(self._text[start : start + self._length - self._steps - 1])
 
 
@@ -78,8 +96,16 @@ class Answers:
     Of a chat model the length includes the chat's template, unlike RULER's own.
     """
 
-    def __init__(self, params: Params, tokenizer: Tokenizer, task: Task, length: int, batch: int, chat: bool) -> None:
-        self._params, self._tokenizer, self._task, self._batch, self._chat = params, tokenizer, task, batch, chat
+    def __init__(
+        self, params: Params, tokenizer: Tokenizer, task: Task, length: int, batch: int, chat: bool
+    ) -> None:
+        self._params, self._tokenizer, self._task, self._batch, self._chat = (
+            params,
+            tokenizer,
+            task,
+            batch,
+            chat,
+        )
         self._length = length
         self._room = length - len(self._ids(Sample("", "", (), 0, {})))
 
@@ -93,7 +119,10 @@ class Answers:
             max_new_tokens=max(sample.max_new_tokens for sample in samples),
             max_length=_capacity(self._length),
         )
-        return [[self._scored(out, sample) for out, sample in zip(row, samples, strict=False)] for row in made]
+        return [
+            [self._scored(out, sample) for out, sample in zip(row, samples, strict=False)]
+            for row in made
+        ]
 
     def _scored(self, out: Generation, sample: Sample) -> Values:
         shares = {"attended": out.stats.attended_fraction, "read": out.stats.read_fraction}
@@ -121,7 +150,11 @@ def _of_heads(heads: HeadMetrics, row: int) -> Values:
         if np.isfinite(of_row).any():
             values[name] = float(np.mean(of_row[np.isfinite(of_row)]))
     attended = heads.attended[:, row]
-    return values, {"attended_heads": [[float(x) if np.isfinite(x) else None for x in layer] for layer in attended]}
+    return values, {
+        "attended_heads": [
+            [float(x) if np.isfinite(x) else None for x in layer] for layer in attended
+        ]
+    }
 
 
 def _filled(items: Sequence[Any], size: int) -> list[Any]:

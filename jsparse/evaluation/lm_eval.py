@@ -1,16 +1,18 @@
-"""jsparse as a model of EleutherAI's lm-evaluation-harness, registered as `jsparse` when this module is imported.
+"""jsparse as a model of EleutherAI's lm-evaluation-harness, registered as `jsparse` when this
+module is imported.
 
 import jsparse.evaluation.lm_eval
 lm_eval.simple_evaluate(
-    model="jsparse", model_args={"pretrained": "smollm2", "policy": "streaming(sink=4, recent=512)"}, tasks=["gsm8k"]
+    model="jsparse", model_args={"pretrained": "smollm2", "policy": "streaming(sink=4,
+    recent=512)"}, tasks=["gsm8k"]
 )
 
-The harness finds no models of other packages, so in the shell `python -m jsparse.evaluation.lm_eval` stands for its
-command `lm_eval`. Needs the package lm-eval; the harness' RULER also needs transformers, for a tokenizer that
-`metadata={"tokenizer": …}` names.
+The harness finds no models of other packages, so in the shell `python -m
+jsparse.evaluation.lm_eval` stands for its command `lm_eval`. Needs the package lm-eval; the
+harness' RULER also needs transformers, for a tokenizer that `metadata={"tokenizer": …}` names.
 
-Only generation decodes, so only `generate_until` knows policies: log-likelihoods are one dense pass over a text,
-whatever the policy, and the results' config says so.
+Only generation decodes, so only `generate_until` knows policies: log-likelihoods are one dense pass
+over a text, whatever the policy, and the results' config says so.
 """
 
 import itertools
@@ -98,7 +100,9 @@ class JSparseLM(TemplateLM):
         most = self._params.config.max_position_embeddings
         self.max_length = most if max_length is None else _count("max_length", max_length)
         if self.max_length > most:
-            raise ValueError(f"max_length={max_length}: must be at most {most}, the model's maximum")
+            raise ValueError(
+                f"max_length={max_length}: must be at most {most}, the model's maximum"
+            )
         self._attended: list[float] = []
 
     @property
@@ -106,12 +110,17 @@ class JSparseLM(TemplateLM):
         """The first of the tokens that end a text."""
         ends = self.tokenizer.eos_token_ids
         if not ends:
-            raise ValueError(f"pretrained={self._pretrained!r}: must be a model whose tokenizer names an end token")
+            raise ValueError(
+                f"pretrained={self._pretrained!r}: must be a model whose tokenizer names an end "
+                "token"
+            )
         return ends[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: the beginning of a sequence, where there is such a token."""
+        """What stands before a text without a context: the beginning of a sequence, where there is
+        such a token.
+        """
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -120,31 +129,47 @@ class JSparseLM(TemplateLM):
         """The model's name, as a part of file names."""
         return self._pretrained.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; None adds special tokens unless the text begins with one, as chat templates write it."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; None adds special tokens unless the text begins with one, as chat templates
+        write it.
+        """
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token_id
-            opening = None if begin is None else self.tokenizer.decode([begin], skip_special_tokens=False)
+            opening = (
+                None if begin is None else self.tokenizer.decode([begin], skip_special_tokens=False)
+            )
             add_special_tokens = opening is None or not string.startswith(opening)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without a generation prompt its last message stays open, to be continued.
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without a generation prompt its last message stays open, to
+        be continued.
 
         Raises:
-            ValueError: there is no template, it fails, or it changes a message that is to be continued.
+            ValueError: there is no template, it fails, or it changes a message that is to be
+                continued.
         """
-        text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+        text = self.tokenizer.apply_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt
+        )
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()
         before, found, _ = text.rpartition(last)
         if not found:
-            raise ValueError(f"message {last!r}: must stand in the chat template's text to be continued")
+            raise ValueError(
+                f"message {last!r}: must stand in the chat template's text to be continued"
+            )
         return before + last
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results' config says of the model, with the mean share of tokens that generation attended to."""
+        """What the results' config says of the model, with the mean share of tokens that generation
+        attended to.
+        """
         return {
             "policy": self.policy.name,
             "loglikelihood": "dense, by one pass over the text: the policy has no part in it",
@@ -157,7 +182,8 @@ class JSparseLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, decoded with the policy; greedy unless a request asks for sampling.
 
-        The model's own sampling defaults play no part. Requests of equal arguments share batches, the longest first.
+        The model's own sampling defaults play no part. Requests of equal arguments share batches,
+        the longest first.
 
         Raises:
             ValueError: a request's generation arguments are unknown or out of their range.
@@ -165,7 +191,9 @@ class JSparseLM(TemplateLM):
         asked: list[Any] = [request.args for request in requests]
         options = [self._arguments(arguments) for _, arguments in asked]
         rooms = [self.max_length - given["max_new_tokens"] for given in options]
-        rows = self._cut([self.tok_encode(context) or [self.prefix_token_id] for context, _ in asked], rooms)
+        rows = self._cut(
+            [self.tok_encode(context) or [self.prefix_token_id] for context, _ in asked], rooms
+        )
         texts = [""] * len(rows)
         for nth, places in enumerate(self._batches(rows, options, "Generating", disable_tqdm)):
             made = generate(
@@ -183,8 +211,12 @@ class JSparseLM(TemplateLM):
                     self._attended.append(out.stats.attended_fraction)
         return texts
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in windows of max_length tokens. Dense, whatever the policy."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of max_length tokens. Dense, whatever the
+        policy.
+        """
         windows = [self._windows(request.args[0]) for request in requests]
         found = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
         sums = [sum(value for value, _ in itertools.islice(found, len(parts))) for parts in windows]
@@ -195,25 +227,32 @@ class JSparseLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether dense greedy decoding gives them. Dense, whatever the policy.
+        """Log-likelihoods of continuations, and whether dense greedy decoding gives them. Dense,
+        whatever the policy.
 
         Raises:
             ValueError: a continuation is empty, or alone exceeds max_length.
         """
         _log.warning(
-            "log-likelihoods are dense: one pass over each text, without decoding, so policy=%s has no part in them. "
+            "log-likelihoods are dense: one pass over each text, without decoding, so policy=%s "
+            "has no part in them. "
             "Generation tasks measure it, and so does `jsparse eval`.",
             self.policy.name,
         )
         counts = [len(continuation) for _, _, continuation in requests]
         for (texts, _, _), count in zip(requests, counts, strict=True):
             if not 1 <= count <= self.max_length:
-                raise ValueError(f"{texts!r}: the continuation has {count} tokens, must have 1 to {self.max_length}")
+                raise ValueError(
+                    f"{texts!r}: the continuation has {count} tokens, must have 1 to "
+                    f"{self.max_length}"
+                )
         rooms = [self.max_length + 1] * len(requests)
         rows = self._cut([context + continuation for _, context, continuation in requests], rooms)
         answers = [(0.0, True)] * len(rows)
         for places in self._batches(rows, [None] * len(rows), "Scoring, densely", disable_tqdm):
-            found = self._scores([rows[place] for place in places], [counts[place] for place in places])
+            found = self._scores(
+                [rows[place] for place in places], [counts[place] for place in places]
+            )
             for place, answer in dict(zip(places, found, strict=True)).items():
                 answers[place] = answer
                 if (texts := requests[place][0]) is not None:
@@ -221,9 +260,13 @@ class JSparseLM(TemplateLM):
         return answers
 
     def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Of each row's last `counts` tokens: the log-likelihood, and whether each is the likeliest."""
+        """Of each row's last `counts` tokens: the log-likelihood, and whether each is the
+        likeliest.
+        """
         longest = max(map(len, rows)) - 1
-        width = min(capacity.bucket(longest, self._page_size), self._params.config.max_position_embeddings)
+        width = min(
+            capacity.bucket(longest, self._page_size), self._params.config.max_position_embeddings
+        )
         tokens = np.zeros((len(rows), width + 1), np.int32)
         scored = np.zeros((len(rows), width), np.bool_)
         for b, (ids, count) in enumerate(zip(rows, counts, strict=True)):
@@ -236,7 +279,9 @@ class JSparseLM(TemplateLM):
     def _windows(self, text: str) -> list[Scored]:
         """Disjoint windows of a text, each of its tokens in the continuation of one."""
         ids = self.tok_encode(text, add_special_tokens=False)
-        windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+        windows = get_rolling_token_windows(
+            ids, self.prefix_token_id, self.max_length, context_len=1
+        )
         return [(None, *make_disjoint_window(window)) for window in windows]
 
     def _arguments(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -247,11 +292,19 @@ class JSparseLM(TemplateLM):
         new_tokens = _count("max_gen_toks", given.pop("max_gen_toks"))
         if unknown := given.keys() - set(Sampling._fields):
             known = ("until", "max_gen_toks", "do_sample", *Sampling._fields)
-            raise ValueError(f"generation arguments {sorted(unknown)}: must be among {', '.join(known)}")
+            raise ValueError(
+                f"generation arguments {sorted(unknown)}: must be among {', '.join(known)}"
+            )
         if new_tokens >= self.max_length:
-            raise ValueError(f"max_gen_toks={new_tokens}: must be less than max_length={self.max_length}")
+            raise ValueError(
+                f"max_gen_toks={new_tokens}: must be less than max_length={self.max_length}"
+            )
         ends = end_tokens(self._params, None) | self._control_tokens(stop)
-        return Sampling(**given)._asdict() | {"max_new_tokens": new_tokens, "stop": stop, "eos_token_id": sorted(ends)}
+        return Sampling(**given)._asdict() | {
+            "max_new_tokens": new_tokens,
+            "stop": stop,
+            "eos_token_id": sorted(ends),
+        }
 
     def _control_tokens(self, texts: list[str]) -> set[int]:
         """Those of the texts that are one control token, which never shows in generated text."""
@@ -263,14 +316,19 @@ class JSparseLM(TemplateLM):
         lost = [len(ids) - room for ids, room in zip(rows, rooms, strict=True) if len(ids) > room]
         if lost:
             _log.warning(
-                "%d of %d texts do not fit in max_length=%d and are cut from the left: %d tokens are lost, up to %d "
+                "%d of %d texts do not fit in max_length=%d and are cut from the left: %d tokens "
+                "are lost, up to %d "
                 "of a text",
                 *(len(lost), len(rows), self.max_length, sum(lost), max(lost)),
             )
         return [ids[-room:] for ids, room in zip(rows, rooms, strict=True)]
 
-    def _batches(self, rows: list[list[int]], options: list[Any], what: str, disable_tqdm: bool) -> Iterator[list[int]]:
-        """Indices of rows of equal options, the longest first; all of one number, the last filled by repetition."""
+    def _batches(
+        self, rows: list[list[int]], options: list[Any], what: str, disable_tqdm: bool
+    ) -> Iterator[list[int]]:
+        """Indices of rows of equal options, the longest first; all of one number, the last filled
+        by repetition.
+        """
         size = min(self.batch_size, len(rows))
         names = [repr(given) for given in options]
         order = sorted(range(len(rows)), key=lambda i: (names[i], -len(rows[i])))
@@ -285,7 +343,9 @@ class JSparseLM(TemplateLM):
 def _log_likelihoods(
     logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
-    """Of the scored targets of each row: the sum of their log-probabilities, and whether each is the likeliest."""
+    """Of the scored targets of each row: the sum of their log-probabilities, and whether each is
+    the likeliest.
+    """
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
     greedy = jnp.argmax(logits, axis=-1) == targets

@@ -1,4 +1,6 @@
-"""Runs the evaluation: for every task and length batches of samples, each prompt read once for all policies."""
+"""Runs the evaluation: for every task and length batches of samples, each prompt read once for all
+policies.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,7 +42,9 @@ class Plan(NamedTuple):
     files: Path | None = None
 
 
-def plan(policies: Sequence[str], names: Sequence[str], lengths: Sequence[int], samples: int, **more: Any) -> Plan:
+def plan(
+    policies: Sequence[str], names: Sequence[str], lengths: Sequence[int], samples: int, **more: Any
+) -> Plan:
     """A plan, checked: policies by their full names, dense() first.
 
     Raises:
@@ -52,7 +56,9 @@ def plan(policies: Sequence[str], names: Sequence[str], lengths: Sequence[int], 
         if getattr(made, name) < 1:
             raise ValueError(f"{name}={getattr(made, name)}: must be at least 1")
     if not made.lengths or min(made.lengths) < 1 or len(set(made.lengths)) < len(made.lengths):
-        raise ValueError(f"lengths={list(made.lengths)}: must be positive numbers of tokens, each once")
+        raise ValueError(
+            f"lengths={list(made.lengths)}: must be positive numbers of tokens, each once"
+        )
     known = [*MEASURES, *tasks.TASKS]
     for i, name in enumerate(made.tasks):
         if name not in known or name in made.tasks[:i]:
@@ -118,4 +124,9 @@ def _parts(params: Params, plan: Plan) -> Iterator[Part]:
             else:
                 measure = Answers(params, tokenizer, task, length, plan.batch, plan.chat)
                 samples = task.num_samples
-            yield Part(name, length, plan.samples if samples is None else min(plan.samples, samples), measure)
+            yield Part(
+                name,
+                length,
+                plan.samples if samples is None else min(plan.samples, samples),
+                measure,
+            )

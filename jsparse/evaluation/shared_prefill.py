@@ -1,8 +1,10 @@
-"""One prefill for many policies: the prompt is read densely whatever the policy, so all of them can share it.
+"""One prefill for many policies: the prompt is read densely whatever the policy, so all of them can
+share it.
 
-Each policy's `prefill` hooks run over the one pass; each then decodes from its own copy of the cache, with its own
-state, as if it had been alone: it sees the last W queries that it asked for and the cache fields that it needs, however
-much the others want. One copy of the cache exists besides the shared one while a policy decodes.
+Each policy's `prefill` hooks run over the one pass; each then decodes from its own copy of the
+cache, with its own state, as if it had been alone: it sees the last W queries that it asked for and
+the cache fields that it needs, however much the others want. One copy of the cache exists besides
+the shared one while a policy decodes.
 """
 
 import functools
@@ -55,7 +57,11 @@ def as_policies(policies: Sequence[Policy | str]) -> tuple[Policy, ...]:
 
 
 def prime(
-    params: Params, policies: tuple[Policy, ...], rows: list[list[int]], spec: CacheSpec, report: OnProgress
+    params: Params,
+    policies: tuple[Policy, ...],
+    rows: list[list[int]],
+    spec: CacheSpec,
+    report: OnProgress,
 ) -> Shared:
     """Reads the prompts once for all policies, all rows side by side.
 
@@ -71,19 +77,27 @@ def prime(
 
 @functools.cache
 def bundle(policies: tuple[Policy, ...]) -> Policy:
-    """The policy whose state is the tuple of all policies' states. It reads prompts; decoding is for each alone."""
+    """The policy whose state is the tuple of all policies' states. It reads prompts; decoding is
+    for each alone.
+    """
 
     def init(spec: CacheSpec) -> State:
         return tuple(policy.init(spec) for policy in policies)
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
-        return tuple(p.prefill(s, layer, _view_of(p, view)) for p, s in zip(policies, state, strict=True))
+        return tuple(
+            p.prefill(s, layer, _view_of(p, view)) for p, s in zip(policies, state, strict=True)
+        )
 
     def select(*_: Any):
-        raise ValueError(f"policy={name}: a bundle only reads prompts, each of its policies must decode alone")
+        raise ValueError(
+            f"policy={name}: a bundle only reads prompts, each of its policies must decode alone"
+        )
 
     name = f"bundle({', '.join(map(str, policies))})"
-    needs = tuple(field for field in OPTIONAL_FIELDS if any(field in policy.needs for policy in policies))
+    needs = tuple(
+        field for field in OPTIONAL_FIELDS if any(field in policy.needs for policy in policies)
+    )
     window = max(policy.window for policy in policies)
     return Policy(select, init=init, prefill=prefill, window=window, needs=needs, name=name)
 
@@ -102,11 +116,12 @@ def generate(
 ) -> list[list[Generation]]:
     """`jsparse.generate` for several policies, greedily: the prompts are read once.
 
-    Arguments and errors are those of `jsparse.generate`, without sampling and streamers. "decode" is reported for each
-    policy anew.
+    Arguments and errors are those of `jsparse.generate`, without sampling and streamers. "decode"
+    is reported for each policy anew.
 
     Returns:
-        [policy][prompt]; `prefill_seconds` is until the first token, as if each policy had read the prompt itself.
+        [policy][prompt]; `prefill_seconds` is until the first token, as if each policy had read the
+        prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
     stop, ends = generation.stop_strings(params, stop), generation.end_tokens(params, eos_token_id)
@@ -119,7 +134,11 @@ def generate(
     read = time.perf_counter() - began
 
     def decode(index: int) -> list[Generation]:
-        reader = Reader([Row(TextStream(params.tokenizer, stop), ends, _ignore) for _ in rows], max_new_tokens, report)
+        reader = Reader(
+            [Row(TextStream(params.tokenizer, stop), ends, _ignore) for _ in rows],
+            max_new_tokens,
+            report,
+        )
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
             session.decode(params, chosen[index], Sampling(), rows, shared.primed(index), 0, reader)

@@ -1,7 +1,9 @@
-"""The record of a run: a journal that survives being killed, and the JSON file that it becomes at the end.
+"""The record of a run: a journal that survives being killed, and the JSON file that it becomes at
+the end.
 
-Beside OUT.json lies OUT.partial.jsonl while the run goes on: a line with the settings, then a line for each entry. A
-run that is started again with the same settings reads it and measures what is missing.
+Beside OUT.json lies OUT.partial.jsonl while the run goes on: a line with the settings, then a line
+for each entry. A run that is started again with the same settings reads it and measures what is
+missing.
 """
 
 import json
@@ -16,7 +18,9 @@ from jsparse.evaluation.report.statistics import averages, summarize
 
 
 class Cell(NamedTuple):
-    """What samples are summarised over: a policy's expression, a task, a length in tokens; the model is the run's."""
+    """What samples are summarised over: a policy's expression, a task, a length in tokens; the
+    model is the run's.
+    """
 
     policy: str
     task: str
@@ -26,9 +30,10 @@ class Cell(NamedTuple):
 class Entry(TypedDict):
     """One sample of a cell.
 
-    `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens), attended, read, … `meta`
-    is what else is worth keeping. The heat maps read two of its keys: depth (of the needle, 0 … 1) and attended_heads
-    (fractions, [layers][KV heads], null where nothing was selected).
+    `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens),
+    attended, read, … `meta` is what else is worth keeping. The heat maps read two of its keys:
+    depth (of the needle, 0 … 1) and attended_heads (fractions, [layers][KV heads], null where
+    nothing was selected).
     """
 
     policy: str
@@ -43,22 +48,26 @@ Key = tuple[Cell, int]
 
 
 class Store:
-    """Takes a run's entries, so that a killed run loses none that `add` returned from, and doubles none.
+    """Takes a run's entries, so that a killed run loses none that `add` returned from, and doubles
+    none.
 
     One process at a time may write a run.
 
     Args:
-        path: of the JSON file that `finish` writes; the journal lies beside it, with the suffix .partial.jsonl.
-        settings: all that the entries depend on, of JSON values: model, policies, tasks, lengths, samples (a cell),
-            seed, dtype, versions.
+        path: of the JSON file that `finish` writes; the journal lies beside it, with the suffix
+            .partial.jsonl.
+        settings: all that the entries depend on, of JSON values: model, policies, tasks, lengths,
+            samples (a cell), seed, dtype, versions.
         resume: go on with the journal, if there is one.
 
     Raises:
-        ValueError: `path` is there already; so is its journal, and `resume` is False or its settings differ; the
-            journal was not written by a `Store`.
+        ValueError: `path` is there already; so is its journal, and `resume` is False or its
+            settings differ; the journal was not written by a `Store`.
     """
 
-    def __init__(self, path: Path | str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
+    def __init__(
+        self, path: Path | str, settings: Mapping[str, Any], *, resume: bool = False
+    ) -> None:
         self.path = Path(path)
         self.journal = self.path.with_suffix(".partial.jsonl")
         self.settings: dict[str, Any] = json.loads(_line(settings))
@@ -76,16 +85,19 @@ class Store:
         return list(self._entries.values())
 
     def missing(self, cell: Cell, samples: int | None = None) -> list[int]:
-        """The indices below `samples` (the settings' number, unless given) that the cell has no entry of."""
+        """The indices below `samples` (the settings' number, unless given) that the cell has no
+        entry of.
+        """
         wanted = range(self.settings["samples"] if samples is None else samples)
         return [index for index in wanted if (cell, index) not in self._entries]
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Writes a batch of entries; when it returns, they are on disk. Those already there are left out.
+        """Writes a batch of entries; when it returns, they are on disk. Those already there are
+        left out.
 
         Raises:
-            ValueError: an entry lacks a key or has another, a value is not finite, or differs from the one that is
-                there for the same sample; nothing of the batch is written then.
+            ValueError: an entry lacks a key or has another, a value is not finite, or differs from
+                the one that is there for the same sample; nothing of the batch is written then.
         """
         new = self._new(map(_checked, entries))
         with open(self.journal, "ab") as file:
@@ -95,7 +107,8 @@ class Store:
         self._entries |= new
 
     def finish(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the JSON file, whole or not at all, removes the journal, and returns what was written.
+        """Writes the JSON file, whole or not at all, removes the journal, and returns what was
+        written.
 
         Keys: timestamp, environment, settings, cells (see `statistics.summarize`) and averages (see
         `statistics.averages`).
@@ -120,9 +133,12 @@ class Store:
         self._compare(header)
         if not resume:
             raise ValueError(
-                f"{self.journal} holds an unfinished run: must be resumed (--resume), or removed to begin anew"
+                f"{self.journal} holds an unfinished run: must be resumed (--resume), or removed "
+                "to begin anew"
             )
-        self._entries = self._new(self._parsed(number, line) for number, line in enumerate(lines[:-1], 2))
+        self._entries = self._new(
+            self._parsed(number, line) for number, line in enumerate(lines[:-1], 2)
+        )
         os.truncate(self.journal, end)
 
     def _compare(self, header: bytes) -> None:
@@ -130,7 +146,8 @@ class Store:
             there = dict(json.loads(header)["settings"])
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                f"{self.journal} does not begin with a run's settings, so nothing in it can be used: must be removed"
+                f"{self.journal} does not begin with a run's settings, so nothing in it can be "
+                "used: must be removed"
             ) from None
         differing = [
             f"{name} is {there.get(name)!r} there and {self.settings.get(name)!r} now"
@@ -138,7 +155,9 @@ class Store:
             if there.get(name) != self.settings.get(name)
         ]
         if differing:
-            raise ValueError(f"{self.journal} is of a run with other settings: {'; '.join(differing)}")
+            raise ValueError(
+                f"{self.journal} is of a run with other settings: {'; '.join(differing)}"
+            )
 
     def _parsed(self, number: int, line: bytes) -> Entry:
         try:
@@ -154,7 +173,8 @@ class Store:
             known = self._entries.get(key) or new.setdefault(key, entry)
             if known["values"] != entry["values"]:
                 raise ValueError(
-                    f"sample {key[1]} of {tuple(key[0])} has the values {known['values']} and {entry['values']}: "
+                    f"sample {key[1]} of {tuple(key[0])} has the values {known['values']} and "
+                    f"{entry['values']}: "
                     "must be measured once"
                 )
         return new
@@ -163,10 +183,14 @@ class Store:
 def _checked(entry: Entry) -> Entry:
     """A copy as JSON gives it back."""
     if entry.keys() != Entry.__annotations__.keys():
-        raise ValueError(f"an entry has the keys {', '.join(entry)}: must be {', '.join(Entry.__annotations__)}")
+        raise ValueError(
+            f"an entry has the keys {', '.join(entry)}: must be {', '.join(Entry.__annotations__)}"
+        )
     for metric, value in entry["values"].items():
         if not math.isfinite(value):
-            raise ValueError(f"{metric}={value!r} in sample {entry['index']} of {entry['task']}: must be finite")
+            raise ValueError(
+                f"{metric}={value!r} in sample {entry['index']} of {entry['task']}: must be finite"
+            )
     values = {metric: float(value) for metric, value in entry["values"].items()}
     return json.loads(_line({**entry, "values": values}))
 

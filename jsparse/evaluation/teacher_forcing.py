@@ -1,7 +1,9 @@
-"""Teacher forcing: dense attention continues a prompt, and every policy is fed the same tokens, one decode step each.
+"""Teacher forcing: dense attention continues a prompt, and every policy is fed the same tokens, one
+decode step each.
 
-With n steps a continuation has n + 1 tokens. Its first follows from the prefill's logits, which are dense for every
-policy, so it is only fed; each of the others is what one decode step had to predict.
+With n steps a continuation has n + 1 tokens. Its first follows from the prefill's logits, which are
+dense for every policy, so it is only fed; each of the others is what one decode step had to
+predict.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,14 +58,22 @@ class Forcing(NamedTuple):
     report: OnProgress
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
-        """The steps of policy `index` of `shared`, dispatched one by one as they are asked for; 0 is the reference."""
+        """The steps of policy `index` of `shared`, dispatched one by one as they are asked for; 0
+        is the reference.
+        """
         if index == 0:
             return iter(self.reference)
         return self._run(index)
 
     def _run(self, index: int) -> Iterator[ForcedStep]:
         count, policies = len(self.reference), self.shared.policies
-        forced = _decode(self.params, policies[index], self.shared.primed(index), lambda i, _: self.tokens[i], count)
+        forced = _decode(
+            self.params,
+            policies[index],
+            self.shared.primed(index),
+            lambda i, _: self.tokens[i],
+            count,
+        )
         for i, step in enumerate(forced, 1):
             self.report("decode", index * count + i, len(policies) * count)
             yield step
@@ -82,8 +92,8 @@ def force(
 ) -> Forcing:
     """Reads the prompts for dense() and all policies, and lets dense attention continue them.
 
-    Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), beside two caches while a
-    policy decodes.
+    Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), beside
+    two caches while a policy decodes.
 
     Args:
         params: what `jsparse.load` returned.
@@ -93,7 +103,8 @@ def force(
         continuation: tokens to force, integers [B, n + 1]; None: dense attention's own, greedily.
         max_length: the cache's capacity in tokens, as in `jsparse.generate`.
         page_size: tokens a page.
-        on_progress: called with ("prefill" | "decode", done, total): tokens of the prompt, steps of all policies.
+        on_progress: called with ("prefill" | "decode", done, total): tokens of the prompt, steps of
+            all policies.
 
     Raises:
         ValueError: an argument is out of its range, or prompt, steps and dense's logits do not fit.
@@ -101,12 +112,19 @@ def force(
     rows, _ = prompts.encode(params, prompt)
     chosen = (dense(), *(policy for policy in as_policies(policies) if policy is not dense()))
     spec = generation.cache_spec(params, rows, max_new_tokens, max_length, page_size)
-    given = None if continuation is None else _given(params, continuation, len(rows), max_new_tokens)
-    needed, there = 4 * max_new_tokens * len(rows) * params.config.vocab_size, memory.available_bytes()
+    given = (
+        None if continuation is None else _given(params, continuation, len(rows), max_new_tokens)
+    )
+    needed, there = (
+        4 * max_new_tokens * len(rows) * params.config.vocab_size,
+        memory.available_bytes(),
+    )
     if needed + 2 * spec.nbytes > there:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} for {len(rows)} prompt(s) takes {memory.size(needed)} of dense logits "
-            f"and two caches of {memory.size(spec.nbytes)}: must fit in the {memory.size(there)} that are free"
+            f"max_new_tokens={max_new_tokens} for {len(rows)} prompt(s) takes "
+            f"{memory.size(needed)} of dense logits "
+            f"and two caches of {memory.size(spec.nbytes)}: must fit in the {memory.size(there)} "
+            "that are free"
         )
     report = on_progress or (lambda *_: None)
     shared = prime(params, chosen, rows, spec, report)
@@ -119,14 +137,22 @@ def force(
 
 
 def _decode(
-    params: Params, policy: Policy, primed: session.Primed, choose: Callable[[int, Array], Rows], steps: int
+    params: Params,
+    policy: Policy,
+    primed: session.Primed,
+    choose: Callable[[int, Array], Rows],
+    steps: int,
 ) -> Iterator[ForcedStep]:
-    """Decodes, maintenance and corrections included; `choose(i, logits)` is the continuation's token i."""
+    """Decodes, maintenance and corrections included; `choose(i, logits)` is the continuation's
+    token i.
+    """
     logits, cache, state = primed
     recent, tokens = session.recent_tokens(policy), choose(0, logits)
     try:
         for i in range(1, steps + 1):
-            logits, cache, state, stats = session.advance(params, policy, i, recent, tokens, cache, state)
+            logits, cache, state, stats = session.advance(
+                params, policy, i, recent, tokens, cache, state
+            )
             tokens = choose(i, logits)
             yield ForcedStep(logits, tokens, stats, state)
     finally:
@@ -143,18 +169,24 @@ def _greedy(i: int, logits: Float32[Array, "B V"]) -> Rows:
 
 
 def _given(params: Params, continuation: Any, batch: int, steps: int) -> Int32[Array, "n B"]:
-    """The tokens to force, by step; ValueError unless they are ids of the vocabulary of the right number."""
+    """The tokens to force, by step; ValueError unless they are ids of the vocabulary of the right
+    number.
+    """
     try:
         ids = np.asarray(continuation)
     except ValueError as error:
-        raise ValueError(f"continuation: must be integers [B, n], all rows of one length ({error})") from None
+        raise ValueError(
+            f"continuation: must be integers [B, n], all rows of one length ({error})"
+        ) from None
     if ids.shape != (batch, steps + 1) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
-            f"continuation of shape {ids.shape} and type {ids.dtype}: must be integers {(batch, steps + 1)}, "
+            f"continuation of shape {ids.shape} and type {ids.dtype}: must be integers "
+            f"{(batch, steps + 1)}, "
             f"one token more than max_new_tokens={steps} for each of the {batch} prompt(s)"
         )
     if ids.min() < 0 or ids.max() >= params.config.vocab_size:
         raise ValueError(
-            f"continuation ranges from {ids.min()} to {ids.max()}: must lie in 0 … {params.config.vocab_size - 1}"
+            f"continuation ranges from {ids.min()} to {ids.max()}: must lie in 0 … "
+            f"{params.config.vocab_size - 1}"
         )
     return jnp.asarray(ids.T, jnp.int32)

@@ -1,7 +1,8 @@
 """Which channels of K matter most, as a file: what calibration writes and Double Sparsity reads.
 
-A ranking is int32[L, K, H]: the channels of every layer and KV head, heaviest first. It is stored whole, as
-safetensors, so that one file serves any number of channels, and its shape tells for which models.
+A ranking is int32[L, K, H]: the channels of every layer and KV head, heaviest first. It is stored
+whole, as safetensors, so that one file serves any number of channels, and its shape tells for which
+models.
 """
 
 import os
@@ -34,10 +35,13 @@ def load(path: str) -> Ranking:
             there = _NAME in file.keys() and file.get_slice(_NAME).get_dtype() == "I32"  # noqa: SIM118
             ranking = file.get_tensor(_NAME) if there else np.zeros(0)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"calibration={path!r}: must be a safetensors file that can be read ({error})") from None
+        raise ValueError(
+            f"calibration={path!r}: must be a safetensors file that can be read ({error})"
+        ) from None
     if ranking.ndim != 3 or not (np.sort(ranking) == np.arange(ranking.shape[-1])).all():
         raise ValueError(
-            f"calibration={path!r}: must hold {_NAME!r}, the order of all channels of each layer and KV head, "
+            f"calibration={path!r}: must hold {_NAME!r}, the order of all channels of each layer "
+            "and KV head, "
             "as `jsparse calibrate-channels` writes it"
         )
     return ranking
@@ -49,6 +53,7 @@ def require_fit(ranking: Ranking, path: str, spec: CacheSpec) -> None:
     wanted = spec.num_layers, spec.num_kv_heads, spec.head_dim
     if ranking.shape != wanted:
         raise ValueError(
-            f"calibration={path!r}: is for {layers} layers of {heads} KV heads of {channels} channels, "
+            f"calibration={path!r}: is for {layers} layers of {heads} KV heads of {channels} "
+            "channels, "
             f"must be for the model's {' × '.join(map(str, wanted))}"
         )

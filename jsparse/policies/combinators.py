@@ -1,4 +1,6 @@
-"""What methods share, as wrappers rather than flags: tokens that are always kept, layers that stay dense."""
+"""What methods share, as wrappers rather than flags: tokens that are always kept, layers that stay
+dense.
+"""
 
 from jsparse.cache import KVCache
 from jsparse.policy import Policy, State, builder, require_policy, whole_number
@@ -16,7 +18,8 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
         chosen, summary, state = policy.select(state, layer, q, cache)
         if summary is not None:
             raise ValueError(
-                f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens that are kept"
+                f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens "
+                "that are kept"
             )
         held = cache.layers[layer]
         units = held.num_pages if chosen.granularity == "page" else held.capacity
@@ -35,7 +38,9 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
-    """`policy`, but the first `n` layers attend to everything; there its state is still kept, and select not called."""
+    """`policy`, but the first `n` layers attend to everything; there its state is still kept, and
+    select not called.
+    """
     require_policy("policy", policy)
     whole_number("n", n, 0)
 

@@ -1,13 +1,16 @@
-"""Double Sparsity: score tokens by the few channels of q and k that carry most of the logit, attend to the best.
+"""Double Sparsity: score tokens by the few channels of q and k that carry most of the logit, attend
+to the best.
 
-Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092. Which channels are heavy
-hardly depends on the input, so they are found offline. K's heavy channels are kept apart in 4 bits (the label cache):
-ranking all tokens then reads r · 4 bits of each instead of H numbers.
+Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092. Which
+    channels are heavy
+hardly depends on the input, so they are found offline. K's heavy channels are kept apart in 4 bits
+(the label cache): ranking all tokens then reads r · 4 bits of each instead of H numbers.
 
-Where we differ: the query heads of a group share the channels and the tokens of their KV head, these ranked by the
-largest weight in any of them (the paper has as many KV heads as query heads). Without a calibration file the channels
-are those of largest mean |k| over the row's own prompt, which sees no queries. Labels have a scale and a zero for each
-token, as Twilight's copy of K has. Whole pages can be chosen, too, by their tokens' mass.
+Where we differ: the query heads of a group share the channels and the tokens of their KV head,
+these ranked by the largest weight in any of them (the paper has as many KV heads as query heads).
+Without a calibration file the channels are those of largest mean |k| over the row's own prompt,
+which sees no queries. Labels have a scale and a zero for each token, as Twilight's copy of K has.
+Whole pages can be chosen, too, by their tokens' mass.
 """
 
 from functools import reduce
@@ -50,13 +53,15 @@ def double_sparsity(
     calibration: str | None = None,
     granularity: Granularity = "token",
 ) -> Policy:
-    """The `budget` tokens, or budget // P pages, of largest weight as a few heavy channels estimate it.
+    """The `budget` tokens, or budget // P pages, of largest weight as a few heavy channels estimate
+    it.
 
     Args:
         budget: tokens that a KV head attends to.
-        channels: r, how many are heavy; even. None is H/4, rounded up to a multiple of 8, which the GPU kernel needs.
-        calibration: a file of `jsparse calibrate-channels`; what it holds later is not read again in the same
-            process. None: each row's prompt tells its channels.
+        channels: r, how many are heavy; even. None is H/4, rounded up to a multiple of 8, which the
+            GPU kernel needs.
+        calibration: a file of `jsparse calibrate-channels`; what it holds later is not read again
+            in the same process. None: each row's prompt tells its channels.
         granularity: what is listed, "token" or "page".
     """
     whole_number("budget", budget, 1)
@@ -75,7 +80,9 @@ def double_sparsity(
         chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
         return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
 
-    def taken_in(labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Labels:
+    def taken_in(
+        labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
+    ) -> Labels:
         heavy = jnp.take_along_axis(k, labels.channels[:, None], axis=-1)
         return labels._replace(keys=int4_append(labels.keys, held, heavy, valid, first))
 
@@ -86,7 +93,9 @@ def double_sparsity(
         if ranking is None:
             return state
         channel_ranking.require_fit(ranking, str(calibration), spec)
-        return tuple(_with_channels(labels, order) for labels, order in zip(state, ranking, strict=True))
+        return tuple(
+            _with_channels(labels, order) for labels, order in zip(state, ranking, strict=True)
+        )
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
         if ranking is not None:
@@ -94,7 +103,9 @@ def double_sparsity(
         if not view.last:
             return state
         held = view.cache.layers[layer]
-        labels = state[layer]._replace(channels=heavy_channels(held, state[layer].channels.shape[-1]))
+        labels = state[layer]._replace(
+            channels=heavy_channels(held, state[layer].channels.shape[-1])
+        )
         k = read_heads(held.k, held).swapaxes(1, 2)
         labels = taken_in(labels, held, k, held.lengths[:, 0], jnp.zeros_like(held.lengths))
         return (*state[:layer], labels, *state[layer + 1 :])
@@ -105,11 +116,18 @@ def double_sparsity(
         capacity = max(min(budget, held.capacity) // (size or 1), 1)
         logits = label_logits(q, held, state[layer])
         chosen = threshold_select(
-            logits, TopK(capacity), capacity=capacity, granularity=LISTED_AS[granularity], page_size=size, group="max"
+            logits,
+            TopK(capacity),
+            capacity=capacity,
+            granularity=LISTED_AS[granularity],
+            page_size=size,
+            group="max",
         )
         return chosen, None, state
 
-    return Policy(select, init=init, prefill=prefill, append=tokens.append, dense_at={"budget": 2**30})
+    return Policy(
+        select, init=init, prefill=prefill, append=tokens.append, dense_at={"budget": 2**30}
+    )
 
 
 def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:
@@ -118,7 +136,9 @@ def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:
 
 
 def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
-    """The sum of |k| over what each head holds, added up in an order that neither batch nor capacity changes."""
+    """The sum of |k| over what each head holds, added up in an order that neither batch nor
+    capacity changes.
+    """
     seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
     sums = jnp.where(seen[..., None], jnp.abs(read_heads(held.k, held)).astype(jnp.float32), 0.0)
     while sums.shape[2] > 1:
@@ -133,7 +153,9 @@ def label_logits(q: Queries, held: LayerCache, labels: Labels) -> Float32[Array,
     """The logit of every slot, from the heavy channels alone; -inf past what a head holds."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, held.lengths.shape[1], -1, head_dim)
-    heavy = jnp.take_along_axis(grouped, labels.channels[:, :, None], axis=-1).reshape(batch, heads, -1)
+    heavy = jnp.take_along_axis(grouped, labels.channels[:, :, None], axis=-1).reshape(
+        batch, heads, -1
+    )
     logits = int4_scores(heavy, held, labels.keys, None, sm_scale=head_dim**-0.5)
     return logits.reshape(*grouped.shape[:3], held.capacity)
 
@@ -147,5 +169,7 @@ def _with_channels(labels: Labels, order: np.ndarray) -> Labels:
 def _count(channels: int | None, head_dim: int) -> int:
     """r; ValueError where a head has fewer channels."""
     if channels is not None and channels > head_dim:
-        raise ValueError(f"channels={channels}: must be at most {head_dim}, the model's head dimension")
+        raise ValueError(
+            f"channels={channels}: must be at most {head_dim}, the model's head dimension"
+        )
     return min(-(-head_dim // 32) * 8, head_dim) if channels is None else channels

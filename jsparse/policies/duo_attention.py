@@ -1,9 +1,12 @@
-"""DuoAttention: retrieval heads attend to everything, the others to the first few tokens and the newest ones.
+"""DuoAttention: retrieval heads attend to everything, the others to the first few tokens and the
+newest ones.
 
-Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et al.),
-arXiv:2410.10819. Where we differ: the prompt is read densely by all heads, and what a streaming head does not attend to
-stays in the cache, unread. Gates are read from the files that LycheeDecode's are read from, and `jsparse train-gates`
-trains them for sparse heads that inherit a set, not for such that see a window.
+Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao
+    et al.),
+arXiv:2410.10819. Where we differ: the prompt is read densely by all heads, and what a streaming
+head does not attend to stays in the cache, unread. Gates are read from the files that
+LycheeDecode's are read from, and `jsparse train-gates` trains them for sparse heads that inherit a
+set, not for such that see a window.
 """
 
 from dataclasses import replace
@@ -18,11 +21,12 @@ from jsparse.policy import Policy, State, builder
 
 @builder
 def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
-    """Retrieval heads are dense; the others attend to the first `sink` and the last `recent` tokens.
+    """Retrieval heads are dense; the others attend to the first `sink` and the last `recent`
+    tokens.
 
     Args:
-        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, which is not read
-            again in the same process, or the mask [L, K] itself.
+        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`,
+            which is not read again in the same process, or the mask [L, K] itself.
         sink: how many of the first tokens streaming heads attend to.
         recent: how many of the last.
     """

@@ -20,7 +20,9 @@ from jsparse.policy import Policy
 RENAMED = {"full": "all_pages"}
 EXAMPLE = "streaming(sink=4, recent=512)"
 # package.module:function or folder/file.py:function, and perhaps its arguments
-REFERENCE = re.compile(r"(?P<source>[\w./\\~ -]+):(?P<name>[A-Za-z_]\w*)(?P<arguments>\(.*\))?", re.DOTALL)
+REFERENCE = re.compile(
+    r"(?P<source>[\w./\\~ -]+):(?P<name>[A-Za-z_]\w*)(?P<arguments>\(.*\))?", re.DOTALL
+)
 
 
 def parse(expression: str) -> Policy:
@@ -63,7 +65,9 @@ def _refer(expression: str, source: str, name: str, arguments: str) -> Policy:
         call = _tree(f"{name}{arguments}", expression)
         found = _call(name, found, call, expression)
     if not isinstance(found, Policy):
-        raise ValueError(f"policy={expression!r}: {name} must return a jsparse.Policy, not {found!r}")
+        raise ValueError(
+            f"policy={expression!r}: {name} must return a jsparse.Policy, not {found!r}"
+        )
     return found._replace(name=expression)
 
 
@@ -79,7 +83,9 @@ def _module(expression: str, source: str) -> ModuleType:
             sys.path.remove(os.getcwd())
     except Exception as error:  # whatever the user's code raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"policy={expression!r}: {source} cannot be imported ({reason})") from error
+        raise ValueError(
+            f"policy={expression!r}: {source} cannot be imported ({reason})"
+        ) from error
 
 
 @functools.cache
@@ -96,19 +102,26 @@ def _tree(text: str, expression: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"policy={expression!r}: must be an expression such as {EXAMPLE}") from error
+        raise ValueError(
+            f"policy={expression!r}: must be an expression such as {EXAMPLE}"
+        ) from error
 
 
 def _build(node: ast.expr, expression: str) -> Policy:
     function = node.func if isinstance(node, ast.Call) else node
     if not isinstance(function, ast.Name):
-        raise ValueError(f"policy={expression!r}: {_source(expression, function)} must be the plain name of a policy")
+        raise ValueError(
+            f"policy={expression!r}: {_source(expression, function)} must be the plain name of a "
+            "policy"
+        )
     name = function.id
     if name in RENAMED:
         deprecated.warn(f"the policy {name}", RENAMED[name])
         name = RENAMED[name]
     if name not in POLICIES:
-        raise ValueError(f"policy={expression!r}: unknown policy {name!r}, must be one of {', '.join(POLICIES)}")
+        raise ValueError(
+            f"policy={expression!r}: unknown policy {name!r}, must be one of {', '.join(POLICIES)}"
+        )
     return _call(name, POLICIES[name], node, expression)
 
 
@@ -116,7 +129,9 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
     """Call a function with the literals and policies that a call's arguments spell."""
     arguments, keywords = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
     if any(keyword.arg is None for keyword in keywords):
-        raise ValueError(f"policy={expression!r}: arguments of {name} must be written out, without **")
+        raise ValueError(
+            f"policy={expression!r}: arguments of {name} must be written out, without **"
+        )
     names = [keyword.arg for keyword in keywords]
     if len(set(names)) < len(names):
         raise ValueError(f"policy={expression!r}: an argument of {name} is given twice")
@@ -129,7 +144,9 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ValueError(f"policy={expression!r}: {error}; the arguments are {name}{signature}") from error
+        raise ValueError(
+            f"policy={expression!r}: {error}; the arguments are {name}{signature}"
+        ) from error
     try:
         return function(*args, **kwargs)
     except TypeError as error:
@@ -137,13 +154,16 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
 
 
 def _value(node: ast.expr, expression: str) -> Any:
-    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in {*POLICIES, *RENAMED}):
+    if isinstance(node, ast.Call) or (
+        isinstance(node, ast.Name) and node.id in {*POLICIES, *RENAMED}
+    ):
         return _build(node, expression)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(
-            f"policy={expression!r}: {_source(expression, node)} must be a literal or one of {', '.join(POLICIES)}"
+            f"policy={expression!r}: {_source(expression, node)} must be a literal or one of "
+            f"{', '.join(POLICIES)}"
         ) from error
 
 

@@ -1,8 +1,10 @@
-"""Which KV heads are retrieval heads, as a file: what training writes, what LycheeDecode and DuoAttention read.
+"""Which KV heads are retrieval heads, as a file: what training writes, what LycheeDecode and
+DuoAttention read.
 
-A file of safetensors holds `retrieval`, bool[L, K], and may hold `scores`, float32[L, K], by which the heads were
-ranked; its metadata may hold `record`, a JSON object that says how the gates came about. The shape tells for which
-models it is. Files in the folder gates/ beside this one ship with the package and go by their names alone.
+A file of safetensors holds `retrieval`, bool[L, K], and may hold `scores`, float32[L, K], by which
+the heads were ranked; its metadata may hold `record`, a JSON object that says how the gates came
+about. The shape tells for which models it is. Files in the folder gates/ beside this one ship with
+the package and go by their names alone.
 """
 
 import json
@@ -29,7 +31,8 @@ class HeadGates(NamedTuple):
 
     Attributes:
         retrieval: the KV heads that attend to everything.
-        scores: by which they were ranked, greater for retrieval heads; None where nothing ranked them.
+        scores: by which they were ranked, greater for retrieval heads; None where nothing ranked
+            them.
         record: how they came about; JSON values.
     """
 
@@ -43,7 +46,9 @@ def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
     arrays: dict[str, np.ndarray] = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
     if gates.scores is not None:
         arrays["scores"] = np.ascontiguousarray(gates.scores, np.float32)
-    Path(path).write_bytes(to_bytes(arrays, metadata={"record": json.dumps(gates.record, sort_keys=True)}))
+    Path(path).write_bytes(
+        to_bytes(arrays, metadata={"record": json.dumps(gates.record, sort_keys=True)})
+    )
 
 
 def load(gates: str) -> HeadGates:
@@ -55,21 +60,40 @@ def load(gates: str) -> HeadGates:
     Raises:
         ValueError: there is no such file, it cannot be read, or it holds something else.
     """
-    path = str(files("jsparse.policies") / "gates" / (gates + SUFFIX)) if gates in shipped() else gates
+    path = (
+        str(files("jsparse.policies") / "gates" / (gates + SUFFIX)) if gates in shipped() else gates
+    )
     try:
         with safe_open(path, "numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             record = json.loads((file.metadata() or {}).get("record", "{}"))
-    except (OSError, SafetensorError, json.JSONDecodeError, AttributeError) as error:  # numpy lacks a tensor's type
+    except (
+        OSError,
+        SafetensorError,
+        json.JSONDecodeError,
+        AttributeError,
+    ) as error:  # numpy lacks a tensor's type
         raise ValueError(
-            f"gates={gates!r}: must be one of {', '.join(shipped()) or 'none'}, which ship with jsparse, "
+            f"gates={gates!r}: must be one of {', '.join(shipped()) or 'none'}, which ship with "
+            "jsparse, "
             f"or a safetensors file of gates that can be read ({error})"
         ) from None
     retrieval, scores = arrays.get("retrieval"), arrays.get("scores")
-    if retrieval is None or retrieval.dtype != np.bool_ or retrieval.ndim != 2 or not retrieval.size:
-        raise ValueError(f"gates={gates!r}: must hold 'retrieval', bool [L, K], as `jsparse train-gates` writes it")
+    if (
+        retrieval is None
+        or retrieval.dtype != np.bool_
+        or retrieval.ndim != 2
+        or not retrieval.size
+    ):
+        raise ValueError(
+            f"gates={gates!r}: must hold 'retrieval', bool [L, K], as `jsparse train-gates` writes "
+            "it"
+        )
     if scores is not None and (scores.dtype != np.float32 or scores.shape != retrieval.shape):
-        raise ValueError(f"gates={gates!r}: its 'scores' must be float32 {list(retrieval.shape)}, like 'retrieval'")
+        raise ValueError(
+            f"gates={gates!r}: its 'scores' must be float32 {list(retrieval.shape)}, like "
+            "'retrieval'"
+        )
     if not isinstance(record, dict):
         raise ValueError(f"gates={gates!r}: its 'record' must be a JSON object")
     return HeadGates(retrieval, scores, record)
@@ -78,25 +102,44 @@ def load(gates: str) -> HeadGates:
 def shipped() -> tuple[str, ...]:
     """The names of the gates that come with the package."""
     folder = files("jsparse.policies") / "gates"
-    return tuple(sorted(file.name.removesuffix(SUFFIX) for file in folder.iterdir() if file.name.endswith(SUFFIX)))
+    return tuple(
+        sorted(
+            file.name.removesuffix(SUFFIX)
+            for file in folder.iterdir()
+            if file.name.endswith(SUFFIX)
+        )
+    )
 
 
 def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, "L K"]:
-    """The mask that a policy's argument names: a shipped name, a path, or the mask itself as rows of 0 and 1.
+    """The mask that a policy's argument names: a shipped name, a path, or the mask itself as rows
+    of 0 and 1.
 
     Raises:
         ValueError: it is none of these.
     """
     if isinstance(gates, str):
         return load(gates).retrieval
-    rows = [row if isinstance(row, tuple) else () for row in gates] if isinstance(gates, tuple) else []
-    if not rows or len({len(row) for row in rows}) > 1 or not rows[0] or {x for row in rows for x in row} - {0, 1}:
-        raise ValueError(f"gates={gates!r}: must be a name, a path, or 0 and 1 for every layer and KV head, [L, K]")
+    rows = (
+        [row if isinstance(row, tuple) else () for row in gates] if isinstance(gates, tuple) else []
+    )
+    if (
+        not rows
+        or len({len(row) for row in rows}) > 1
+        or not rows[0]
+        or {x for row in rows for x in row} - {0, 1}
+    ):
+        raise ValueError(
+            f"gates={gates!r}: must be a name, a path, or 0 and 1 for every layer and KV head, [L, "
+            "K]"
+        )
     return np.array(rows, np.bool_)
 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
-    """Raises ValueError where the mask that the argument `gates` names is of a model of other sizes."""
+    """Raises ValueError where the mask that the argument `gates` names is of a model of other
+    sizes.
+    """
     wanted = spec.num_layers, spec.num_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(

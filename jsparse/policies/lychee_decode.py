@@ -1,14 +1,16 @@
 """LycheeDecode: a few KV heads attend to everything and pick the tokens that the others attend to.
 
-Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin et al.),
-arXiv:2602.04541. A retrieval head attends to all it holds and hands what it weighs most to the head of the same index
-in the next layer; a sparse head attends to the set that it was handed, and hands that on. Which head is which is
-learned (`jsparse.train`).
+Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin
+    et al.),
+arXiv:2602.04541. A retrieval head attends to all it holds and hands what it weighs most to the head
+of the same index in the next layer; a sparse head attends to the set that it was handed, and hands
+that on. Which head is which is learned (`jsparse.train`).
 
-What a group's mean query weighs stands for its query heads, as in the paper's appendix F; attention reports it from the
-pass that it makes anyway, so that picking reads no K. Where we differ: sets are of pages of 16 tokens by default, since
-those are read at the full speed of memory (`granularity="token"` is the paper's); and the weights of the projections are not
-reordered by head type, since one pool of work units over all heads of the batch needs no contiguous heads.
+What a group's mean query weighs stands for its query heads, as in the paper's appendix F; attention
+reports it from the pass that it makes anyway, so that picking reads no K. Where we differ: sets are
+of pages of 16 tokens by default, since those are read at the full speed of memory
+(`granularity="token"` is the paper's); and the weights of the projections are not reordered by head
+type, since one pool of work units over all heads of the batch needs no contiguous heads.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,9 @@ RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
 }
 
 
-@renamed_arguments(select="rule", budget="value", p="value", threshold="value", ratio="value", unit="granularity")
+@renamed_arguments(
+    select="rule", budget="value", p="value", threshold="value", ratio="value", unit="granularity"
+)
 @builder
 def lychee_decode(
     gates,
@@ -45,19 +49,23 @@ def lychee_decode(
     granularity: Granularity = "page",
     correct_every: int = 0,
 ) -> Policy:
-    """Make retrieval heads dense; the others attend to what the last retrieval head of their index picked.
+    """Make retrieval heads dense; the others attend to what the last retrieval head of their index
+    picked.
 
     Args:
-        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`, which is not read
-            again in the same process, or the mask [L, K] itself. In layer 0 all must be retrieval heads.
+        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`,
+            which is not read again in the same process, or the mask [L, K] itself. In layer 0 all
+            must be retrieval heads.
         value: the number that `rule` takes; None is the rule's default.
-        rule: how tokens are picked, by the weights of a group's mean query. "top_k": the `value` tokens of largest
-            weight (default 4096). "top_p": the fewest tokens that weigh `value` (default 0.99). "threshold": the
-            tokens that weigh more than `value`; of a page, the sum counts (default 1e-3). "ratio": all but a share
-            `value` of the context, so that the number of tokens grows with it (default 0.5).
-        granularity: "page" picks whole pages by the sum of their tokens' weights, "token" single tokens.
-        correct_every: recompute K and V of the newest tokens densely after this number of new tokens; 0: never. The
-            paper uses 32.
+        rule: how tokens are picked, by the weights of a group's mean query. "top_k": the `value`
+            tokens of largest weight (default 4096). "top_p": the fewest tokens that weigh `value`
+            (default 0.99). "threshold": the tokens that weigh more than `value`; of a page, the sum
+            counts (default 1e-3). "ratio": all but a share `value` of the context, so that the
+            number of tokens grows with it (default 0.5).
+        granularity: "page" picks whole pages by the sum of their tokens' weights, "token" single
+            tokens.
+        correct_every: recompute K and V of the newest tokens densely after this number of new
+            tokens; 0: never. The paper uses 32.
     """
     for name, given, kinds in (("rule", rule, Rule), ("granularity", granularity, Granularity)):
         if given not in get_args(kinds):
@@ -72,14 +80,18 @@ def lychee_decode(
     retrieval = head_gates.retrieval_heads(gates)
     if not retrieval[0].all():
         raise ValueError(
-            f"gates={gates!r}: all heads of layer 0 must be retrieval heads, nothing is picked before them"
+            f"gates={gates!r}: all heads of layer 0 must be retrieval heads, nothing is picked "
+            "before them"
         )
 
     def size(page_size: int) -> int:
         return page_size if granularity == "page" else 1
 
     def capacity(units: int, page_size: int) -> int:
-        most = {"top_k": int(number) // size(page_size), "ratio": -int(-(1 - number) * units // 1)}.get(rule, units)
+        most = {
+            "top_k": int(number) // size(page_size),
+            "ratio": -int(-(1 - number) * units // 1),
+        }.get(rule, units)
         return min(max(most, 1), units)
 
     def cut(held: LayerCache):
@@ -91,12 +103,18 @@ def lychee_decode(
             case "threshold":
                 return Threshold(number)
         # a whole number of units may come out a little above itself, which must not round up
-        return TopK(jnp.ceil((1 - number) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(jnp.int32))
+        return TopK(
+            jnp.ceil((1 - number) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(
+                jnp.int32
+            )
+        )
 
     def init(spec: CacheSpec) -> State:
         head_gates.require_fit(retrieval, gates, spec)
         heads, units = (spec.batch, spec.num_kv_heads), spec.capacity // size(spec.page_size)
-        return jnp.zeros((*heads, capacity(units, spec.page_size)), jnp.int32), jnp.zeros(heads, jnp.int32)
+        return jnp.zeros((*heads, capacity(units, spec.page_size)), jnp.int32), jnp.zeros(
+            heads, jnp.int32
+        )
 
     def attended(state: State, layer: int, q: Array, cache: KVCache):
         ids, count = state

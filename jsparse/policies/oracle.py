@@ -1,9 +1,9 @@
-"""Oracles: select by the exact attention weights. They read all of K to save reading V, so they are yardsticks of
-quality (what a perfect selector would keep), not methods of speed.
+"""Oracles: select by the exact attention weights. They read all of K to save reading V, so they are
+yardsticks of quality (what a perfect selector would keep), not methods of speed.
 
-The top-p variant is the oracle of Twilight (Lin et al., arXiv:2502.02770), the top-k variant that of Quest (Tang et
-al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by the largest weight in the group, top-p
-keeps the union of the group's sets.
+The top-p variant is the oracle of Twilight (Lin et al., arXiv:2502.02770), the top-k variant that
+of Quest (Tang et al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by
+the largest weight in the group, top-p keeps the union of the group's sets.
 """
 
 from typing import Any, get_args
@@ -19,7 +19,9 @@ from jsparse.selection import Granularity
 
 @builder
 def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Policy:
-    """The `budget` tokens of largest weight, or the budget // P pages of largest mass; ties go to the oldest."""
+    """The `budget` tokens of largest weight, or the budget // P pages of largest mass; ties go to
+    the oldest.
+    """
     whole_number("budget", budget, 1)
     _check_granularity(granularity)
 
@@ -27,7 +29,9 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         held = cache.layers[layer]
         capacity = max(min(budget, held.capacity) // _unit(granularity, held), 1)
         logits = attention_logits(q, held)
-        chosen = threshold_select(logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held))
+        chosen = threshold_select(
+            logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held)
+        )
         return chosen, None, state
 
     return Policy(select, dense_at={"budget": 2**30})
@@ -35,7 +39,9 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
 
 @builder
 def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
-    """The smallest set of tokens (or of pages) whose weights sum to at least p, per query head; at least one."""
+    """The smallest set of tokens (or of pages) whose weights sum to at least p, per query head; at
+    least one.
+    """
     fraction("p", p)
     _check_granularity(granularity)
 
@@ -43,16 +49,25 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
         held = cache.layers[layer]
         units = held.capacity // _unit(granularity, held)
         logits = attention_logits(q, held)
-        return threshold_select(logits, TopP(p), capacity=units, **_what(granularity, held)), None, state
+        return (
+            threshold_select(logits, TopP(p), capacity=units, **_what(granularity, held)),
+            None,
+            state,
+        )
 
     return Policy(select, dense_at={"p": 1.0})
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
-    """The exact logits of all slots by KV head and member of its group; -inf past what a head holds."""
+    """The exact logits of all slots by KV head and member of its group; -inf past what a head
+    holds.
+    """
     keys = read_heads(held.k, held)
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-    logits = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    logits = (
+        jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+        * q.shape[-1] ** -0.5
+    )
     if held.bias is not None:
         logits += read_heads(held.bias, held)[:, :, None]
     seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
@@ -61,7 +76,9 @@ def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
 
 def _check_granularity(granularity: str) -> None:
     if granularity not in get_args(Granularity):
-        raise ValueError(f"granularity={granularity!r}: must be one of {list(get_args(Granularity))}")
+        raise ValueError(
+            f"granularity={granularity!r}: must be one of {list(get_args(Granularity))}"
+        )
 
 
 def _unit(granularity: Granularity, held: LayerCache) -> int:
@@ -71,5 +88,7 @@ def _unit(granularity: Granularity, held: LayerCache) -> int:
 def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
     """What `select` is to list."""
     return (
-        {"granularity": "page_mass", "page_size": held.page_size} if granularity == "page" else {"granularity": "token"}
+        {"granularity": "page_mass", "page_size": held.page_size}
+        if granularity == "page"
+        else {"granularity": "token"}
     )

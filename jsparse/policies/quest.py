@@ -1,9 +1,12 @@
-"""Quest: rank pages by the greatest logit that any of their tokens could have, and attend to the best of them.
+"""Quest: rank pages by the greatest logit that any of their tokens could have, and attend to the
+best of them.
 
-Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.), arXiv:2406.10774. The least
-and the greatest value of every channel in a page bound q·k for all its tokens. Where we differ: the query heads of a
-group share their pages, ranked by the greatest bound among them (the paper has as many KV heads as query heads). The
-paper leaves the first two layers dense: dense_layers(quest(…), n=2). The bounds can be kept in 8 bits a channel.
+Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.),
+    arXiv:2406.10774. The least
+and the greatest value of every channel in a page bound q·k for all its tokens. Where we differ: the
+query heads of a group share their pages, ranked by the greatest bound among them (the paper has as
+many KV heads as query heads). The paper leaves the first two layers dense: dense_layers(quest(…),
+n=2). The bounds can be kept in 8 bits a channel.
 """
 
 from functools import partial
@@ -24,12 +27,14 @@ FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 
 @builder
 def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
-    """The budget // P pages of greatest bound, among them always the newest, which is still being filled.
+    """The budget // P pages of greatest bound, among them always the newest, which is still being
+    filled.
 
     Args:
         budget: tokens that a KV head attends to.
-        bounds_dtype: None is K's. "uint8" rounds bounds outward to 8 bits a channel, with a scale and a zero a page: no
-            bound is lower for it, some are higher. Per page 2H + 4 bytes are kept and read, instead of K's 4H.
+        bounds_dtype: None is K's. "uint8" rounds bounds outward to 8 bits a channel, with a scale
+            and a zero a page: no bound is lower for it, some are higher. Per page 2H + 4 bytes are
+            kept and read, instead of K's 4H.
     """
     whole_number("budget", budget, 1)
     if bounds_dtype not in FORMS:
@@ -42,10 +47,15 @@ def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
         held = cache.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         scores = page_bounds(q, held, state[layer])
-        newest = jnp.arange(held.num_pages, dtype=jnp.int32) == (held.lengths[..., None] - 1) // held.page_size
+        newest = (
+            jnp.arange(held.num_pages, dtype=jnp.int32)
+            == (held.lengths[..., None] - 1) // held.page_size
+        )
         scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
         return (
-            threshold_select(scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"),
+            threshold_select(
+                scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
+            ),
             None,
             state,
         )

@@ -1,4 +1,6 @@
-"""What policies keep beside K, one entry a layer: it takes in whatever the cache does, at prefill and at every step."""
+"""What policies keep beside K, one entry a layer: it takes in whatever the cache does, at prefill
+and at every step.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +25,9 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Si
 
     Args:
         init: of one layer that holds nothing.
-        take_in: (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry: the first `valid[b]` of T tokens
-            were written at the slots first, first + 1, … of each head, and its lengths count them.
+        take_in: (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry: the first
+            `valid[b]` of T tokens were written at the slots first, first + 1, … of each head, and
+            its lengths count them.
     """
 
     def layers(spec: CacheSpec) -> State:
@@ -37,7 +40,17 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Si
     def prefill(state: State, layer: int, view: PrefillView) -> State:
         return taken_in(state, layer, view.cache.layers[layer], view.k, view.valid)
 
-    def append(state: State, layer: int, k: Array, v: Array, tokens: Array, positions: Array, cache: KVCache) -> State:
-        return taken_in(state, layer, cache.layers[layer], k, jnp.full(k.shape[0], k.shape[1], jnp.int32))
+    def append(
+        state: State,
+        layer: int,
+        k: Array,
+        v: Array,
+        tokens: Array,
+        positions: Array,
+        cache: KVCache,
+    ) -> State:
+        return taken_in(
+            state, layer, cache.layers[layer], k, jnp.full(k.shape[0], k.shape[1], jnp.int32)
+        )
 
     return Sidecar(layers, prefill, append)

@@ -1,9 +1,14 @@
-"""TidalDecode: some layers attend to everything and pick the tokens that the layers behind them attend to.
+"""TidalDecode: some layers attend to everything and pick the tokens that the layers behind them
+attend to.
 
-Paper: "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention" (Yang et al.),
-arXiv:2410.05076. Tokens that matter in one layer matter in the next ones too, so two layers' picks serve all. Where we
-differ: what a group's mean query weighs stands for its query heads, since dense attention can report that without a
-second pass over K; the weights of all KV heads are averaged, so that every head attends to the same tokens.
+Paper: "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention" (Yang
+    et al.),
+arXiv:2410.05076. Tokens that matter in one layer matter in the next ones too, so two layers' picks
+serve all. Where we
+differ: what a group's mean query weighs stands for its query heads, since dense attention can
+    report that without a
+second pass over K; the weights of all KV heads are averaged, so that every head attends to the same
+tokens.
 """
 
 import jax.numpy as jnp
@@ -16,10 +21,11 @@ from jsparse.selection import Selection, everything
 
 @builder
 def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
-    """The `budget` tokens that layer `first` weighs most, picked again at layer `again`; dense up to `first`.
+    """The `budget` tokens that layer `first` weighs most, picked again at layer `again`; dense up
+    to `first`.
 
-    The defaults are the paper's layers for models of 32; a model without layer `again` picks once. All heads of a row
-    must hold equally many tokens.
+    The defaults are the paper's layers for models of 32; a model without layer `again` picks once.
+    All heads of a row must hold equally many tokens.
     """
     for name, value, least in (("budget", budget, 1), ("first", first, 0), ("again", again, 0)):
         whole_number(name, value, least)
@@ -37,7 +43,11 @@ def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
             return everything(lengths), None, state
         ids, count = state
         ids = jnp.broadcast_to(ids[:, None], (*lengths.shape, ids.shape[-1]))
-        return Selection(ids, jnp.broadcast_to(count[:, None], lengths.shape), granularity="token"), None, state
+        return (
+            Selection(ids, jnp.broadcast_to(count[:, None], lengths.shape), granularity="token"),
+            None,
+            state,
+        )
 
     def update(state: State, layer: int, stats, cache: KVCache):
         if not picks(layer):

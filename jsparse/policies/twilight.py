@@ -1,12 +1,15 @@
-"""Twilight: prune what a base selector chose, down to the fewest whose estimated attention mass is p of it.
+"""Twilight: prune what a base selector chose, down to the fewest whose estimated attention mass is
+p of it.
 
-Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.), arXiv:2502.02770. The base
-picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p decides how much of that a head
-needs at this step. The query heads of a group each keep their own set; their KV head reads the union. The paper leaves
-the first two layers dense: dense_layers(twilight(…), n=2).
+Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.),
+    arXiv:2502.02770. The base
+picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p decides how
+much of that a head needs at this step. The query heads of a group each keep their own set; their KV
+head reads the union. The paper leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
-Where we differ: whole pages are one of three ways to hand the survivors on, since attention reads whole pages
-(`prune`). The sum is of what the base listed: its newest token, attended in any case, counts where it was listed.
+Where we differ: whole pages are one of three ways to hand the survivors on, since attention reads
+whole pages (`prune`). The sum is of what the base listed: its newest token, attended in any case,
+counts where it was listed.
 """
 
 from dataclasses import replace
@@ -27,26 +30,32 @@ from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
-# of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits. Measured there, over
-# a Quest that takes a quarter of the context: 46,000 in one row, 43,000 in 8, 58,000 in 64 (bench.twilight_speed)
+# of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits.
+# Measured there, over a Quest that takes a quarter of the context: 46,000 in one row, 43,000 in 8,
+# 58,000 in 64 (bench.twilight_speed)
 BREAK_EVEN_BYTES = 180e6
 
 
 @builder
 def twilight(
-    base: Policy, p: float = 0.95, prune: Prune = "page_mass", dense_below: int | Literal["auto"] = 0
+    base: Policy,
+    p: float = 0.95,
+    prune: Prune = "page_mass",
+    dense_below: int | Literal["auto"] = 0,
 ) -> Policy:
     """What `base` selects, pruned; heads that it makes dense stay so.
 
     Args:
         base: the base selector.
         p: the share of the estimated mass that every query head keeps.
-        prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do, as bits of their
-            pages, which are read whole; "token": the same tokens, read one by one.
-        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected. "auto": the context at
-            which dense attention was measured to be as fast, on an H200, by the bytes of K and V of the whole batch.
+        prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do,
+            as bits of their pages, which are read whole; "token": the same tokens, read one by one.
+        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected.
+            "auto": the context at which dense attention was measured to be as fast, on an H200, by
+            the bytes of K and V of the whole batch.
 
-    Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base list tokens.
+    Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base
+    list tokens.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -55,7 +64,9 @@ def twilight(
     if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
     if "slot_positions" in base.needs:
-        raise ValueError(f"base={base}: must leave tokens in their slots, where their 4-bit copies are")
+        raise ValueError(
+            f"base={base}: must leave tokens in their slots, where their 4-bit copies are"
+        )
     keys = sidecar(int4_keys.init, int4_append)
 
     def shortest(held: LayerCache) -> int:
@@ -63,7 +74,10 @@ def twilight(
 
     def init(spec: CacheSpec):
         if prune == "bits" and spec.page_size > MAX_BITS_PAGE:
-            raise ValueError(f"prune={prune!r}: pages must have at most {MAX_BITS_PAGE} tokens, not {spec.page_size}")
+            raise ValueError(
+                f"prune={prune!r}: pages must have at most {MAX_BITS_PAGE} tokens, not "
+                f"{spec.page_size}"
+            )
         return base.init(spec), keys.init(spec)
 
     def prefill(state: State, layer: int, view: PrefillView):
@@ -93,7 +107,9 @@ def twilight(
         if held.bias is not None:
             logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
         size = None if prune == "token" else held.page_size
-        bits = pages.bits if prune == "page_mass" else None  # the base's, of pages that are kept whole
+        bits = (
+            pages.bits if prune == "page_mass" else None
+        )  # the base's, of pages that are kept whole
         kept = threshold_select(
             logits,
             TopP(p),
@@ -132,11 +148,15 @@ def twilight(
 
 def break_even(held: LayerCache) -> int:
     """Tokens a row, if all rows hold as many, at which dense attention takes as long as Twilight."""
-    return int(BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
+    return int(
+        BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize)
+    )
 
 
 def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
     """Those of the pages `ids`, with their bits, that the ids of `kept` count."""
     valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
-    ids, bits = (jnp.where(valid, jnp.take_along_axis(x, kept.ids, axis=-1), 0) for x in (ids, bits))
+    ids, bits = (
+        jnp.where(valid, jnp.take_along_axis(x, kept.ids, axis=-1), 0) for x in (ids, bits)
+    )
     return replace(kept, ids=ids, bits=bits)

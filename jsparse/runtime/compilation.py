@@ -9,7 +9,8 @@ import jax
 def keep_compilations() -> None:
     """Turns jax's persistent compilation cache on, unless the user has set it up already.
 
-    It lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache) under jsparse/jax.
+    It lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)
+    under jsparse/jax.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return

@@ -17,10 +17,11 @@ from jsparse.shapes import Tokens
 def correct(
     decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, cache: KVCache, state: State
 ) -> tuple[KVCache, State]:
-    """Computes the newest T tokens of each row again, densely, overwrites their K and V and appends them once more.
+    """Computes the newest T tokens of each row again, densely, overwrites their K and V and appends
+    them once more.
 
-    Sparse decoding lets errors build up in K and V; this removes them (LycheeDecode's cache correction). `tokens` are
-    the T newest whose K and V the cache holds.
+    Sparse decoding lets errors build up in K and V; this removes them (LycheeDecode's cache
+    correction). `tokens` are the T newest whose K and V the cache holds.
     """
     count = tokens.shape[1]
     first = cache.positions - count

@@ -1,4 +1,6 @@
-"""The decode step: room for a token, then in each layer append, select, attend, update. It names no method."""
+"""The decode step: room for a token, then in each layer append, select, attend, update. It names no
+method.
+"""
 
 from typing import NamedTuple
 
@@ -44,7 +46,8 @@ def decode_step(
         state: the method's.
 
     Returns:
-        The logits that follow `tokens`, the cache and state with them taken in, and what was attended.
+        The logits that follow `tokens`, the cache and state with them taken in, and what was
+        attended.
     """
     positions = cache.positions[:, None]
     one = jnp.ones_like(cache.positions)
@@ -63,7 +66,9 @@ def decode_step(
     hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend)
     logits = to_logits(decoder, weights, hidden[:, 0])
     cache = cache._replace(positions=cache.positions + 1)
-    shares = StepStats(*(jnp.mean(jnp.stack(n), axis=(0, 2)) / cache.positions for n in zip(*counts, strict=True)))
+    shares = StepStats(
+        *(jnp.mean(jnp.stack(n), axis=(0, 2)) / cache.positions for n in zip(*counts, strict=True))
+    )
     return logits, cache, state, shares
 
 
@@ -78,7 +83,9 @@ def attend_layer(
 
     def attend(selection, summary, state):
         dtype = q.dtype if summary is None else jnp.float32
-        out = ATTENTION[selection.granularity](q, held, selection, stats=policy.stats(layer), dtype=dtype)
+        out = ATTENTION[selection.granularity](
+            q, held, selection, stats=policy.stats(layer), dtype=dtype
+        )
         if summary is not None:
             o, lse = merge(out.o, out.lse, *summary)
             out = AttentionOut(o.astype(q.dtype), lse, out.stats)
@@ -90,5 +97,8 @@ def attend_layer(
     if policy.fallback is None:
         return sparse(state)
     return jax.lax.cond(
-        policy.fallback(state, layer, cache), lambda s: attend(everything(held.lengths), None, s), sparse, state
+        policy.fallback(state, layer, cache),
+        lambda s: attend(everything(held.lengths), None, s),
+        sparse,
+        state,
     )

@@ -1,7 +1,9 @@
-"""Chunked prefill: the prompt in pieces, dense and exact, filling the cache and building the policy's state.
+"""Chunked prefill: the prompt in pieces, dense and exact, filling the cache and building the
+policy's state.
 
-A chunk attends to itself causally and to the cache before it, block by block; the parts are merged by their logsumexps.
-No more than one chunk × one block of scores ever exists, and one compilation serves every chunk of a size.
+A chunk attends to itself causally and to the cache before it, block by block; the parts are merged
+by their logsumexps. No more than one chunk × one block of scores ever exists, and one compilation
+serves every chunk of a size.
 """
 
 import math
@@ -18,8 +20,8 @@ from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
-# Tokens of a chunk, and of a block of the cache that it attends to: with flash attention nothing of that size squared
-# is stored, without it the scores are.
+# Tokens of a chunk, and of a block of the cache that it attends to: with flash attention nothing of
+# that size squared is stored, without it the scores are.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
 
 
@@ -42,13 +44,24 @@ def start(decoder: Decoder, policy: Policy, cache: KVCache, state: State) -> Pre
     """The carry before the first chunk."""
     config, batch = decoder.config, cache.positions.shape[0]
     shape = (batch, policy.window, config.num_heads, config.head_dim)
-    windows = tuple(jnp.zeros(shape, decoder.dtype) for _ in range(config.num_layers if policy.window else 0))
-    return PrefillCarry(cache, state, jnp.zeros((batch, config.hidden_size), decoder.dtype), windows)
+    windows = tuple(
+        jnp.zeros(shape, decoder.dtype) for _ in range(config.num_layers if policy.window else 0)
+    )
+    return PrefillCarry(
+        cache, state, jnp.zeros((batch, config.hidden_size), decoder.dtype), windows
+    )
 
 
 @partial(jax.jit, static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
 def prefill_chunk(
-    decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, valid: Rows, carry: PrefillCarry, *, last: bool
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Tokens,
+    valid: Rows,
+    carry: PrefillCarry,
+    *,
+    last: bool,
 ) -> PrefillCarry:
     """Takes in the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
 
@@ -67,7 +80,9 @@ def prefill_chunk(
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]
         held = jnp.minimum(before + valid, policy.window)
-        state = policy.prefill(state, layer, PrefillView(tokens, positions, k, v, valid, cache, window, held, last))
+        state = policy.prefill(
+            state, layer, PrefillView(tokens, positions, k, v, valid, cache, window, held, last)
+        )
         return o
 
     hidden = hidden_states(decoder, weights, tokens, positions, attend)
@@ -80,19 +95,25 @@ def prefill_chunk(
     )
 
 
-def attend_chunk(q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows) -> ChunkQueries:
+def attend_chunk(
+    q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
+) -> ChunkQueries:
     """Causal attention of a chunk over itself and over everything its row's heads held before it.
 
-    The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row must hold equally
-    many tokens, as they do unless a policy has compacted them.
+    The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row
+    must hold equally many tokens, as they do unless a policy has compacted them.
     """
     lengths = held.lengths[:, 0] - valid
-    pages = min(max(q.shape[1], _flash_tokens(q.shape[-1], q.dtype) // q.shape[0]) // held.page_size, held.num_pages)
+    pages = min(
+        max(q.shape[1], _flash_tokens(q.shape[-1], q.dtype) // q.shape[0]) // held.page_size,
+        held.num_pages,
+    )
     pages = max(pages, 1)
     block = pages * held.page_size
 
     def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        # the last block may stick out behind the last page: what it reads there again lies beyond every length
+        # the last block may stick out behind the last page: what it reads there again lies beyond
+        # every length
         logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
         logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
         keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
@@ -112,7 +133,9 @@ def flash(
     causal: bool = False,
     kv_lengths: Rows | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """(o, lse) of one block: cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere."""
+    """(o, lse) of one block: cuDNN's flash attention where the GPU and dtype allow, plain XLA
+    elsewhere.
+    """
     o, lse = jax.nn.dot_product_attention(
         q,
         k.astype(q.dtype),
@@ -144,7 +167,9 @@ def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
     return pages.reshape(batch, heads, n * size, head_dim).swapaxes(1, 2)
 
 
-def _shift_in(window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows) -> Float[Array, "B W N H"]:
+def _shift_in(
+    window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows
+) -> Float[Array, "B W N H"]:
     """The last W of the old window followed by each row's valid queries."""
     newest = valid[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
     joined = jnp.concatenate([window, q.astype(window.dtype)], axis=1)
@@ -152,13 +177,17 @@ def _shift_in(window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows) -> 
 
 
 def chunk_tokens(decoder: Decoder, batch: int) -> int:
-    """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores stay small."""
+    """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores
+    stay small.
+    """
     most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
     return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 
 def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:
-    """How a prompt of `length` tokens is cut: whole chunks, then one that is padded up to a power of two."""
+    """How a prompt of `length` tokens is cut: whole chunks, then one that is padded up to a power
+    of two.
+    """
     whole, rest = divmod(length, chunk)
     sizes = [chunk] * whole
     return [*sizes, min(chunk, max(smallest, 2 ** math.ceil(math.log2(rest))))] if rest else sizes

@@ -1,4 +1,6 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty; named as HF does."""
+"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty;
+named as HF does.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +12,8 @@ from jsparse.threshold import top_k_mask, top_p_mask
 
 
 class Sampling(NamedTuple):
-    """How to choose; static. At temperature 0 the choice is greedy and only the repetition penalty plays a part.
+    """How to choose; static. At temperature 0 the choice is greedy and only the repetition penalty
+    plays a part.
 
     Applied in this order: repetition_penalty, temperature, top_k, top_p, min_p.
     """
@@ -25,7 +28,10 @@ class Sampling(NamedTuple):
         """Returns self; raises ValueError for a value outside its range."""
         rules = {
             "temperature": (self.temperature >= 0, "a number of at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0 and self.top_k % 1 == 0, "an integer of at least 0 (0 is off)"),
+            "top_k": (
+                self.top_k >= 0 and self.top_k % 1 == 0,
+                "an integer of at least 0 (0 is off)",
+            ),
             "top_p": (0 < self.top_p <= 1, "a number above 0 and at most 1 (1 is off)"),
             "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1 (0 is off)"),
             "repetition_penalty": (self.repetition_penalty > 0, "a number above 0 (1 is off)"),
@@ -44,9 +50,11 @@ def sample(
     step: Int32[Array, ""],
     seen: Bool[Array, "B V"] | None,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """The next token of each row and its log-probability under the model's own softmax, before any of the options.
+    """The next token of each row and its log-probability under the model's own softmax, before any
+    of the options.
 
-    Row b draws from the key folded with (step, b): its choice does not depend on the rest of the batch.
+    Row b draws from the key folded with (step, b): its choice does not depend on the rest of the
+    batch.
 
     Args:
         sampling: the options.
@@ -57,23 +65,31 @@ def sample(
     """
     log_probs = jax.nn.log_softmax(logits)
     if sampling.repetition_penalty != 1.0 and seen is not None:
-        penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        penalised = jnp.where(
+            logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
+        )
         logits = jnp.where(seen, penalised, logits)
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     else:
         rows = jnp.arange(logits.shape[0])
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, step), row))(rows)
-        tokens = jax.vmap(jax.random.categorical)(keys, truncated(sampling, logits)).astype(jnp.int32)
+        tokens = jax.vmap(jax.random.categorical)(keys, truncated(sampling, logits)).astype(
+            jnp.int32
+        )
     return tokens, jnp.take_along_axis(log_probs, tokens[:, None], -1)[:, 0]
 
 
 def truncated(sampling: Sampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """The logits to draw from: scaled by the temperature, -inf where top-k, top-p or min-p rule a token out.
+    """The logits to draw from: scaled by the temperature, -inf where top-k, top-p or min-p rule a
+    token out.
 
-    top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token id.
+    top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token
+    id.
     """
-    logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature  # no overflow, however cold
+    logits = (
+        logits - logits.max(-1, keepdims=True)
+    ) / sampling.temperature  # no overflow, however cold
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = jnp.where(top_k_mask(logits, sampling.top_k), logits, -jnp.inf)
     if sampling.top_p < 1:
@@ -84,6 +100,8 @@ def truncated(sampling: Sampling, logits: Float32[Array, "B V"]) -> Float32[Arra
     return logits
 
 
-def mark_seen(seen: Bool[Array, "B V"] | None, tokens: Int32[Array, "B"]) -> Bool[Array, "B V"] | None:
+def mark_seen(
+    seen: Bool[Array, "B V"] | None, tokens: Int32[Array, "B"]
+) -> Bool[Array, "B V"] | None:
     """`seen` with each row's new token marked."""
     return None if seen is None else seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)

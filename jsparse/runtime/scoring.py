@@ -23,21 +23,30 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
         tokens: integer ids [B, T], or one row [T]; all rows are of full length.
 
     Raises:
-        ValueError: ids of another shape or kind, outside the vocabulary, or longer than the model's maximum.
+        ValueError: ids of another shape or kind, outside the vocabulary, or longer than the model's
+            maximum.
     """
     try:
         ids = np.asarray(tokens)
     except ValueError as error:
-        raise ValueError(f"tokens: must be integers [B, T], all rows of one length ({error})") from None
+        raise ValueError(
+            f"tokens: must be integers [B, T], all rows of one length ({error})"
+        ) from None
     ids = ids[None] if ids.ndim == 1 else ids
     config = params.config
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"tokens of shape {ids.shape} and type {ids.dtype}: must be integers [B, T], at least one")
+        raise ValueError(
+            f"tokens of shape {ids.shape} and type {ids.dtype}: must be integers [B, T], at least "
+            "one"
+        )
     if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ValueError(f"tokens range from {ids.min()} to {ids.max()}: must lie in 0 … {config.vocab_size - 1}")
+        raise ValueError(
+            f"tokens range from {ids.min()} to {ids.max()}: must lie in 0 … {config.vocab_size - 1}"
+        )
     if ids.shape[1] > config.max_position_embeddings:
         raise ValueError(
-            f"tokens has {ids.shape[1]} a row: must be at most {config.max_position_embeddings}, the model's maximum"
+            f"tokens has {ids.shape[1]} a row: must be at most {config.max_position_embeddings}, "
+            "the model's maximum"
         )
     _require_room(params, *ids.shape)
     return dense_pass(params.decoder, params.weights, jnp.asarray(ids, jnp.int32))

@@ -1,6 +1,7 @@
 """Prefill and decoding as the device sees them: jitted programs, and the loop that dispatches them.
 
-The host runs ahead: it never waits for a step before it dispatches the next (see jsparse.host_reader).
+The host runs ahead: it never waits for a step before it dispatches the next (see
+jsparse.host_reader).
 """
 
 from collections import deque
@@ -24,7 +25,9 @@ from jsparse.runtime.decode_step import StepStats, decode_step
 from jsparse.runtime.sampling import Sampling
 from jsparse.shapes import Rows
 
-step = jax.jit(decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
+step = jax.jit(
+    decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state")
+)
 sample = jax.jit(sampling.sample, static_argnames=("sampling",))
 first_logits = jax.jit(to_logits, static_argnames=("decoder",))
 _mark_seen = jax.jit(sampling.mark_seen, donate_argnames=("seen",))
@@ -51,7 +54,9 @@ class Primed(NamedTuple):
     state: State
 
 
-def prime(params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec, report: OnProgress) -> Primed:
+def prime(
+    params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec, report: OnProgress
+) -> Primed:
     """Reads the prompts, all rows side by side, chunk by chunk."""
     longest = max(map(len, rows))
     sizes = prefill.chunk_sizes(longest, prefill.chunk_tokens(params.decoder, len(rows)))
@@ -74,14 +79,24 @@ def prime(params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec
             )
             done += size
             report("prefill", min(done, longest), longest)
-        return Primed(first_logits(params.decoder, params.weights, carry.last_hidden), carry.cache, carry.state)
+        return Primed(
+            first_logits(params.decoder, params.weights, carry.last_hidden),
+            carry.cache,
+            carry.state,
+        )
     except BaseException:
         _settle(carry)
         raise
 
 
 def decode(
-    params: Params, policy: Policy, options: Sampling, rows: list[list[int]], primed: Primed, seed: int, reader: Reader
+    params: Params,
+    policy: Policy,
+    options: Sampling,
+    rows: list[list[int]],
+    primed: Primed,
+    seed: int,
+    reader: Reader,
 ) -> None:
     """Generates until the reader is content or has what it asked for; it ends up with every token."""
     logits, cache, state = primed
@@ -99,7 +114,9 @@ def decode(
             if reader.finished or i + 1 == reader.max_new_tokens:
                 break
             seen = _mark_seen(seen, tokens)
-            logits, cache, state, stats = advance(params, policy, i + 1, recent, tokens, cache, state)
+            logits, cache, state, stats = advance(
+                params, policy, i + 1, recent, tokens, cache, state
+            )
         reader.drain()
     finally:
         _settle(logits, cache, state)
@@ -111,7 +128,13 @@ def recent_tokens(policy: Policy) -> deque[Rows]:
 
 
 def advance(
-    params: Params, policy: Policy, nth: int, recent: deque[Rows], tokens: Rows, cache: KVCache, state: State
+    params: Params,
+    policy: Policy,
+    nth: int,
+    recent: deque[Rows],
+    tokens: Rows,
+    cache: KVCache,
+    state: State,
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
     """The nth decode step, from 1 on, and what the policy wants after it: corrections, maintenance."""
     decoder, weights = params.decoder, params.weights

@@ -19,10 +19,14 @@ def _mosaic():
     return mosaic.block_sparse_decode
 
 
-def _not_mosaic(q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, **_: Any) -> str | None:
+def _not_mosaic(
+    q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, **_: Any
+) -> str | None:
     reason = no_mosaic()
     head_dim, size = layer.k.shape[-1], layer.page_size
-    if reason is None and not (q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)):
+    if reason is None and not (
+        q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+    ):
         reason = f"takes bfloat16 or float16, not {q.dtype} with {layer.k.dtype}"
     elif reason is None and (head_dim % 32 or not 64 <= head_dim <= 256):
         reason = f"takes head dimensions of 64 to 256 that 32 divides, not {head_dim}"
@@ -57,9 +61,10 @@ def block_sparse_decode(
         selection: granularity "page"; what its fields mean is said there.
         sm_scale: multiplies q·k; None is 1/√H.
         stats: what to report of the mean query of each group, or None.
-        dtype: of o, to which it is rounded in the end; float32 where it is to be merged with another.
-        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference", or None for
-            the first of them that can run.
+        dtype: of o, to which it is rounded in the end; float32 where it is to be merged with
+            another.
+        implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference",
+            or None for the first of them that can run.
 
     Returns:
         o, float32 lse, and stats if asked for.

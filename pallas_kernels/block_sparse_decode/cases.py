@@ -1,7 +1,7 @@
 """The inputs that tests and benchmarks share: named cases, each built from a seed.
 
-A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a cache always is: a
-weight of 0 times NaN would be NaN.
+A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a
+cache always is: a weight of 0 times NaN would be NaN.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,16 @@ class Case:
     """Shapes and contents of one call; letters as in jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty one and one of a
-            single token among them; "one", a single token everywhere.
-        listed: ids of each head: "some" of what it holds; "none"; "all" there are, past its length too; "first", which
-            leaves the newest token to the rule; "newest" alone.
+        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty
+            one and one of a single token among them; "one", a single token everywhere.
+        listed: ids of each head: "some" of what it holds; "none"; "all" there are, past its length
+            too; "first", which leaves the newest token to the rule; "newest" alone.
         capacity: C; None is as many ids as a head can list.
         bits: pages carry token bits, some of them none.
         dense: heads that attend to everything.
         table: where pages lie; "shared" lets heads have pages in common.
-        spread: standard deviation of the logits. From 100 on everything is a whole number, so that logits are exact.
+        spread: standard deviation of the logits. From 100 on everything is a whole number, so that
+            logits are exact.
     """
 
     name: str
@@ -120,7 +121,9 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
     units = case.slots // case.unit
     capacity = units if case.capacity is None else case.capacity
     pick: dict[str, Callable[[int], np.ndarray]] = {
-        "some": lambda used: rng.choice(used, min(used, int(rng.integers(1, capacity + 1))), replace=False),
+        "some": lambda used: rng.choice(
+            used, min(used, int(rng.integers(1, capacity + 1))), replace=False
+        ),
         "none": lambda used: np.arange(0),
         "all": lambda used: np.arange(units),
         "first": lambda used: np.arange(min(used, 1)),
@@ -135,7 +138,11 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
     if case.bits:
         bits = rng.integers(0, 2**case.page_size, ids.shape).astype(np.uint32)
         bits[rng.random(ids.shape) < 0.1] = 0
-    dense = {"none": None, "all": np.ones(lengths.shape, bool), "mixed": np.arange(lengths.size) % 2 == 0}[case.dense]
+    dense = {
+        "none": None,
+        "all": np.ones(lengths.shape, bool),
+        "mixed": np.arange(lengths.size) % 2 == 0,
+    }[case.dense]
     return Selection(
         jnp.asarray(ids),
         jnp.asarray(count),
@@ -145,7 +152,9 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
     )
 
 
-def _unread(case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection) -> np.ndarray:
+def _unread(
+    case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection
+) -> np.ndarray:
     """Which slots of the pool no head attends to."""
     unread = np.ones((pool_pages, case.page_size), bool)
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)

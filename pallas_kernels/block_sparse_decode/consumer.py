@@ -44,7 +44,9 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             for w in range(1, tokens // width):
                 word = jnp.where(column >= w * width, s["words_s"][at, w], word)
             attended = (lax.shift_right_logical(word, lax.rem(column, width)) & 1) == 1
-            logits = do.product(s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot])
+            logits = do.product(
+                s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot]
+            )
             logits = logits * (p.scale * LOG2_E)
             if p.has_bias:
                 logits = do.add_bias(s["bias_s"].at[team, slot], logits)
@@ -71,7 +73,9 @@ def consume(p: Problem, g: dict, s: dict) -> None:
                 plgpu.layout_cast(jnp.full((M,), NOTHING, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.full((M,), 0.0, jnp.float32), by_row),
             )
-            acc, top, total = lax.fori_loop(t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing)
+            acc, top, total = lax.fori_loop(
+                t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing
+            )
             empty = total == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)

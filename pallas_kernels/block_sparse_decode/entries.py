@@ -10,7 +10,9 @@ from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
 
 
 class Entries(NamedTuple):
-    """The pages of a head in the order of its tiles: as listed, or all of a dense head; then the newest, if missing."""
+    """The pages of a head in the order of its tiles: as listed, or all of a dense head; then the
+    newest, if missing.
+    """
 
     p: Problem
     g: dict
@@ -32,7 +34,10 @@ class Entries(NamedTuple):
     def resolve(self, entry, missing, page, physical, chosen):
         """The physical page of an entry, and its tokens that count as the bits of words."""
         p, head = self.p, self.head
-        newest_page, newest = lax.div(head.length - 1, p.page_size), lax.rem(head.length - 1, p.page_size)
+        newest_page, newest = (
+            lax.div(head.length - 1, p.page_size),
+            lax.rem(head.length - 1, p.page_size),
+        )
         last = missing & (entry == head.count)
         listed = entry < head.count
         if p.has_dense:
@@ -41,12 +46,20 @@ class Entries(NamedTuple):
             listed = jnp.where(dense, entry * p.page_size < head.length, listed)
             chosen = jnp.where(dense, -1, chosen)
         page = jnp.where(last, newest_page, page)
-        moved = self.g["table"][self.h, newest_page] if p.has_table else self.h * p.num_pages + newest_page
+        moved = (
+            self.g["table"][self.h, newest_page]
+            if p.has_table
+            else self.h * p.num_pages + newest_page
+        )
         held, words = head.length - page * p.page_size, []
         for w in range(0, p.page_size, WORD):
             word = jnp.where(listed, chosen & _lowest_bits(held - w, min(p.page_size, WORD)), 0)
-            at_newest = (page == newest_page) & (lax.div(newest, WORD) == w // WORD) & (listed | last)
-            words.append(word | jnp.where(at_newest, lax.shift_left(jnp.int32(1), newest & (WORD - 1)), 0))
+            at_newest = (
+                (page == newest_page) & (lax.div(newest, WORD) == w // WORD) & (listed | last)
+            )
+            words.append(
+                word | jnp.where(at_newest, lax.shift_left(jnp.int32(1), newest & (WORD - 1)), 0)
+            )
         return jnp.where(last, moved, physical), words
 
 

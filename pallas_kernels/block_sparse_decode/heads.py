@@ -1,4 +1,6 @@
-"""What the copying warpgroup knows of heads: their share of the work, and whether they list their newest token."""
+"""What the copying warpgroup knows of heads: their share of the work, and whether they list their
+newest token.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +12,9 @@ from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
 
 
 class Head(NamedTuple):
-    """What is known of a pair: its share of the work, whether it is dense, the last page of its list."""
+    """What is known of a pair: its share of the work, whether it is dense, the last page of its
+    list.
+    """
 
     splits: Any
     tiles: Any
@@ -31,7 +35,8 @@ def load_head(p: Problem, g: dict, h) -> Head:
 
 
 def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
-    """The first of h and those after it that has any tiles, the tiles before it, it, and the one after it.
+    """The first of h and those after it that has any tiles, the tiles before it, it, and the one
+    after it.
 
     `base` tiles are before h, `head` is h, `ahead` the one after it.
     """
@@ -40,7 +45,9 @@ def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
         h, base, _, ahead = carry
         return h + 1, base, ahead, load_head(p, g, h + 2)
 
-    return lax.while_loop(lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead))
+    return lax.while_loop(
+        lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead)
+    )
 
 
 def lacks_newest(p: Problem, g: dict, h, head: Head):

@@ -1,10 +1,12 @@
 # pyright: reportAbstractUsage=false
-"""Mosaic GPU, Hopper and later: one persistent launch over the pages of all heads, then one that merges the splits.
+"""Mosaic GPU, Hopper and later: one persistent launch over the pages of all heads, then one that
+merges the splits.
 
-Each head's pages are cut into tiles of 64 tokens and these, by a rule that knows nothing of other heads, into splits
-(`schedule`). Every team of two warpgroups takes an equal share of all tiles, rounded to whole splits, which it finds by
-itself: one copies pages by TMA and writes down which tokens of a tile count (`producer`), the other multiplies
-(`consumer`). The mean query of a group, where asked for, is one more row of the padded product.
+Each head's pages are cut into tiles of 64 tokens and these, by a rule that knows nothing of other
+heads, into splits (`schedule`). Every team of two warpgroups takes an equal share of all tiles,
+rounded to whole splits, which it finds by itself: one copies pages by TMA and writes down which
+tokens of a tile count (`producer`), the other multiplies (`consumer`). The mean query of a group,
+where asked for, is one more row of the padded product.
 """
 
 from functools import cache, partial
@@ -40,7 +42,9 @@ def block_sparse_decode(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> AttentionOut:
-    """See api. `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly, for tests."""
+    """See api. `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly,
+    for tests.
+    """
     batch, heads, head_dim = q.shape
     pairs = layer.lengths.size
     group = batch * heads // pairs
@@ -81,7 +85,9 @@ def block_sparse_decode(
     if layer.bias is not None:
         operands.append(layer.bias)
     o, lse, splits, *logits = _kernel(problem)(*operands)
-    o, lse = merge_splits(o, lse, splits, problem.queries, lse_only=problem.queries - group, dtype=dtype)
+    o, lse = merge_splits(
+        o, lse, splits, problem.queries, lse_only=problem.queries - group, dtype=dtype
+    )
     out, out_lse = o.reshape(q.shape), lse[:, -group:].reshape(batch, heads)
     if stats is None:
         return AttentionOut(out, out_lse)
@@ -91,7 +97,9 @@ def block_sparse_decode(
 
 @cache
 def _kernel(problem: Problem):
-    """The launch. It gives o and lse of each split, the splits of each head, and the mean query's logits if wanted."""
+    """The launch. It gives o and lse of each split, the splits of each head, and the mean query's
+    logits if wanted.
+    """
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)
     out = [
@@ -104,10 +112,15 @@ def _kernel(problem: Problem):
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
     storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
     rings = (t.teams, t.stages, t.tokens, p.head_dim)
-    ring, runs = partial(plgpu.Barrier, num_barriers=t.teams * t.stages), plgpu.Barrier(num_barriers=t.teams * p.runs)
+    ring, runs = (
+        partial(plgpu.Barrier, num_barriers=t.teams * t.stages),
+        plgpu.Barrier(num_barriers=t.teams * p.runs),
+    )
     scratch = {
         # windows of M rows that overlap: only the first `rows` of each are anything, or matter
-        "q_s": plgpu.SMEM((M + (t.teams * p.runs - 1) * p.rows, p.head_dim), p.dtype, transforms=storage),
+        "q_s": plgpu.SMEM(
+            (M + (t.teams * p.runs - 1) * p.rows, p.head_dim), p.dtype, transforms=storage
+        ),
         "k_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
         "v_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
@@ -126,7 +139,13 @@ def _kernel(problem: Problem):
         bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
         scratch["bias_s"] = plgpu.SMEM(bias, jnp.float32)
     names = ["q", "k", "v", "lengths", "count"]
-    optional = {"dense": p.has_dense, "ids": p.capacity, "bits": p.has_bits, "table": p.has_table, "bias": p.has_bias}
+    optional = {
+        "dense": p.has_dense,
+        "ids": p.capacity,
+        "bits": p.has_bits,
+        "table": p.has_table,
+        "bias": p.has_bias,
+    }
     names += [name for name, there in optional.items() if there]
     names += ["o", "lse", "splits"] + ["logits"] * p.logits
 
@@ -166,5 +185,7 @@ def _stats(
 ) -> Stats:
     """The mean query's logits, which lie in the order of the tiles, put where the pages are."""
     pages, size = layer.num_pages, layer.page_size
-    scores = place_logits(logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size)
+    scores = place_logits(
+        logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size
+    )
     return Stats(scores, lse)

@@ -10,7 +10,8 @@ M = 64  # rows of a wgmma; a group's queries are padded to it
 WARPS, THREADS = 4, 128  # of a warpgroup
 FIRST_ROW = 7  # of what a run is told by: which row of the window is the head's first
 WORD = 32  # tokens, at most, whose bits one word holds
-BIAS_ROW = 32  # floats of shared memory, at least, for a page's bias: copies begin at multiples of 128 bytes
+# floats of shared memory, at least, for a page's bias: copies begin at multiples of 128 bytes
+BIAS_ROW = 32
 
 
 class Problem(NamedTuple):
@@ -66,7 +67,9 @@ class Problem(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """Runs that a team is told of at once; with many query heads there is room for the queries of one."""
+        """Runs that a team is told of at once; with many query heads there is room for the queries
+        of one.
+        """
         return 2 if self.rows <= 8 else 1
 
     @property

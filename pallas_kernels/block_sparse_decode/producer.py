@@ -11,7 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.entries import Entries
-from jsparse.pallas_kernels.block_sparse_decode.heads import lacks_newest, load_head, next_with_tiles
+from jsparse.pallas_kernels.block_sparse_decode.heads import (
+    lacks_newest,
+    load_head,
+    next_with_tiles,
+)
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
@@ -19,16 +23,21 @@ AHEAD = 2  # tiles whose entries are on their way from memory
 
 
 def produce(p: Problem, g: dict, s: dict) -> None:
-    """Finds the block's splits and sends their tiles: pages by TMA, and a bit for each token that counts.
+    """Finds the block's splits and sends their tiles: pages by TMA, and a bit for each token that
+    counts.
 
-    The splits of one head that a block takes are a run. Whatever the next tile and the next run need from memory is
-    loaded one of them ahead; the warps share the pages of a tile.
+    The splits of one head that a block takes are a run. Whatever the next tile and the next run
+    need from memory is loaded one of them ahead; the warps share the pages of a tile.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)
     first, base, start, end = (s["share_s"][team, i] for i in range(4))
 
-    load, settle, announce = partial(load_head, p, g), partial(next_with_tiles, p, g), partial(_announce, p, g, s, team)
+    load, settle, announce = (
+        partial(load_head, p, g),
+        partial(next_with_tiles, p, g),
+        partial(_announce, p, g, s, team),
+    )
 
     def fetch(h, head, split):
         """All pages of a split's first tile."""
@@ -47,7 +56,11 @@ def produce(p: Problem, g: dict, s: dict) -> None:
         announce(n, h, split, splits, head.tiles, head.splits, extra, sent, first_row)
 
         entries = Entries(p, g, h, head)
-        plgpu.warp_map(lambda warp: _send_tiles(p, s, team, warp, entries, missing, sent, t0, t1 + extra, found))
+        plgpu.warp_map(
+            lambda warp: _send_tiles(
+                p, s, team, warp, entries, missing, sent, t0, t1 + extra, found
+            )
+        )
 
         return n + 1, sent + t1 + extra - t0, following, jnp.int32(0), found_next
 
@@ -65,7 +78,9 @@ def produce(p: Problem, g: dict, s: dict) -> None:
         (head, ahead, base, first, split),
     )
     state, zero = settle(first, base, head, ahead), jnp.int32(0)
-    n, sent, *_ = lax.while_loop(more, send, (zero, zero, state, split, fetch(state[0], state[2], split)))
+    n, sent, *_ = lax.while_loop(
+        more, send, (zero, zero, state, split, fetch(state[0], state[2], split))
+    )
     announce(n, *[zero] * 8)
 
     _drain(p, s, team, n, sent)
@@ -106,13 +121,17 @@ def _drain(p: Problem, s: dict, team, n, sent) -> None:
 
 
 def _share_out(p: Problem, g: dict, s: dict, team) -> None:
-    """Where each team's share of the tiles begins and ends, and in which head; the first team finds it for all."""
+    """Where each team's share of the tiles begins and ends, and in which head; the first team finds
+    it for all.
+    """
 
     @pl.when(team == 0)
     def _():
         load = operations(p).load_heads
         dense = load(g["dense"]) if p.has_dense else None
-        num_tiles = schedule.num_tiles(load(g["lengths"]), load(g["count"]), dense, p.page_size, p.tiles)
+        num_tiles = schedule.num_tiles(
+            load(g["lengths"]), load(g["count"]), dense, p.page_size, p.tiles
+        )
         total = jnp.sum(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
         edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
@@ -140,8 +159,9 @@ def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
 def _duties(p: Problem, warp):
     """The pages of a tile that are a warp's, and whether it copies their K, and their V.
 
-    Of four pages or more, K and V of every fourth; of fewer, K or V of one. A warp waits for the room that it fills and
-    for no other: what others fill can be filled and used twice meanwhile, which looks as if it never had been.
+    Of four pages or more, K and V of every fourth; of fewer, K or V of one. A warp waits for the
+    room that it fills and for no other: what others fill can be filled and used twice meanwhile,
+    which looks as if it never had been.
     """
     n = p.pages_a_tile
     mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]
@@ -157,7 +177,9 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
         """found[j]; j is known to the warp alone."""
         choice = found[0]
         for k in range(1, n):
-            choice = tuple(jnp.where(j == k, new, old) for new, old in zip(found[k], choice, strict=True))
+            choice = tuple(
+                jnp.where(j == k, new, old) for new, old in zip(found[k], choice, strict=True)
+            )
         return choice
 
     def fetch(tile):
@@ -167,11 +189,15 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
         found, *ahead = ahead
         slot = lax.rem(sent + i, stages)
         ahead.append(fetch(t0 + i + AHEAD))
-        resolved = [pages.resolve((t0 + i) * n + j, missing, *f) for j, f in zip(mine, found, strict=True)]
+        resolved = [
+            pages.resolve((t0 + i) * n + j, missing, *f) for j, f in zip(mine, found, strict=True)
+        ]
 
         def copy(j, page, pool, smem, full):
             target = s[smem].at[team, slot, pl.ds(j * p.page_size, p.page_size)]
-            plgpu.copy_gmem_to_smem(pages.g[pool].at[page], target, s[full].at[team * stages + slot])
+            plgpu.copy_gmem_to_smem(
+                pages.g[pool].at[page], target, s[full].at[team * stages + slot]
+            )
 
         @pl.when(copies_k)
         def _():
@@ -182,7 +208,9 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
                 copy(j, page, "k", "k_s", "k_full")
                 if p.has_bias:
                     target = s["bias_s"].at[team, slot, j, pl.ds(0, p.page_size)]
-                    plgpu.copy_gmem_to_smem(pages.g["bias"].at[page], target, s["k_full"].at[team * stages + slot])
+                    plgpu.copy_gmem_to_smem(
+                        pages.g["bias"].at[page], target, s["k_full"].at[team * stages + slot]
+                    )
 
         @pl.when(copies_v)
         def _():

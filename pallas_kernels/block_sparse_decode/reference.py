@@ -19,7 +19,9 @@ def block_sparse_decode(
     stats: StatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """See api. With dense heads every slot is read and masked; without, only the listed pages are gathered."""
+    """See api. With dense heads every slot is read and masked; without, only the listed pages are
+    gathered.
+    """
     run = gathered if selection.dense is None else masked
     out = run(q, layer, selection, sm_scale, stats)
     return out._replace(o=out.o.astype(dtype))
@@ -33,9 +35,13 @@ def masked(
     stats: StatsKind | None,
 ) -> AttentionOut:
     """Reads every slot and masks what is not selected: any selection, whatever its granularity."""
-    mask = token_mask(selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size)
+    mask = token_mask(
+        selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size
+    )
     bias = None if layer.bias is None else read_heads(layer.bias, layer)
-    o, lse, mean_logits = attend(q, read_heads(layer.k, layer), read_heads(layer.v, layer), mask, bias, sm_scale)
+    o, lse, mean_logits = attend(
+        q, read_heads(layer.k, layer), read_heads(layer.v, layer), mask, bias, sm_scale
+    )
     return AttentionOut(o, lse, _report(mean_logits, layer, stats))
 
 
@@ -52,7 +58,9 @@ def gathered(
     newest = lengths - 1
     missing = (selection.count > 0) & ~jnp.any(listed & (slots == newest), -1)
     slots = jnp.concatenate([slots, jnp.maximum(newest, 0)], axis=-1)
-    mask = jnp.concatenate([listed & (slots[..., :-1] < lengths), missing[..., None] & (newest >= 0)], axis=-1)
+    mask = jnp.concatenate(
+        [listed & (slots[..., :-1] < lengths), missing[..., None] & (newest >= 0)], axis=-1
+    )
 
     def rows(pool: Array) -> Array:
         return _read(pool, layer, selection, slots)
@@ -63,11 +71,15 @@ def gathered(
         return AttentionOut(o, lse)
     row, head = (i[..., None] for i in jnp.indices(layer.lengths.shape))
     everywhere = jnp.full((*mask.shape[:2], layer.capacity), -jnp.inf)
-    everywhere = everywhere.at[row, head, jnp.where(mask, slots, layer.capacity)].set(mean_logits, mode="drop")
+    everywhere = everywhere.at[row, head, jnp.where(mask, slots, layer.capacity)].set(
+        mean_logits, mode="drop"
+    )
     return AttentionOut(o, lse, _report(everywhere, layer, stats))
 
 
-def _listed_slots(layer: LayerCache, selection: Selection) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
+def _listed_slots(
+    layer: LayerCache, selection: Selection
+) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
     """Every slot that the list names, and which of them count."""
     valid = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     if selection.granularity == "token":
@@ -80,8 +92,12 @@ def _listed_slots(layer: LayerCache, selection: Selection) -> tuple[Int32[Array,
     return slots.reshape(*valid.shape[:2], -1), marks.reshape(*valid.shape[:2], -1)
 
 
-def _read(pool: Array, layer: LayerCache, selection: Selection, slots: Int32[Array, "B K n"]) -> Array:
-    """The listed rows, whole pages at once where the list is of pages, and the newest token's behind them."""
+def _read(
+    pool: Array, layer: LayerCache, selection: Selection, slots: Int32[Array, "B K n"]
+) -> Array:
+    """The listed rows, whole pages at once where the list is of pages, and the newest token's
+    behind them.
+    """
     if selection.granularity == "token":
         return read_slots(pool, layer, slots)
     pages = read_pages(pool, layer, selection.ids)
@@ -102,15 +118,23 @@ def attend(
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
 
     def score(queries: Float[Array, "B K n H"]) -> Float32[Array, "B K n S"]:
-        logits = sm_scale * jnp.einsum("bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32)
+        logits = sm_scale * jnp.einsum(
+            "bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32
+        )
         if bias is not None:
             logits += bias[:, :, None]
         return jnp.where(mask[:, :, None], logits, -jnp.inf)
 
     weights, total, lse = softmax_partial(score(grouped))
-    o = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = jnp.einsum(
+        "bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     o = o / jnp.where(total == 0, 1.0, total)[..., None]
-    return o.reshape(batch, heads, head_dim), lse.reshape(batch, heads), score(_mean_query(grouped))[:, :, 0]
+    return (
+        o.reshape(batch, heads, head_dim),
+        lse.reshape(batch, heads),
+        score(_mean_query(grouped))[:, :, 0],
+    )
 
 
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
@@ -120,7 +144,9 @@ def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
     return lax.reduce_precision(mean, kept.nexp, kept.nmant).astype(grouped.dtype)
 
 
-def _report(mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: StatsKind | None) -> Stats | None:
+def _report(
+    mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: StatsKind | None
+) -> Stats | None:
     if stats is None:
         return None
     lse = softmax_partial(mean_logits)[2]

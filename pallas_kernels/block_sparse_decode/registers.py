@@ -1,8 +1,9 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""What a multiplying warpgroup does with its registers, on tensor cores and for the interpreter, which has none.
+"""What a multiplying warpgroup does with its registers, on tensor cores and for the interpreter,
+which has none.
 
-A thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and the one 8 below; of every 8 columns two,
-from 2 (l mod 4) on.
+A thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and the one 8 below; of
+every 8 columns two, from 2 (l mod 4) on.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,13 @@ class Operations(NamedTuple):
     Attributes:
         product: (q, k in shared memory) -> q·kᵀ.
         add_product: (acc, weights, v in shared memory) -> acc + weights·v.
-        add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) -> their sum.
+        add_bias: (the bias of a tile's pages, each in a row of shared memory; logits in base 2) ->
+            their sum.
         store_rows: (o, lse in memory; run; x, y) stores the head's rows of x and y.
-        store_row: (row in memory; run; x) stores the mean query's row of x, the first of the head's.
-        load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the warpgroup's threads.
+        store_row: (row in memory; run; x) stores the mean query's row of x, the first of the
+            head's.
+        load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the
+            warpgroup's threads.
 
     The run is what the head is told by, in shared memory; FIRST_ROW of it is the head's first row.
     """
@@ -47,7 +51,9 @@ class Operations(NamedTuple):
 def operations(p: Problem) -> Operations:
     """Those of the GPU, or of the interpreter."""
     if not p.interpret:
-        return Operations(_wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p))
+        return Operations(
+            _wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p)
+        )
 
     def add_bias(bias_s, logits):
         return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1)
@@ -103,7 +109,13 @@ def _bias_adder(p: Problem):
 
 
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)),
+    arg_types=(
+        plgpu.RefType(),
+        plgpu.RefType(),
+        plgpu.RefType(),
+        plgpu.Layout.WGMMA,
+        plgpu.Layout.WGMMA.reduce(1),
+    ),
 )
 def _store_rows(_, o_ref, lse_ref, run_s, x, y):
     row, column = _position(run_s)
@@ -126,7 +138,9 @@ def _store_row(_, row_ref, run_s, x):
 
 
 def _position(run_s):
-    """The first row and the first column that this thread holds; rows count from the head's first one."""
+    """The first row and the first column that this thread holds; rows count from the head's first
+    one.
+    """
     warp, lane = _divided(_remainder(mgpu.thread_idx(), THREADS), 32)
     row, pair = _divided(lane, 4)
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
@@ -139,7 +153,8 @@ def _heads_loader(p: Problem):
     strided = mgpu.WGStridedFragLayout(shape, 1)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout),
     )
     def load_heads(_, ref):
         registers = []
@@ -148,8 +163,12 @@ def _heads_loader(p: Problem):
             value = memref.load(ref, [arith.minui(at, last)])
             there = arith.cmpi(arith.CmpIPredicate.ule, at, last)
             registers.append(arith.select(there, value, _constant(value, 0)))
-        vectors = [vector.broadcast(ir.VectorType.get((1,), value.type), value) for value in registers]
-        return mgpu.FragmentedArray(_registers=np.array(vectors, dtype=object), _layout=strided, _is_signed=True)
+        vectors = [
+            vector.broadcast(ir.VectorType.get((1,), value.type), value) for value in registers
+        ]
+        return mgpu.FragmentedArray(
+            _registers=np.array(vectors, dtype=object), _layout=strided, _is_signed=True
+        )
 
     return load_heads
 

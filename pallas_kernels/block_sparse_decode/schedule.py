@@ -1,11 +1,13 @@
 """How the work is shared: tiles of tokens, splits of a head, shares of a block.
 
-A head's tiles are cut into splits by their own number and what is static of the call, so a row gives bitwise the same
-alone and in a batch. Where heads are of one kind, the counts of splits are such that heads of equal length fill the
-blocks of an H100 or H200 evenly: 66 splits of each of 8 KV heads are 528 = 4 · 132. A team of warps takes the splits
-that begin in its equal share of all tiles.
+A head's tiles are cut into splits by their own number and what is static of the call, so a row
+gives bitwise the same alone and in a batch. Where heads are of one kind, the counts of splits are
+such that heads of equal length fill the blocks of an H100 or H200 evenly: 66 splits of each of 8 KV
+heads are 528 = 4 · 132. A team of warps takes the splits that begin in its equal share of all
+tiles.
 
-All of it runs in the kernel but `max_splits`; numbers of tiles and splits are scalars or vectors of all heads.
+All of it runs in the kernel but `max_splits`; numbers of tiles and splits are scalars or vectors of
+all heads.
 """
 
 from typing import NamedTuple
@@ -46,11 +48,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
-    """The choice for this device: what bench.tune found best on an H200, scaled by its multiprocessors.
+    """The choice for this device: what bench.tune found best on an H200, scaled by its
+    multiprocessors.
 
-    Where some heads may list pages and others attend to all (`mixed`), a long head may be the only one and is cut
-    finer; into fewer splits than there are blocks, since of splits a little shorter than its share a team may take two.
-    Head dimensions other than 128 were not tuned, but tried.
+    Where some heads may list pages and others attend to all (`mixed`), a long head may be the only
+    one and is cut finer; into fewer splits than there are blocks, since of splits a little shorter
+    than its share a team may take two. Head dimensions other than 128 were not tuned, but tried.
     """
     blocks = getattr(jax.local_devices()[0], "core_count", None) or 132
     splits = (*((10 * blocks // 11,) if mixed else ()), blocks // 2, blocks // 4, blocks // 8)
@@ -66,7 +69,9 @@ def max_splits(max_tiles: int, t: Tiles) -> int:
 
 
 def num_tiles(length, count, dense, page_size: int, t: Tiles):
-    """Tiles of heads that hold so many tokens and list so many pages; dense heads have all; None: there are none."""
+    """Tiles of heads that hold so many tokens and list so many pages; dense heads have all; None:
+    there are none.
+    """
     tiles = _divided_up(count, t.tokens // page_size)
     if dense is not None:
         tiles = jnp.where(dense != 0, _divided_up(length, t.tokens), tiles)
@@ -98,7 +103,9 @@ def find(num_tiles, pairs: int, starts):
 
     `num_tiles` is the vector of all heads. A search by bits, each a sum over the warpgroup.
     """
-    index = plgpu.broadcasted_iota(jnp.int32, num_tiles.shape, 0, layout=STRIDED(num_tiles.shape, 1))
+    index = plgpu.broadcasted_iota(
+        jnp.int32, num_tiles.shape, 0, layout=STRIDED(num_tiles.shape, 1)
+    )
     heads, bases = [jnp.int32(0)] * len(starts), [jnp.int32(0)] * len(starts)
     for bit in reversed(range((pairs - 1).bit_length())):
         for i, start in enumerate(starts):

@@ -30,8 +30,9 @@ def bounds_append(
 ) -> Bounds:
     """Takes in the first `valid[b]` tokens at the slots first, first + 1, … of each head of row b.
 
-    `layer` must hold them already, and its lengths must count them. The pages that they touch are computed afresh from
-    K, so that a token written again leaves nothing behind; no other page is read or written.
+    `layer` must hold them already, and its lengths must count them. The pages that they touch are
+    computed afresh from K, so that a token written again leaves nothing behind; no other page is
+    read or written.
 
     Args:
         bounds: as they stood.
@@ -43,4 +44,6 @@ def bounds_append(
     """
     # T slots that do not start on a page's edge touch one page more
     touched = (max_new + layer.page_size - 2) // layer.page_size + 1
-    return run("bounds_append", implementation, BACKENDS, bounds, layer, valid, first, touched=touched)
+    return run(
+        "bounds_append", implementation, BACKENDS, bounds, layer, valid, first, touched=touched
+    )

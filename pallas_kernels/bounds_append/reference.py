@@ -8,12 +8,16 @@ from jsparse.pallas_kernels.key_bounds import Bounds
 from jsparse.shapes import Lengths, Rows
 
 
-def bounds_append(bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int) -> Bounds:
+def bounds_append(
+    bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
+) -> Bounds:
     """See api."""
     size = layer.page_size
     pages = first[..., None] // size + jnp.arange(touched, dtype=jnp.int32)
     end = jnp.minimum(first + valid[:, None], layer.lengths)[..., None]
-    fresh = (pages >= 0) & (pages < layer.num_pages) & (pages * size < end) & (valid > 0)[:, None, None]
+    fresh = (
+        (pages >= 0) & (pages < layer.num_pages) & (pages * size < end) & (valid > 0)[:, None, None]
+    )
     logical = jnp.where(fresh, pages, 0)
     at = jnp.where(fresh, physical_pages(layer, logical), layer.k.shape[0])  # out of range: dropped
     k = read_pages(layer.k, layer, logical)
@@ -21,7 +25,9 @@ def bounds_append(bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths
     low = jnp.min(jnp.where(held, k, jnp.inf), axis=3).astype(k.dtype)
     high = jnp.max(jnp.where(held, k, -jnp.inf), axis=3).astype(k.dtype)
     kept = bounds.of(low, high)
-    return type(bounds)(*(pool.at[at].set(new, mode="drop") for pool, new in zip(bounds, kept, strict=True)))
+    return type(bounds)(
+        *(pool.at[at].set(new, mode="drop") for pool, new in zip(bounds, kept, strict=True))
+    )
 
 
 def _held(logical: Int32[Array, "B K n"], layer: LayerCache) -> Bool[Array, "B K n P"]:

@@ -1,6 +1,8 @@
-"""jax-triton: a program for each page that may have been touched, in place, one launch for all that is kept of it.
+"""jax-triton: a program for each page that may have been touched, in place, one launch for all that
+is kept of it.
 
-Slots behind a page's last token read that one again: it changes neither minimum nor maximum, and needs no mask.
+Slots behind a page's last token read that one again: it changes neither minimum nor maximum, and
+needs no mask.
 """
 
 from dataclasses import dataclass
@@ -41,7 +43,9 @@ class AppendPlan:
     greatest: float = key_bounds.GREATEST
 
 
-def bounds_append(bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int) -> Bounds:
+def bounds_append(
+    bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
+) -> Bounds:
     """See api."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
@@ -79,7 +83,9 @@ def find(valid, first, lengths, plan: tl.constexpr):
     length = tl.load(lengths + pair)
     page = start // plan.page_size + tl.program_id(0)
     slot = page * plan.page_size
-    touched = (count > 0) & (page >= 0) & (page < plan.pages) & (slot < tl.minimum(start + count, length))
+    touched = (
+        (count > 0) & (page >= 0) & (page < plan.pages) & (slot < tl.minimum(start + count, length))
+    )
     return page, length - slot, touched
 
 
@@ -116,7 +122,9 @@ def round_down(x):
 
 
 @triton.jit
-def append_values(k, valid, first, lengths, table, _low_given, _high_given, low_ptr, high_ptr, plan: tl.constexpr):
+def append_values(
+    k, valid, first, lengths, table, _low_given, _high_given, low_ptr, high_ptr, plan: tl.constexpr
+):
     """PageBounds; those that are given and those that are made share their memory."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
@@ -152,10 +160,15 @@ def append_codes(
         inside = channel < plan.head_dim
         low = tl.clamp(low, -plan.greatest, plan.greatest) - plan.least
         high = tl.clamp(high, -plan.greatest, plan.greatest) + plan.least
-        real_low, real_high = tl.where(inside, low, float("inf")), tl.where(inside, high, float("-inf"))
+        real_low, real_high = (
+            tl.where(inside, low, float("inf")),
+            tl.where(inside, high, float("-inf")),
+        )
         least, greatest = tl.reduce((real_low, real_high), 0, wider)
         zero = round_down(least)
-        scale = -round_down(-tl.maximum((greatest - zero) * (1 / plan.steps), tl.abs(zero) * plan.coarsest))
+        scale = -round_down(
+            -tl.maximum((greatest - zero) * (1 / plan.steps), tl.abs(zero) * plan.coarsest)
+        )
         low_code = tl.floor((low - zero) * (1 / scale) + 0.5)
         high_code = tl.floor((high - zero) * (1 / scale) + 0.5)
         low_code -= (scale * low_code + zero > low).to(tl.float32)

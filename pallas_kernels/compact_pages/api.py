@@ -29,19 +29,23 @@ def compact_pages(
     rewrite: HeadFlags | None = None,
     implementation: str | None = None,
 ) -> LayerCache:
-    """Row `keep.ids[b, k, j]` of each head becomes its row j; the rest of what the head held is forgotten.
+    """Row `keep.ids[b, k, j]` of each head becomes its row j; the rest of what the head held is
+    forgotten.
 
-    K, V, and bias and positions where the layer has them, move together; the order stays. The head's length becomes
-    `keep.count`, pages that fall empty go back to the free list. Rows at or past the new length keep what they hold.
-    Pools are changed in place where the caller's jit donates them, and copied first where it does not.
+    K, V, and bias and positions where the layer has them, move together; the order stays. The
+    head's length becomes `keep.count`, pages that fall empty go back to the free list. Rows at or
+    past the new length keep what they hold. Pools are changed in place where the caller's jit
+    donates them, and copied first where it does not.
 
-    No page of a head that is rewritten may be another head's too: the rows of the other would be overwritten.
+    No page of a head that is rewritten may be another head's too: the rows of the other would be
+    overwritten.
 
     Args:
         layer: the pages, lengths and block table.
-        keep: granularity "token", taken literally: the newest token stays only if listed. Ids are distinct, ascending
-            and below the head's length. Dense heads keep everything.
-        rewrite: heads to rewrite; the others are left as they are, whatever `keep` says of them. None is all.
+        keep: granularity "token", taken literally: the newest token stays only if listed. Ids are
+            distinct, ascending and below the head's length. Dense heads keep everything.
+        rewrite: heads to rewrite; the others are left as they are, whatever `keep` says of them.
+            None is all.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
@@ -51,7 +55,14 @@ def compact_pages(
     rewrite = jnp.ones(layer.lengths.shape, jnp.bool_) if rewrite is None else rewrite
     if keep.dense is not None:
         rewrite = rewrite & ~keep.dense
-    moved = run("compact_pages", implementation, BACKENDS, layer, keep.ids, jnp.where(rewrite, keep.count, 0))
+    moved = run(
+        "compact_pages",
+        implementation,
+        BACKENDS,
+        layer,
+        keep.ids,
+        jnp.where(rewrite, keep.count, 0),
+    )
     return truncate(moved, jnp.where(rewrite, keep.count, layer.lengths))
 
 
@@ -61,7 +72,10 @@ def _check(layer: LayerCache, keep: Selection, rewrite: Bool[Array, "..."] | Non
     if keep.bits is not None:
         raise ValueError(f"keep.bits.shape={keep.bits.shape}: must be None, tokens carry no bits")
     if keep.ids.ndim != 3 or keep.ids.shape[:2] != layer.lengths.shape:
-        raise ValueError(f"keep.ids.shape={keep.ids.shape}: must be [B, K, C], where [B, K] is {layer.lengths.shape}")
+        raise ValueError(
+            f"keep.ids.shape={keep.ids.shape}: must be [B, K, C], where [B, K] is "
+            f"{layer.lengths.shape}"
+        )
     flags = {"keep.count": keep.count, "keep.dense": keep.dense, "rewrite": rewrite}
     for name, flag in flags.items():
         if flag is not None and flag.shape != layer.lengths.shape:

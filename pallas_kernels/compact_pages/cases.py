@@ -1,6 +1,7 @@
 """The inputs that tests and benchmarks share: named cases, each built from a seed.
 
-Every number of K and V is its own, so that a row that goes astray shows; what no head holds is there too.
+Every number of K and V is its own, so that a row that goes astray shows; what no head holds is
+there too.
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ class Case:
     """Shapes and contents of one call; letters as in jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P, or "ragged", any number, an empty head and a full one among them.
-        kept: of what a head holds: "some", any number of it; "none"; "all"; "first", the older half; "last", the newer
-            half; "one", its newest token; "but_first", all except its oldest, so that every row moves by one.
+        lengths: tokens that heads hold: all M·P, or "ragged", any number, an empty head and a full
+            one among them.
+        kept: of what a head holds: "some", any number of it; "none"; "all"; "first", the older
+            half; "last", the newer half; "one", its newest token; "but_first", all except its
+            oldest, so that every row moves by one.
         capacity: C; None is all M·P.
         rewrite: heads to rewrite: "all" by no argument at all, every other one, or none.
         dense: every other head is marked dense.
@@ -111,14 +114,18 @@ def _pages(
     return jnp.asarray(table), FreeList(jnp.asarray(free), jnp.int32(order.size - taken)), size + 4
 
 
-def _keep(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _keep(
+    case: Case, rng: np.random.Generator, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     capacity = case.slots if case.capacity is None else case.capacity
     ids, count = np.zeros((*lengths.shape, capacity), np.int32), np.zeros(lengths.shape, np.int32)
     for head in np.ndindex(*lengths.shape):
         held = np.arange(int(lengths[head]))
         half = held.size // 2
         chosen = {
-            "some": rng.choice(held, rng.integers(0, held.size + 1), replace=False) if held.size else held,
+            "some": rng.choice(held, rng.integers(0, held.size + 1), replace=False)
+            if held.size
+            else held,
             "none": held[:0],
             "all": held,
             "first": held[:half],
@@ -142,7 +149,9 @@ CASES = (
     Case("older_half", kept="first", fields=True),
     Case("newer_half", kept="last", lengths="full", table="scrambled", fields=True),
     Case("newest_only", kept="one", table="scrambled"),
-    Case("by_one_row", kept="but_first", lengths="full", num_pages=80, table="scrambled", fields=True),
+    Case(
+        "by_one_row", kept="but_first", lengths="full", num_pages=80, table="scrambled", fields=True
+    ),
     Case("every_other_head", rewrite="mixed", table="scrambled", fields=True),
     Case("dense_heads_stay", dense=True, rewrite="mixed", batch=3, kv_heads=3),
     Case("no_head", rewrite="none", table="scrambled"),
@@ -152,6 +161,21 @@ CASES = (
     Case("head_dim_96", head_dim=96, dtype="bfloat16", batch=3, table="scrambled", fields=True),
     Case("bfloat16", dtype="bfloat16", head_dim=128, kept="last", table="scrambled", fields=True),
     Case("float16", dtype="float16", head_dim=64),
-    Case("many_chunks", batch=1, kv_heads=3, num_pages=130, lengths="full", table="scrambled", fields=True),
-    Case("many_chunks_by_one_page", num_pages=100, kept="last", capacity=700, lengths="full", dtype="bfloat16"),
+    Case(
+        "many_chunks",
+        batch=1,
+        kv_heads=3,
+        num_pages=130,
+        lengths="full",
+        table="scrambled",
+        fields=True,
+    ),
+    Case(
+        "many_chunks_by_one_page",
+        num_pages=100,
+        kept="last",
+        capacity=700,
+        lengths="full",
+        dtype="bfloat16",
+    ),
 )

@@ -8,14 +8,18 @@ from jsparse.shapes import Ids, Lengths
 
 
 def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
-    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k]; lengths and tables stay.
+    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k]; lengths and tables
+    stay.
 
     All that is listed is read before anything is written.
     """
     slots = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     listed = slots < moved[..., None]
     pages = physical_pages(layer, jnp.where(listed, slots // layer.page_size, 0))
-    at = (jnp.where(listed, pages, layer.k.shape[0]), slots % layer.page_size)  # out of range: dropped
+    at = (
+        jnp.where(listed, pages, layer.k.shape[0]),
+        slots % layer.page_size,
+    )  # out of range: dropped
 
     def move(pool: Array) -> Array:
         return pool.at[at].set(read_slots(pool, layer, jnp.where(listed, ids, 0)), mode="drop")

@@ -1,14 +1,15 @@
 """The moves as a jax-triton kernel, in place, one launch for K and V.
 
-A row never moves up: ids ascend, so slot j receives a row that lies at j or behind. A program goes through its head
-front to back, one chunk of rows after the other; what a chunk overwrites are rows that this or an earlier chunk has
-read, so nothing is lost as long as a chunk is read whole before any of it is written. That also lets the next chunk
-be fetched first, and its ids, and where these rows lie, be known before that.
+A row never moves up: ids ascend, so slot j receives a row that lies at j or behind. A program goes
+through its head front to back, one chunk of rows after the other; what a chunk overwrites are rows
+that this or an earlier chunk has read, so nothing is lost as long as a chunk is read whole before
+any of it is written. That also lets the next chunk be fetched first, and its ids, and where these
+rows lie, be known before that.
 
-Chunks of one head wait for each other, so a head is shared among programs by columns instead: every program moves a
-strip of all the head's rows and needs to know nothing of the others. Strips are at least two 32-byte sectors wide, the
-memory's own grain, so nothing is read twice; and there is neither a scratch pool, which would double the traffic, nor a
-lock.
+Chunks of one head wait for each other, so a head is shared among programs by columns instead: every
+program moves a strip of all the head's rows and needs to know nothing of the others. Strips are at
+least two 32-byte sectors wide, the memory's own grain, so nothing is read twice; and there is
+neither a scratch pool, which would double the traffic, nor a lock.
 """
 
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def move_two(ids, moved, table, _first_given, _second_given, first, second, plan
     move_strip(ids, moved, table, first if tl.program_id(2) == 0 else second, plan)
 
 
-def move_rows(layer: LayerCache, ids: Ids, moved: Lengths, *, tiling: CompactTiling | None = None) -> LayerCache:
+def move_rows(
+    layer: LayerCache, ids: Ids, moved: Lengths, *, tiling: CompactTiling | None = None
+) -> LayerCache:
     """See reference."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
@@ -149,5 +152,7 @@ def move_rows(layer: LayerCache, ids: Ids, moved: Lengths, *, tiling: CompactTil
         )
 
     k, v = move(layer.k, layer.v)
-    bias, slot_positions = (pool if pool is None else move(pool)[0] for pool in (layer.bias, layer.slot_positions))
+    bias, slot_positions = (
+        pool if pool is None else move(pool)[0] for pool in (layer.bias, layer.slot_positions)
+    )
     return layer._replace(k=k, v=v, bias=bias, slot_positions=slot_positions)

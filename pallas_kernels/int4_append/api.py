@@ -20,13 +20,21 @@ BACKENDS = (
 
 
 def int4_append(
-    keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, implementation: str | None = None
+    keys: Int4Keys,
+    layer: LayerCache,
+    k: ChunkKV,
+    valid: Rows,
+    first: Lengths,
+    *,
+    implementation: str | None = None,
 ) -> Int4Keys:
-    """Takes in the first `valid[b]` of T tokens, which lie at the slots first, first + 1, … of each head of row b.
+    """Takes in the first `valid[b]` of T tokens, which lie at the slots first, first + 1, … of each
+    head of row b.
 
-    Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it wrote are written,
-    and a slot written again holds its newest token. `layer` is the cache's layer, pages allocated. Pools are changed in
-    place where the caller's jit donates them, and copied first where it does not.
+    Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it
+    wrote are written, and a slot written again holds its newest token. `layer` is the cache's
+    layer, pages allocated. Pools are changed in place where the caller's jit donates them, and
+    copied first where it does not.
 
     Args:
         keys: as they stood.
@@ -41,5 +49,7 @@ def int4_append(
     """
     wanted = (*first.shape, 2 * keys.packed.shape[-1])
     if (k.shape[0], *k.shape[2:]) != wanted:
-        raise ValueError(f"k.shape={k.shape}: [B, K, H] must be {wanted}, to fit `first` and the keys")
+        raise ValueError(
+            f"k.shape={k.shape}: [B, K, H] must be {wanted}, to fit `first` and the keys"
+        )
     return run("int4_append", implementation, BACKENDS, keys, layer, k, valid, first)

@@ -1,9 +1,12 @@
-"""jax-triton: a program takes in tokens of one head, in place, one launch for codes, scales and zeros.
+"""jax-triton: a program takes in tokens of one head, in place, one launch for codes, scales and
+zeros.
 
-Where a token goes and what it holds are loaded side by side: at one token a step, time is that of the loads which wait
-for each other, and only the block table's does. A byte's two codes are of one token, so no two programs share one.
+Where a token goes and what it holds are loaded side by side: at one token a step, time is that of
+the loads which wait for each other, and only the block table's does. A byte's two codes are of one
+token, so no two programs share one.
 
-2^23 plus a float32 in 0 … 15 is rounded to an integer, half to even: the sum's lowest bits are the code.
+2^23 plus a float32 in 0 … 15 is rounded to an integer, half to even: the sum's lowest bits are the
+code.
 """
 
 import jax
@@ -21,7 +24,9 @@ LEVELS = tl.constexpr(int4_keys.LEVELS)
 FLOAT16_MAX = tl.constexpr(int4_keys.FLOAT16_MAX)
 
 
-def int4_append(keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths) -> Int4Keys:
+def int4_append(
+    keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
+) -> Int4Keys:
     """See api."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
@@ -99,6 +104,10 @@ def append_kernel(
     if HAS_TABLE:
         page = tl.load(table_ptr + page, mask=ok, other=0).to(tl.int64)
     at = page * P + slot % P
-    tl.store(packed_ptr + at[:, None] * (H // 2) + half, even | (odd << 4), mask=ok[:, None] & (half < H // 2))
+    tl.store(
+        packed_ptr + at[:, None] * (H // 2) + half,
+        even | (odd << 4),
+        mask=ok[:, None] & (half < H // 2),
+    )
     tl.store(scale_ptr + at, scale, mask=ok)
     tl.store(zero_ptr + at, zero, mask=ok)

@@ -1,4 +1,6 @@
-"""Estimated logits from a 4-bit copy of K, or of some of its channels: what Twilight and Double Sparsity go by."""
+"""Estimated logits from a 4-bit copy of K, or of some of its channels: what Twilight and Double
+Sparsity go by.
+"""
 
 from jaxtyping import Array, Float, Float32
 
@@ -26,7 +28,10 @@ def _load_triton():
     return triton_gpu.int4_scores
 
 
-BACKENDS = (Backend("triton", _load_triton, _triton_refuses), Backend("reference", lambda: reference.int4_scores))
+BACKENDS = (
+    Backend("triton", _load_triton, _triton_refuses),
+    Backend("reference", lambda: reference.int4_scores),
+)
 
 
 def int4_scores(
@@ -38,7 +43,8 @@ def int4_scores(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """The logit of every query head for every slot that its KV head holds, or for those of listed pages.
+    """The logit of every query head for every slot that its KV head holds, or for those of listed
+    pages.
 
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias.
 
@@ -51,10 +57,11 @@ def int4_scores(
         implementation: "triton", "reference", or None to pick.
 
     Returns:
-        float32[B, N, S], by slot; with a selection float32[B, N, C·P], slot t of the page `ids[…, i]` at i·P + t. Query
-        heads are not reduced. -inf: at and behind the head's length, behind the list's count, where a bit is off. The
-        list alone counts: `dense` is not looked at (a dense head scores what it lists, in general nothing), and the
-        newest token has a score only where its page is listed.
+        float32[B, N, S], by slot; with a selection float32[B, N, C·P], slot t of the page `ids[…,
+        i]` at i·P + t. Query heads are not reduced. -inf: at and behind the head's length, behind
+        the list's count, where a bit is off. The list alone counts: `dense` is not looked at (a
+        dense head scores what it lists, in general nothing), and the newest token has a score only
+        where its page is listed.
 
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
@@ -64,6 +71,10 @@ def int4_scores(
     check_shapes("int4_scores", "page", q, layer, listed, head_dim=head_dim)
     for name, wanted in {"packed": (*pages, head_dim // 2), "scale": pages, "zero": pages}.items():
         if (shape := getattr(keys, name).shape) != wanted:
-            raise ValueError(f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages")
+            raise ValueError(
+                f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages"
+            )
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return run("int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale)
+    return run(
+        "int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale
+    )

@@ -10,7 +10,12 @@ from jsparse.selection import Selection, unpack_bits
 
 
 def int4_scores(
-    q: Float[Array, "B N H"], layer: LayerCache, keys: Int4Keys, selection: Selection | None, *, sm_scale: float
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    keys: Int4Keys,
+    selection: Selection | None,
+    *,
+    sm_scale: float,
 ) -> Float32[Array, "B N slots"]:
     """See api."""
     batch, heads, head_dim = q.shape
@@ -22,13 +27,17 @@ def int4_scores(
         seen = _listed(layer, selection)
     k = dequantise(packed, scale, zero)
     grouped = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, head_dim)
-    scores = sm_scale * jnp.einsum("bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST)
+    scores = sm_scale * jnp.einsum(
+        "bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST
+    )
     return jnp.where(seen[:, :, None], scores, -jnp.inf).reshape(batch, heads, seen.shape[-1])
 
 
 def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
     """Which slots of the listed pages count."""
-    slots = selection.ids[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
+    slots = selection.ids[..., None] * layer.page_size + jnp.arange(
+        layer.page_size, dtype=jnp.int32
+    )
     listed = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     seen = (slots < layer.lengths[..., None, None]) & listed[..., None]
     if selection.bits is not None:

@@ -1,12 +1,14 @@
 """jax-triton: codes become float16 by masking alone, and tokens are the rows of the MMA.
 
-A 16-bit word holds the codes of four channels. Masked and joined with 0x6400, the bits of 1024, code n in bits 0-3 is
-the float16 1024 + n, and in bits 4-7 it is 1024 + 16·n: one instruction makes two operands, and a shift by a byte
-serves the other two codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
-parted like the words': channel 4w + j belongs to the j-th code of word w.
+A 16-bit word holds the codes of four channels. Masked and joined with 0x6400, the bits of 1024,
+code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it is 1024 + 16·n: one instruction makes
+two operands, and a shift by a byte serves the other two codes. What 1024 and 16 add is taken out
+behind the MMA and out of the query, whose channels are parted like the words': channel 4w + j
+belongs to the j-th code of word w.
 
-Queries are scaled by a power of two into float16's upper range, so that 11 bits of every channel count, whatever the
-dtype. All of a token's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+Queries are scaled by a power of two into float16's upper range, so that 11 bits of every channel
+count, whatever the dtype. All of a token's score comes from one row of one tile: neither the tiling
+nor the batch changes its bits.
 """
 
 from typing import NamedTuple
@@ -26,8 +28,8 @@ class ScoresTiling(NamedTuple):
     """How the work is cut; the bits of a result do not depend on it.
 
     Attributes:
-        block: tokens of a tile, whole pages. With 64 a warp each thread loads two scales: 4 bytes, the fewest that can
-            be copied asynchronously.
+        block: tokens of a tile, whole pages. With 64 a warp each thread loads two scales: 4 bytes,
+            the fewest that can be copied asynchronously.
         max_tiles: tiles of a program at most.
         programs: of each multiprocessor, before programs are given more than one tile.
         num_warps: of a program.
@@ -65,7 +67,9 @@ def int4_scores(
     group = q.shape[1] // heads
     absent = layer.lengths  # stands for the arrays that a call lacks; never read
     bits = None if selection is None else selection.bits
-    chained = 1 + (selection is not None) + (layer.block_table is not None)  # loads that wait for one another
+    chained = (
+        1 + (selection is not None) + (layer.block_table is not None)
+    )  # loads that wait for one another
     return triton_call(
         *(q, *keys, layer.lengths),
         *((absent, absent) if selection is None else (selection.ids, selection.count)),
@@ -114,10 +118,14 @@ def _operands(words):
 
 @triton.jit
 def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr):
-    """The four parts of the queries [WORDS, COLS], the sum of their channels, what 1024 adds, and their unit."""
+    """The four parts of the queries [WORDS, COLS], the sum of their channels, what 1024 adds, and
+    their unit.
+    """
     head, channel = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
     at = (pair * G + head)[:, None] * H + channel[None, :]
-    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0).to(
+        tl.float32
+    )
     # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -192,7 +200,11 @@ def scores_kernel(
             page = tl.load(table_ptr + pair * M + page).to(tl.int64)
         at = tl.max_contiguous(tl.multiple_of(page * P + slot, P), P)
         words_at = words_ptr + at[:, None] * (H // 4) + word[None, :]
-        words = tl.load(words_at) if WORDS == H // 4 else tl.load(words_at, mask=(word < H // 4)[None, :])
+        words = (
+            tl.load(words_at)
+            if WORDS == H // 4
+            else tl.load(words_at, mask=(word < H // 4)[None, :])
+        )
         scale = tl.load(scale_ptr + at).to(tl.float32) * unit
         zero = tl.load(zero_ptr + at).to(tl.float32) * unit
         k0, k1, k2, k3 = _operands(words)

@@ -30,13 +30,14 @@ def merge_splits(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
-    """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever they hold.
+    """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever
+    they hold.
 
     Args:
         o: the partial results.
         lse: theirs; an empty partial has o = 0 and lse = -inf.
-        used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf. Entries past the
-            pairs are not read.
+        used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf.
+            Entries past the pairs are not read.
         rows: how many of the R rows are wanted, the first ones.
         lse_only: how many of these, the first ones, are wanted for their lse alone.
         dtype: of the merged o, to which it is rounded in the end.
@@ -57,7 +58,10 @@ def merge_splits(
     ):
         raise ValueError(
             f"o.shape={o.shape}, lse.shape={lse.shape}, used.shape={used.shape}, rows={rows}, "
-            f"lse_only={lse_only}: must be [pairs, splits, R, H], [pairs, splits, R], at least [pairs], from 1 to R "
+            f"lse_only={lse_only}: must be [pairs, splits, R, H], [pairs, splits, R], at least "
+            "[pairs], from 1 to R "
             "and from 0 to rows - 1"
         )
-    return run("merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype)
+    return run(
+        "merge_splits", implementation, BACKENDS, o, lse, used, rows, lse_only=lse_only, dtype=dtype
+    )

@@ -22,5 +22,7 @@ def merge_splits(
     weights = jnp.exp(lse - top[:, None])
     total = jnp.sum(weights, axis=1)
     parts = jnp.where(counts[..., None], o[:, :, :rows], 0.0)
-    merged = jnp.sum(weights[..., None] * parts, axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
+    merged = (
+        jnp.sum(weights[..., None] * parts, axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
+    )
     return merged[:, lse_only:].astype(dtype), jnp.log(total) + top

@@ -11,18 +11,33 @@ FEW = 16  # splits that one warp merges, a row of them at a time
 
 
 @triton.jit
-def _sum(o_ptr, lse_ptr, first, used, R: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """One row of the first `used` ≤ SPLITS splits, all at once; `first` is that row of the first split."""
+def _sum(
+    o_ptr,
+    lse_ptr,
+    first,
+    used,
+    R: tl.constexpr,
+    H: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One row of the first `used` ≤ SPLITS splits, all at once; `first` is that row of the first
+    split.
+    """
     split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     counts = split < used
     at = first + split * R
     lse = tl.load(lse_ptr + at, mask=counts, other=float("-inf"))
-    parts = tl.load(o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0)
+    parts = tl.load(
+        o_ptr + at[:, None] * H + channel, mask=counts[:, None] & (channel < H), other=0.0
+    )
     top = tl.max(lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp(lse - top)
     total = tl.sum(weights, 0)
-    return tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total), tl.log(total) + top
+    return tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total), tl.log(
+        total
+    ) + top
 
 
 @triton.jit
@@ -79,7 +94,9 @@ def merge_splits(
         kernel=_merge,
         out_shape=out,
         grid=(pairs, rows),
-        num_warps=1 if all_splits <= FEW else max(4, all_splits // 32),  # else a thread's registers do not hold them
+        num_warps=1
+        if all_splits <= FEW
+        else max(4, all_splits // 32),  # else a thread's registers do not hold them
         splits=splits,
         R=padded,
         H=head_dim,

@@ -51,16 +51,18 @@ def page_bounds(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
-    """The greatest logit that any token within a page's bounds could have, for any query head of the KV head's group.
+    """The greatest logit that any token within a page's bounds could have, for any query head of
+    the KV head's group.
 
-    sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest: Query-Aware Sparsity for Efficient
-    Long-Context LLM Inference" (Tang et al., arXiv:2406.10774). Up to float32 rounding no token of the page scores
-    more, the layer's bias left aside.
+    sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest: Query-Aware
+    Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774). Up to
+    float32 rounding no token of the page scores more, the layer's bias left aside.
 
     Args:
         q: the queries, after RoPE.
         layer: says where pages lie and how many slots each head holds; its K and V are not read.
-        bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8 bits.
+        bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8
+            bits.
         sm_scale: multiplies the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
@@ -75,8 +77,14 @@ def page_bounds(
     wanted = jax.eval_shape(bounds.of, pages, pages)
     for name, kept, fits in zip(bounds._fields, bounds, wanted, strict=True):
         if kept.shape != fits.shape:
-            raise ValueError(f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K")
+            raise ValueError(
+                f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K"
+            )
     if sm_scale is not None and not sm_scale > 0:
-        raise ValueError(f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit")
+        raise ValueError(
+            f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"
+        )
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return run("page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale)
+    return run(
+        "page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale
+    )

@@ -33,7 +33,12 @@ def build(case: Case, seed: int = 0) -> Inputs:
     everything = jnp.full(case.batch, case.slots, jnp.int32)
     first = jnp.zeros_like(layer.lengths)
     bounds = bounds_append(
-        form.of(junk, -junk), layer, everything, first, max_new=case.slots, implementation="reference"
+        form.of(junk, -junk),
+        layer,
+        everything,
+        first,
+        max_new=case.slots,
+        implementation="reference",
     )
     return Inputs(q, layer, bounds)
 

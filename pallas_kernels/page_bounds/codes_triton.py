@@ -1,12 +1,15 @@
-"""jax-triton, 8-bit bounds: codes become float16 by permuting bytes, two at a time, and pages are the rows of the MMAs.
+"""jax-triton, 8-bit bounds: codes become float16 by permuting bytes, two at a time, and pages are
+the rows of the MMAs.
 
-A byte n with 0x64 above it is the float16 1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the
-even and the odd channels are apart, in the query as well; positive channels of the query meet the upper codes, negative
-the lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's channels: taken out
-behind the MMA, it costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
+A byte n with 0x64 above it is the float16 1024 + n. A 16-bit word holds the codes of channels 2w
+and 2w + 1, so the even and the odd channels are apart, in the query as well; positive channels of
+the query meet the upper codes, negative the lower. What 1024 adds, together with the page's zero,
+is a multiple of the sum of the query's channels: taken out behind the MMA, it costs the sum two of
+its bits, of which tensor cores cut the last ones off instead of rounding.
 
-Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose nothing that counts.
-All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
+nothing that counts. All of a page's score comes from one row of one tile: neither the tiling nor
+the batch changes its bits.
 """
 
 import triton
@@ -29,7 +32,9 @@ def page_bounds(
     """See api."""
     half = q.shape[2] // 2
     constants = {"SCALE": sm_scale, "WORDS": half, "WIDTH": max(16, triton.next_power_of_2(half))}
-    return launch(codes_kernel, q, bounds, layer, tiling or default_tiling(q.shape[2], 1), constants)
+    return launch(
+        codes_kernel, q, bounds, layer, tiling or default_tiling(q.shape[2], 1), constants
+    )
 
 
 @triton.jit
@@ -49,11 +54,17 @@ def _operands(words):
 
 
 @triton.jit
-def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr):
-    """Even and odd channels [WIDTH, COLS] of the queries' positive and negative parts; their sums, and their unit."""
+def _query(
+    q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Even and odd channels [WIDTH, COLS] of the queries' positive and negative parts; their sums,
+    and their unit.
+    """
     head, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
     at = (pair * G + head)[:, None] * (2 * WORDS) + channel[None, :]
-    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0).to(tl.float32)
+    q = tl.load(
+        q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0
+    ).to(tl.float32)
     # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)

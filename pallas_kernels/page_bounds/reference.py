@@ -15,7 +15,9 @@ def page_bounds(
     grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
 
     def dot(part: Array, pool: Array) -> Array:
-        return jnp.einsum("bkgh,bkmh->bkgm", part, _by_head(pool, layer), precision=jax.lax.Precision.HIGHEST)
+        return jnp.einsum(
+            "bkgh,bkmh->bkgm", part, _by_head(pool, layer), precision=jax.lax.Precision.HIGHEST
+        )
 
     low, high = bounds.values()
     scores = dot(jnp.maximum(grouped, 0), high) + dot(jnp.minimum(grouped, 0), low)
@@ -26,4 +28,8 @@ def page_bounds(
 def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:
     """What belongs to each logical page of each head; a reshape under the identity table."""
     shape = (*layer.lengths.shape, layer.num_pages, pool.shape[-1])
-    return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape).astype(jnp.float32)
+    return (
+        (pool if layer.block_table is None else pool[layer.block_table])
+        .reshape(shape)
+        .astype(jnp.float32)
+    )

@@ -1,6 +1,8 @@
-"""jax-triton: two MMAs, pages as their rows. Positive channels of the query meet the upper bounds, negative the lower.
+"""jax-triton: two MMAs, pages as their rows. Positive channels of the query meet the upper bounds,
+negative the lower.
 
-All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
+All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its
+bits.
 """
 
 from collections.abc import Mapping
@@ -35,7 +37,9 @@ class BoundsTiling(NamedTuple):
 
 
 def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
-    """Tiles of 8 KB of each bound: three of them in flight, four times over, fill a multiprocessor's shared memory."""
+    """Tiles of 8 KB of each bound: three of them in flight, four times over, fill a
+    multiprocessor's shared memory.
+    """
     return BoundsTiling(min(max(8192 // (triton.next_power_of_2(head_dim) * itemsize), 16), 64))
 
 
@@ -55,11 +59,23 @@ def page_bounds(
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
         "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
     }
-    return launch(bounds_kernel, q, bounds, layer, tiling or default_tiling(head_dim, q.dtype.itemsize), constants)
+    return launch(
+        bounds_kernel,
+        q,
+        bounds,
+        layer,
+        tiling or default_tiling(head_dim, q.dtype.itemsize),
+        constants,
+    )
 
 
 def launch(
-    kernel: Any, q: Array, bounds: Bounds, layer: LayerCache, tiling: BoundsTiling, constants: Mapping[str, Any]
+    kernel: Any,
+    q: Array,
+    bounds: Bounds,
+    layer: LayerCache,
+    tiling: BoundsTiling,
+    constants: Mapping[str, Any],
 ) -> Float32[Array, "B K M"]:
     """A kernel over tiles of pages, which takes `constants` besides what both kernels take."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -76,7 +92,9 @@ def launch(
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
         num_warps=tiling.num_warps,
-        STAGES=1 + tiling.ahead * (1 + (table is not None)),  # loads that wait for one another share out the stages
+        STAGES=1
+        + tiling.ahead
+        * (1 + (table is not None)),  # loads that wait for one another share out the stages
         BLOCK=tiling.block,
         TILES=per_program,
         M=pages,

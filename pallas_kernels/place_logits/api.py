@@ -1,4 +1,6 @@
-"""From logits in the order in which pages were read to what `Stats` reports, in the order of the pages."""
+"""From logits in the order in which pages were read to what `Stats` reports, in the order of the
+pages.
+"""
 
 from typing import get_args
 
@@ -33,13 +35,15 @@ def place_logits(
     page_size: int,
     implementation: str | None = None,
 ) -> Float32[Array, "B K units"]:
-    """The scores of `Stats`: each page's logits, or their logsumexp, where the page is; -inf for what was not read.
+    """The scores of `Stats`: each page's logits, or their logsumexp, where the page is; -inf for
+    what was not read.
 
     Args:
-        logits: of each pair (row, KV head), P for each page that it reads, -inf for tokens that are not attended. Pages
-            stand in the order of the list, and behind them the newest token's where the list lacks it; those of a dense
-            head in their own. What lies behind is not read, whatever it holds, nor is anything of a head that reads
-            nothing: one that holds no token, or lists none and is not dense.
+        logits: of each pair (row, KV head), P for each page that it reads, -inf for tokens that are
+            not attended. Pages stand in the order of the list, and behind them the newest token's
+            where the list lacks it; those of a dense head in their own. What lies behind is not
+            read, whatever it holds, nor is anything of a head that reads nothing: one that holds no
+            token, or lists none and is not dense.
         selection: what was read; granularity "page". Lists may go on past what a head holds.
         lengths: how many slots each head holds.
         stats: "page_mass" or "token_logits".
@@ -56,17 +60,25 @@ def place_logits(
     if stats not in get_args(StatsKind):
         raise ValueError(f"stats={stats!r}: must be one of {list(get_args(StatsKind))}")
     if selection.granularity != "page":
-        raise ValueError(f"selection.granularity={selection.granularity!r}: place_logits takes 'page'")
+        raise ValueError(
+            f"selection.granularity={selection.granularity!r}: place_logits takes 'page'"
+        )
     for name in ("ids", "count", "dense"):
         field = getattr(selection, name)
         if field is not None and field.shape[:2] != lengths.shape:
-            raise ValueError(f"selection.{name}.shape={field.shape}: must begin with [B, K] = {lengths.shape}")
+            raise ValueError(
+                f"selection.{name}.shape={field.shape}: must begin with [B, K] = {lengths.shape}"
+            )
     capacity = selection.ids.shape[-1]
     most = max(capacity + 1 if capacity else 0, num_pages if selection.dense is not None else 0)
     if logits.ndim != 2 or logits.shape[0] != lengths.size or logits.shape[1] % page_size:
-        raise ValueError(f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]")
+        raise ValueError(
+            f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]"
+        )
     if logits.shape[1] < most * page_size:
-        raise ValueError(f"logits.shape={logits.shape}: must have room for {most} pages of {page_size}")
+        raise ValueError(
+            f"logits.shape={logits.shape}: must have room for {most} pages of {page_size}"
+        )
     return run(
         *("place_logits", implementation, BACKENDS, logits, selection, lengths),
         stats=stats,

@@ -25,10 +25,10 @@ class Case:
     """Shapes and contents of one call; letters as in jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty one and one of a
-            single token among them.
-        listed: pages of each head: "any" of all M, past its length too; "held", some of what it holds; "first" and
-            "newest", that one alone; "all" M; "none".
+        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty
+            one and one of a single token among them.
+        listed: pages of each head: "any" of all M, past its length too; "held", some of what it
+            holds; "first" and "newest", that one alone; "all" M; "none".
         capacity: C; None is M.
         dense: heads that read everything they hold.
         spare: pages that the logits have room for beyond what any head reads.
@@ -57,7 +57,9 @@ class Case:
         lengths = self._lengths(rng).reshape(heads)
         capacity = self.num_pages if self.capacity is None else self.capacity
         ids, count = np.zeros((*heads, capacity), np.int32), np.zeros(heads, np.int32)
-        dense = {"none": None, "all": np.ones(heads, bool), "mixed": rng.random(heads) < 0.5}[self.dense]
+        dense = {"none": None, "all": np.ones(heads, bool), "mixed": rng.random(heads) < 0.5}[
+            self.dense
+        ]
         most = max(capacity + 1 if capacity else 0, 0 if dense is None else self.num_pages)
         logits = np.full((*heads, most + self.spare, size), np.nan, np.float32)
         for head in np.ndindex(*heads):
@@ -68,14 +70,24 @@ class Case:
             missing = chosen.size > 0 and used - 1 not in chosen
             if dense is not None and dense[head]:
                 chosen, missing = np.arange(used), False
-            slots = np.append(chosen, used - 1)[: chosen.size + missing, None] * size + np.arange(size)
+            slots = np.append(chosen, used - 1)[: chosen.size + missing, None] * size + np.arange(
+                size
+            )
             attended = (slots < lengths[head]) & (rng.random(slots.shape) < 0.8)
             if missing:
                 attended[-1] = slots[-1] == lengths[head] - 1
             if used:
-                logits[head][: len(slots)] = np.where(attended, rng.normal(scale=5, size=slots.shape), -np.inf)
-        selection = Selection(jnp.asarray(ids), jnp.asarray(count), dense=None if dense is None else jnp.asarray(dense))
-        return Inputs(jnp.asarray(logits.reshape(lengths.size, -1)), selection, jnp.asarray(lengths))
+                logits[head][: len(slots)] = np.where(
+                    attended, rng.normal(scale=5, size=slots.shape), -np.inf
+                )
+        selection = Selection(
+            jnp.asarray(ids),
+            jnp.asarray(count),
+            dense=None if dense is None else jnp.asarray(dense),
+        )
+        return Inputs(
+            jnp.asarray(logits.reshape(lengths.size, -1)), selection, jnp.asarray(lengths)
+        )
 
     def _lengths(self, rng: np.random.Generator) -> np.ndarray:
         everything = self.num_pages * self.page_size
@@ -92,7 +104,11 @@ class Case:
             among = self.num_pages if self.listed == "any" else used
             size = int(rng.integers(0, min(among, capacity) + 1))
             return np.sort(rng.choice(among, size, replace=False)) if size else np.arange(0)
-        alone = {"first": np.arange(min(used, 1)), "newest": np.arange(used)[-1:], "none": np.arange(0)}
+        alone = {
+            "first": np.arange(min(used, 1)),
+            "newest": np.arange(used)[-1:],
+            "none": np.arange(0),
+        }
         return alone.get(self.listed, np.arange(self.num_pages))
 
 

@@ -27,13 +27,17 @@ def place_logits(
     newest = jnp.where(count > 0, (length - 1) // page_size, num_pages)
     row, head = (i[..., None] for i in jnp.indices(lengths.shape))
     entry = jnp.full((*lengths.shape, num_pages), nowhere, jnp.int32)
-    entry = entry.at[row, head, newest].set(count, mode="drop").at[row, head, ids].set(nth, mode="drop")
+    entry = (
+        entry.at[row, head, newest].set(count, mode="drop").at[row, head, ids].set(nth, mode="drop")
+    )
     if selection.dense is not None:
         page = jnp.arange(num_pages, dtype=jnp.int32)
         held = jnp.where(page * page_size < length, page, nowhere)
         entry = jnp.where(selection.dense[..., None], held, entry)
     entry = entry[..., None]
-    placed = jnp.where(entry == nowhere, -jnp.inf, jnp.take_along_axis(read, entry, axis=2, mode="clip"))
+    placed = jnp.where(
+        entry == nowhere, -jnp.inf, jnp.take_along_axis(read, entry, axis=2, mode="clip")
+    )
     if stats == "page_mass":
         return softmax_partial(placed)[2]
     return placed.reshape(*lengths.shape, num_pages * page_size)

@@ -1,6 +1,8 @@
-"""jax-triton: a program a block of entries, which go where their pages are; XLA has filled the rest before.
+"""jax-triton: a program a block of entries, which go where their pages are; XLA has filled the rest
+before.
 
-What is read of a long context is little, so that only what was read is worked on, and not every page.
+What is read of a long context is little, so that only what was read is worked on, and not every
+page.
 """
 
 import jax
@@ -61,7 +63,9 @@ def place_logits(
 
 @triton.jit
 def lists(ids_ptr, count, page, STEPS: tl.constexpr):
-    """Whether the first `count` > 0 of ascending ids hold that page; most lists end with it, or before."""
+    """Whether the first `count` > 0 of ascending ids hold that page; most lists end with it, or
+    before.
+    """
     last = tl.load(ids_ptr + count - 1)
     if last > page:
         entry = -1  # the last one whose page is not beyond
@@ -111,7 +115,9 @@ def place_kernel(
 
     token = tl.arange(0, TOKENS)[None, :]
     read = (page < M)[:, None] & (token < P)
-    x = tl.load(logits_ptr + pair * SLOTS + entry[:, None] * P + token, mask=read, other=float("-inf"))
+    x = tl.load(
+        logits_ptr + pair * SLOTS + entry[:, None] * P + token, mask=read, other=float("-inf")
+    )
     if PAGE_MASS:
         top = tl.max(x, 1)
         top = tl.where(top == float("-inf"), 0.0, top)

@@ -21,7 +21,10 @@ def _refusal(pool: Array, *_) -> str | None:
     return no_triton()
 
 
-BACKENDS = (Backend("triton", _triton, _refusal), Backend("reference", lambda: reference.row_gather))
+BACKENDS = (
+    Backend("triton", _triton, _refusal),
+    Backend("reference", lambda: reference.row_gather),
+)
 
 
 def row_gather(
@@ -34,12 +37,13 @@ def row_gather(
     """The listed rows in the device's memory, in the order of their list.
 
     Args:
-        pool: what has rows along its first axis: [rows, H], or [pages, P, H], whose rows are pages. It may lie in
-            `pinned_host` memory: inside jit too, the Triton backend then fetches the listed rows over the bus and no
-            others, while the reference copies the whole pool to the device first.
+        pool: what has rows along its first axis: [rows, H], or [pages, P, H], whose rows are pages.
+            It may lie in `pinned_host` memory: inside jit too, the Triton backend then fetches the
+            listed rows over the bus and no others, while the reference copies the whole pool to the
+            device first.
         ids: rows, in [0, rows): any other id gives the nearest row.
-        count: how many of each list are wanted, the first ones; None is all C. The rows of the others are zeros, and
-            nothing is read for them.
+        count: how many of each list are wanted, the first ones; None is all C. The rows of the
+            others are zeros, and nothing is read for them.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -56,6 +60,7 @@ def row_gather(
         raise ValueError(f"pool.shape={pool.shape}: must have a row where ids lists any")
     if count is not None and (count.shape != ids.shape[:-1] or count.dtype != jnp.int32):
         raise ValueError(
-            f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for each list"
+            f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for "
+            "each list"
         )
     return run("row_gather", implementation, BACKENDS, pool, ids, count)

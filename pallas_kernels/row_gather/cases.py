@@ -23,7 +23,8 @@ class Case:
         rows: of the pool.
         width: shape of a row.
         lists: shape of the lists; each names `capacity` rows, some of them twice.
-        count: "all" passes none; "some", any number of each list, 0 and C among them; "zero" of every list.
+        count: "all" passes none; "some", any number of each list, 0 and C among them; "zero" of
+            every list.
         far: ids past what counts are far out of range.
     """
 
@@ -41,7 +42,11 @@ class Case:
         rng = np.random.default_rng(seed)
         pool = rng.integers(0, 100, (self.rows, *self.width))
         ids = rng.integers(0, max(self.rows, 1), (*self.lists, self.capacity))
-        count = rng.integers(0, self.capacity + 1, self.lists) if self.count == "some" else np.zeros(self.lists, int)
+        count = (
+            rng.integers(0, self.capacity + 1, self.lists)
+            if self.count == "some"
+            else np.zeros(self.lists, int)
+        )
         if self.count == "some" and count.size > 1:
             count.flat[:2] = 0, self.capacity
         if self.far:

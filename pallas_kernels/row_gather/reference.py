@@ -6,7 +6,9 @@ from jaxtyping import Array, Int32, Shaped
 
 
 def row_gather(
-    pool: Shaped[Array, "rows *W"], ids: Int32[Array, "*lists C"], count: Int32[Array, "*lists"] | None
+    pool: Shaped[Array, "rows *W"],
+    ids: Int32[Array, "*lists C"],
+    count: Int32[Array, "*lists"] | None,
 ) -> Shaped[Array, "*gathered"]:
     """See api. XLA gathers on the device alone, so a pool in host memory is copied there whole."""
     pool = jax.device_put(pool, jax.memory.Space.Device)
@@ -16,4 +18,6 @@ def row_gather(
     if count is None:
         return rows
     wanted = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
-    return jnp.where(wanted.reshape(*ids.shape, *(1,) * (pool.ndim - 1)), rows, jnp.zeros((), pool.dtype))
+    return jnp.where(
+        wanted.reshape(*ids.shape, *(1,) * (pool.ndim - 1)), rows, jnp.zeros((), pool.dtype)
+    )

@@ -1,7 +1,8 @@
-"""jax-triton: the kernel reads the pool where it lies, so that a pool in host memory crosses the bus row by row.
+"""jax-triton: the kernel reads the pool where it lies, so that a pool in host memory crosses the
+bus row by row.
 
-The bus answers late: what counts is how many loads of 16 bytes are on their way, so each program asks for a tile of
-several rows at once and there are many programs.
+The bus answers late: what counts is how many loads of 16 bytes are on their way, so each program
+asks for a tile of several rows at once and there are many programs.
 """
 
 from math import prod
@@ -20,7 +21,8 @@ class GatherTiling(NamedTuple):
     Attributes:
         size: bytes of a program's tile.
         num_warps: of a program.
-        cache: Triton's cache modifier of the pool's loads; ".cg" passes the L1 cache by, since no row is read twice.
+        cache: Triton's cache modifier of the pool's loads; ".cg" passes the L1 cache by, since no
+            row is read twice.
     """
 
     size: int
@@ -29,7 +31,9 @@ class GatherTiling(NamedTuple):
 
 
 def default_tiling(total: int) -> GatherTiling:
-    """16 KB a program, down to 2 KB where `total`, the bytes to gather, would leave multiprocessors idle."""
+    """16 KB a program, down to 2 KB where `total`, the bytes to gather, would leave multiprocessors
+    idle.
+    """
     share = max(total // (2 * jax.local_devices()[0].core_count), 1)
     return GatherTiling(min(max(triton.next_power_of_2(share), 2048), 16384))
 
@@ -90,5 +94,10 @@ def gather_kernel(
         wanted &= entry % capacity < tl.load(count_ptr + entry // capacity, mask=exists, other=0)
     row = tl.load(ids_ptr + entry, mask=wanted, other=0)
     row = tl.minimum(tl.maximum(row, 0), pool_rows - 1).to(tl.int64)
-    x = tl.load(pool_ptr + row[:, None] * W + col, mask=wanted[:, None] & (col < W), other=0, cache_modifier=CACHE)
+    x = tl.load(
+        pool_ptr + row[:, None] * W + col,
+        mask=wanted[:, None] & (col < W),
+        other=0,
+        cache_modifier=CACHE,
+    )
     tl.store(o_ptr + entry.to(tl.int64)[:, None] * W + col, x, mask=exists[:, None] & (col < W))

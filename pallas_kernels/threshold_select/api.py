@@ -33,31 +33,36 @@ def threshold_select(
 ) -> Selection:
     """What each KV head attends to, from the scores of its query heads.
 
-    At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal scores are taken
-    from the lowest index on. Sums are of float32 and vary with their order: a TopP set weighs at least p of its row to
-    within 1e-5, and less without its lightest unit; TopK is exact. Where the union is more than `capacity`, the units
-    of lowest score are dropped; the score of one is the largest that any row, or chosen token of it, gives it, and
-    logits of several rows are compared as logarithms of their normalised weights.
+    At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
+    scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP
+    set weighs at least p of its row to within 1e-5, and less without its lightest unit; TopK is
+    exact. Where the union is more than `capacity`, the units of lowest score are dropped; the score
+    of one is the largest that any row, or chosen token of it, gives it, and logits of several rows
+    are compared as logarithms of their normalised weights.
 
     Args:
         scores: the rows, one a query head; -inf and NaN are never chosen.
         rule: TopK, TopP or Threshold.
         capacity: C.
-        granularity: what scores and ids stand for. "token" and "page": ids are of what is scored. The others score tokens and
-            list pages: "page_mass" applies the rule to the pages' weights, each the sum of its tokens'; "bits" to
-            tokens, which pages then carry as bits; "touched" lists the same pages whole.
+        granularity: what scores and ids stand for. "token" and "page": ids are of what is scored.
+            The others score tokens and list pages: "page_mass" applies the rule to the pages'
+            weights, each the sum of its tokens'; "bits" to tokens, which pages then carry as bits;
+            "touched" lists the same pages whole.
         page_size: P, where scores are of tokens and pages are listed.
-        weights: "softmax": scores are logits, and TopP and Threshold speak of their softmax over the row; "raw": scores
-            are what TopP and Threshold speak of, under TopP at least 0.
-        group: "union": each row of a group chooses for itself. "max": the group chooses once, by the largest weight
-            (TopP: as a share of these), or where weights are raw the largest score, that a unit has in any row.
+        weights: "softmax": scores are logits, and TopP and Threshold speak of their softmax over
+            the row; "raw": scores are what TopP and Threshold speak of, under TopP at least 0.
+        group: "union": each row of a group chooses for itself. "max": the group chooses once, by
+            the largest weight (TopP: as a share of these), or where weights are raw the largest
+            score, that a unit has in any row.
         lengths: how many scores of each head's rows count; None: all.
-        names: what to list units as, ascending; None: their indices. Each names S = units / m neighbours: unit i is
-            listed as names[…, i // S]·S + i % S, so that pages' names do for their tokens.
+        names: what to list units as, ascending; None: their indices. Each names S = units / m
+            neighbours: unit i is listed as names[…, i // S]·S + i % S, so that pages' names do for
+            their tokens.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
-        ids ascending, 0 past the count; bits for "bits" alone. The granularity is "token" for "token", else "page".
+        ids ascending, 0 past the count; bits for "bits" alone. The granularity is "token" for
+        "token", else "page".
 
     Raises:
         ValueError: an argument is none of these, or shapes do not fit together.
@@ -97,7 +102,10 @@ def _triton_refuses(scores: Array, *_, page_size: int, names: Array | None, **__
     return no_triton()
 
 
-BACKENDS = (Backend("triton", _triton, _triton_refuses), Backend("reference", lambda: reference.threshold_select))
+BACKENDS = (
+    Backend("triton", _triton, _triton_refuses),
+    Backend("reference", lambda: reference.threshold_select),
+)
 
 
 def _check_options(granularity: str, weights: str, group: str, capacity: int) -> None:
@@ -112,7 +120,9 @@ def _check_options(granularity: str, weights: str, group: str, capacity: int) ->
         raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
 
 
-def _check_shapes(scores: Array, lengths: Array | None, granularity: str, page_size: int | None) -> None:
+def _check_shapes(
+    scores: Array, lengths: Array | None, granularity: str, page_size: int | None
+) -> None:
     if scores.ndim != 4 or 0 in scores.shape:
         raise ValueError(f"scores.shape={scores.shape}: must be [B, K, G, n], none of them 0")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
@@ -122,20 +132,32 @@ def _check_shapes(scores: Array, lengths: Array | None, granularity: str, page_s
     if granularity in ("token", "page"):
         if page_size is not None:
             raise ValueError(
-                f"page_size={page_size}: must be None for granularity={granularity!r}, whose ids are of what is scored"
+                f"page_size={page_size}: must be None for granularity={granularity!r}, whose ids "
+                "are of what is scored"
             )
     elif page_size is None or page_size < 1 or scores.shape[-1] % page_size:
-        raise ValueError(f"page_size={page_size}: must divide n={scores.shape[-1]} for granularity={granularity!r}")
+        raise ValueError(
+            f"page_size={page_size}: must divide n={scores.shape[-1]} for "
+            f"granularity={granularity!r}"
+        )
     elif granularity == "bits" and page_size > MAX_BITS_PAGE:
-        raise ValueError(f"page_size={page_size}: must be at most {MAX_BITS_PAGE} for granularity='bits'")
+        raise ValueError(
+            f"page_size={page_size}: must be at most {MAX_BITS_PAGE} for granularity='bits'"
+        )
 
 
 def _check_names(names: Array | None, heads: tuple[int, ...], units: int) -> None:
     if names is None:
         return
-    if names.dtype != jnp.int32 or names.shape[:-1] != heads or names.shape[-1] == 0 or units % names.shape[-1]:
+    if (
+        names.dtype != jnp.int32
+        or names.shape[:-1] != heads
+        or names.shape[-1] == 0
+        or units % names.shape[-1]
+    ):
         raise ValueError(
-            f"names={names.dtype}{[*names.shape]}: must be int32[B, K, m], [B, K] = {[*heads]}, m a divisor of {units}"
+            f"names={names.dtype}{[*names.shape]}: must be int32[B, K, m], [B, K] = {[*heads]}, m "
+            f"a divisor of {units}"
         )
 
 
@@ -144,9 +166,15 @@ def _check_rule(rule: Rule, scores: Array) -> None:
         raise ValueError(f"rule={rule!r}: must be a TopK, a TopP or a Threshold")
     name, value = rule._fields[0], rule[0]
     if isinstance(value, int | float):
-        fits = {"k": lambda k: isinstance(k, int) and k >= 1, "p": lambda p: 0 < p <= 1, "theta": lambda t: t == t}
+        fits = {
+            "k": lambda k: isinstance(k, int) and k >= 1,
+            "p": lambda p: 0 < p <= 1,
+            "theta": lambda t: t == t,
+        }
         must = {"k": "an integer of at least 1", "p": "above 0 and at most 1", "theta": "a number"}
         if isinstance(value, bool) or not fits[name](value):
             raise ValueError(f"{name}={value!r}: must be {must[name]}")
     elif value.shape != scores.shape[:2]:
-        raise ValueError(f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number")
+        raise ValueError(
+            f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number"
+        )

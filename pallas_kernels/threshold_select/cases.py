@@ -31,8 +31,8 @@ class Case:
         rule, value: the rule and its number.
         per_head: every head has a number of its own, from half of `value` to `value`.
         capacity: C; None is as many as there are units.
-        like: "normal"; "sink", normal but for a few far above; "ties", few different numbers; "constant"; "masked",
-            three in four are -inf, some rows throughout; "nan", some are NaN.
+        like: "normal"; "sink", normal but for a few far above; "ties", few different numbers;
+            "constant"; "masked", three in four are -inf, some rows throughout; "nan", some are NaN.
         spread: standard deviation of the scores.
         ragged: heads have lengths of their own, 0, 1 and n among them.
         span: units that share a name, neighbours; None: there are no names.
@@ -112,7 +112,9 @@ def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp.ndarray:
-    names = [np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])]
+    names = [
+        np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])
+    ]
     return jnp.asarray(np.reshape(names, (*heads, number)), jnp.int32)
 
 
@@ -149,35 +151,102 @@ CASES = (
     Case("top_k_capped", rule="top_k", value=60, capacity=20, like="ties"),
     Case("top_k_union", rule="top_k", value=20, group=4, like="sink"),
     Case("top_k_union_capped", rule="top_k", value=20, group=4, capacity=30),
-    Case("top_k_union_raw", rule="top_k", value=20, group=4, capacity=30, weights="raw", like="ties"),
+    Case(
+        "top_k_union_raw", rule="top_k", value=20, group=4, capacity=30, weights="raw", like="ties"
+    ),
     Case("top_k_max", rule="top_k", value=20, group=4, pool="max"),
-    Case("top_k_max_raw", rule="top_k", value=20, group=3, pool="max", weights="raw", granularity="page", ragged=True),
+    Case(
+        "top_k_max_raw",
+        rule="top_k",
+        value=20,
+        group=3,
+        pool="max",
+        weights="raw",
+        granularity="page",
+        ragged=True,
+    ),
     Case("top_p_max", group=4, pool="max", capacity=20),
     Case("threshold", rule="threshold", value=0.01),
     Case("threshold_none", rule="threshold", value=0.9, like="ties"),
     Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),
     Case("threshold_max", rule="threshold", value=0.02, group=3, pool="max", ragged=True),
     Case("mass_top_p", granularity="page_mass", page_size=16, size=640, group=2),
-    Case("mass_top_k", granularity="page_mass", page_size=8, rule="top_k", value=9, group=2, ragged=True),
-    Case("mass_max", granularity="page_mass", page_size=8, rule="top_k", value=9, group=4, pool="max"),
-    Case("mass_capped", granularity="page_mass", page_size=8, value=0.99, group=2, capacity=6, like="masked"),
-    Case("mass_weights", granularity="page_mass", page_size=8, weights="raw", value=0.5, like="masked"),
+    Case(
+        "mass_top_k",
+        granularity="page_mass",
+        page_size=8,
+        rule="top_k",
+        value=9,
+        group=2,
+        ragged=True,
+    ),
+    Case(
+        "mass_max", granularity="page_mass", page_size=8, rule="top_k", value=9, group=4, pool="max"
+    ),
+    Case(
+        "mass_capped",
+        granularity="page_mass",
+        page_size=8,
+        value=0.99,
+        group=2,
+        capacity=6,
+        like="masked",
+    ),
+    Case(
+        "mass_weights",
+        granularity="page_mass",
+        page_size=8,
+        weights="raw",
+        value=0.5,
+        like="masked",
+    ),
     Case("mass_large_page", granularity="page_mass", page_size=64, size=640, value=0.7),
     Case("bits_8", granularity="bits", page_size=8, group=2),
-    Case("bits_16", granularity="bits", page_size=16, size=640, value=0.95, like="sink", ragged=True),
+    Case(
+        "bits_16", granularity="bits", page_size=16, size=640, value=0.95, like="sink", ragged=True
+    ),
     Case("bits_32", granularity="bits", page_size=32, size=640, rule="top_k", value=30, group=4),
-    Case("bits_capped", granularity="bits", page_size=8, group=2, capacity=5, value=0.95, ragged=True),
-    Case("bits_max", granularity="bits", page_size=8, group=3, pool="max", rule="top_k", value=30, capacity=9),
+    Case(
+        "bits_capped", granularity="bits", page_size=8, group=2, capacity=5, value=0.95, ragged=True
+    ),
+    Case(
+        "bits_max",
+        granularity="bits",
+        page_size=8,
+        group=3,
+        pool="max",
+        rule="top_k",
+        value=30,
+        capacity=9,
+    ),
     Case("touched", granularity="touched", page_size=8, group=2),
     Case(
-        "touched_large_page", granularity="touched", page_size=64, size=640, rule="top_k", value=5, capacity=3, group=2
+        "touched_large_page",
+        granularity="touched",
+        page_size=64,
+        size=640,
+        rule="top_k",
+        value=5,
+        capacity=3,
+        group=2,
     ),
     Case("named", span=1, size=333, group=2, ragged=True),
-    Case("named_few", span=1, rule="top_k", value=40, granularity="page", capacity=25, group=2, like="ties"),
+    Case(
+        "named_few",
+        span=1,
+        rule="top_k",
+        value=40,
+        granularity="page",
+        capacity=25,
+        group=2,
+        like="ties",
+    ),
     Case("named_tokens", span=8, group=2, ragged=True),
     Case("named_all_tokens", span=32, size=640, value=1.0, pool="max", group=2),
     Case("named_tokens_capped", span=16, size=336, capacity=60, group=2),
-    Case("named_mass", span=1, granularity="page_mass", page_size=8, value=0.7, group=2, ragged=True),
+    Case(
+        "named_mass", span=1, granularity="page_mass", page_size=8, value=0.7, group=2, ragged=True
+    ),
     Case(
         "named_mass_capped",
         span=1,
@@ -189,5 +258,14 @@ CASES = (
         like="masked",
     ),
     Case("named_bits", span=1, granularity="bits", page_size=8, group=2, capacity=20, ragged=True),
-    Case("named_touched", span=2, granularity="touched", page_size=64, size=640, rule="top_k", value=5, group=2),
+    Case(
+        "named_touched",
+        span=2,
+        granularity="touched",
+        page_size=64,
+        size=640,
+        rule="top_k",
+        value=5,
+        group=2,
+    ),
 )

@@ -61,8 +61,12 @@ def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selecti
     return replace(listed, ids=jnp.where(valid, ids, 0))
 
 
-def page_mass(rows: Float32[Array, "B K G n"], page_size: int, softmax: bool) -> Float32[Array, "B K G M"]:
-    """The sum of each page's weights, as a logarithm where rows are logits; -inf where no token can be chosen."""
+def page_mass(
+    rows: Float32[Array, "B K G n"], page_size: int, softmax: bool
+) -> Float32[Array, "B K G M"]:
+    """The sum of each page's weights, as a logarithm where rows are logits; -inf where no token can
+    be chosen.
+    """
     pages = rows.reshape(*rows.shape[:-1], -1, page_size)
     if softmax:
         return softmax_partial(pages)[2]
@@ -71,24 +75,32 @@ def page_mass(rows: Float32[Array, "B K G n"], page_size: int, softmax: bool) ->
 
 
 def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B K n"]:
-    """The best that any row of a group says of each unit; of logits, the logarithm of its normalised weight."""
+    """The best that any row of a group says of each unit; of logits, the logarithm of its
+    normalised weight.
+    """
     if softmax and rows.shape[2] > 1:
         lse = softmax_partial(rows)[2]
         rows = rows - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
     return rows.max(2)
 
 
-def chosen(rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool) -> Bool[Array, "B K G n"]:
+def chosen(
+    rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool
+) -> Bool[Array, "B K G n"]:
     """What each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))
     if isinstance(rule, TopP):
         weights = softmax_partial(rows)[0] if softmax else jnp.maximum(rows, 0.0)
-        return top_p_mask(jnp.where(weights < LEAST_WEIGHT, 0.0, weights) if softmax else weights, setting)
+        return top_p_mask(
+            jnp.where(weights < LEAST_WEIGHT, 0.0, weights) if softmax else weights, setting
+        )
     assert isinstance(rule, Threshold)
     bound = jnp.asarray(setting, jnp.float32)[..., None]
     if softmax:
-        bound = jnp.log(jnp.maximum(bound, 0.0)) + (0.0 if normalised else softmax_partial(rows)[2][..., None])
+        bound = jnp.log(jnp.maximum(bound, 0.0)) + (
+            0.0 if normalised else softmax_partial(rows)[2][..., None]
+        )
     above = rows > bound
     return jnp.where(above.any(-1, keepdims=True), above, top_k_mask(rows, 1))

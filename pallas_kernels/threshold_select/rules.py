@@ -12,7 +12,9 @@ class TopK(NamedTuple):
 
 
 class TopP(NamedTuple):
-    """The fewest, best first, whose weights are at least the share p of the row's; from p = 1 on, all that weigh."""
+    """The fewest, best first, whose weights are at least the share p of the row's; from p = 1 on,
+    all that weigh.
+    """
 
     p: float | Float[Array, "B K"]
 

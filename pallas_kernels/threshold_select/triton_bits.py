@@ -1,6 +1,7 @@
 """Bitmaps: the marks of a row's tiles as 32-bit words, their union, and the lists that they make.
 
-`plan` is the SearchedRow of triton_tiles up to `trim`, and from `unite` on the Lists of triton_kernel.
+`plan` is the SearchedRow of triton_tiles up to `trim`, and from `unite` on the Lists of
+triton_kernel.
 """
 
 import triton
@@ -11,7 +12,9 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def mark(x, words, t, ties, plan: tl.constexpr):
-    """Writes the bits of a tile's entries that are at least t, and apart of those that equal it if some of these go."""
+    """Writes the bits of a tile's entries that are at least t, and apart of those that equal it if
+    some of these go.
+    """
     at = word_index(plan)
     tl.store(words + at, pack(x >= t, plan))
     if ties != ALL_TIES:
@@ -20,7 +23,9 @@ def mark(x, words, t, ties, plan: tl.constexpr):
 
 @triton.jit
 def pack(marks, plan: tl.constexpr):
-    """A tile of marks as 32-bit words [T / 8, R]; word w of run r covers entries 32·(r·T/8 + w) and on."""
+    """A tile of marks as 32-bit words [T / 8, R]; word w of run r covers entries 32·(r·T/8 + w) and
+    on.
+    """
     nibbles = tl.sum(marks.to(tl.uint32) << tl.arange(0, 4).to(tl.uint32)[None, None, :], 2)
     shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, :, None]
     return tl.sum(tl.reshape(nibbles, [plan.threads // 8, 8, plan.runs]) << shift, 1)
@@ -42,7 +47,9 @@ def trim(words, length, ties, plan: tl.constexpr):
         equal = tl.load(words + plan.words + at, mask=inside, other=0)
         number = ones(equal)
         word = tl.load(words + at, mask=inside, other=0) ^ equal
-        tl.store(words + at, word | lowest(equal, ties - (tl.cumsum(number, 0) - number)), mask=inside)
+        tl.store(
+            words + at, word | lowest(equal, ties - (tl.cumsum(number, 0) - number)), mask=inside
+        )
         ties -= tl.sum(number, 0)
 
 
@@ -80,8 +87,8 @@ def unite(words, length, plan: tl.constexpr):
 
 @triton.jit
 def list_entries(words, length, names, ids, plan: tl.constexpr):
-    """Writes the names of marked entries, ascending, up to the capacity, and returns their number; a tile's words at
-    once.
+    """Writes the names of marked entries, ascending, up to the capacity, and returns their number;
+    a tile's words at once.
     """
     T: tl.constexpr = plan.row.threads
     EACH: tl.constexpr = plan.words_each
@@ -91,7 +98,9 @@ def list_entries(words, length, names, ids, plan: tl.constexpr):
         word = tl.load(words + at, mask=at * 32 < length, other=0)
         number = ones(word)
         in_thread = tl.sum(number, 1)
-        slot = total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
+        slot = (
+            total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
+        )
         list_bits(word, at * 32, ids + slot, plan.capacity - slot, names, plan.shift)
         total += tl.sum(in_thread, 0)
     return total
@@ -99,8 +108,9 @@ def list_entries(words, length, names, ids, plan: tl.constexpr):
 
 @triton.jit
 def list_bits(word, first, ids, room, names, SHIFT: tl.constexpr):
-    """Writes `name` of first + b for every set bit b, ascending, at most `room` of them. Few bits are set as a rule, so
-    each warp loops as often as its fullest word needs, for which Triton has no words.
+    """Writes `name` of first + b for every set bit b, ascending, at most `room` of them. Few bits
+    are set as a rule, so each warp loops as often as its fullest word needs, for which Triton has
+    no words.
     """
     tl.inline_asm_elementwise(
         """{
@@ -143,8 +153,8 @@ def list_bits(word, first, ids, room, names, SHIFT: tl.constexpr):
 
 @triton.jit
 def list_pages(words, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
-    """Writes the names of the pages that hold a marked entry, and their bits, up to the capacity, and returns how many
-    there are; of a list that is CUT, those in the bitmap `kept`.
+    """Writes the names of the pages that hold a marked entry, and their bits, up to the capacity,
+    and returns how many there are; of a list that is CUT, those in the bitmap `kept`.
     """
     T: tl.constexpr = plan.row.threads
     total = length * 0
@@ -176,11 +186,15 @@ def name(unit, inside, names, SHIFT: tl.constexpr):
 
 @triton.jit
 def unit_bits(words, unit, length, SIZE: tl.constexpr):
-    """The marked entries of each unit, as bits; of more than 32 entries, some word that is 0 only if none is marked."""
+    """The marked entries of each unit, as bits; of more than 32 entries, some word that is 0 only
+    if none is marked.
+    """
     if SIZE < 32:
         word = tl.load(words + unit * SIZE // 32, mask=unit * SIZE < length, other=0)
         return (word >> (unit * SIZE % 32).to(tl.uint32)) & ((1 << SIZE) - 1)
     bits = tl.load(words + unit * (SIZE // 32), mask=unit * SIZE < length, other=0)
     for more in tl.static_range(1, SIZE // 32):
-        bits |= tl.load(words + unit * (SIZE // 32) + more, mask=unit * SIZE + more * 32 < length, other=0)
+        bits |= tl.load(
+            words + unit * (SIZE // 32) + more, mask=unit * SIZE + more * 32 < length, other=0
+        )
     return bits

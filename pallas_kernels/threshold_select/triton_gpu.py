@@ -19,10 +19,12 @@ class SelectTiling(NamedTuple):
     """How a row is shared out. What is chosen depends on it no more than on the order of sums.
 
     Attributes:
-        entries: of a tile, a thread: more are fewer threads, which repeat less of what all of them do.
+        entries: of a tile, a thread: more are fewer threads, which repeat less of what all of them
+            do.
         tile: entries of a tile at most; 32768 floats are half of a multiprocessor's registers.
         threads: of a row at least.
-        few: entries that may be drawn out of a row to end a search, a power of two, and one in four threads; 0: none.
+        few: entries that may be drawn out of a row to end a search, a power of two, and one in four
+            threads; 0: none.
     """
 
     entries: int = 64
@@ -86,7 +88,9 @@ def threshold_select(
         plan=plan,
     )
     bits = bits if plan.with_bits else None
-    return Selection(ids, count, bits=bits, granularity="token" if granularity == "token" else "page")
+    return Selection(
+        ids, count, bits=bits, granularity="token" if granularity == "token" else "page"
+    )
 
 
 def make_plan(
@@ -115,8 +119,23 @@ def make_plan(
 
     row = SearchedRow(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
     fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
-    cap = None if fits else SearchedRow("top_k", None, False, False, units, threads, runs(units), tiling.few)
-    return Lists(row, cap, group, pooled, by_mass, page_size, capacity, granularity == "bits", with_lengths, names)
+    cap = (
+        None
+        if fits
+        else SearchedRow("top_k", None, False, False, units, threads, runs(units), tiling.few)
+    )
+    return Lists(
+        row,
+        cap,
+        group,
+        pooled,
+        by_mass,
+        page_size,
+        capacity,
+        granularity == "bits",
+        with_lengths,
+        names,
+    )
 
 
 def _power_of_two(number: int) -> int:

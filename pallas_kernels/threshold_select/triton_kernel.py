@@ -1,7 +1,7 @@
 """The kernel: a thread block for every row that is searched.
 
-A block finds its row's threshold and writes what it chooses as bits. The last block of a KV head to finish unites the
-bits of the group's rows, cuts the union to the capacity if need be, and lists it.
+A block finds its row's threshold and writes what it chooses as bits. The last block of a KV head to
+finish unites the bits of the group's rows, cuts the union to the capacity if need be, and lists it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class Lists:
         row: the row that is searched, of units or of their tokens.
         cap: the search that cuts a list to the capacity; None where none can be too long.
         group: rows of scores a KV head.
-        pooled: the rows of a group become one before the search; False: each is searched, and what is found united.
+        pooled: the rows of a group become one before the search; False: each is searched, and what
+            is found united.
         by_mass: pages are searched by their mass; False: their tokens are searched.
         page_size: tokens of a unit, where scores are of tokens and units are pages, else 1.
         capacity: C.
@@ -60,7 +61,9 @@ class Lists:
 
     @property
     def shift(self) -> int:
-        """The logarithm to base 2 of how many neighbouring units share a name; -1: there are no names."""
+        """The logarithm to base 2 of how many neighbouring units share a name; -1: there are no
+        names.
+        """
         return (self.units // self.names).bit_length() - 1 if self.names else -1
 
     @property
@@ -105,7 +108,9 @@ class Lists:
 
 
 @triton.jit
-def select_kernel(scores, settings, lengths, names, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr):
+def select_kernel(
+    scores, settings, lengths, names, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr
+):
     """One searched row: program head · rows + row."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
@@ -114,10 +119,14 @@ def select_kernel(scores, settings, lengths, names, ids, count, bits, bitmaps, f
     if plan.with_lengths:
         length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
     setting = (
-        tl.load(settings + head).to(tl.float32) if plan.row.value is None else tl.full([], plan.row.value, tl.float32)
+        tl.load(settings + head).to(tl.float32)
+        if plan.row.value is None
+        else tl.full([], plan.row.value, tl.float32)
     )
     if plan.row.rule == "top_k" and plan.entries == 1:
-        setting = tl.minimum(setting, plan.capacity)  # what is not among a row's C best is not in the list
+        setting = tl.minimum(
+            setting, plan.capacity
+        )  # what is not among a row's C best is not in the list
     wide = head.to(tl.int64)
     row = scores + (wide * plan.group + g) * plan.scores
     floats += wide * plan.floats
@@ -152,7 +161,9 @@ def select_kernel(scores, settings, lengths, names, ids, count, bits, bitmaps, f
 
 @triton.jit
 def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.constexpr):
-    """One head's list, from the bitmaps of its rows: united, cut to the capacity if it is too long, 0 past its end."""
+    """One head's list, from the bitmaps of its rows: united, cut to the capacity if it is too long,
+    0 past its end.
+    """
     if plan.rows > 1:
         unite(bitmaps, length, plan)
         tl.debug_barrier()
@@ -164,7 +175,13 @@ def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.
             kept = bitmaps + plan.cap_word
             pool(rows, length, bitmaps, best, plan.rows, plan.entries, plan.units, plan)
             tl.debug_barrier()
-            choose(best, kept, tl.full([], plan.units, tl.int32), tl.full([], plan.capacity, tl.float32), CAP)
+            choose(
+                best,
+                kept,
+                tl.full([], plan.units, tl.int32),
+                tl.full([], plan.capacity, tl.float32),
+                CAP,
+            )
             total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)
     for start in range(0, plan.capacity, 4 * plan.row.threads):
@@ -177,7 +194,9 @@ def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.
 
 @triton.jit
 def list_units(bitmap, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
-    """Lists what a bitmap marks and returns its number; of a list that is CUT, what the bitmap `kept` marks as well."""
+    """Lists what a bitmap marks and returns its number; of a list that is CUT, what the bitmap
+    `kept` marks as well.
+    """
     if plan.entries == 1 and not plan.with_bits:
         return list_entries(kept, length, names, ids, plan)
     return list_pages(bitmap, kept, length, names, ids, bits, CUT, plan)

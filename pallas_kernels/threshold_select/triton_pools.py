@@ -12,14 +12,18 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import LOG2_E, NOTHING
 
 @triton.jit
 def sum_pages(row, pages, length, plan: tl.constexpr):
-    """Writes the mass of each page: the logsumexp of its logits, or the sum of its weights; -inf where it has none."""
+    """Writes the mass of each page: the logsumexp of its logits, or the sum of its weights; -inf
+    where it has none.
+    """
     P: tl.constexpr = plan.page_size
     AT_ONCE: tl.constexpr = plan.pages_at_once
     t = tl.arange(0, P)[None, :]
     for start in range(0, plan.units, AT_ONCE):
         page = start + tl.arange(0, AT_ONCE)[:, None]
         # whole runs of four are loaded, so that loads stay wide
-        score = tl.load(row + page * P + t, mask=page * P + t // 4 * 4 < length, other=NOTHING).to(tl.float32)
+        score = tl.load(row + page * P + t, mask=page * P + t // 4 * 4 < length, other=NOTHING).to(
+            tl.float32
+        )
         score = tl.where((page * P + t < length) & (score == score), score, NOTHING)
         top = tl.max(score, 1)
         if plan.row.softmax:
@@ -34,12 +38,19 @@ def sum_pages(row, pages, length, plan: tl.constexpr):
 
 @triton.jit
 def pool(
-    rows, length, members, pooled, ROWS: tl.constexpr, SIZE: tl.constexpr, UNITS: tl.constexpr, plan: tl.constexpr
+    rows,
+    length,
+    members,
+    pooled,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNITS: tl.constexpr,
+    plan: tl.constexpr,
 ):
     """Writes the largest score of each unit among its `SIZE` entries in `ROWS` rows.
 
-    Logits of several rows are compared as logarithms of normalised weights. Entries that `members` does not list do not
-    count (None: all do); a unit without any gets -inf.
+    Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
+    does not list do not count (None: all do); a unit without any gets -inf.
     """
     AT_ONCE: tl.constexpr = 4 * plan.row.threads
     ROW: tl.constexpr = plan.row

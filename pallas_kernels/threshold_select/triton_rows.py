@@ -1,4 +1,6 @@
-"""Sums and extremes of a whole row: of the tile `x` where it is resident, else of its tiles one by one."""
+"""Sums and extremes of a whole row: of the tile `x` where it is resident, else of its tiles one by
+one.
+"""
 
 import triton
 import triton.language as tl
@@ -38,7 +40,9 @@ def row_top(x, row, length, plan: tl.constexpr):
 
 @triton.jit
 def row_extremes(x, row, length, plan: tl.constexpr):
-    """The row's smallest and largest score that can be chosen; the first above the second where there is none."""
+    """The row's smallest and largest score that can be chosen; the first above the second where
+    there is none.
+    """
     if plan.resident:
         low, top = thread_low(x), thread_top(x)
     else:
@@ -64,7 +68,9 @@ def row_weight(x, row, length, top, plan: tl.constexpr):
 
 @triton.jit
 def row_moments(x, row, length, top, plan: tl.constexpr):
-    """What the row is searched by, if resident; its total, and the mean and spread on the axis of guesses."""
+    """What the row is searched by, if resident; its total, and the mean and spread on the axis of
+    guesses.
+    """
     if plan.resident:
         x, a, b, c = moments(x, top, plan)
     else:

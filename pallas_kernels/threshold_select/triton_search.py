@@ -1,10 +1,11 @@
 """The threshold of a row.
 
-A reduction over a block costs as much as the arithmetic before it, so every pass measures two thresholds, guessed well:
-first from the mean and spread of the scores, then between what is known. Once few entries lie between, they are drawn
-out of the row and compared with each other: scores like a normal distribution's take two or three passes, and five or
-six, some rows a dozen, where they are not drawn. After two poor guesses a pass bisects, which bounds their number;
-after one that separates nothing the next steps to the next value there is, since equal scores cannot be separated.
+A reduction over a block costs as much as the arithmetic before it, so every pass measures two
+thresholds, guessed well: first from the mean and spread of the scores, then between what is known.
+Once few entries lie between, they are drawn out of the row and compared with each other: scores
+like a normal distribution's take two or three passes, and five or six, some rows a dozen, where
+they are not drawn. After two poor guesses a pass bisects, which bounds their number; after one that
+separates nothing the next steps to the next value there is, since equal scores cannot be separated.
 """
 
 import triton
@@ -32,9 +33,12 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     to_entries,
 )
 
-# Sums of a row vary with their order by about this factor: a set whose mass exceeds what is wanted by less is taken.
+# Sums of a row vary with their order by about this factor: a set whose mass exceeds what is wanted
+# by less is taken.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
-MOST_PASSES = tl.constexpr(128)  # at most 17 halve what lies between, and after two that do not one bisects 32 bits
+MOST_PASSES = tl.constexpr(
+    128
+)  # at most 17 halve what lies between, and after two that do not one bisects 32 bits
 
 
 @triton.jit
@@ -43,7 +47,8 @@ def choose(row, words, length, setting, plan: tl.constexpr):
 
     Args:
         row: its scores.
-        words: where its bitmap goes, up to the end of the tile that holds the last score; as much behind it is used.
+        words: where its bitmap goes, up to the end of the tile that holds the last score; as much
+            behind it is used.
         length: how many of the scores count.
         setting: the rule's number.
         plan: a SearchedRow.
@@ -62,12 +67,20 @@ def choose(row, words, length, setting, plan: tl.constexpr):
             lo, hi, wanted, enough = mass_bracket(length, setting, top, total, plan)
         else:
             lo, hi, wanted, enough = count_bracket(x, row, length, setting, total, plan)
-        t, ties = search(x, row, length, words, top, lo, hi, total, wanted, enough, mean, spread, plan)
+        t, ties = search(
+            x, row, length, words, top, lo, hi, total, wanted, enough, mean, spread, plan
+        )
     if plan.resident:
         mark(x, words, t, ties, plan)
     else:
         for start in range(0, length, plan.tile):
-            mark(to_entries(read(row, start, length, plan), top, plan), words + start // 32, t, ties, plan)
+            mark(
+                to_entries(read(row, start, length, plan), top, plan),
+                words + start // 32,
+                t,
+                ties,
+                plan,
+            )
     tl.debug_barrier()
     if ties != ALL_TIES:
         trim(words, length, ties, plan)
@@ -76,7 +89,9 @@ def choose(row, words, length, setting, plan: tl.constexpr):
 
 @triton.jit
 def fixed(x, row, length, setting, top, plan: tl.constexpr):
-    """The threshold of everything above a given one; if that is nothing, of the first of the largest."""
+    """The threshold of everything above a given one; if that is nothing, of the first of the
+    largest.
+    """
     bound = setting
     if plan.softmax:
         weight = tl.maximum(setting, 0.0)
@@ -92,9 +107,11 @@ def fixed(x, row, length, setting, top, plan: tl.constexpr):
 
 @triton.jit
 def mass_bracket(length, p, top, total, plan: tl.constexpr):
-    """Thresholds between which the wanted one lies, what is wanted, and how much is not worth cutting.
+    """Thresholds between which the wanted one lies, what is wanted, and how much is not worth
+    cutting.
 
-    What weighs less than (1 - p) of the mean adds up to less than 1 - p of the whole, so it is not needed.
+    What weighs less than (1 - p) of the mean adds up to less than 1 - p of the whole, so it is not
+    needed.
     """
     least = (1.0 - p) * 0.999 * total / tl.maximum(length, 1).to(tl.float32)
     wanted = tl.maximum(p * total, SMALLEST)
@@ -113,10 +130,14 @@ def count_bracket(x, row, length, k, total, plan: tl.constexpr):
 
 
 @triton.jit
-def search(x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr):
-    """The largest threshold that keeps what is wanted, and how many of the entries that equal it are needed.
+def search(
+    x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr
+):
+    """The largest threshold that keeps what is wanted, and how many of the entries that equal it
+    are needed.
 
-    Between passes `lo` keeps at least what is wanted (`at_lo` of it) and `hi` less. A guess outside is wasted, no more.
+    Between passes `lo` keeps at least what is wanted (`at_lo` of it) and `hi` less. A guess outside
+    is wasted, no more.
     `slots`: memory for `plan.slots` entries.
     """
     at_lo, at_hi = total, total * 0.0
@@ -139,7 +160,10 @@ def search(x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spre
             u = from_place(start + 0.5 * width, plan)
         elif slow >= 2:
             slow = 0
-            t = from_key(key(lo) + ((key(hi) - key(lo)).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True))
+            t = from_key(
+                key(lo)
+                + ((key(hi) - key(lo)).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
+            )
             u = from_place(start + 0.5 * width, plan)
         else:
             share = tl.minimum(tl.maximum((at_lo - wanted) / (at_lo - at_hi), 0.01), 0.99)
@@ -159,7 +183,9 @@ def search(x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spre
 
 @triton.jit
 def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
-    """Whether more than one entry may lie between, each of which weighs at least lo; sums are not exact."""
+    """Whether more than one entry may lie between, each of which weighs at least lo; sums are not
+    exact.
+    """
     going = (at_lo > enough) & (key(hi) - 1 != key(lo))
     if plan.mass:
         going &= at_lo - at_hi >= 1.5 * lo
@@ -177,7 +203,12 @@ def is_few(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
 def narrow(t, at_t, wanted, lo, at_lo, hi, at_hi):
     """The bracket after a measurement."""
     up, down = (at_t >= wanted) & (t >= lo), (at_t < wanted) & (t <= hi)
-    return tl.where(up, t, lo), tl.where(up, at_t, at_lo), tl.where(down, t, hi), tl.where(down, at_t, at_hi)
+    return (
+        tl.where(up, t, lo),
+        tl.where(up, at_t, at_lo),
+        tl.where(down, t, hi),
+        tl.where(down, at_t, at_hi),
+    )
 
 
 @triton.jit
@@ -194,7 +225,9 @@ def from_place(place, plan: tl.constexpr):
 
 @triton.jit
 def deviations(share):
-    """How many standard deviations above its mean a normal distribution has this share of its mass; within 5 %."""
+    """How many standard deviations above its mean a normal distribution has this share of its mass;
+    within 5 %.
+    """
     share = tl.minimum(tl.maximum(share, 1e-7), 1.0 - 1e-6)
     far = tl.sqrt(tl.maximum(-1.0888 * log2(4.0 * share * (1.0 - share)), 0.0))
     return tl.where(share < 0.5, far, -far)

@@ -1,8 +1,8 @@
 """Tiles of a row of scores: reading them, and sums over them that stay inside a thread.
 
-A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and sums over the last
-two axes need no other thread. A row that fits one tile is read once and stays in registers; a longer one is read again
-by every pass, mostly from L2.
+A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and
+sums over the last two axes need no other thread. A row that fits one tile is read once and stays in
+registers; a longer one is read again by every pass, mostly from L2.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,9 @@ class SearchedRow:
 
 @triton.jit
 def read(row, start, length, plan: tl.constexpr):
-    """A tile of scores; -inf past the length. Whole runs are loaded, so that loads stay 16 bytes wide."""
+    """A tile of scores; -inf past the length. Whole runs are loaded, so that loads stay 16 bytes
+    wide.
+    """
     T: tl.constexpr = plan.threads
     R: tl.constexpr = plan.runs
     run = (tl.arange(0, R)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
@@ -80,9 +82,11 @@ def read(row, start, length, plan: tl.constexpr):
 
 @triton.jit
 def weigh(scores, top, plan: tl.constexpr):
-    """Weights, relative to the row's largest where scores are logits, and their logarithms to base 2.
+    """Weights, relative to the row's largest where scores are logits, and their logarithms to base
+    2.
 
-    The weight of -inf and of NaN (of a number and NaN the maximum is the number) is too small to be chosen or to count.
+    The weight of -inf and of NaN (of a number and NaN the maximum is the number) is too small to be
+    chosen or to count.
     """
     if plan.softmax:
         logs = tl.maximum((scores - top) * LOG2_E, LEAST_LOG)
@@ -101,8 +105,8 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def moments(scores, top, plan: tl.constexpr):
-    """What the row is searched by; and by thread its total and first two moments: of the logarithms by weight, or of
-    the scores by number.
+    """What the row is searched by; and by thread its total and first two moments: of the logarithms
+    by weight, or of the scores by number.
     """
     if plan.mass:
         weights, logs = weigh(scores, top, plan)
@@ -180,10 +184,14 @@ def from_key(k):
 @triton.jit
 def exp2(x):
     """2 to the power of x, 0 below 2^-126."""
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def log2(x):
     """The logarithm to base 2, of subnormals that of 0."""
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )

@@ -23,16 +23,23 @@ def _triton():
 def _refusal(q: Float[Array, "B N H"], layer: LayerCache, *_, **__) -> str | None:
     types = {array.dtype.name for array in (q, layer.k, layer.v)}
     if len(types) > 1 or types.isdisjoint(_TYPES):
-        return f"takes q, K and V of one type of {', '.join(_TYPES)}, not {', '.join(sorted(types))}"
+        return (
+            f"takes q, K and V of one type of {', '.join(_TYPES)}, not {', '.join(sorted(types))}"
+        )
     group, head_dim = q.shape[1] // layer.lengths.shape[1], q.shape[2]
     if group > _MAX_GROUP:
         return f"takes at most {_MAX_GROUP} query heads a KV head, not {group}"
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
-        return f"takes head dimensions up to {_MAX_HEAD_DIM} that are multiples of 8, not {head_dim}"
+        return (
+            f"takes head dimensions up to {_MAX_HEAD_DIM} that are multiples of 8, not {head_dim}"
+        )
     return no_triton()
 
 
-BACKENDS = (Backend("triton", _triton, _refusal), Backend("reference", lambda: reference.token_sparse_decode))
+BACKENDS = (
+    Backend("triton", _triton, _refusal),
+    Backend("reference", lambda: reference.token_sparse_decode),
+)
 
 
 def token_sparse_decode(
@@ -45,10 +52,11 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
-    """Attention of one query a head over the listed slots of its KV head; rows are gathered one by one.
+    """Attention of one query a head over the listed slots of its KV head; rows are gathered one by
+    one.
 
-    Arguments, results and errors are those of `block_sparse_decode`, but that `selection` lists tokens and that
-    `implementation` is "triton", "reference", or None to pick.
+    Arguments, results and errors are those of `block_sparse_decode`, but that `selection` lists
+    tokens and that `implementation` is "triton", "reference", or None to pick.
     """
     check_shapes("token_sparse_decode", "token", q, layer, selection)
     check_stats(stats)

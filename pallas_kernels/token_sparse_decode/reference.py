@@ -18,7 +18,9 @@ def token_sparse_decode(
     stats: StatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """See api. With dense heads every slot is read and masked; without, only the listed slots are gathered."""
+    """See api. With dense heads every slot is read and masked; without, only the listed slots are
+    gathered.
+    """
     run = gathered if selection.dense is None else masked
     out = run(q, layer, selection, sm_scale, stats)
     return out._replace(o=out.o.astype(dtype))

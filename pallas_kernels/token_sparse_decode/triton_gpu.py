@@ -1,8 +1,9 @@
 """jax-triton: rows are gathered one by one, and the lists of all heads are one pool of work.
 
-The list of a head is cut into units. How long these are follows from what that head lists alone, so that a row gives
-the same bits alone and in any batch. A fixed number of programs share out the units of all heads, which each of them
-finds by itself in a prefix sum over all counts; a second, small launch merges the units of every head.
+The list of a head is cut into units. How long these are follows from what that head lists alone, so
+that a row gives the same bits alone and in any batch. A fixed number of programs share out the
+units of all heads, which each of them finds by itself in a prefix sum over all counts; a second,
+small launch merges the units of every head.
 """
 
 from typing import NamedTuple
@@ -40,7 +41,9 @@ class TokenTiling(NamedTuple):
 
 
 def default_tiling(head_dim: int, itemsize: int) -> TokenTiling:
-    """Blocks of K of 16 KB: two of them and two of V in flight, three times over, fill a multiprocessor."""
+    """Blocks of K of 16 KB: two of them and two of V in flight, three times over, fill a
+    multiprocessor.
+    """
     return TokenTiling(min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128))
 
 
@@ -64,7 +67,9 @@ def token_sparse_decode(
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     rows = group + (stats is not None)
     absent = layer.lengths  # stands for the arrays that a call lacks; never read
-    scores = absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
+    scores = (
+        absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
+    )
     o, lse, used, scores = triton_call(
         *(q, layer.k, layer.v, layer.lengths, selection.count),
         absent if selection.dense is None else selection.dense,
@@ -100,7 +105,9 @@ def token_sparse_decode(
         SCALE=sm_scale,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
-    o, lse = merge_splits(o, lse, used, rows, lse_only=rows - group, dtype=dtype, implementation="triton")
+    o, lse = merge_splits(
+        o, lse, used, rows, lse_only=rows - group, dtype=dtype, implementation="triton"
+    )
     out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
         return out
@@ -111,7 +118,9 @@ def token_sparse_decode(
 
 @triton.jit
 def _entries(lengths_ptr, count_ptr, dense_ptr, pair, mask, HAS_DENSE: tl.constexpr):
-    """What heads read, and how much of it is listed: all but the newest token; -1 where a head is dense."""
+    """What heads read, and how much of it is listed: all but the newest token; -1 where a head is
+    dense.
+    """
     entries = tl.load(lengths_ptr + pair, mask=mask, other=0)
     listed = tl.load(count_ptr + pair, mask=mask, other=0)
     if HAS_DENSE:
@@ -128,11 +137,25 @@ def _unit_size(entries, BLOCK: tl.constexpr, UNIT_BLOCKS: tl.constexpr, MAX_UNIT
 
 @triton.jit
 def _find(
-    ids_ptr, table_ptr, pair, entry, entries, listed, newest, capacity, pages, P: tl.constexpr, HAS_TABLE: tl.constexpr
+    ids_ptr,
+    table_ptr,
+    pair,
+    entry,
+    entries,
+    listed,
+    newest,
+    capacity,
+    pages,
+    P: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
 ):
-    """The slots that a block of entries stands for, the rows of the pool where these lie, and which of them count."""
+    """The slots that a block of entries stands for, the rows of the pool where these lie, and which
+    of them count.
+    """
     unlisted = tl.where(listed < 0, entry, newest)
-    slot = tl.load(ids_ptr + pair.to(tl.int64) * capacity + entry, mask=entry < listed, other=unlisted)
+    slot = tl.load(
+        ids_ptr + pair.to(tl.int64) * capacity + entry, mask=entry < listed, other=unlisted
+    )
     # the newest token counts once, as the last entry, whether or not it is listed
     valid = (entry < entries) & ((slot < newest) | (entry == entries - 1))
     if HAS_TABLE:
@@ -177,11 +200,15 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, before them."""
+    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, before
+    them.
+    """
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
-    all_entries, _ = _entries(lengths_ptr, count_ptr, dense_ptr, everyone, everyone < pairs, HAS_DENSE)
+    all_entries, _ = _entries(
+        lengths_ptr, count_ptr, dense_ptr, everyone, everyone < pairs, HAS_DENSE
+    )
     used = tl.cdiv(all_entries, _unit_size(all_entries, BLOCK, UNIT_BLOCKS, MAX_UNITS))
     tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
     ends = tl.cumsum(used, 0)
@@ -193,7 +220,17 @@ def attend_kernel(
         size = _unit_size(entries, BLOCK, UNIT_BLOCKS, MAX_UNITS)
         first = split * size
         slot, at, valid = _find(
-            ids_ptr, table_ptr, pair, first + offset, entries, listed, newest, capacity, pages, P, HAS_TABLE
+            ids_ptr,
+            table_ptr,
+            pair,
+            first + offset,
+            entries,
+            listed,
+            newest,
+            capacity,
+            pages,
+            P,
+            HAS_TABLE,
         )
         own = (row >= STATS) & (row < STATS + G) & (col < H)
         q = tl.load(q_ptr + (pair * G + row - STATS) * H + col, mask=own, other=0.0)
@@ -204,10 +241,21 @@ def attend_kernel(
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(first, tl.minimum(first + size, entries), BLOCK):
-            # found a block ahead: only then are the loads of K and V, which hang on it, overlapped with what goes on
+            # found a block ahead: only then are the loads of K and V, which hang on it, overlapped
+            # with what goes on
             ahead = start + BLOCK + offset
             slot_ahead, at_ahead, valid_ahead = _find(
-                ids_ptr, table_ptr, pair, ahead, entries, listed, newest, capacity, pages, P, HAS_TABLE
+                ids_ptr,
+                table_ptr,
+                pair,
+                ahead,
+                entries,
+                listed,
+                newest,
+                capacity,
+                pages,
+                P,
+                HAS_TABLE,
             )
             inside = valid[:, None] & (col < H)
             k = tl.load(k_ptr + at[:, None] * H + col, mask=inside, other=0.0)

@@ -74,7 +74,8 @@ def test_smollm2_says_what_gravity_is():
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     made = json.loads(ran.stdout)
     assert made["text"].startswith(
-        " a fundamental concept in physics that describes the curvature of spacetime caused by the presence of matter "
+        " a fundamental concept in physics that describes the curvature of spacetime caused by the "
+        "presence of matter "
         "and energy."
     )
     assert (made["model"], made["policy"], len(made["token_ids"])) == ("smollm2", "dense()", 25)
@@ -87,7 +88,15 @@ def test_text_goes_to_standard_output_alone(expected):
 
 
 def test_json_is_the_whole_of_the_output(expected):
-    ran = run("generate", "the cat", *ON_TINY, "--json", "--logprobs", "--policy", "streaming(sink=0, recent=4096)")
+    ran = run(
+        "generate",
+        "the cat",
+        *ON_TINY,
+        "--json",
+        "--logprobs",
+        "--policy",
+        "streaming(sink=0, recent=4096)",
+    )
     made = json.loads(ran.stdout)
     assert made["token_ids"] == expected.token_ids
     assert made["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
@@ -106,15 +115,21 @@ def test_prompts_come_from_files_and_standard_input_too(expected, tmp_path):
 
 def test_every_option_reaches_the_engine(monkeypatch):
     seen = {}
-    monkeypatch.setattr(generation, "generate", lambda p, x, **options: seen.update(options) or 1 / 0)
+    monkeypatch.setattr(
+        generation, "generate", lambda p, x, **options: seen.update(options) or 1 / 0
+    )
     given = {
         "policy": "dense", "max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.1, "seed": 4, "max_length": 64, "page_size": 8,
     }  # fmt: skip
-    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+    flags = [
+        text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)
+    ]
     lists = ["--stop", "a", "--stop", "b", "--eos-token-id", 5, "--eos-token-id", 6]
     ran = run("generate", "x", "--model", TINY, *flags, *lists)
-    assert isinstance(ran.exception, ZeroDivisionError)  # what is not the user's mistake keeps its traceback
+    assert isinstance(
+        ran.exception, ZeroDivisionError
+    )  # what is not the user's mistake keeps its traceback
     assert {name: seen[name] for name in given} == given
     assert (seen["stop"], seen["eos_token_id"]) == (["a", "b"], [5, 6])
 
@@ -147,7 +162,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, said):
     assert said in ran.stderr
 
 
-@pytest.mark.parametrize("args", [["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]])
+@pytest.mark.parametrize(
+    "args", [["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]]
+)
 def test_usage_errors_have_exit_code_2(args):
     ran = run(*args)
     assert (ran.exit_code, ran.stdout) == (2, "")
@@ -173,7 +190,17 @@ def test_ctrl_c_keeps_what_was_made(monkeypatch):
 
 
 def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
-    long = [*COMMAND, "generate", "the", "--model", TINY, "--max-new-tokens", "400", "--eos-token-id", "287"]
+    long = [
+        *COMMAND,
+        "generate",
+        "the",
+        "--model",
+        TINY,
+        "--max-new-tokens",
+        "400",
+        "--eos-token-id",
+        "287",
+    ]
     for end in (lambda p: p.send_signal(signal.SIGINT), lambda p: p.stdout.close()):
         process = subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
@@ -201,7 +228,10 @@ def test_chat_keeps_the_conversation_until_reset(chat_model, monkeypatch):
 
 def test_chat_flag_wraps_the_prompt(chat_model, monkeypatch):
     calls = asked(monkeypatch)
-    assert run("generate", "hi", "--chat", "--model", chat_model, "--max-new-tokens", "2").exit_code == 0
+    assert (
+        run("generate", "hi", "--chat", "--model", chat_model, "--max-new-tokens", "2").exit_code
+        == 0
+    )
     assert calls == [[{"role": "user", "content": "hi"}]]
 
 
@@ -217,7 +247,9 @@ def test_chat_needs_a_template():
     assert ran.stderr == f"error: model={TINY!r} has no chat template: use `jsparse generate`\n"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3/model.gguf", "qwen2", "qwen2/model.gguf", "qwen2_sharded", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3/model.gguf", "qwen2", "qwen2/model.gguf", "qwen2_sharded", "qwen3"]
+)
 def test_info_counts_what_loading_would_give(name):
     model = FIXTURES / name
     params = jsparse.load(model, dtype="float32")
@@ -228,7 +260,9 @@ def test_info_counts_what_loading_would_give(name):
     assert told["parameters"] == sum(leaf.size for leaf in leaves)
     assert told["weight_bytes"]["float32"] == sum(leaf.nbytes for leaf in leaves)
     assert told["config"]["num_layers"] == params.config.num_layers
-    assert told["config"]["rope_factors"] == (params.config.rope_factors and list(params.config.rope_factors))
+    assert told["config"]["rope_factors"] == (
+        params.config.rope_factors and list(params.config.rope_factors)
+    )
 
 
 def test_info_tells_what_fits(monkeypatch):
@@ -256,13 +290,18 @@ INT4 = {64: 0.1406, 128: 0.1328}  # a code a channel, scale and zero; of K and V
 
 
 @pytest.mark.parametrize(
-    ("policy", "also"), [("twilight(all_pages())", 0), ("twilight(quest(budget=1024), p=0.95)", 1 / 16)]
+    ("policy", "also"),
+    [("twilight(all_pages())", 0), ("twilight(quest(budget=1024), p=0.95)", 1 / 16)],
 )
 def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
     head_dim, model = of_head_dim
-    told = json.loads(run("info", model, "--dtype", "bfloat16", "--policy", policy, "--json").stdout)
+    told = json.loads(
+        run("info", model, "--dtype", "bfloat16", "--policy", policy, "--json").stdout
+    )
     assert told["policy_fraction"] == pytest.approx(INT4[head_dim] + also, rel=1e-3)
-    assert told["policy_bytes_per_token"] == pytest.approx(told["policy_fraction"] * told["cache_bytes_per_token"])
+    assert told["policy_bytes_per_token"] == pytest.approx(
+        told["policy_fraction"] * told["cache_bytes_per_token"]
+    )
     assert told["policy_bytes_per_prompt"] == 0
     assert told["policy"] == jsparse.parse_policy(policy).name
     share = f"a token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
@@ -272,13 +311,19 @@ def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
 @pytest.mark.parametrize("policy", [None, "dense", "streaming(sink=4, recent=16)"])
 def test_info_of_a_policy_that_keeps_nothing(policy):
     told = json.loads(run("info", TINY, "--json", *(["--policy", policy] if policy else [])).stdout)
-    assert [told[f"policy_{what}"] for what in ("bytes_per_token", "bytes_per_prompt", "fraction")] == [0, 0, 0]
+    assert [
+        told[f"policy_{what}"] for what in ("bytes_per_token", "bytes_per_prompt", "fraction")
+    ] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("policy", "growth", "fixed"),
     [
-        ("twilight(all_pages())", 2 * 2 * (16 // 2 + 2 * 2), 0),  # layers, KV heads, codes with scale and zero
+        (
+            "twilight(all_pages())",
+            2 * 2 * (16 // 2 + 2 * 2),
+            0,
+        ),  # layers, KV heads, codes with scale and zero
         ("tidal(budget=64)", 0, 64 * 4 + 4),  # ids and count
         ("tidal(budget=1000000)", 4, 4),
     ],
@@ -294,9 +339,14 @@ def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, mo
         ("largest_batch", 3, 3 * (30 * each + fixed)),
     ):
         for short in (0, 1):
-            monkeypatch.setattr(memory, "available_bytes", lambda free=weights + needed - short: free)
+            monkeypatch.setattr(
+                memory, "available_bytes", lambda free=weights + needed - short: free
+            )
             told = json.loads(run(*command).stdout)
-            assert (told["policy_bytes_per_token"], told["policy_bytes_per_prompt"]) == (growth, fixed)
+            assert (told["policy_bytes_per_token"], told["policy_bytes_per_prompt"]) == (
+                growth,
+                fixed,
+            )
             assert told[what] == most - short
 
 
@@ -364,5 +414,7 @@ def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
 
 def test_help_does_not_wait_for_the_model_code():
     code = "import sys, jsparse.cli; print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
     assert ran.stdout.strip() == "[]"

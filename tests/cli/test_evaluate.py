@@ -1,4 +1,6 @@
-"""`jsparse eval` on a tiny random model: what it writes, that it goes on where it was, what it refuses."""
+"""`jsparse eval` on a tiny random model: what it writes, that it goes on where it was, what it
+refuses.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,20 @@ def run(*args):
 def common(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog ran to the red house " * 40)
-    args = ["--model", TINY, "--text", text, "--lengths", "32", "--steps", "4", "--samples", "3", "--batch", "2"]
+    args = [
+        "--model",
+        TINY,
+        "--text",
+        text,
+        "--lengths",
+        "32",
+        "--steps",
+        "4",
+        "--samples",
+        "3",
+        "--batch",
+        "2",
+    ]
     return [*args, "--policy", SINK]
 
 

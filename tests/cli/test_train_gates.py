@@ -1,4 +1,6 @@
-"""`jsparse train-gates` on a tiny random model: what it prints and leaves, what reaches the training, its refusals."""
+"""`jsparse train-gates` on a tiny random model: what it prints and leaves, what reaches the
+training, its refusals.
+"""
 
 import json
 import subprocess
@@ -17,7 +19,9 @@ from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.train import trainer
 
-TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")  # 2 layers, 2 KV heads, 512 tokens
+TINY = str(
+    Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
+)  # 2 layers, 2 KV heads, 512 tokens
 TEXT = "the cat sat on the mat and the dog ran to the red house. " * 20
 
 
@@ -62,7 +66,9 @@ def test_prints_what_came_out_and_a_policy_that_uses_it(done):
 def test_the_gates_at_the_least_distance_are_named(far, done, text, monkeypatch):
     out = done[1]
     record = json.loads((out / "record.json").read_text())
-    seeds = [{**seed, "distance_of_hard_gates": x} for seed, x in zip(record["seeds"], far, strict=True)]
+    seeds = [
+        {**seed, "distance_of_hard_gates": x} for seed, x in zip(record["seeds"], far, strict=True)
+    ]
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_, **__: {**record, "seeds": seeds})
     monkeypatch.setattr(command, "_draw", lambda folder: None)
     told = run("--out", out, *small(text), "--resume").stdout.splitlines()
@@ -77,7 +83,11 @@ def test_without_a_terminal_there_is_no_bar(done):
 def test_leaves_gates_record_log_and_plots(done):
     _, out = done
     names = {path.name for path in out.iterdir()}
-    files = {f"{kind}_{i}.{suffix}" for i in (0, 1) for kind, suffix in (("gates", "safetensors"), ("gates", "png"))}
+    files = {
+        f"{kind}_{i}.{suffix}"
+        for i in (0, 1)
+        for kind, suffix in (("gates", "safetensors"), ("gates", "png"))
+    }
     assert names == files | {f"densities_{i}.png" for i in (0, 1)} | {
         "settings.json", "log.jsonl", "checkpoints", "record.json",
     }  # fmt: skip
@@ -91,7 +101,9 @@ def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
     ran, out = done
     assert_refused(run("--out", out, *small(text)), "holds a training already")
     assert_refused(run("--out", out, *small(text), "--resume", "--rate", 0.5), "other settings")
-    assert_refused(run("--out", out, *small(text), "--resume", "--seed", 1), "data.seed 0 there, 1 here")
+    assert_refused(
+        run("--out", out, *small(text), "--resume", "--seed", 1), "data.seed 0 there, 1 here"
+    )
     before = (out / "log.jsonl").read_text()
     again = run("--out", out, *small(text), "--resume")
     assert (again.exit_code, again.stdout) == (0, ran.stdout)
@@ -101,7 +113,11 @@ def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
 def caught(monkeypatch, *args):
     """The trainer that a command makes, and what it would run with."""
     made = []
-    monkeypatch.setattr(trainer.Trainer, "run", lambda self, report, **options: made.append((self, options)) or 1 / 0)
+    monkeypatch.setattr(
+        trainer.Trainer,
+        "run",
+        lambda self, report, **options: made.append((self, options)) or 1 / 0,
+    )
     ran = run(*args)
     assert isinstance(ran.exception, ZeroDivisionError), (
         ran.output
@@ -119,7 +135,16 @@ def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
     keys = {"min_length": 170, "max_length": 200, "needles": 2, "words": 1, "asked": 1, "seed": 9}
     flags += [x for name, value in keys.items() for x in (f"--{name.replace('_', '-')}", value)]
     made, options = caught(
-        monkeypatch, "--out", tmp_path / "run", "--target", 2, "--text", text, *flags, "--save-every", 4
+        monkeypatch,
+        "--out",
+        tmp_path / "run",
+        "--target",
+        2,
+        "--text",
+        text,
+        *flags,
+        "--save-every",
+        4,
     )
     assert asdict(made.settings) == {"target": 2, **given}
     assert made.source.settings.items() >= keys.items()
@@ -131,20 +156,36 @@ def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
 def test_the_penalty_suits_the_family(family, penalty, monkeypatch, tmp_path, text):
     made, _ = caught(monkeypatch, "--out", tmp_path / "run", *small(text), "--family", family)
     assert made.settings.penalty == penalty
-    assert asdict(made.settings).items() >= dict.fromkeys(("penalty_rate", "penalty_start", "damping")).items()
+    assert (
+        asdict(made.settings).items()
+        >= dict.fromkeys(("penalty_rate", "penalty_start", "damping")).items()
+    )
 
 
 def test_questions_of_a_file_take_the_place_of_pass_keys(monkeypatch, tmp_path):
     file = tmp_path / "questions.jsonl"
-    file.write_text(json.dumps({"context": TEXT[:50], "question": "What sat?", "answer": "the cat"}) + "\n")
+    file.write_text(
+        json.dumps({"context": TEXT[:50], "question": "What sat?", "answer": "the cat"}) + "\n"
+    )
     made, _ = caught(
-        monkeypatch, "--out", tmp_path / "run", "--target", 3, "--questions", file, "--max-length", 120, "--seed", 4
+        monkeypatch,
+        "--out",
+        tmp_path / "run",
+        "--target",
+        3,
+        "--questions",
+        file,
+        "--max-length",
+        120,
+        "--seed",
+        4,
     )
     assert made.source.settings["source"] == "questions"
     assert made.source.settings["seed"] == 4
     assert made.source.buckets[-1] == 120
     assert_refused(
-        run("--out", tmp_path / "run", "--target", 3, "--questions", file, "--text", file), "--text is the filler"
+        run("--out", tmp_path / "run", "--target", 3, "--questions", file, "--text", file),
+        "--text is the filler",
     )
 
 
@@ -174,7 +215,10 @@ def assert_refused(ran, said):
         (["--max-length", 512], "max_length=512 and"),
         (["--seed", -1], "seed=-1: must be at least 0"),
         (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--questions", "any.jsonl", "--min-length", 9], "--min-length 9: is of pass keys, must not be given with"),
+        (
+            ["--questions", "any.jsonl", "--min-length", 9],
+            "--min-length 9: is of pass keys, must not be given with",
+        ),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--model", "nowhere.gguf"], "nowhere.gguf"),
     ],

@@ -13,7 +13,9 @@ from jsparse.models.tokenizer import Tokenizer
 @functools.cache
 def _smollm2_tokenizer(file):
     fields = gguf.GGUFReader(file).fields
-    return Tokenizer.from_gguf({key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")})
+    return Tokenizer.from_gguf(
+        {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
+    )
 
 
 def smollm2(text):

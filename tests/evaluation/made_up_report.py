@@ -7,17 +7,30 @@ POLICIES = (DENSE, "streaming(sink=4, recent=512)", TOP_K.format(128), TOP_K.for
 
 
 def entry(policy, task, length, index, meta=None, **values):
-    return {"policy": policy, "task": task, "length": length, "index": index, "values": values, "meta": meta or {}}
+    return {
+        "policy": policy,
+        "task": task,
+        "length": length,
+        "index": index,
+        "values": values,
+        "meta": meta or {},
+    }
 
 
 def entries(tasks=("niah_grid", "vt"), lengths=(1024, 4096), samples=8):
-    """Dense is right in every sample of all tasks but vt, where it is never; the policies miss more and more."""
+    """Dense is right in every sample of all tasks but vt, where it is never; the policies miss more
+    and more.
+    """
     for at, policy in enumerate(POLICIES):
         for length in lengths:
             attended = 1.0 if policy == DENSE else at * 64 / length
             for index in range(samples):
                 heads = {"attended_heads": [[attended, None], [0.5, 0.0], [1.0, attended]]}
-                drift = {"kl": 0.01 * at * (index + 1), "agreement": 1 - 0.1 * at, "logprob": -2 - 0.1 * at}
+                drift = {
+                    "kl": 0.01 * at * (index + 1),
+                    "agreement": 1 - 0.1 * at,
+                    "logprob": -2 - 0.1 * at,
+                }
                 yield entry(policy, "drift", length, index, heads, attended=attended, **drift)
                 for task in tasks:
                     score = float(index >= at) if task != "vt" else 0.0

@@ -17,7 +17,9 @@ from jsparse.policy import Policy, dense
 from jsparse.selection import Selection, everything, nothing
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
-SPEC = kv_cache.CacheSpec(1, BATCH, HEADS * GROUP, HEADS, HEAD_DIM, PAGE, PAGES, jnp.dtype(jnp.float32))
+SPEC = kv_cache.CacheSpec(
+    1, BATCH, HEADS * GROUP, HEADS, HEAD_DIM, PAGE, PAGES, jnp.dtype(jnp.float32)
+)
 LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
 PROMPTS = random_prompts((37, 18, 9))
 STEPS = 8
@@ -29,9 +31,9 @@ def ids(*rows):
     """ids[B, K, C] and count from lists of one head each."""
     width = max(map(len, rows))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
-    return jnp.asarray(padded.reshape(BATCH, HEADS, -1)), jnp.asarray([*map(len, rows)], jnp.int32).reshape(
-        BATCH, HEADS
-    )
+    return jnp.asarray(padded.reshape(BATCH, HEADS, -1)), jnp.asarray(
+        [*map(len, rows)], jnp.int32
+    ).reshape(BATCH, HEADS)
 
 
 TOKENS = Selection(*ids([0, 3, 16], [1, 2], [0], [5, 6, 7, 8], [], [12]), granularity="token")
@@ -41,7 +43,9 @@ SELECTIONS = {
     "tokens": TOKENS,
     "pages": Selection(*WHOLE_PAGES),
     "bits": Selection(*WHOLE_PAGES, bits=BITS),
-    "dense heads": Selection(*WHOLE_PAGES, dense=jnp.asarray([[True, False, False], [False, True, False]])),
+    "dense heads": Selection(
+        *WHOLE_PAGES, dense=jnp.asarray([[True, False, False], [False, True, False]])
+    ),
     "all": everything(jnp.asarray(LENGTHS)),
     "none": nothing(jnp.asarray(LENGTHS)),
 }
@@ -56,7 +60,9 @@ def drawn(seed=0, bias=False):
 
     pool = BATCH * HEADS * PAGES, PAGE
     layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), jnp.asarray(LENGTHS))
-    return normal(BATCH, HEADS * GROUP, HEAD_DIM), layer._replace(bias=normal(*pool)) if bias else layer
+    return normal(BATCH, HEADS * GROUP, HEAD_DIM), layer._replace(
+        bias=normal(*pool)
+    ) if bias else layer
 
 
 def slots_of(selection, at, length):
@@ -67,7 +73,11 @@ def slots_of(selection, at, length):
     for i in range(int(selection.count[at])):
         unit = int(selection.ids[at][i])
         word = 15 if selection.bits is None else int(selection.bits[at][i])
-        slots |= {unit} if selection.granularity == "token" else {unit * PAGE + t for t in range(4) if word >> t & 1}
+        slots |= (
+            {unit}
+            if selection.granularity == "token"
+            else {unit * PAGE + t for t in range(4) if word >> t & 1}
+        )
         slots.add(length - 1)
     return sorted(slot for slot in slots if slot < length)
 
@@ -94,14 +104,21 @@ def attend(logits, values):
 
 def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
     out = HeadMetrics(*(np.zeros((BATCH, HEADS)) for _ in HeadMetrics._fields))
-    k, v = (np.asarray(x, np.float64).reshape(BATCH, HEADS, -1, HEAD_DIM) for x in (layer.k, layer.v))
-    bias = np.zeros(k.shape[:3]) if layer.bias is None else np.asarray(layer.bias).reshape(k.shape[:3])
+    k, v = (
+        np.asarray(x, np.float64).reshape(BATCH, HEADS, -1, HEAD_DIM) for x in (layer.k, layer.v)
+    )
+    bias = (
+        np.zeros(k.shape[:3]) if layer.bias is None else np.asarray(layer.bias).reshape(k.shape[:3])
+    )
     for b, head in np.ndindex(BATCH, HEADS):
         length = int(LENGTHS[b, head])
         slots = slots_of(selection, (b, head), length)
         weights, mass, error, lse_error = [], [], [], []
         for n in range(head * GROUP, (head + 1) * GROUP):
-            logits = k[b, head, :length] @ np.asarray(q[b, n], np.float64) / np.sqrt(HEAD_DIM) + bias[b, head, :length]
+            logits = (
+                k[b, head, :length] @ np.asarray(q[b, n], np.float64) / np.sqrt(HEAD_DIM)
+                + bias[b, head, :length]
+            )
             weights.append(np.exp(logits) / np.exp(logits).sum())
             exact, exact_lse = attend(logits, v[b, head, :length])
             o, lse = attend(logits[slots], v[b, head, slots])
@@ -114,10 +131,17 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
         older = [slot for slot in slots if slot != length - 1]
         ranked = sorted(range(length - 1), key=lambda slot: (-max(w[slot] for w in weights), slot))
         ranked = ranked[: top_k or max(len(older), 1)]
-        found = (len(set(ranked) & set(older)) / len(ranked), np.mean(mass), np.mean(error), np.mean(lse_error))
+        found = (
+            len(set(ranked) & set(older)) / len(ranked),
+            np.mean(mass),
+            np.mean(error),
+            np.mean(lse_error),
+        )
         read = bytes_of(selection, (b, head), length)
         pages = len({slot // PAGE for slot in slots}) / -(-length // PAGE)
-        for field, value in zip(out, (*found, len(slots) / (positions[b] + 1), pages, read), strict=True):
+        for field, value in zip(
+            out, (*found, len(slots) / (positions[b] + 1), pages, read), strict=True
+        ):
             field[b, head] = value
     return out
 
@@ -128,9 +152,15 @@ def test_metrics_equal_slow_sums(name, summed, bias):
     """Of two steps over different queries and caches; k that is asked for and k that is attended."""
     chosen, rng = SELECTIONS[name], np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
-    summary = (jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), jnp.float32), jnp.ones(shape)) if summed else None
+    summary = (
+        (jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), jnp.float32), jnp.ones(shape))
+        if summed
+        else None
+    )
     for top_k in (0, 3):
-        policy = measured(Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k)
+        policy = measured(
+            Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k
+        )
         state, expected = policy.init(SPEC), []
         positions = np.array([30, 19])
         for seed in (0, 1):
@@ -154,7 +184,9 @@ def test_the_oracle_recalls_everything(budget):
     for top_k in (0, max(budget - 1, 1)):
         policy = measured(oracle_top_k(budget), top_k)
         heads = policy.select(policy.init(SPEC), 0, q, cache)[2].sums[0].heads
-        if budget > 1:  # a budget of 1 may be the newest token, and then nothing else is there to recall
+        if (
+            budget > 1
+        ):  # a budget of 1 may be the newest token, and then nothing else is there to recall
             np.testing.assert_array_equal(heads.recall, 1)
         assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
 
@@ -164,7 +196,13 @@ def params():
 
 
 def measure(policies, prompt=PROMPTS, steps=STEPS):
-    return force(params(), [measured(policy) for policy in policies], prompt, max_new_tokens=steps, page_size=8)
+    return force(
+        params(),
+        [measured(policy) for policy in policies],
+        prompt,
+        max_new_tokens=steps,
+        page_size=8,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +225,8 @@ def test_on_the_models_own_queries(forcing):
     assert recent.heads.recall.mean() < 0.7
     assert recent.heads.mass.mean() < oracle.heads.mass.mean() < 1
     assert recent.heads.output_error.mean() > oracle.heads.output_error.mean() > 0.01
-    # without a summary what is missing of the mass is what is missing of the lse; the mean of -log is above its log
+    # without a summary what is missing of the mass is what is missing of the lse; the mean of -log
+    # is above its log
     assert (oracle.heads.lse_error >= -np.log(oracle.heads.mass) - 1e-5).all()
     assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
 
@@ -199,11 +238,15 @@ def test_measuring_changes_nothing(forcing):
     np.testing.assert_array_equal(watched.attended[-3:], alone.attended[1:])
     np.testing.assert_allclose(watched.kl[-3:], alone.kl[1:], rtol=1e-4, atol=1e-6)
     for index, metrics in enumerate(attention_metrics(forcing), 1):
-        np.testing.assert_allclose(metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5)
+        np.testing.assert_allclose(
+            metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5
+        )
 
 
 def test_steps_that_fall_back_to_dense_are_not_counted():
-    """even_ids is dense as long as every row holds at most 24 tokens: four of eight steps here, or all of them."""
+    """even_ids is dense as long as every row holds at most 24 tokens: four of eight steps here, or
+    all of them.
+    """
     short = random_prompts((20, 9))
     (metrics,) = attention_metrics(measure([even_ids()], short))
     assert metrics.steps.tolist() == [4, 4]

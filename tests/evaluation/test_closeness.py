@@ -1,4 +1,6 @@
-"""Closeness against slow arithmetic on the engine's own logits; policies that share a prefill against each alone."""
+"""Closeness against slow arithmetic on the engine's own logits; policies that share a prefill
+against each alone.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,12 +34,18 @@ def params():
 
 @builder
 def newest_queries(window: int = 2) -> Policy:
-    """Dense attention, and the sum of what it is shown of the prompt's last queries; refuses fields not asked for."""
+    """Dense attention, and the sum of what it is shown of the prompt's last queries; refuses fields
+    not asked for.
+    """
 
     def prefill(state, layer, view):
         assert view.q_window.shape[1] == window
         assert view.cache.layers[layer].bias is None
-        return state + jnp.sum(jnp.abs(view.q_window)) + jnp.sum(view.window_valid) if view.last else state
+        return (
+            state + jnp.sum(jnp.abs(view.q_window)) + jnp.sum(view.window_valid)
+            if view.last
+            else state
+        )
 
     def select(state, layer, q, cache):
         assert cache.layers[layer].slot_positions is None
@@ -47,7 +55,9 @@ def newest_queries(window: int = 2) -> Policy:
 
 
 def run(policies, prompt=PROMPTS, steps=STEPS, **options):
-    return closeness(force(params(), policies, prompt, max_new_tokens=steps, page_size=PAGE, **options))
+    return closeness(
+        force(params(), policies, prompt, max_new_tokens=steps, page_size=PAGE, **options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +76,21 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("index", range(len(POLICIES) + 1))
 def test_every_policy_is_measured_as_if_it_had_been_alone(chunked, index):
-    """Sidecars, windows of queries, cache fields, maintenance and corrections: the engine's logits, and slow sums."""
+    """Sidecars, windows of queries, cache fields, maintenance and corrections: the engine's logits,
+    and slow sums.
+    """
     exact = log_softmax(engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE))[1:]
     policy = as_policy((dense(), *POLICIES)[index])
-    logits = log_softmax(engine_logits(params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE))[1:]
+    logits = log_softmax(
+        engine_logits(params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
+    )[1:]
     assert chunked.policies[index] == policy.name
     np.testing.assert_array_equal(chunked.tokens, FORCED)
     kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
     np.testing.assert_allclose(chunked.kl[index], kl, rtol=1e-3, atol=1e-5)
-    np.testing.assert_array_equal(chunked.agreement[index], (exact.argmax(-1) == logits.argmax(-1)).T)
+    np.testing.assert_array_equal(
+        chunked.agreement[index], (exact.argmax(-1) == logits.argmax(-1)).T
+    )
     logprob = [[logits[i, b, FORCED[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))]
     np.testing.assert_allclose(chunked.logprob[index], logprob, rtol=1e-3, atol=1e-4)
 
@@ -117,20 +133,31 @@ def test_dense_is_itself_and_full_budgets_are_dense():
 
 
 def test_the_continuation_is_what_generate_gives():
-    outs = jsparse.generate(params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE)
+    outs = jsparse.generate(
+        params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE
+    )
     assert run([NEWEST]).tokens.tolist() == [out.token_ids for out in outs]
 
 
 def test_a_row_does_not_depend_on_its_batch(chunked):
-    alone, index = run([bypass()], [PROMPTS[1]], continuation=FORCED[1:2]), POLICIES.index(bypass()) + 1
+    alone, index = (
+        run([bypass()], [PROMPTS[1]], continuation=FORCED[1:2]),
+        POLICIES.index(bypass()) + 1,
+    )
     for name in ("kl", "logprob", "attended", "read"):
-        np.testing.assert_allclose(getattr(alone, name)[1], getattr(chunked, name)[index, 1:2], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            getattr(alone, name)[1], getattr(chunked, name)[index, 1:2], rtol=1e-3, atol=1e-5
+        )
 
 
 def test_perplexity_of_a_text_is_that_of_plain_passes():
     text = random_prompts([100])[0]
     prompt, continuation = windows(text, 30, 8)
-    assert [p + c for p, c in zip(prompt, continuation, strict=True)] == [text[:30], text[30:60], text[60:90]]
+    assert [p + c for p, c in zip(prompt, continuation, strict=True)] == [
+        text[:30],
+        text[30:60],
+        text[60:90],
+    ]
     result = run(["streaming(sink=2, recent=4)"], prompt, 8, continuation=continuation)
     plain = log_softmax(jsparse.logits(params(), [text[:30], text[30:60], text[60:90]]))
     logprob = [[plain[b, i - 1, text[30 * b + i]] for i in range(22, 30)] for b in range(3)]
@@ -143,15 +170,25 @@ def test_generating_together_is_generating_alone(monkeypatch):
     """With one prefill for all."""
     chunks = []
     real = prefill.prefill_chunk
-    monkeypatch.setattr(prefill, "prefill_chunk", lambda *args, **options: chunks.append(1) or real(*args, **options))
+    monkeypatch.setattr(
+        prefill,
+        "prefill_chunk",
+        lambda *args, **options: chunks.append(1) or real(*args, **options),
+    )
     options = {"max_new_tokens": 9, "page_size": PAGE, "eos_token_id": 7}
     policies = [bypass(), NEWEST]
     outs = shared_prefill.generate(params(), policies, PROMPTS, **options)
     assert len(chunks) == 1
     for policy, rows in zip(policies, outs, strict=True):
-        alone = jsparse.generate(params(), PROMPTS, policy=policy, temperature=0.0, logprobs=True, **options)
+        alone = jsparse.generate(
+            params(), PROMPTS, policy=policy, temperature=0.0, logprobs=True, **options
+        )
         for a, b in zip(rows, alone, strict=True):
-            assert (a.token_ids, a.finish_reason, a.logprobs) == (b.token_ids, b.finish_reason, b.logprobs)
+            assert (a.token_ids, a.finish_reason, a.logprobs) == (
+                b.token_ids,
+                b.finish_reason,
+                b.logprobs,
+            )
             assert a.stats.attended_fraction == b.stats.attended_fraction
 
 
@@ -174,12 +211,21 @@ def test_progress_ends_where_it_said():
     ("arguments", "message"),
     [
         ({"prompt": [[1, 2], []]}, r"prompt\[1\] is empty"),
-        ({"prompt": random_prompts([510])}, r"510 tokens \+ max_new_tokens=10 is 520: must be at most 512"),
+        (
+            {"prompt": random_prompts([510])},
+            r"510 tokens \+ max_new_tokens=10 is 520: must be at most 512",
+        ),
         ({"steps": 0}, r"max_new_tokens=0"),
         ({"policies": []}, r"policies=\[\]: must be a list of at least one"),
         ({"policies": "dense"}, r"policies='dense': must be a list"),
-        ({"continuation": FORCED[:, 1:]}, r"continuation of shape \(3, 10\).*must be integers \(3, 11\)"),
-        ({"continuation": FORCED[:2]}, r"continuation of shape \(2, 11\).*must be integers \(3, 11\)"),
+        (
+            {"continuation": FORCED[:, 1:]},
+            r"continuation of shape \(3, 10\).*must be integers \(3, 11\)",
+        ),
+        (
+            {"continuation": FORCED[:2]},
+            r"continuation of shape \(2, 11\).*must be integers \(3, 11\)",
+        ),
         ({"continuation": FORCED / 2}, r"continuation of .*float64"),
         ({"continuation": FORCED + 300}, r"continuation ranges from 3.*must lie in 0 … 299"),
         ({"continuation": [[1], [2, 3], [4]]}, r"continuation: must be integers"),
@@ -192,11 +238,15 @@ def test_wrong_arguments_are_named(arguments, message):
 
 def test_what_does_not_fit_is_said_with_both_numbers(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**10)
-    with pytest.raises(ValueError, match=r"max_new_tokens=10 for 3 prompt\(s\) takes 35.16 KiB .* in the 1.00 KiB"):
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens=10 for 3 prompt\(s\) takes 35.16 KiB .* in the 1.00 KiB"
+    ):
         run(["dense"])
 
 
-@pytest.mark.parametrize(("length", "scored", "message"), [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")])
+@pytest.mark.parametrize(
+    ("length", "scored", "message"), [(9, 8, "scored=8: .* 7"), (60, 5, "tokens: 40 .*=60")]
+)
 def test_windows_that_cannot_be_cut(length, scored, message):
     with pytest.raises(ValueError, match=message):
         windows(list(range(40)), length, scored)

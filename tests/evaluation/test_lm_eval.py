@@ -1,4 +1,6 @@
-"""The harness' model class against jsparse.generate and jsparse.logits, and the harness' own RULER with it."""
+"""The harness' model class against jsparse.generate and jsparse.logits, and the harness' own RULER
+with it.
+"""
 
 import json
 import re
@@ -23,9 +25,7 @@ from jsparse.evaluation import lm_eval as adapter  # noqa: E402
 
 TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 POLICY = "streaming(sink=1, recent=2)"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 PROMPTS = ["the cat sat on the mat and the dog", "a bird", "one two three four five six"]
 GREEDY = {"do_sample": False, "temperature": 0.0, "until": [], "max_gen_toks": 12}
 
@@ -48,7 +48,9 @@ def request(*arguments):
 
 
 def expected(params, ids, policy=POLICY, **options):
-    return jsparse.generate(params, ids, policy=policy, **{"max_new_tokens": 12, "temperature": 0.0} | options).text
+    return jsparse.generate(
+        params, ids, policy=policy, **{"max_new_tokens": 12, "temperature": 0.0} | options
+    ).text
 
 
 def log_probs(params, ids):
@@ -60,25 +62,40 @@ def log_probs(params, ids):
 def scored(params, context, continuation):
     """Slowly, one row: the log-likelihood, and whether it is the likeliest."""
     found = log_probs(params, [*context, *continuation])[len(context) - 1 : -1]
-    return sum(row[i] for row, i in zip(found, continuation, strict=True)), found.argmax(-1).tolist() == continuation
+    return sum(row[i] for row, i in zip(found, continuation, strict=True)), found.argmax(
+        -1
+    ).tolist() == continuation
 
 
 def test_it_is_registered():
     assert get_model("jsparse") is adapter.JSparseLM
-    lm = get_model("jsparse").create_from_arg_string(f"pretrained={TINY},max_gen_toks=7", {"batch_size": "4"})
-    assert (lm.batch_size, lm.max_gen_toks, lm.max_length, lm.policy) == (4, 7, 512, jsparse.dense())
+    lm = get_model("jsparse").create_from_arg_string(
+        f"pretrained={TINY},max_gen_toks=7", {"batch_size": "4"}
+    )
+    assert (lm.batch_size, lm.max_gen_toks, lm.max_length, lm.policy) == (
+        4,
+        7,
+        512,
+        jsparse.dense(),
+    )
 
 
 def test_answers_are_those_of_generate_with_the_policy(params):
     lm = model()
     contexts = [*PROMPTS, *PROMPTS]
     lengths = [12, 12, 12, 5, 5, 5]
-    asked = [request(c, GREEDY | {"max_gen_toks": n}) for c, n in zip(contexts, lengths, strict=True)]
+    asked = [
+        request(c, GREEDY | {"max_gen_toks": n}) for c, n in zip(contexts, lengths, strict=True)
+    ]
     wanted = [expected(params, c, max_new_tokens=n) for c, n in zip(contexts, lengths, strict=True)]
     assert lm.generate_until(asked) == wanted
     assert wanted[:3] != [expected(params, context, policy="dense") for context in PROMPTS]
     info = lm.get_model_info()
-    assert info["policy"] == POLICY and info["loglikelihood"].startswith("dense") and 0 < info["attended_fraction"] < 1
+    assert (
+        info["policy"] == POLICY
+        and info["loglikelihood"].startswith("dense")
+        and 0 < info["attended_fraction"] < 1
+    )
 
 
 def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
@@ -94,7 +111,9 @@ def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
     lm.generate_until([request(c, GREEDY | {"max_gen_toks": 1 + (c == "aa")}) for c in contexts])
     of_one, of_two = ([row for row, n in calls if n == new] for new in (1, 2))
     longest = [len(lm.tok_encode(c)) for c in contexts]
-    assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]] and of_two == [[longest[4]] * 2]
+    assert of_one == [[longest[1], longest[3]], [longest[2], longest[0]]] and of_two == [
+        [longest[4]] * 2
+    ]
 
 
 def test_the_models_own_sampling_defaults_play_no_part(params):
@@ -104,7 +123,10 @@ def test_the_models_own_sampling_defaults_play_no_part(params):
 
 
 def test_sampling_is_seeded_and_differs_between_repeats():
-    drawn = [answers(model(), PROMPTS[:1] * 4, do_sample=True, temperature=2.0, top_p=0.9) for _ in range(2)]
+    drawn = [
+        answers(model(), PROMPTS[:1] * 4, do_sample=True, temperature=2.0, top_p=0.9)
+        for _ in range(2)
+    ]
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
 
 
@@ -131,7 +153,10 @@ def test_long_contexts_are_cut_from_the_left_and_it_is_said(params, caplog):
     lost = [length - 18 for length in lengths if length > 18]
     (said,) = [record.getMessage() for record in caplog.records]
     assert len(lost) == 2
-    assert f"2 of 3 texts do not fit in max_length=30 and are cut from the left: {sum(lost)} tokens are lost" in said
+    assert (
+        f"2 of 3 texts do not fit in max_length=30 and are cut from the left: {sum(lost)} tokens "
+        "are lost" in said
+    )
     assert f"up to {max(lost)} of a text" in said
 
 
@@ -141,9 +166,17 @@ def test_an_empty_context_is_the_beginning_of_a_text(params):
 
 def test_log_likelihoods_are_dense_and_it_is_said(params, caplog):
     lm = model(batch_size=3)
-    pairs = [("the cat", " sat on"), ("", "a bird"), ("one two three four", " five"), ("a ", "b"), ("x" * 70, "y" * 9)]
+    pairs = [
+        ("the cat", " sat on"),
+        ("", "a bird"),
+        ("one two three four", " five"),
+        ("a ", "b"),
+        ("x" * 70, "y" * 9),
+    ]
     found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
-    rows = [([280], lm.tok_encode(b, False)) if a == "" else lm._encode_pair(a, b) for a, b in pairs]
+    rows = [
+        ([280], lm.tok_encode(b, False)) if a == "" else lm._encode_pair(a, b) for a, b in pairs
+    ]
     for (value, greedy), row in zip(found, rows, strict=True):
         slow, likeliest = scored(params, *row)
         assert value == pytest.approx(slow, abs=1e-4) and greedy == likeliest
@@ -164,7 +197,10 @@ def test_long_texts_are_scored_by_their_end(params, caplog):
     lm = model(max_length=16)
     ((value, _),) = lm._loglikelihood_tokens([(None, context, continuation)])
     assert value == pytest.approx(scored(params, context[-14:], continuation)[0], abs=1e-4)
-    assert "1 of 1 texts do not fit in max_length=16 and are cut from the left: 23 tokens are lost" in caplog.text
+    assert (
+        "1 of 1 texts do not fit in max_length=16 and are cut from the left: 23 tokens are lost"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("words", [3, 30])
@@ -188,7 +224,10 @@ def test_chats():
     asked = [{"role": "user", "content": "hi"}]
     assert lm.apply_chat_template(asked) == "<user>hi<end><a>"
     begun = [*asked, {"role": "assistant", "content": " hi, it is "}]
-    assert lm.apply_chat_template(begun, add_generation_prompt=False) == "<user>hi<end><assistant> hi, it is"
+    assert (
+        lm.apply_chat_template(begun, add_generation_prompt=False)
+        == "<user>hi<end><assistant> hi, it is"
+    )
     assert (lm.chat_template(True), lm.tokenizer_name) == (TEMPLATE, TINY.replace("/", "__"))
     lm.tokenizer.chat_template = "nothing"
     with pytest.raises(ValueError, match="'hi, it is': must stand in the chat template's text"):
@@ -197,7 +236,11 @@ def test_chats():
 
 def test_a_text_that_begins_as_a_sequence_does_gets_no_second_beginning():
     lm = model()
-    assert lm.tok_encode("the") == lm.tok_encode("<|begin_of_text|>the") == [280, *lm.tok_encode("the", False)]
+    assert (
+        lm.tok_encode("the")
+        == lm.tok_encode("<|begin_of_text|>the")
+        == [280, *lm.tok_encode("the", False)]
+    )
     assert (lm.prefix_token_id, lm.eot_token_id) == (280, 281)
     lm.tokenizer.eos_token_ids = ()
     with pytest.raises(ValueError, match=r"must be a model whose tokenizer names an end token"):
@@ -224,7 +267,11 @@ def test_arguments_out_of_range(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_beams": 4}, "generation arguments ['num_beams']: must be among until, max_gen_toks, do_sample, temp"),
+        (
+            {"num_beams": 4},
+            "generation arguments ['num_beams']: must be among until, max_gen_toks, do_sample, "
+            "temp",
+        ),
         ({"max_gen_toks": 0}, "max_gen_toks=0: must be an integer of at least 1"),
         ({"max_gen_toks": 64}, "max_gen_toks=64: must be less than max_length=64"),
         ({"do_sample": True, "top_p": 2.0}, "top_p=2.0: must be"),
@@ -255,8 +302,9 @@ class AutoTokenizer:
 
 @pytest.fixture
 def offline_ruler(monkeypatch):
-    """RULER's generators want a tokenizer of transformers, which is no dependency, and data for splitting sentences
-    that only its essays need; nothing is fetched."""
+    """RULER's generators want a tokenizer of transformers, which is no dependency, and data for
+    splitting sentences that only its essays need; nothing is fetched.
+    """
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("wonderwords")
     stand_in = types.ModuleType("transformers")
@@ -307,7 +355,10 @@ def test_in_the_shell(tmp_path):
     task = {
         "task": "made_up",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"test": str(tmp_path / "rows.jsonl")},
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",

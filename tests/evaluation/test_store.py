@@ -1,4 +1,6 @@
-"""A killed run goes on where it was: nothing lost, nothing doubled, and never on top of another one."""
+"""A killed run goes on where it was: nothing lost, nothing doubled, and never on top of another
+one.
+"""
 
 import json
 from collections import Counter
@@ -14,13 +16,22 @@ from made_up_report import DENSE, entry
 
 from jsparse.evaluation.store import Cell, Store
 
-SETTINGS = {"model": "made-up", "policies": [DENSE], "tasks": ["a", "b"], "lengths": [64], "samples": 3, "seed": 0}
+SETTINGS = {
+    "model": "made-up",
+    "policies": [DENSE],
+    "tasks": ["a", "b"],
+    "lengths": [64],
+    "samples": 3,
+    "seed": 0,
+}
 CELLS = [Cell(DENSE, task, 64) for task in SETTINGS["tasks"]]
 
 
 def measure(cell, index):
     """Always the same, as a run's samples are; text of several bytes a letter."""
-    return entry(*cell, index=index, meta={"text": "né\n→", "depth": index / 3}, score=index / 7, attended=1)
+    return entry(
+        *cell, index=index, meta={"text": "né\n→", "depth": index / 3}, score=index / 7, attended=1
+    )
 
 
 def go_on(store):
@@ -85,11 +96,16 @@ def test_killed_anywhere_after_the_settings(cut):
 @example(0)
 @example(HEADER - 1)
 def test_a_journal_without_whole_settings_is_refused(cut):
-    with killed_run(cut) as path, pytest.raises(ValueError, match="does not begin with a run's settings"):
+    with (
+        killed_run(cut) as path,
+        pytest.raises(ValueError, match="does not begin with a run's settings"),
+    ):
         Store(path, SETTINGS, resume=True)
 
 
-@pytest.mark.parametrize("header", [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "header", [b"[]\n", b"{}\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\n"]
+)
 def test_a_file_of_something_else_is_refused(path, header):
     path.with_suffix(".partial.jsonl").write_bytes(header)
     with pytest.raises(ValueError, match="does not begin with a run's settings"):
@@ -97,11 +113,14 @@ def test_a_file_of_something_else_is_refused(path, header):
 
 
 UNFIT = [
-    json.dumps(measure(CELLS[0], 1) | {"values": values}).encode() for values in (3, {"score": "x"}, {"score": None})
+    json.dumps(measure(CELLS[0], 1) | {"values": values}).encode()
+    for values in (3, {"score": "x"}, {"score": None})
 ]
 
 
-@pytest.mark.parametrize("line", [b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT])
+@pytest.mark.parametrize(
+    "line", [b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT]
+)
 def test_a_broken_line_inside_is_named(path, line):
     store = Store(path, SETTINGS)
     store.add([measure(CELLS[0], 0)])
@@ -125,14 +144,18 @@ def test_other_settings_are_refused_by_name_and_values(path, resume):
     Store(path, SETTINGS)
     with pytest.raises(ValueError, match="other settings: samples is 3 there and 5 now$"):
         Store(path, SETTINGS | {"samples": 5}, resume=resume)
-    with pytest.raises(ValueError, match=r"dtype is None there and 'float32' now; lengths is \[64\] there and \[65\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"dtype is None there and 'float32' now; lengths is \[64\] there and \[65\]",
+    ):
         Store(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=resume)
 
 
 def test_settings_are_compared_as_json(path):
     Store(path, SETTINGS)
     assert (
-        Store(path, SETTINGS | {"lengths": (64,)}, resume=True).settings == Store(path, SETTINGS, resume=True).settings
+        Store(path, SETTINGS | {"lengths": (64,)}, resume=True).settings
+        == Store(path, SETTINGS, resume=True).settings
     )
 
 
@@ -172,7 +195,9 @@ def test_doubled_entries_must_agree(path):
     for batch in ([first, other], [fresh, first, other]):
         with pytest.raises(ValueError, match=r"sample 0 of .*'a', 64\) .*must be measured once"):
             store.add(batch)
-    assert store.entries == [] and store.journal.read_bytes() == DATA[:HEADER], "nothing of a refused batch is kept"
+    assert store.entries == [] and store.journal.read_bytes() == DATA[:HEADER], (
+        "nothing of a refused batch is kept"
+    )
     store.add([first])
     with pytest.raises(ValueError, match="'score': 1.0.*'score': 0.0"):
         store.add([other])
@@ -198,15 +223,22 @@ def test_keys_are_checked(path):
     del lacking["meta"]
     for wrong in (lacking, measure(CELLS[0], 0) | {"scores": {}}):
         with pytest.raises(
-            ValueError, match="an entry has the keys .*: must be policy, task, length, index, values, meta"
+            ValueError,
+            match="an entry has the keys .*: must be policy, task, length, index, values, meta",
         ):
             store.add([wrong])
 
 
 def test_numbers_of_numpy_are_taken(path):
     store = Store(path, SETTINGS)
-    store.add([entry(*CELLS[0], 0, score=np.float32(0.5), agreement=np.bool_(True), kl=np.array(0.25))])
-    assert Store(path, SETTINGS, resume=True).entries[0]["values"] == {"score": 0.5, "agreement": 1.0, "kl": 0.25}
+    store.add(
+        [entry(*CELLS[0], 0, score=np.float32(0.5), agreement=np.bool_(True), kl=np.array(0.25))]
+    )
+    assert Store(path, SETTINGS, resume=True).entries[0]["values"] == {
+        "score": 0.5,
+        "agreement": 1.0,
+        "kl": 0.25,
+    }
 
 
 def test_finish_leaves_one_file_with_everything(path):
@@ -219,7 +251,9 @@ def test_finish_leaves_one_file_with_everything(path):
     assert report["environment"] == {"python": "3"} and report["settings"] == SETTINGS
     assert [(cell["policy"], cell["task"], cell["length"]) for cell in report["cells"]] == CELLS
     for cell, key in zip(report["cells"], CELLS, strict=True):
-        there = [{name: measure(key, i)[name] for name in ("index", "values", "meta")} for i in range(3)]
+        there = [
+            {name: measure(key, i)[name] for name in ("index", "values", "meta")} for i in range(3)
+        ]
         assert cell["samples"] == there
         assert cell["metrics"]["score"]["mean"] == pytest.approx(1 / 7)
 

@@ -13,17 +13,24 @@ from tests.kernels.dense_attention import expected
 
 def tolerance(case: Case) -> dict[str, Any]:
     """bfloat16 weights are off by up to 2^-9; with logits of 1e4, float32 is off by 1e-3."""
-    return {"rtol": 2e-2, "atol": 2e-2} if case.dtype == "bfloat16" else {"rtol": 1e-5, "atol": 2e-5}
+    return (
+        {"rtol": 2e-2, "atol": 2e-2} if case.dtype == "bfloat16" else {"rtol": 1e-5, "atol": 2e-5}
+    )
 
 
 def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
-    """`op(q, layer, selection, sm_scale=…, stats=…)` gives o, lse and both stats of the slow dense computation."""
+    """`op(q, layer, selection, sm_scale=…, stats=…)` gives o, lse and both stats of the slow dense
+    computation.
+    """
     inputs = case.build(seed)
     want = expected(inputs, case.sm_scale)
 
     @jax.jit
     def run(inputs):
-        return [op(*inputs, sm_scale=case.sm_scale, stats=stats) for stats in (None, "page_mass", "token_logits")]
+        return [
+            op(*inputs, sm_scale=case.sm_scale, stats=stats)
+            for stats in (None, "page_mass", "token_logits")
+        ]
 
     plain, by_page, by_token = run(inputs)
     close = tolerance(case)
@@ -40,7 +47,8 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:
-    """A kernel takes the mean query as an operand of the MMA: what it rounds away, no backend may rank tokens by.
+    """A kernel takes the mean query as an operand of the MMA: what it rounds away, no backend may
+    rank tokens by.
 
     `off` is what sums of products may be off by.
     """
@@ -62,7 +70,9 @@ def assert_rounds_o(op, case: Case) -> None:
 
     @jax.jit
     def both(inputs):
-        return [op(*inputs, stats="token_logits", dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+        return [
+            op(*inputs, stats="token_logits", dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)
+        ]
 
     whole, rounded = both(inputs)
     assert (rounded.o.dtype, rounded.lse.dtype) == (jnp.bfloat16, jnp.float32)

@@ -1,4 +1,6 @@
-"""The oracle of every decode op: dense K and V rebuilt slot by slot, and softmax attention in float64."""
+"""The oracle of every decode op: dense K and V rebuilt slot by slot, and softmax attention in
+float64.
+"""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -40,10 +42,17 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
-    """Attention of every query head over what its KV head attends to, and the stats of each group's mean query."""
+    """Attention of every query head over what its KV head attends to, and the stats of each group's
+    mean query.
+    """
     q = np.asarray(inputs.q, np.float64)
-    layer = SimpleNamespace(**{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields})
-    fields = {name: jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "bits", "dense")}
+    layer = SimpleNamespace(
+        **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}
+    )
+    fields = {
+        name: jax.device_get(getattr(inputs.selection, name))
+        for name in ("ids", "count", "bits", "dense")
+    }
     chosen = SimpleNamespace(**fields, granularity=inputs.selection.granularity)
     (batch, heads), size, num_pages = layer.lengths.shape, layer.k.shape[1], inputs.layer.num_pages
     group, scale = q.shape[1] // heads, q.shape[2] ** -0.5 if sm_scale is None else sm_scale
@@ -52,9 +61,16 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
     for b, k in np.ndindex(batch, heads):
         slots = attended_slots(chosen, (b, k), int(layer.lengths[b, k]), size)
         first = (b * heads + k) * num_pages
-        lies = [first + m if layer.block_table is None else layer.block_table[b, k, m] for m in range(num_pages)]
-        keys = np.array([layer.k[lies[s // size], s % size] for s in slots], np.float64).reshape(-1, q.shape[2])
-        values = np.array([layer.v[lies[s // size], s % size] for s in slots], np.float64).reshape(-1, q.shape[2])
+        lies = [
+            first + m if layer.block_table is None else layer.block_table[b, k, m]
+            for m in range(num_pages)
+        ]
+        keys = np.array([layer.k[lies[s // size], s % size] for s in slots], np.float64).reshape(
+            -1, q.shape[2]
+        )
+        values = np.array([layer.v[lies[s // size], s % size] for s in slots], np.float64).reshape(
+            -1, q.shape[2]
+        )
         bias = np.zeros(len(slots))
         if layer.bias is not None:
             bias += [layer.bias[lies[s // size], s % size] for s in slots]
@@ -62,7 +78,9 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
             logits = scale * keys @ q[b, n] + bias
             lse[b, n] = logsumexp(logits)
             o[b, n] = np.exp(logits - lse[b, n]) @ values if slots else 0.0
-        logits_of_mean[b, k, slots] = scale * keys @ q[b, k * group : (k + 1) * group].mean(0) + bias
+        logits_of_mean[b, k, slots] = (
+            scale * keys @ q[b, k * group : (k + 1) * group].mean(0) + bias
+        )
     pages = logits_of_mean.reshape(batch, heads, num_pages, size)
     return Expected(
         o,

@@ -10,7 +10,12 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.partials import merge
 from jsparse.selection import Selection, everything, nothing
-from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, assert_rounds_o, tolerance
+from tests.kernels.decode_checks import (
+    assert_matches_dense,
+    assert_reports_rounded_mean,
+    assert_rounds_o,
+    tolerance,
+)
 
 by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
@@ -27,7 +32,10 @@ def test_reading_all_and_masking_is_reading_what_is_listed(case):
 
     @jax.jit
     def both(inputs):
-        return [f(inputs.q, inputs.layer, inputs.selection, scale, "token_logits") for f in (masked, gathered)]
+        return [
+            f(inputs.q, inputs.layer, inputs.selection, scale, "token_logits")
+            for f in (masked, gathered)
+        ]
 
     a, b = both(inputs)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -76,7 +84,9 @@ def test_partials_of_two_halves_merge_to_the_whole():
     halves = [jnp.broadcast_to(jnp.arange(n, n + 3, dtype=jnp.int32), (2, 2, 3)) for n in (0, 3)]
     count = jnp.full((2, 2), 3, jnp.int32)
     # cut short, the first half does not take the newest token too
-    first = block_sparse_decode(q, layer._replace(lengths=layer.lengths // 2), Selection(halves[0], count))
+    first = block_sparse_decode(
+        q, layer._replace(lengths=layer.lengths // 2), Selection(halves[0], count)
+    )
     second = block_sparse_decode(q, layer, Selection(halves[1], count))
     whole = block_sparse_decode(q, layer, everything(layer.lengths))
     o, lse = merge(first.o, first.lse, second.o, second.lse)
@@ -101,12 +111,28 @@ def wrong_calls():
     bits = jnp.zeros(large.selection.ids.shape, jnp.uint32)
     return {
         "axes of q": ((q[0], layer, selection), {}, r"q.shape=\(8, 64\): must be \[B, N, H\]"),
-        "heads of q": ((q[:, :5], layer, selection), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
+        "heads of q": (
+            (q[:, :5], layer, selection),
+            {},
+            r"q.shape=\(2, 5, 64\).*N a multiple of K",
+        ),
         "rows of q": ((q[:1], layer, selection), {}, r"q.shape=\(1, 8, 64\)"),
-        "head dimension": ((q[..., :32], layer, selection), {}, "must equal the cache's head dimension, 64"),
+        "head dimension": (
+            (q[..., :32], layer, selection),
+            {},
+            "must equal the cache's head dimension, 64",
+        ),
         "rows of the cache": ((q, small, selection), {}, "must be"),
-        "rows of ids": ((q, layer, Selection(ids[:1], count[:1])), {}, r"selection.ids.shape=\(1, 2, 6\)"),
-        "granularity": ((q, layer, nothing(layer.lengths, "token")), {}, "granularity='token'.*takes 'page'"),
+        "rows of ids": (
+            (q, layer, Selection(ids[:1], count[:1])),
+            {},
+            r"selection.ids.shape=\(1, 2, 6\)",
+        ),
+        "granularity": (
+            (q, layer, nothing(layer.lengths, "token")),
+            {},
+            "granularity='token'.*takes 'page'",
+        ),
         "bits of a large page": (
             (large.q, large.layer, Selection(large.selection.ids, large.selection.count, bits)),
             {},
@@ -117,7 +143,11 @@ def wrong_calls():
             {"implementation": "abacus"},
             "implementation='abacus': block_sparse_decode has",
         ),
-        "stats": ((q, layer, selection), {"stats": "all"}, r"stats='all': must be None or one of \['page_mass'"),
+        "stats": (
+            (q, layer, selection),
+            {"stats": "all"},
+            r"stats='all': must be None or one of \['page_mass'",
+        ),
     }
 
 

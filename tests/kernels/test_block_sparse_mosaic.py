@@ -1,4 +1,6 @@
-"""The Mosaic GPU kernel on any machine: its body interpreted, its code lowered for CUDA, its schedule in numbers."""
+"""The Mosaic GPU kernel on any machine: its body interpreted, its code lowered for CUDA, its
+schedule in numbers.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +25,9 @@ TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1, many=1)
 BASE = Case("base", num_pages=9, dtype="bfloat16")
 CASES = [
     BASE,
-    replace(BASE, name="bits_dense_scrambled", bits=True, dense="mixed", table="scrambled", bias=True),
+    replace(
+        BASE, name="bits_dense_scrambled", bits=True, dense="mixed", table="scrambled", bias=True
+    ),
     replace(BASE, name="past_the_length", listed="all", head_dim=96, group=3, table="shared"),
     replace(BASE, name="newest_alone", listed="newest", page_size=8, kv_heads=3),
     replace(BASE, name="newest_missing", listed="first", page_size=64, num_pages=3, group=16),
@@ -38,7 +42,9 @@ def test_the_interpreted_body_matches_dense_attention(case):
     inputs = case.build()
     tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1, tokens=32)
     stats = "token_logits"
-    out = mosaic.block_sparse_decode(*inputs, sm_scale=0.1, stats=stats, tiles=tiles, interpret=True)
+    out = mosaic.block_sparse_decode(
+        *inputs, sm_scale=0.1, stats=stats, tiles=tiles, interpret=True
+    )
     want = expected(inputs, 0.1)
     close = partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2)
     assert out.stats is not None
@@ -83,7 +89,9 @@ def test_lowers_for_cuda(head_dim, page_size, full):
 
     def attend(q, layer, selection):
         stats = "page_mass" if full else None
-        return mosaic.block_sparse_decode(q, layer, selection, sm_scale=0.1, stats=stats, tiles=tiles)
+        return mosaic.block_sparse_decode(
+            q, layer, selection, sm_scale=0.1, stats=stats, tiles=tiles
+        )
 
     q = spec((batch, heads * group, head_dim), pool.dtype)
     lowered = jax.jit(attend).trace(q, layer, selection).lower(lowering_platforms=("cuda",))
@@ -103,7 +111,10 @@ def test_every_split_falls_into_one_share(tiles_of, blocks):
     for h, n in enumerate(splits):
         for before in (0, 1, tiles_of[h] // 2, tiles_of[h]):
             expected_count = sum(i * tiles_of[h] // n < before for i in range(n))
-            assert int(schedule.beginning(num_tiles[h], jnp.int32(n), jnp.int32(before))) == expected_count
+            assert (
+                int(schedule.beginning(num_tiles[h], jnp.int32(n), jnp.int32(before)))
+                == expected_count
+            )
     edges = [i * total // t.shares for i in range(t.shares + 1)]
     taken = [sum(a <= b < e for b in begins) for a, e in pairwise(edges)]
     assert sum(taken) == len(begins)

@@ -42,7 +42,9 @@ def test_rows_move_in_order(case):
         for name, rows in before.items():
             np.testing.assert_array_equal(after[name][head][: kept.size], rows[head][kept])
             if inputs.layer.block_table is None:  # what lies behind stays
-                np.testing.assert_array_equal(after[name][head][kept.size :], rows[head][kept.size :])
+                np.testing.assert_array_equal(
+                    after[name][head][kept.size :], rows[head][kept.size :]
+                )
 
 
 @pytest.mark.parametrize("name", ["scrambled", "newer_half", "every_other_head", "none_kept"])
@@ -90,7 +92,9 @@ def test_twice_is_the_same_as_once_by_the_composed_list():
 def test_a_donated_layer_is_rewritten_in_place():
     layer, keep, _ = by_name["few"].build()
     out = jax.jit(compact_pages, donate_argnums=0)(layer, keep)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([getattr(layer, name) for name in POOLS]))
+    assert all(
+        leaf.is_deleted() for leaf in jax.tree.leaves([getattr(layer, name) for name in POOLS])
+    )
     assert out.k.shape == layer.k.shape
 
 
@@ -111,17 +115,43 @@ def wrong_calls():
     ids, count = keep.ids, keep.count
 
     def tokens(ids=ids, count=count, bits=None, dense=None):
-        return Selection.tree_unflatten("token", (ids, count, bits, dense))  # shapes that do not fit are let through
+        return Selection.tree_unflatten(
+            "token", (ids, count, bits, dense)
+        )  # shapes that do not fit are let through
 
     return {
-        "pages": ((layer, nothing(layer.lengths)), {}, "keep.granularity='page': compact_pages takes 'token'"),
-        "bits": ((layer, tokens(bits=ids.astype(jnp.uint32))), {}, r"keep.bits.shape=\(2, 2, 96\): must be None"),
-        "rows of ids": ((layer, tokens(ids=ids[:1])), {}, r"keep.ids.shape=\(1, 2, 96\): must be \[B, K, C\]"),
-        "count": ((layer, tokens(count=count[:1])), {}, r"keep.count.shape=\(1, 2\): must be \[B, K\] = \(2, 2\)"),
+        "pages": (
+            (layer, nothing(layer.lengths)),
+            {},
+            "keep.granularity='page': compact_pages takes 'token'",
+        ),
+        "bits": (
+            (layer, tokens(bits=ids.astype(jnp.uint32))),
+            {},
+            r"keep.bits.shape=\(2, 2, 96\): must be None",
+        ),
+        "rows of ids": (
+            (layer, tokens(ids=ids[:1])),
+            {},
+            r"keep.ids.shape=\(1, 2, 96\): must be \[B, K, C\]",
+        ),
+        "count": (
+            (layer, tokens(count=count[:1])),
+            {},
+            r"keep.count.shape=\(1, 2\): must be \[B, K\] = \(2, 2\)",
+        ),
         "dense": ((layer, tokens(dense=count[0] > 0)), {}, r"keep.dense.shape=\(2,\): must be"),
-        "rewrite": ((layer, keep), {"rewrite": count[:, :1] > 0}, r"rewrite.shape=\(2, 1\): must be"),
+        "rewrite": (
+            (layer, keep),
+            {"rewrite": count[:, :1] > 0},
+            r"rewrite.shape=\(2, 1\): must be",
+        ),
         "numbers": ((layer, keep), {"rewrite": count}, "rewrite.dtype=int32: must be bool"),
-        "backend": ((layer, keep), {"implementation": "abacus"}, "implementation='abacus': compact_pages has"),
+        "backend": (
+            (layer, keep),
+            {"implementation": "abacus"},
+            "implementation='abacus': compact_pages has",
+        ),
     }
 
 
@@ -136,5 +166,8 @@ def test_wrong_calls_are_refused(name):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
 def test_a_backend_that_cannot_run_here_says_why():
     layer, keep, _ = Case("").build()
-    with pytest.raises(ValueError, match="implementation='triton': compact_pages on this backend needs an NVIDIA GPU"):
+    with pytest.raises(
+        ValueError,
+        match="implementation='triton': compact_pages on this backend needs an NVIDIA GPU",
+    ):
         compact_pages(layer, keep, implementation="triton")

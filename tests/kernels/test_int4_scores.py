@@ -1,4 +1,6 @@
-"""int4_scores and its sidecar against slow numpy: what is stored, how far off it is, which slots have a score."""
+"""int4_scores and its sidecar against slow numpy: what is stored, how far off it is, which slots
+have a score.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,14 @@ by_name = {case.name: case for case in CASES}
 B, K, P, M, H, T = 2, 2, 4, 3, 4, 6
 S = P * M
 SPEC = kv.CacheSpec(
-    num_layers=1, batch=B, num_heads=4, num_kv_heads=K, head_dim=H, page_size=P, num_pages=M, dtype=jnp.float32
+    num_layers=1,
+    batch=B,
+    num_heads=4,
+    num_kv_heads=K,
+    head_dim=H,
+    page_size=P,
+    num_pages=M,
+    dtype=jnp.float32,
 )
 
 
@@ -32,14 +41,21 @@ def channels(keys, page, slot):
 def slow(q, layer, keys, selection, sm_scale):
     q, lengths = np.asarray(q, np.float64), np.asarray(layer.lengths)
     (batch, heads), size = lengths.shape, layer.page_size
-    group, entries = q.shape[1] // heads, layer.num_pages if selection is None else selection.ids.shape[2]
+    group, entries = (
+        q.shape[1] // heads,
+        layer.num_pages if selection is None else selection.ids.shape[2],
+    )
     keys = Int4Keys(*map(np.asarray, keys))
     out = np.full((batch, q.shape[1], entries * size), -np.inf)
     for b, n in np.ndindex(batch, heads):
         count = entries if selection is None else int(selection.count[b, n])
         for entry in range(count):
             page = entry if selection is None else int(selection.ids[b, n, entry])
-            word = -1 if selection is None or selection.bits is None else int(selection.bits[b, n, entry])
+            word = (
+                -1
+                if selection is None or selection.bits is None
+                else int(selection.bits[b, n, entry])
+            )
             lies = (b * heads + n) * layer.num_pages + page
             if layer.block_table is not None:
                 lies = int(layer.block_table[b, n, page])
@@ -64,7 +80,9 @@ def test_the_estimate_is_near_the_true_scores():
     q, layer, keys, _ = build(by_name["whole_full"])
     out = int4_scores(q, layer, keys, None)
     grouped = q.reshape(2, 2, 4, 64)
-    true = jnp.einsum("bkgh,bksh->bkgs", grouped, kv.read_heads(layer.k, layer)).reshape(out.shape) / 8
+    true = (
+        jnp.einsum("bkgh,bksh->bkgs", grouped, kv.read_heads(layer.k, layer)).reshape(out.shape) / 8
+    )
     assert float(jnp.abs(out - true).max()) < 0.6
     assert float(jnp.corrcoef(out.reshape(-1), true.reshape(-1))[0, 1]) > 0.99
 
@@ -77,7 +95,9 @@ def test_only_the_list_counts():
     assert int4_scores(q, layer, keys, everything(layer.lengths)).shape == (2, 8, 0)
 
 
-rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(lambda row: len(row) % 2 == 0)
+rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=8).filter(
+    lambda row: len(row) % 2 == 0
+)
 
 
 @given(row=rows)
@@ -95,7 +115,9 @@ def test_a_channel_is_off_by_half_a_step(row):
 def test_a_row_of_equal_channels_is_finite(value):
     packed, scale, zero = quantise(jnp.full((3, 8), value))
     assert bool((scale == 1).all())
-    np.testing.assert_allclose(dequantise(packed, scale, zero), np.clip(value, -65504, 65504), rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(
+        dequantise(packed, scale, zero), np.clip(value, -65504, 65504), rtol=1e-3, atol=1e-7
+    )
 
 
 def test_rows_beyond_float16_stay_finite():
@@ -111,7 +133,9 @@ def test_neighbours_share_a_byte_the_even_channel_low():
 
 
 counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
-histories = st.lists(st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8)
+histories = st.lists(
+    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
+)
 
 
 @jax.jit
@@ -132,7 +156,9 @@ def rewrite(cache, keys, k, valid):
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
-    """In chunks, written again, under a table or none: the whole pool agrees, so nothing else was touched."""
+    """In chunks, written again, under a table or none: the whole pool agrees, so nothing else was
+    touched.
+    """
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
     cache, keys = kv.init(SPEC, pool_pages=pool), init(SPEC, pool_pages=pool)
@@ -147,11 +173,15 @@ def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
 
 
 def test_codes_are_rounded_the_same_jitted_or_not():
-    """By the stored scale and zero, halves to even: XLA neither divides otherwise nor keeps the unrounded minimum."""
+    """By the stored scale and zero, halves to even: XLA neither divides otherwise nor keeps the
+    unrounded minimum.
+    """
     rng = np.random.default_rng(0)
     halves = rng.integers(0, 31, (2000, 64)) / 2
     halves[:, :2] = 0, 15
-    rows = np.concatenate([halves, *(rng.normal(size=(2000, 64)) * size for size in (1e-5, 1.0, 1e4))])
+    rows = np.concatenate(
+        [halves, *(rng.normal(size=(2000, 64)) * size for size in (1e-5, 1.0, 1e4))]
+    )
     k = rows.astype(jnp.bfloat16).astype(np.float32)
     zero = k.min(1).astype(np.float16)
     scale = ((k.max(1) - k.min(1)) * np.float32(1 / 15)).astype(np.float16)
@@ -159,21 +189,34 @@ def test_codes_are_rounded_the_same_jitted_or_not():
     codes = np.clip(np.round(steps), 0, 15).astype(np.uint8)
     with jax.default_device(jax.devices("cpu")[0]):  # a GPU's reciprocal may be off by an ulp
         for run in (quantise, jax.jit(quantise)):
-            for part, want in zip(run(jnp.asarray(k)), (codes[:, ::2] | codes[:, 1::2] << 4, scale, zero), strict=True):
+            for part, want in zip(
+                run(jnp.asarray(k)), (codes[:, ::2] | codes[:, 1::2] << 4, scale, zero), strict=True
+            ):
                 np.testing.assert_array_equal(part, want)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": jnp.zeros((B, T, K, 2))}, r"k.shape=\(2, 6, 2, 2\): \[B, K, H\] must be \(2, 2, 4\)"),
+        (
+            {"k": jnp.zeros((B, T, K, 2))},
+            r"k.shape=\(2, 6, 2, 2\): \[B, K, H\] must be \(2, 2, 4\)",
+        ),
         ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
-        *([] if jax.default_backend() == "gpu" else [({"implementation": "triton"}, "needs an NVIDIA GPU")]),
+        *(
+            []
+            if jax.default_backend() == "gpu"
+            else [({"implementation": "triton"}, "needs an NVIDIA GPU")]
+        ),
     ],
 )
 def test_wrong_appends_are_refused(change, message):
     layer = kv.init(SPEC).layers[0]
-    rows = {"k": jnp.zeros((B, T, K, H)), "valid": jnp.full(B, T, jnp.int32), "first": layer.lengths}
+    rows = {
+        "k": jnp.zeros((B, T, K, H)),
+        "valid": jnp.full(B, T, jnp.int32),
+        "first": layer.lengths,
+    }
     with pytest.raises(ValueError, match=message):
         int4_append(init(SPEC), layer, **{**rows, **change})
 
@@ -189,18 +232,43 @@ def test_tokens_without_room_are_dropped():
 def wrong_calls():
     q, layer, keys, selection = build(by_name["pages"])
     return {
-        "head dimension": ((q[..., :32], layer, keys, None), {}, "must equal the keys' head dimension, 64"),
-        "heads of q": ((q[:, :5], layer, keys, selection), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
-        "granularity": ((q, layer, keys, nothing(layer.lengths, "token")), {}, "granularity='token'.*takes 'page'"),
+        "head dimension": (
+            (q[..., :32], layer, keys, None),
+            {},
+            "must equal the keys' head dimension, 64",
+        ),
+        "heads of q": (
+            (q[:, :5], layer, keys, selection),
+            {},
+            r"q.shape=\(2, 5, 64\).*N a multiple of K",
+        ),
+        "granularity": (
+            (q, layer, keys, nothing(layer.lengths, "token")),
+            {},
+            "granularity='token'.*takes 'page'",
+        ),
         "packed": (
             (q, layer, keys._replace(packed=keys.packed[:3]), None),
             {},
             r"keys.packed.shape=\(3, 16, 32\): must be \(24, 16, 32\)",
         ),
-        "scale": ((q, layer, keys._replace(scale=keys.scale[:3]), None), {}, r"keys.scale.shape=\(3, 16\)"),
-        "backend": ((q, layer, keys, None), {"implementation": "abacus"}, "implementation='abacus': int4_scores has"),
+        "scale": (
+            (q, layer, keys._replace(scale=keys.scale[:3]), None),
+            {},
+            r"keys.scale.shape=\(3, 16\)",
+        ),
+        "backend": (
+            (q, layer, keys, None),
+            {"implementation": "abacus"},
+            "implementation='abacus': int4_scores has",
+        ),
         "page size": (
-            (q, layer._replace(k=layer.k.reshape(32, 12, 64)), Int4Keys(*quantise(layer.k.reshape(32, 12, 64))), None),
+            (
+                q,
+                layer._replace(k=layer.k.reshape(32, 12, 64)),
+                Int4Keys(*quantise(layer.k.reshape(32, 12, 64))),
+                None,
+            ),
             {"implementation": "triton"},
             "takes pages of a power of two up to 128 tokens, not 12",
         ),

@@ -1,4 +1,6 @@
-"""page_bounds and its sidecar against slow numpy, and the one property that matters: no token scores above its page."""
+"""page_bounds and its sidecar against slow numpy, and the one property that matters: no token
+scores above its page.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,20 @@ from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
 
 by_name = {case.name: case for case in CASES}
 in_codes = [case for case in CASES if isinstance(case, Codes)]
-both_forms = pytest.mark.parametrize("form", [PageBounds, PageBounds8], ids=lambda form: form.__name__)
+both_forms = pytest.mark.parametrize(
+    "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
+)
 B, K, P, M, H, T = 2, 2, 4, 3, 2, 6
 S = P * M
 SPEC = kv.CacheSpec(
-    num_layers=1, batch=B, num_heads=4, num_kv_heads=K, head_dim=H, page_size=P, num_pages=M, dtype=jnp.float32
+    num_layers=1,
+    batch=B,
+    num_heads=4,
+    num_kv_heads=K,
+    head_dim=H,
+    page_size=P,
+    num_pages=M,
+    dtype=jnp.float32,
 )
 
 
@@ -80,9 +91,15 @@ def test_no_token_scores_above_its_page(case):
 def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     q, layer, codes = build(case, 1)
     everything = jnp.full(case.batch, case.slots, jnp.int32)
-    exact = init(SPEC._replace(head_dim=case.head_dim, dtype=layer.k.dtype), pool_pages=layer.k.shape[0])
-    exact = bounds_append(exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots)
-    wide, tight = (np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (codes, exact))
+    exact = init(
+        SPEC._replace(head_dim=case.head_dim, dtype=layer.k.dtype), pool_pages=layer.k.shape[0]
+    )
+    exact = bounds_append(
+        exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots
+    )
+    wide, tight = (
+        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (codes, exact)
+    )
     seen = np.isfinite(tight)
     np.testing.assert_array_equal(seen, np.isfinite(wide))
     largest = np.abs(tight[seen]).max()
@@ -96,18 +113,28 @@ def floats(bits):
     return float(value) if abs(value) <= 2.0**120 else 1.0
 
 
-values = st.one_of(st.integers(0, 2**32 - 1).map(floats), st.floats(-9, 9, width=16), st.sampled_from([0.0, -0.0, 1.0]))
+values = st.one_of(
+    st.integers(0, 2**32 - 1).map(floats),
+    st.floats(-9, 9, width=16),
+    st.sampled_from([0.0, -0.0, 1.0]),
+)
 pages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=4)
 
 
 @settings(max_examples=400)
-@given(page=pages, dtype=st.sampled_from(["float32", "bfloat16", "float16"]), offset=st.sampled_from([0.0, 7.3, -1e4]))
+@given(
+    page=pages,
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    offset=st.sampled_from([0.0, 7.3, -1e4]),
+)
 @example(page=[[3.0, 3.0, 3.0]], dtype="bfloat16", offset=0.0)
 @example(page=[[1.0, 1.0 + 2.0**-23, 1.0]], dtype="float32", offset=0.0)
 @example(page=[[-1e-39, 1.0, 1e-39]], dtype="float32", offset=0.0)
 @example(page=[[-1.0, 1e-39, 127 / 128]], dtype="float32", offset=0.0)
 def test_no_key_is_outside_of_its_codes(page, dtype, offset):
-    """Large, equal and subnormal ones included; and a bound is off by one step, of 1/254 of the page's range."""
+    """Large, equal and subnormal ones included; and a bound is off by one step, of 1/254 of the
+    page's range.
+    """
     keys = np.asarray(page, np.float32) + np.float32(offset)
     if dtype == "float16":
         keys = np.clip(keys, -6e4, 6e4)
@@ -118,7 +145,10 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
     assert float(codes.affine[0]) > 0
     assert (low <= least).all()
     assert (greatest <= high).all()
-    step = 1.02 * ((greatest.max() - least.min()) + np.abs([least, greatest]).max() / 64) / 254 + 2.0**-98
+    step = (
+        1.02 * ((greatest.max() - least.min()) + np.abs([least, greatest]).max() / 64) / 254
+        + 2.0**-98
+    )
     assert (least - low <= step).all()
     assert (high - greatest <= step).all()
 
@@ -140,9 +170,13 @@ def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outli
     layer = kv.LayerCache(k, k, jnp.full((B, K), S, jnp.int32))
     exact = PageBounds(k.min(1), k.max(1))
     wide, tight = (
-        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (PageBounds8.of(*exact), exact)
+        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0))
+        for bounds in (PageBounds8.of(*exact), exact)
     )
-    keys, queries = np.asarray(k, np.float64).reshape(B, K, M, P, 8), np.asarray(q, np.float64).reshape(B, K, 2, 8)
+    keys, queries = (
+        np.asarray(k, np.float64).reshape(B, K, M, P, 8),
+        np.asarray(q, np.float64).reshape(B, K, 2, 8),
+    )
     scores = np.einsum("bkgh,bkmph->bkmgp", queries, keys).max((3, 4))
     rounding = 1e-5 * np.abs(scores).max()
     assert (wide >= scores - rounding).all()
@@ -157,7 +191,9 @@ def test_codes_of_keys_beyond_all_bounds_are_finite():
 
 
 counts = st.lists(st.integers(0, T), min_size=B, max_size=B)
-histories = st.lists(st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8)
+histories = st.lists(
+    st.tuples(st.sampled_from(["append", "write"]), counts), min_size=1, max_size=8
+)
 
 
 @jax.jit
@@ -180,7 +216,9 @@ def rewrite(cache, bounds, k, valid):
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
-    """Appended in chunks, written again, under a table or none: always the tightest bounds, and no other page's."""
+    """Appended in chunks, written again, under a table or none: always the tightest bounds, and no
+    other page's.
+    """
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
     cache, bounds = kv.init(SPEC, pool_pages=pool), init(SPEC, form=form, pool_pages=pool)
@@ -196,7 +234,9 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history,
             held = min(max(int(layer.lengths[b, n]) - page * P, 0), P)
             if held:
                 lies = physical(layer, b, n, page)
-                want = form.of(jnp.asarray(keys[lies, :held].min(0)), jnp.asarray(keys[lies, :held].max(0)))
+                want = form.of(
+                    jnp.asarray(keys[lies, :held].min(0)), jnp.asarray(keys[lies, :held].max(0))
+                )
                 for kept, tightest in zip(bounds, want, strict=True):
                     np.testing.assert_array_equal(kept[lies], tightest)
 
@@ -205,10 +245,16 @@ def test_only_the_pages_written_are_touched():
     cache, bounds = kv.init(SPEC), init(SPEC)
     ones = jnp.ones((B, T, K, H))
     cache, bounds = step(cache, bounds, ones, jnp.array([5, 0], jnp.int32))
-    cache = kv.replace_layer(cache, 0, cache.layers[0]._replace(k=cache.layers[0].k + 1))  # behind the sidecar's back
+    cache = kv.replace_layer(
+        cache, 0, cache.layers[0]._replace(k=cache.layers[0].k + 1)
+    )  # behind the sidecar's back
     _, bounds = step(cache, bounds, 4 * ones, jnp.array([1, 2], jnp.int32))
-    np.testing.assert_array_equal(bounds.high[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2])
-    np.testing.assert_array_equal(bounds.low[:, 0].reshape(B, K, M), [[[1, 2, 0]] * 2, [[4, 0, 0]] * 2])
+    np.testing.assert_array_equal(
+        bounds.high[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2]
+    )
+    np.testing.assert_array_equal(
+        bounds.low[:, 0].reshape(B, K, M), [[[1, 2, 0]] * 2, [[4, 0, 0]] * 2]
+    )
 
 
 def test_tokens_without_room_change_no_page_of_another_head():
@@ -218,7 +264,9 @@ def test_tokens_without_room_change_no_page_of_another_head():
         cache, bounds = step(cache, bounds, full, jnp.array([T, 0], jnp.int32))
     cache, bounds = step(cache, bounds, jnp.full((B, T, K, H), 9.0), jnp.array([T, 0], jnp.int32))
     assert bool(cache.overflow)
-    np.testing.assert_array_equal(bounds.high[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2])
+    np.testing.assert_array_equal(
+        bounds.high[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2]
+    )
     out = page_bounds(jnp.ones((B, 4, H)), cache.layers[0], bounds)
     assert out.shape == (B, K, M)
     assert bool(jnp.isneginf(out[1]).all())
@@ -227,7 +275,9 @@ def test_tokens_without_room_change_no_page_of_another_head():
 def test_another_backend_for_append_is_refused():
     _, layer, bounds = build(by_name["ragged"])
     valid = jnp.ones(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"):
+    with pytest.raises(
+        ValueError, match=r"implementation='abacus': bounds_append has \['triton', 'reference'\]"
+    ):
         bounds_append(bounds, layer, valid, layer.lengths - 1, max_new=1, implementation="abacus")
 
 
@@ -236,10 +286,22 @@ def wrong_calls():
     codes = PageBounds8.of(*bounds)
     narrow = layer._replace(k=layer.k[..., :63])
     return {
-        "head dimension": ((q[..., :32], layer, bounds), {}, "must equal the cache's head dimension, 64"),
+        "head dimension": (
+            (q[..., :32], layer, bounds),
+            {},
+            "must equal the cache's head dimension, 64",
+        ),
         "heads of q": ((q[:, :5], layer, bounds), {}, r"q.shape=\(2, 5, 64\).*N a multiple of K"),
-        "low": ((q, layer, bounds._replace(low=bounds.low[:3])), {}, r"bounds.low.shape=\(3, 64\): must be \(24, 64\)"),
-        "high": ((q, layer, bounds._replace(high=bounds.high[:, :8])), {}, r"bounds.high.shape=\(24, 8\)"),
+        "low": (
+            (q, layer, bounds._replace(low=bounds.low[:3])),
+            {},
+            r"bounds.low.shape=\(3, 64\): must be \(24, 64\)",
+        ),
+        "high": (
+            (q, layer, bounds._replace(high=bounds.high[:, :8])),
+            {},
+            r"bounds.high.shape=\(24, 8\)",
+        ),
         "affine": (
             (q, layer, codes._replace(affine=codes.affine[:, :1])),
             {},
@@ -251,12 +313,20 @@ def wrong_calls():
             "takes queries that float16 can hold, bfloat16 or float16, not float32",
         ),
         "odd channels": (
-            (q[..., :63].astype(jnp.bfloat16), narrow, PageBounds8.of(*(x[:, :63] for x in bounds))),
+            (
+                q[..., :63].astype(jnp.bfloat16),
+                narrow,
+                PageBounds8.of(*(x[:, :63] for x in bounds)),
+            ),
             {"implementation": "triton"},
             "takes an even head dimension, not 63",
         ),
         "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
-        "backend": ((q, layer, bounds), {"implementation": "abacus"}, "implementation='abacus': page_bounds has"),
+        "backend": (
+            (q, layer, bounds),
+            {"implementation": "abacus"},
+            "implementation='abacus': page_bounds has",
+        ),
         "dtype": (
             (q.astype(jnp.bfloat16), layer, bounds),
             {"implementation": "triton"},

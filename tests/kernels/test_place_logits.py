@@ -32,7 +32,9 @@ cases = st.builds(
 def expected(inputs, num_pages, page_size):
     """The logits of all slots, page by page in the order in which each head reads them."""
     logits, lengths = np.asarray(inputs.logits), np.asarray(inputs.lengths)
-    ids, count, dense = (jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "dense"))
+    ids, count, dense = (
+        jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "dense")
+    )
     rows = logits.reshape(*lengths.shape, -1, page_size)
     placed = np.full((*lengths.shape, num_pages, page_size), -np.inf, np.float32)
     for head in np.ndindex(*lengths.shape):
@@ -50,11 +52,17 @@ def expected(inputs, num_pages, page_size):
 def check(case, seed=0):
     inputs = case.build(seed)
     placed = expected(inputs, **case.sizes)
-    run = jax.jit(lambda inputs, stats: place_logits(*inputs, stats=stats, **case.sizes), static_argnums=1)
-    np.testing.assert_array_equal(run(inputs, "token_logits"), placed.reshape(*inputs.lengths.shape, -1))
+    run = jax.jit(
+        lambda inputs, stats: place_logits(*inputs, stats=stats, **case.sizes), static_argnums=1
+    )
+    np.testing.assert_array_equal(
+        run(inputs, "token_logits"), placed.reshape(*inputs.lengths.shape, -1)
+    )
     mass = run(inputs, "page_mass")
     assert mass.dtype == jnp.float32
-    np.testing.assert_allclose(mass, np.apply_along_axis(logsumexp, -1, placed), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        mass, np.apply_along_axis(logsumexp, -1, placed), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -79,7 +87,9 @@ def test_cases_are_what_they_say():
             assert (np.diff(ids) > 0).all() and (selection.ids[head][ids.size :] == 0).all()
             if ids.size and lengths[head]:
                 found.add((ids[-1] > newest, newest in ids))
-    assert len(found) == 4, "a list that ends past what its head holds, or not, with the newest page or without"
+    assert len(found) == 4, (
+        "a list that ends past what its head holds, or not, with the newest page or without"
+    )
     assert np.isnan(BASE.build().logits).any()
 
 
@@ -101,12 +111,36 @@ INPUTS = BASE.build()
     [
         ({"stats": "mass"}, {}, r"stats='mass': must be one of \['page_mass', 'token_logits'\]"),
         ({"stats": None}, {}, "stats=None: must be one of"),
-        ({"selection": replace(INPUTS.selection, granularity="token")}, {}, "granularity='token': place_logits takes"),
-        ({"lengths": INPUTS.lengths[:1]}, {}, r"selection.ids.shape=.*must begin with \[B, K\] = \(1, 4\)"),
-        ({"logits": INPUTS.logits[1:]}, {}, r"logits.shape=\(7, 192\): must be \[8, a multiple of 16\]"),
-        ({"logits": INPUTS.logits[:, 1:]}, {}, r"logits.shape=\(8, 191\): must be \[8, a multiple of 16\]"),
-        ({"logits": INPUTS.logits[:, :144]}, {}, r"logits.shape=\(8, 144\): must have room for 10 pages of 16"),
-        ({"selection": replace(INPUTS.selection, dense=INPUTS.lengths > 0)}, {"num_pages": 13}, "room for 13 pages"),
+        (
+            {"selection": replace(INPUTS.selection, granularity="token")},
+            {},
+            "granularity='token': place_logits takes",
+        ),
+        (
+            {"lengths": INPUTS.lengths[:1]},
+            {},
+            r"selection.ids.shape=.*must begin with \[B, K\] = \(1, 4\)",
+        ),
+        (
+            {"logits": INPUTS.logits[1:]},
+            {},
+            r"logits.shape=\(7, 192\): must be \[8, a multiple of 16\]",
+        ),
+        (
+            {"logits": INPUTS.logits[:, 1:]},
+            {},
+            r"logits.shape=\(8, 191\): must be \[8, a multiple of 16\]",
+        ),
+        (
+            {"logits": INPUTS.logits[:, :144]},
+            {},
+            r"logits.shape=\(8, 144\): must have room for 10 pages of 16",
+        ),
+        (
+            {"selection": replace(INPUTS.selection, dense=INPUTS.lengths > 0)},
+            {"num_pages": 13},
+            "room for 13 pages",
+        ),
         ({"implementation": "abacus"}, {}, "implementation='abacus': place_logits has"),
         ({"implementation": "triton"}, {}, "place_logits on this backend needs an NVIDIA GPU"),
     ],

@@ -24,7 +24,9 @@ def test_rows_are_those_that_the_lists_name(case):
     inputs = case.build()
     got = jax.jit(row_gather)(*inputs)
     assert got.dtype == inputs.pool.dtype
-    np.testing.assert_array_equal(got, expected(*(x if x is None else np.asarray(x) for x in inputs)))
+    np.testing.assert_array_equal(
+        got, expected(*(x if x is None else np.asarray(x) for x in inputs))
+    )
 
 
 def test_cases_are_what_they_say():
@@ -40,7 +42,9 @@ def test_cases_are_what_they_say():
 
 def test_ids_out_of_range_give_the_nearest_row():
     pool = jnp.arange(6.0).reshape(3, 2)
-    np.testing.assert_array_equal(row_gather(pool, jnp.array([-1, 99, 1], jnp.int32)), pool[jnp.array([0, 2, 1])])
+    np.testing.assert_array_equal(
+        row_gather(pool, jnp.array([-1, 99, 1], jnp.int32)), pool[jnp.array([0, 2, 1])]
+    )
 
 
 @pytest.mark.parametrize("jit", [True, False])

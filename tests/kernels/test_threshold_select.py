@@ -21,7 +21,9 @@ def logsumexp(x: np.ndarray) -> float:
 
 def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> list[int]:
     """What one row chooses, best first; `lse` normalises its logits."""
-    order = [i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])]
+    order = [
+        i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])
+    ]
     if isinstance(rule, TopK):
         return order[: max(int(value), 1)]
     weights = np.exp(row - (lse if order else 0.0)) if softmax else row
@@ -30,7 +32,9 @@ def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> li
     order = [i for i in order if weights[i] > 0]
     total, chosen, mass = weights[order].sum(), [], 0.0
     for i in order:
-        if mass >= np.float32(value) * total * (1 - 1e-7) and value < 1:  # float32(0.9) of 200 is below 180
+        if (
+            mass >= np.float32(value) * total * (1 - 1e-7) and value < 1
+        ):  # float32(0.9) of 200 is below 180
             break
         chosen.append(i)
         mass += weights[i]
@@ -39,7 +43,11 @@ def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> li
 
 def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
     """For each head the units that are listed, and of each the tokens chosen."""
-    softmax, unit, size = kwargs["weights"] == "softmax", kwargs["granularity"], kwargs["page_size"] or 1
+    softmax, unit, size = (
+        kwargs["weights"] == "softmax",
+        kwargs["granularity"],
+        kwargs["page_size"] or 1,
+    )
     lengths, listed = kwargs["lengths"], {}
     for head in np.ndindex(*scores.shape[:2]):
         value = float(np.broadcast_to(rule[0], scores.shape[:2])[head])
@@ -67,7 +75,9 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
             units.setdefault(i // per_unit, set()).add(i % per_unit)
         worth = {u: max(best[u * per_unit + t] for t in tokens) for u, tokens in units.items()}
         kept = sorted(units, key=lambda u: (-worth[u], u))[: kwargs["capacity"]]
-        listed[head] = {name(u, kwargs["names"], head, scores.shape[-1] // size): units[u] for u in sorted(kept)}
+        listed[head] = {
+            name(u, kwargs["names"], head, scores.shape[-1] // size): units[u] for u in sorted(kept)
+        }
     return listed
 
 
@@ -88,7 +98,9 @@ def assert_lists(got: Selection, want, kwargs) -> None:
         assert not ids[head][count[head] :].any()
         if got.bits is not None:
             flags = np.asarray(unpack_bits(got.bits, kwargs["page_size"]))[head]
-            assert [set(np.flatnonzero(row)) for row in flags[: count[head]]] == list(units.values())
+            assert [set(np.flatnonzero(row)) for row in flags[: count[head]]] == list(
+                units.values()
+            )
             assert not flags[count[head] :].any()
 
 
@@ -122,7 +134,13 @@ def test_cases_are_what_they_say():
         if case.ragged:
             assert {0, 1, case.size} <= set(np.asarray(kwargs["lengths"]).flat)
             assert bool((scores == jnp.asarray(JUNK, scores.dtype)).any())
-    for name in ("top_p_capped", "top_p_union_capped", "top_k_union_capped", "mass_capped", "bits_capped"):
+    for name in (
+        "top_p_capped",
+        "top_p_union_capped",
+        "top_k_union_capped",
+        "mass_capped",
+        "bits_capped",
+    ):
         inputs = by_name[name].build()
         free = expected(inputs.scores, inputs.rule, inputs.kwargs | {"capacity": 1000})
         assert max(map(len, free.values())) > inputs.kwargs["capacity"]
@@ -133,9 +151,13 @@ def test_bits_and_tokens_say_the_same():
     by_page = threshold_select(inputs.scores, inputs.rule, **inputs.kwargs)
     by_token = threshold_select(inputs.scores, inputs.rule, capacity=200)
     lengths = jnp.full((2, 2), 200, jnp.int32)
-    masks = [token_mask(chosen, lengths, num_pages=25, page_size=8) for chosen in (by_page, by_token)]
+    masks = [
+        token_mask(chosen, lengths, num_pages=25, page_size=8) for chosen in (by_page, by_token)
+    ]
     np.testing.assert_array_equal(*masks)
-    whole = threshold_select(inputs.scores, inputs.rule, **inputs.kwargs | {"granularity": "touched"})
+    whole = threshold_select(
+        inputs.scores, inputs.rule, **inputs.kwargs | {"granularity": "touched"}
+    )
     np.testing.assert_array_equal(whole.ids, by_page.ids)
 
 
@@ -156,9 +178,16 @@ def test_a_set_weighs_what_is_asked_for():
     """To within what float32 makes of a long sum; and a page's weight is its tokens'."""
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 1, 20_000)) * 3, jnp.float32)
     weights = np.asarray(jax.nn.softmax(scores.astype(jnp.float32), -1), np.float64)[0, :, 0]
-    for unit, page_size, each in (("token", None, weights), ("page_mass", 16, weights.reshape(2, -1, 16).sum(-1))):
-        got = threshold_select(scores, TopP(0.9), capacity=20_000, granularity=unit, page_size=page_size)
-        for row, ids, count in zip(each, np.asarray(got.ids)[0], np.asarray(got.count)[0], strict=True):
+    for unit, page_size, each in (
+        ("token", None, weights),
+        ("page_mass", 16, weights.reshape(2, -1, 16).sum(-1)),
+    ):
+        got = threshold_select(
+            scores, TopP(0.9), capacity=20_000, granularity=unit, page_size=page_size
+        )
+        for row, ids, count in zip(
+            each, np.asarray(got.ids)[0], np.asarray(got.count)[0], strict=True
+        ):
             kept = row[ids[:count]]
             assert kept.sum() >= 0.9 - 1e-5
             assert kept.sum() - kept.min() < 0.9 + 1e-5
@@ -200,22 +229,42 @@ WRONG = {
     ),
     "weights": (SCORES, TopK(1), {"weights": "log"}, "weights='log': must be one of"),
     "group": (SCORES, TopK(1), {"group": "mean"}, "group='mean': must be one of"),
-    "page size of tokens": (SCORES, TopK(1), {"page_size": 8}, "page_size=8: must be None for granularity='token'"),
+    "page size of tokens": (
+        SCORES,
+        TopK(1),
+        {"page_size": 8},
+        "page_size=8: must be None for granularity='token'",
+    ),
     "no page size": (
         SCORES,
         TopK(1),
         {"granularity": "bits"},
         "page_size=None: must divide n=32 for granularity='bits'",
     ),
-    "page size": (SCORES, TopK(1), {"granularity": "touched", "page_size": 5}, "page_size=5: must divide n=32"),
+    "page size": (
+        SCORES,
+        TopK(1),
+        {"granularity": "touched", "page_size": 5},
+        "page_size=5: must divide n=32",
+    ),
     "bits": (
         jnp.zeros((1, 1, 1, 128)),
         TopK(1),
         {"granularity": "bits", "page_size": 64},
         "page_size=64: must be at most 32",
     ),
-    "lengths": (SCORES, TopK(1), {"lengths": jnp.zeros(2, jnp.int32)}, r"lengths.shape=\(2,\): must be \[B, K\]"),
-    "names": (SCORES, TopK(1), {"names": jnp.zeros((3, 32), jnp.int32)}, r"\[3, 32\]: must be int32\[B, K, m\]"),
+    "lengths": (
+        SCORES,
+        TopK(1),
+        {"lengths": jnp.zeros(2, jnp.int32)},
+        r"lengths.shape=\(2,\): must be \[B, K\]",
+    ),
+    "names": (
+        SCORES,
+        TopK(1),
+        {"names": jnp.zeros((3, 32), jnp.int32)},
+        r"\[3, 32\]: must be int32\[B, K, m\]",
+    ),
     "names of no units": (
         SCORES,
         TopK(1),
@@ -223,13 +272,28 @@ WRONG = {
         r"names=int32\[2, 3, 32\]: must be int32\[B, K, m\], \[B, K\] = \[2, 3\], m a divisor of 4",
     ),
     "no names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 0), jnp.int32)}, "m a divisor of 32"),
-    "dtype of names": (SCORES, TopK(1), {"names": jnp.zeros((2, 3, 32))}, "names=float32.*must be int32"),
+    "dtype of names": (
+        SCORES,
+        TopK(1),
+        {"names": jnp.zeros((2, 3, 32))},
+        "names=float32.*must be int32",
+    ),
     "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP or a Threshold"),
     "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
     "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),
     "theta": (SCORES, Threshold(float("nan")), {}, "theta=nan: must be a number"),
-    "numbers of heads": (SCORES, TopP(jnp.ones(2)), {}, r"p.shape=\(2,\): must be \[B, K\] = \(2, 3\)"),
-    "backend": (SCORES, TopK(1), {"implementation": "abacus"}, "implementation='abacus': select has"),
+    "numbers of heads": (
+        SCORES,
+        TopP(jnp.ones(2)),
+        {},
+        r"p.shape=\(2,\): must be \[B, K\] = \(2, 3\)",
+    ),
+    "backend": (
+        SCORES,
+        TopK(1),
+        {"implementation": "abacus"},
+        "implementation='abacus': select has",
+    ),
     "odd pages": (
         jnp.zeros((1, 1, 1, 48)),
         TopK(1),

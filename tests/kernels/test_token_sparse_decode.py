@@ -10,7 +10,11 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.selection import from_token_mask, nothing, token_mask
-from tests.kernels.decode_checks import assert_matches_dense, assert_reports_rounded_mean, assert_rounds_o
+from tests.kernels.decode_checks import (
+    assert_matches_dense,
+    assert_reports_rounded_mean,
+    assert_rounds_o,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -28,7 +32,9 @@ def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
 
 def test_tokens_and_pages_with_bits_say_the_same():
     q, layer, selection = Case("", bits=True, table="scrambled", bias=True).build()
-    mask = token_mask(selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size)
+    mask = token_mask(
+        selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size
+    )
     tokens = from_token_mask(mask, 40, page_size=16)
     by_page = jax.jit(lambda: block_sparse_decode(q, layer, selection, stats="page_mass"))()
     by_token = jax.jit(lambda: token_sparse_decode(q, layer, tokens, stats="page_mass"))()

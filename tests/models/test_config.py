@@ -11,7 +11,11 @@ from jsparse.models.families import Family
 from jsparse.models.llama import LLAMA
 from jsparse.models.qwen import QWEN2, QWEN3
 
-FROM_HF = {"llama": LLAMA.config_from_hf, "qwen2": QWEN2.config_from_hf, "qwen3": QWEN3.config_from_hf}
+FROM_HF = {
+    "llama": LLAMA.config_from_hf,
+    "qwen2": QWEN2.config_from_hf,
+    "qwen3": QWEN3.config_from_hf,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,8 +65,17 @@ def test_gguf_metadata_gives_the_config_of_config_json(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_head_dim_defaults_to_an_equal_share(family, tmp_path):
     config = hf_config(family)
-    stated = {"attention.key_length": None, "attention.value_length": None, "rope.dimension_count": 8}
-    assert load(write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), metadata=stated)).config.head_dim == 8
+    stated = {
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "rope.dimension_count": 8,
+    }
+    assert (
+        load(
+            write_gguf(tmp_path / "m.gguf", config, hf_tensors(config), metadata=stated)
+        ).config.head_dim
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,9 @@ def test_a_config_that_cannot_be_decoded_is_refused(family, change, tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("field", [key for key in hf_config("llama") if key.endswith(("_size", "_layers", "_eps"))])
+@pytest.mark.parametrize(
+    "field", [key for key in hf_config("llama") if key.endswith(("_size", "_layers", "_eps"))]
+)
 def test_a_missing_field_is_named(field):
     config = hf_config("llama")
     del config[field]
@@ -115,7 +130,9 @@ def test_a_missing_field_is_named(field):
 def test_an_unknown_family_is_refused_with_those_known(model_type, tmp_path):
     config = hf_config("llama")
     folder = write_folder(tmp_path, config | {"model_type": model_type}, hf_tensors(config))
-    with pytest.raises(ValueError, match=r"model_type is .*must be one of \['llama', 'qwen2', 'qwen3'\]"):
+    with pytest.raises(
+        ValueError, match=r"model_type is .*must be one of \['llama', 'qwen2', 'qwen3'\]"
+    ):
         load(folder)
 
 

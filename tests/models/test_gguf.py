@@ -1,4 +1,6 @@
-"""GGUF files: every tensor type gives the values of the gguf package, and headers that lie are refused."""
+"""GGUF files: every tensor type gives the values of the gguf package, and headers that lie are
+refused.
+"""
 
 import struct
 
@@ -14,12 +16,14 @@ from writers import assert_refused, expected_weights, gguf_name, hf_config, hf_t
 from jsparse.models.checkpoint import load
 from jsparse.models.gguf import QUANTISATIONS, GGUFFile
 
-# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored in plain order.
+# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
+# in plain order.
 WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
 PACKAGE_CAN = [
     kind
     for kind in gguf.GGML_QUANT_SIZES
-    if kind.name in ("F32", "F16") or kind in gguf.quants._type_traits  # the package has no public list
+    if kind.name in ("F32", "F16")
+    or kind in gguf.quants._type_traits  # the package has no public list
 ]
 
 SMALL = hf_config("llama", num_hidden_layers=1)
@@ -32,7 +36,9 @@ def file(tmp_path):
 
 
 def encode(values, kind, rng):
-    """Bytes of `kind` for an array: quantised by the package where it can, else random ones of finite values."""
+    """Bytes of `kind` for an array: quantised by the package where it can, else random ones of
+    finite values.
+    """
     try:
         data = gguf.quants.quantize(values, kind)
         return data if kind in (Kind.F32, Kind.F16) else data.view(np.uint8)
@@ -52,7 +58,11 @@ def encode(values, kind, rng):
 def test_every_type_gives_the_values_of_the_package(kind, tmp_path):
     rng = np.random.default_rng(int(kind))
     tensors = hf_tensors(WIDE)
-    raw = {name: (encode(values, kind, rng), kind) for name, values in tensors.items() if values.ndim == 2}
+    raw = {
+        name: (encode(values, kind, rng), kind)
+        for name, values in tensors.items()
+        if values.ndim == 2
+    }
     loaded = load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
     values = tensors | {name: gguf.quants.dequantize(data, kind) for name, (data, _) in raw.items()}
     expected = expected_weights(WIDE, values)
@@ -64,13 +74,18 @@ def test_types_are_all_that_the_package_can_undo():
     assert set(QUANTISATIONS) == set(PACKAGE_CAN)
 
 
-@pytest.mark.parametrize("kind", sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)), ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)), ids=lambda kind: kind.name
+)
 def test_other_types_are_refused(kind, tmp_path):
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors = hf_tensors(WIDE)
     raw = {name: (np.zeros((256, 256 // block * block_bytes), np.uint8), kind)}
-    with pytest.raises(ValueError, match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16"):
+    with pytest.raises(
+        ValueError,
+        match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16",
+    ):
         load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
 
 
@@ -81,7 +96,9 @@ def test_long_tensors_are_dequantised_piece_by_piece(monkeypatch, tmp_path):
     raw = {"model.embed_tokens.weight": (data, Kind.Q8_0)}
     store = GGUFFile(write_gguf(tmp_path / "m.gguf", WIDE, hf_tensors(WIDE), raw=raw))
     monkeypatch.setattr("jsparse.models.gguf._VALUES_AT_ONCE", 7 * 256)
-    np.testing.assert_array_equal(store.read("token_embd.weight"), gguf.quants.dequantize(data, Kind.Q8_0))
+    np.testing.assert_array_equal(
+        store.read("token_embd.weight"), gguf.quants.dequantize(data, Kind.Q8_0)
+    )
 
 
 def test_metadata_are_those_of_the_package(tmp_path):
@@ -103,7 +120,9 @@ def test_metadata_are_those_of_the_package(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     store = GGUFFile(path)
-    assert store.metadata == {"general.architecture": "llama"} | {f"x.{k}": value for k, (value, _) in written.items()}
+    assert store.metadata == {"general.architecture": "llama"} | {
+        f"x.{k}": value for k, (value, _) in written.items()
+    }
     np.testing.assert_array_equal(store.read("t"), np.arange(6).reshape(2, 3))
 
 
@@ -157,8 +176,18 @@ def test_counts_that_lie_are_refused(count, file):
         (u64(40) + u32(0), u64(40) + u32(99), b"token_embd.weight", "type 99"),
         (u64(40) + u32(0), u64(40) + u32(12), b"token_embd.weight", "a multiple of 256"),
         (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(32), b"token_embd.weight", "overlap"),
-        (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(1), b"token_embd.weight", "multiple of 32"),
-        (u64(40) + u32(0) + u64(0), u64(40) + u32(0) + u64(2**63), b"token_embd.weight", "truncated or damaged"),
+        (
+            u64(40) + u32(0) + u64(0),
+            u64(40) + u32(0) + u64(1),
+            b"token_embd.weight",
+            "multiple of 32",
+        ),
+        (
+            u64(40) + u32(0) + u64(0),
+            u64(40) + u32(0) + u64(2**63),
+            b"token_embd.weight",
+            "truncated or damaged",
+        ),
     ],
 )
 def test_fields_that_lie_are_refused(old, new, after, match, file):
@@ -219,7 +248,10 @@ def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
     bias = {"blk.0.ffn_up.bias": np.zeros(48, np.float32)}
     refuses(write_gguf(tmp_path / "bias.gguf", SMALL, TENSORS, extra=bias), "blk.0.ffn_up.bias")
     factors = {"rope_freqs.weight": np.ones(5, np.float32)}
-    refuses(write_gguf(tmp_path / "rope.gguf", SMALL, TENSORS, extra=factors), "rope_factors has 5 entries")
+    refuses(
+        write_gguf(tmp_path / "rope.gguf", SMALL, TENSORS, extra=factors),
+        "rope_factors has 5 entries",
+    )
 
 
 def test_a_split_file_is_refused(tmp_path):
@@ -231,7 +263,9 @@ def test_a_split_file_is_refused(tmp_path):
     refuses(tmp_path / "m-00001-of-00002.gguf", "one of 2 files")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(at=st.integers(4, 1500), value=st.integers(0, 2**64 - 1), width=st.sampled_from([1, 4, 8]))
 @example(at=8, value=2**40, width=8)
 def test_changed_bytes_never_crash(at, value, width, file):
@@ -248,4 +282,6 @@ def test_changed_bytes_never_crash(at, value, width, file):
 def test_a_tokenizer_is_optional_but_must_be_sound(tmp_path):
     assert load(write_gguf(tmp_path / "without.gguf", SMALL, TENSORS)).tokenizer is None
     # A vocabulary that does not say what kind of tokenizer it is for.
-    assert_refused(write_gguf(tmp_path / "with.gguf", SMALL, TENSORS, tokens=["a"] * 40), "tokenizer")
+    assert_refused(
+        write_gguf(tmp_path / "with.gguf", SMALL, TENSORS, tokens=["a"] * 40), "tokenizer"
+    )

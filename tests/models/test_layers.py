@@ -42,7 +42,9 @@ def llama3_frequency(frequency, rule):
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("head_dim", [16, 128])
-@pytest.mark.parametrize("rule", [None, Llama3Rope(8.0, 1.0, 4.0, 8192), Llama3Rope(32.0, 2.0, 5.0, 64)])
+@pytest.mark.parametrize(
+    "rule", [None, Llama3Rope(8.0, 1.0, 4.0, 8192), Llama3Rope(32.0, 2.0, 5.0, 64)]
+)
 def test_rope_frequencies(theta, head_dim, rule):
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     expected = plain if rule is None else [llama3_frequency(f, rule) for f in plain]
@@ -58,7 +60,9 @@ def test_rope_frequencies(theta, head_dim, rule):
 def test_rope_factors_divide_the_frequencies():
     factors = tuple(float(f) for f in np.linspace(1, 8, 32))
     plain = rope_frequencies(config())
-    np.testing.assert_allclose(rope_frequencies(config(rope_factors=factors)), plain / np.asarray(factors), rtol=1e-6)
+    np.testing.assert_allclose(
+        rope_frequencies(config(rope_factors=factors)), plain / np.asarray(factors), rtol=1e-6
+    )
 
 
 def test_rope_rotates_pairs_half_a_head_apart():
@@ -81,7 +85,10 @@ def test_rope_keeps_the_dtype_and_only_distances_matter():
     frequencies = rope_frequencies(config())
 
     def score(at_q, at_k):
-        turned = [apply_rope(x, rope_table(jnp.array([[p]]), frequencies)) for x, p in ((q, at_q), (k, at_k))]
+        turned = [
+            apply_rope(x, rope_table(jnp.array([[p]]), frequencies))
+            for x, p in ((q, at_q), (k, at_k))
+        ]
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(9, 4) == pytest.approx(score(905, 900), abs=1e-3)
@@ -98,7 +105,9 @@ def test_rms_norm():
     actual = np.asarray(RMSNorm(0.5).apply(variables, jnp.asarray(x, jnp.float32)))
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     # squares beyond the range of float16 are summed in float32
-    wide = RMSNorm(1e-5).apply({"params": {"scale": jnp.ones(4, jnp.float16)}}, jnp.full((1, 4), 6e4, jnp.float16))
+    wide = RMSNorm(1e-5).apply(
+        {"params": {"scale": jnp.ones(4, jnp.float16)}}, jnp.full((1, 4), 6e4, jnp.float16)
+    )
     np.testing.assert_allclose(np.asarray(wide), 1.0, rtol=1e-3)
 
 
@@ -107,6 +116,11 @@ def test_mlp_is_gated_by_silu():
     x, up_gate, down = (rng.standard_normal(shape) for shape in ((2, 4), (4, 12), (6, 4)))
     gate, up = np.split(x @ up_gate, 2, axis=-1)
     expected = (gate / (1 + np.exp(-gate)) * up) @ down
-    variables = {"params": {"gate_up": {"kernel": jnp.asarray(up_gate)}, "down": {"kernel": jnp.asarray(down)}}}
+    variables = {
+        "params": {
+            "gate_up": {"kernel": jnp.asarray(up_gate)},
+            "down": {"kernel": jnp.asarray(down)},
+        }
+    }
     actual = np.asarray(MLP(6).apply(variables, jnp.asarray(x, jnp.float32)))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Logits and greedy text against those that Hugging Face's models gave for the same weights (fixtures/hf)."""
+"""Logits and greedy text against those that Hugging Face's models gave for the same weights
+(fixtures/hf).
+"""
 
 import importlib.util
 import shutil
@@ -19,7 +21,8 @@ WITH_GGUF = ("llama", "llama3", "qwen2")
 GREEDY_PROMPT = 8
 # float32 sums in another order; measured: 4e-6
 RTOL = 2e-4
-# root mean squares: weights and activations are rounded to 8 bits everywhere, and these weights are large
+# root mean squares: weights and activations are rounded to 8 bits everywhere, and these weights are
+# large
 RTOL_BFLOAT16 = 0.05
 
 
@@ -37,7 +40,9 @@ def worst(actual, expected):
 
 def mean_error(actual, expected):
     """The root mean square of the difference over that of the logits."""
-    return float(np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2)))
+    return float(
+        np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
+    )
 
 
 def logits_at(params, expected):
@@ -65,7 +70,9 @@ def test_sharded_weights_keep_their_dtype_where_asked():
     exact = load(HF / "qwen2_sharded", dtype="float32")
     # the files hold bfloat16, so nothing is lost by keeping it
     jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), params.weights, exact.weights
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b),
+        params.weights,
+        exact.weights,
     )
     assert mean_error(logits_at(params, expected), expected["logits"]) < RTOL_BFLOAT16
 
@@ -92,20 +99,26 @@ def test_greedy_text(name, page_size):
     expected = expected_of(name)
     prompt, greedy = expected["tokens"][0, :GREEDY_PROMPT], expected["greedy"].tolist()
     params = load(HF / name, dtype="float32")
-    out = jsparse.generate(params, prompt, max_new_tokens=len(greedy), eos_token_id=[], page_size=page_size)
+    out = jsparse.generate(
+        params, prompt, max_new_tokens=len(greedy), eos_token_id=[], page_size=page_size
+    )
     assert out.token_ids == greedy
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_decoding_gives_the_logits_of_one_pass(name):
-    """The last stored position is reached by prefill and 20 decode steps, beyond RoPE's original maximum in llama3."""
+    """The last stored position is reached by prefill and 20 decode steps, beyond RoPE's original
+    maximum in llama3.
+    """
     expected = expected_of(name)
     params, tokens = load(HF / name, dtype="float32"), expected["tokens"]
     forced, seen = tokens[:, -20:], []
 
     def sample(_, logits, key, step, mask):
         seen.append(np.asarray(logits))
-        return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(len(tokens))
+        return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(
+            len(tokens)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "sample", sample)

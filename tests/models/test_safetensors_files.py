@@ -1,4 +1,6 @@
-"""safetensors: headers, indices and folders that are damaged or lie are refused before a tensor is read."""
+"""safetensors: headers, indices and folders that are damaged or lie are refused before a tensor is
+read.
+"""
 
 import json
 
@@ -47,8 +49,14 @@ def test_truncated_files_are_refused(size, folder):
         ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]}}, "-16 bytes"),
         ({NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}}, "16 bytes.*takes 24"),
         ({NAME: {"dtype": "F16", "shape": [2, 2], "data_offsets": [0, 16]}}, "takes 8"),
-        ({NAME: {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 2**82]}}, "truncated"),
-        ({NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}}, "truncated"),
+        (
+            {NAME: {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 2**82]}},
+            "truncated",
+        ),
+        (
+            {NAME: {"dtype": "F32", "shape": [2, 2], "data_offsets": [2**70, 2**70 + 16]}},
+            "truncated",
+        ),
         ({NAME: {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16]}}, "dtype 'F8_E4M3'"),
         ({NAME: {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, "dtype"),
         (
@@ -71,7 +79,9 @@ def test_a_header_longer_than_the_file_is_refused(length, folder):
     assert_refused(folder, f"header of {length} bytes")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(at=st.integers(0, 1200), byte=st.integers(0, 255))
 def test_a_changed_byte_never_crashes(at, byte, folder):
     file = folder / SINGLE
@@ -91,7 +101,10 @@ def test_a_changed_byte_never_crashes(at, byte, folder):
         ({"num_hidden_layers": 2}, "lacks model.layers.1.*and 5 more"),
         ({"num_hidden_layers": 10**12}, "num_layers=1000000000000"),
         ({"hidden_size": 10**15}, "shape .* asks for"),
-        ({"vocab_size": 41}, r"embed_tokens.weight has shape \(40, 32\): the config asks for \(41, 32\)"),
+        (
+            {"vocab_size": 41},
+            r"embed_tokens.weight has shape \(40, 32\): the config asks for \(41, 32\)",
+        ),
         ({"intermediate_size": 32}, "gate_proj"),
         ({"num_key_value_heads": 4}, "k_proj"),
         ({"head_dim": 16}, "q_proj"),
@@ -117,7 +130,9 @@ def sharded(tmp_path):
     return write_folder(tmp_path / "sharded", CONFIG, TENSORS, num_shards=2)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\0b"]
+)
 def test_shards_outside_the_folder_are_refused(shard, sharded):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"][NAME] = shard
@@ -143,7 +158,9 @@ def test_an_index_that_lies_is_refused(sharded):
     assert_refused(with_map(good), second, FileNotFoundError)
 
 
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "weights.pkl", "consolidated.00.pth"])
+@pytest.mark.parametrize(
+    "pickle", ["pytorch_model.bin", "model.pt", "weights.pkl", "consolidated.00.pth"]
+)
 def test_pickles_are_never_loaded(pickle, folder):
     (folder / SINGLE).rename(folder / pickle)
     assert_refused(folder, f"{pickle}: pickle")

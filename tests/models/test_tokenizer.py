@@ -33,7 +33,11 @@ def smollm2_file() -> Path:
 
 @functools.cache
 def read_metadata(file: Path) -> dict[str, Any]:
-    return {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items() if not key.startswith("GGUF.")}
+    return {
+        key: field.contents()
+        for key, field in gguf.GGUFReader(file).fields.items()
+        if not key.startswith("GGUF.")
+    }
 
 
 def metadata_of(case: str) -> dict[str, Any]:
@@ -73,12 +77,20 @@ def test_smollm2_splits_digits_one_by_one():
 )  # fmt: skip
 def test_special_ids_come_from_the_metadata(case, bos, eos, size):
     tokenizer = tokenizer_of(case)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (bos, eos, size)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (
+        bos,
+        eos,
+        size,
+    )
 
 
 def test_sentencepiece_ids_default_to_one_and_two():
     metadata = metadata_of("llama")
-    without = {key: value for key, value in metadata.items() if not key.endswith(("bos_token_id", "eos_token_id"))}
+    without = {
+        key: value
+        for key, value in metadata.items()
+        if not key.endswith(("bos_token_id", "eos_token_id"))
+    }
     tokenizer = Tokenizer.from_gguf(without)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
 
@@ -86,7 +98,10 @@ def test_sentencepiece_ids_default_to_one_and_two():
 @pytest.mark.parametrize("case", ["llama", "llama-bpe"])
 def test_bos_is_left_out_on_request(case):
     tokenizer = tokenizer_of(case)
-    with_bos, without = tokenizer.encode("The river"), tokenizer.encode("The river", add_special_tokens=False)
+    with_bos, without = (
+        tokenizer.encode("The river"),
+        tokenizer.encode("The river", add_special_tokens=False),
+    )
     assert with_bos == [tokenizer.bos_token_id, *without]
 
 
@@ -152,13 +167,16 @@ def test_decode_refuses_what_are_no_ids(ids):
         tokenizer_of("qwen2").decode(ids)
 
 
-@pytest.mark.parametrize(("text", "message"), [(b"bytes", "of type bytes"), (None, "NoneType"), ("a\ud800", "at 1")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(b"bytes", "of type bytes"), (None, "NoneType"), ("a\ud800", "at 1")]
+)
 def test_encode_refuses_what_is_no_text(text, message):
     with pytest.raises(ValueError, match=message):
         tokenizer_of("qwen2").encode(text)
 
 
-# ------------------------------------------------------------------------------------------------ chat templates
+# ------------------------------------------------------------------------------------------------
+# chat templates
 
 
 def test_smollm2_chat_template_has_a_default_system_message():
@@ -179,7 +197,8 @@ def test_smollm2_chat_template_takes_a_system_message_and_no_prompt():
     ]
     text = tokenizer_of("smollm").apply_chat_template(messages, add_generation_prompt=False)
     assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+        "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
     )
 
 
@@ -249,7 +268,8 @@ def test_no_chat_template():
         tokenizer_of("qwen2").apply_chat_template(USER)
 
 
-# ------------------------------------------------------------------------------------------------ folders
+# ------------------------------------------------------------------------------------------------
+# folders
 
 
 def write_folder(folder: Path, **files: Any) -> Path:
@@ -258,7 +278,9 @@ def write_folder(folder: Path, **files: Any) -> Path:
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     core.add_special_tokens(["<unk>", "<s>", "</s>", "<turn>"])
-    core.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     core.enable_truncation(2)
     core.save(str(folder / "tokenizer.json"))
     for name, values in files.items():
@@ -270,16 +292,30 @@ def test_folder_with_tokenizer_json_alone(tmp_path):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
     assert tokenizer.encode("a b a<turn>") == [1, 4, 5, 4, 3]  # not truncated
     assert tokenizer.decode([1, 4, 5, 2]) == "a b"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
+        None,
+        (),
+        None,
+    )
     assert tokenizer.vocab_size == 6
 
 
 def test_folder_names_special_tokens(tmp_path):
-    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": "x"}
+    config = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "chat_template": "x",
+    }
     more = {"eos_token_id": [3, 2]}
-    path = write_folder(tmp_path, tokenizer_config=config, generation_config=more, config={"eos_token_id": 2})
+    path = write_folder(
+        tmp_path, tokenizer_config=config, generation_config=more, config={"eos_token_id": 2}
+    )
     tokenizer = Tokenizer.from_folder(str(path))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (1, (2, 3), "x")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (
+        1,
+        (2, 3),
+        "x",
+    )
 
 
 def test_folder_special_tokens_map_stands_in(tmp_path):
@@ -339,7 +375,8 @@ def test_files_keep_to_their_own_end_ids(tmp_path):
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == tokenizer_of("qwen2").eos_token_ids
 
 
-# ------------------------------------------------------------------------------------------------ lying metadata
+# ------------------------------------------------------------------------------------------------
+# lying metadata
 
 
 def changed(case: str, name: str, value: Any) -> dict[str, Any]:
@@ -363,7 +400,12 @@ def changed(case: str, name: str, value: Any) -> dict[str, Any]:
         ("qwen2", "tokens", ["a", 3], "holds 3"),
         ("qwen2", "token_type", [1, 1], "token_type has 2 entries, tokenizer.ggml.tokens has 1162"),
         ("qwen2", "merges", None, "merges is missing"),
-        ("qwen2", "merges", ["a b", "a nope"], r"merges\[0\] is 'a b', but 'ab'|merges\[1\] is 'a nope', but 'nope'"),
+        (
+            "qwen2",
+            "merges",
+            ["a b", "a nope"],
+            r"merges\[0\] is 'a b', but 'ab'|merges\[1\] is 'a nope', but 'nope'",
+        ),
         ("qwen2", "merges", ["ab"], r"merges\[0\]"),
         ("qwen2", "bos_token_id", 1162, "bos_token_id is 1162.*1162"),
         ("qwen2", "eos_token_id", -1, "eos_token_id is -1"),
@@ -373,7 +415,12 @@ def changed(case: str, name: str, value: Any) -> dict[str, Any]:
         ("llama", "scores", None, "scores is missing"),
         ("llama", "scores", [0.0] * 7, "scores has 7 entries"),
         ("llama", "scores", [float("nan")] * 1226, "NaN"),
-        ("llama", "tokens", [f"t{i}" for i in range(1226)], "lacks 256 of the 256 byte tokens, <0x00> first"),
+        (
+            "llama",
+            "tokens",
+            [f"t{i}" for i in range(1226)],
+            "lacks 256 of the 256 byte tokens, <0x00> first",
+        ),
     ],
 )
 def test_lying_metadata_is_refused(case, name, value, message):

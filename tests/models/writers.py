@@ -18,7 +18,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json as transformers 4 wrote it; unequal sizes, so that no mix-up of two goes unseen."""
+    """A config.json as transformers 4 wrote it; unequal sizes, so that no mix-up of two goes
+    unseen.
+    """
     config = {
         "model_type": family,
         "hidden_act": "silu",
@@ -42,7 +44,10 @@ def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
     c = config
     d, f, h = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c["vocab_size"], d),
+        "model.norm.weight": (d,),
+    }
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], d)
     for i in range(c["num_hidden_layers"]):
@@ -77,9 +82,13 @@ def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
             "o": {"kernel": t[p + "self_attn.o_proj.weight"].T},
         }
         if config["model_type"] == "qwen2":
-            attention["qkv"]["bias"] = np.concatenate([t[f"{p}self_attn.{which}_proj.bias"] for which in "qkv"])
+            attention["qkv"]["bias"] = np.concatenate(
+                [t[f"{p}self_attn.{which}_proj.bias"] for which in "qkv"]
+            )
         if config["model_type"] == "qwen3":
-            attention |= {f"{which}_norm": {"scale": t[f"{p}self_attn.{which}_norm.weight"]} for which in "qk"}
+            attention |= {
+                f"{which}_norm": {"scale": t[f"{p}self_attn.{which}_norm.weight"]} for which in "qk"
+            }
         gate_up = [t[p + "mlp.gate_proj.weight"].T, t[p + "mlp.up_proj.weight"].T]
         return {
             "attention": attention,
@@ -101,8 +110,12 @@ def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
     return {"params": params}
 
 
-def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors, num_shards: int = 1) -> Path:
-    """Writes config.json and safetensors, with an index if there are shards, by the format's own library."""
+def write_folder(
+    folder: Path, config: dict[str, Any], tensors: Tensors, num_shards: int = 1
+) -> Path:
+    """Writes config.json and safetensors, with an index if there are shards, by the format's own
+    library.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if num_shards == 1:
@@ -114,14 +127,20 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors, num_sha
         part = dict(list(tensors.items())[shard::num_shards])
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
-def write_raw_safetensors(file: Path, header: Any, values: bytes = b"", length: int | None = None) -> Path:
+def write_raw_safetensors(
+    file: Path, header: Any, values: bytes = b"", length: int | None = None
+) -> Path:
     """Writes a file with any header at all: JSON of an object, or bytes; and any length for it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + values)
+    file.write_bytes(
+        (len(text) if length is None else length).to_bytes(8, "little") + text + values
+    )
     return file
 
 
@@ -135,8 +154,12 @@ def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 def gguf_name(config: dict[str, Any], name: str) -> str:
     """The GGUF name of a Hugging Face name, as the gguf package has it."""
-    architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[config["model_type"]]
-    found = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name(name, (".weight", ".bias"))
+    architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[
+        config["model_type"]
+    ]
+    found = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name(
+        name, (".weight", ".bias")
+    )
     assert found is not None
     return found
 
@@ -159,7 +182,8 @@ def write_gguf(
         tensors: under Hugging Face's names; stored as float32.
         raw: bytes [rows, bytes of a row] and type that replace some of them.
         extra: tensors under GGUF's names.
-        metadata: integers that replace or join what the config gives, by their names without the architecture.
+        metadata: integers that replace or join what the config gives, by their names without the
+            architecture.
         tokens: a vocabulary, without which the file has no tokenizer.
     """
     writer = gguf.GGUFWriter(file, config["model_type"])
@@ -200,7 +224,9 @@ def write_gguf(
     return file
 
 
-def assert_refused(model: str | os.PathLike[str], match: str, error: type[Exception] = ValueError) -> str:
+def assert_refused(
+    model: str | os.PathLike[str], match: str, error: type[Exception] = ValueError
+) -> str:
     """Checks that loading raises an error of one line that matches, and returns its message."""
     with pytest.raises(error, match=match) as caught:
         load(model)

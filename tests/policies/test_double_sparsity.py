@@ -1,4 +1,6 @@
-"""Double Sparsity against a slow numpy model: heavy channels, labels, what is selected; and calibration files."""
+"""Double Sparsity against a slow numpy model: heavy channels, labels, what is selected; and
+calibration files.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,9 @@ jitted_quantise = jax.jit(quantise)
 @pytest.fixture(scope="module")
 def ranking():
     """A different order of the channels in every layer and head."""
-    return np.random.default_rng(5).permuted(np.tile(np.arange(H, dtype=np.int32), (LAYERS, K, 1)), axis=-1)
+    return np.random.default_rng(5).permuted(
+        np.tile(np.arange(H, dtype=np.int32), (LAYERS, K, 1)), axis=-1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,11 @@ def labelled(key):
 
 def heads_of(state):
     """(layer, row, head) of all that a state holds."""
-    return [(layer, *at) for layer in range(len(state)) for at in np.ndindex(state[layer].channels.shape[:2])]
+    return [
+        (layer, *at)
+        for layer in range(len(state))
+        for at in np.ndindex(state[layer].channels.shape[:2])
+    ]
 
 
 def assert_labels_are_of_the_cache(cache, state):
@@ -92,7 +100,9 @@ def test_the_channels_are_those_of_the_largest_keys(channels):
     for layer, row, head in heads_of(state):
         weights = np.abs(keys_of(cache, layer, row, head).astype(np.float64)).mean(axis=0)
         assert state[layer].channels[row, head].tolist() == heaviest(weights, channels)
-    chosen = {tuple(state[layer].channels[row, head].tolist()) for layer, row, head in heads_of(state)}
+    chosen = {
+        tuple(state[layer].channels[row, head].tolist()) for layer, row, head in heads_of(state)
+    }
     assert len(chosen) > LAYERS or channels == H  # heads and rows have their own
 
 
@@ -104,7 +114,9 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
         assert not calibrated or channels == sorted(ranking[layer, head, :6].tolist())
         k = keys_of(cache, layer, row, head)[:, channels].astype(np.float64)
         held = cache.layers[layer]
-        labels = np.asarray(dequantise(*(read_heads(pool, held) for pool in state[layer].keys)))[row, head, : len(k)]
+        labels = np.asarray(dequantise(*(read_heads(pool, held) for pool in state[layer].keys)))[
+            row, head, : len(k)
+        ]
         np.testing.assert_allclose(labels, [labelled(key) for key in k], rtol=1e-3, atol=1e-3)
         step = (k.max(axis=1) - k.min(axis=1)) / 15
         assert (np.abs(labels - k).max(axis=1) <= step / 2 + 2.0**-10 * np.abs(k).max(axis=1)).all()
@@ -113,15 +125,20 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
 def best(cache, layer, row, head, channels, q, budget, granularity):
     """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
     labels = [labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]]
-    weights = np.array([softmax([float(one[channels] @ label) / H**0.5 for label in labels]) for one in q])
+    weights = np.array(
+        [softmax([float(one[channels] @ label) / H**0.5 for label in labels]) for one in q]
+    )
     if granularity == "page":
-        weights = np.array([[one[at : at + PAGE].sum() for at in range(0, len(labels), PAGE)] for one in weights])
+        weights = np.array(
+            [[one[at : at + PAGE].sum() for at in range(0, len(labels), PAGE)] for one in weights]
+        )
     count = budget if granularity == "token" else max(budget // PAGE, 1)
     return heaviest(weights.max(axis=0), count)
 
 
 @pytest.mark.parametrize(
-    ("budget", "granularity"), [(1, "token"), (7, "token"), (100, "token"), (16, "page"), (7, "page"), (100, "page")]
+    ("budget", "granularity"),
+    [(1, "token"), (7, "token"), (100, "token"), (16, "page"), (7, "page"), (100, "page")],
 )
 def test_selects_what_the_slow_model_ranks_best(budget, granularity):
     policy = double_sparsity(budget=budget, channels=6, granularity=granularity)
@@ -160,10 +177,18 @@ def test_neither_chunks_nor_batch_change_the_state(chunk, calibrated, file):
 
 
 def random_layer(rows, pages, lengths, *, scrambled=False):
-    """A layer whose every slot, held or not, holds keys of spread magnitudes; those of a row hang on the row alone."""
-    k = np.stack([np.exp(3 * np.random.default_rng(row).normal(size=(K, 40, PAGE, H))) for row in rows])
+    """A layer whose every slot, held or not, holds keys of spread magnitudes; those of a row hang
+    on the row alone.
+    """
+    k = np.stack(
+        [np.exp(3 * np.random.default_rng(row).normal(size=(K, 40, PAGE, H))) for row in rows]
+    )
     k = k[:, :, :pages].reshape(-1, PAGE, H).astype(np.float32)
-    at = np.random.default_rng(0).permutation(len(k)).astype(np.int32) if scrambled else np.arange(len(k))
+    at = (
+        np.random.default_rng(0).permutation(len(k)).astype(np.int32)
+        if scrambled
+        else np.arange(len(k))
+    )
     pool = np.empty_like(k)
     pool[at] = k
     table = jnp.asarray(at.reshape(len(rows), K, pages), jnp.int32) if scrambled else None
@@ -175,7 +200,11 @@ def random_layer(rows, pages, lengths, *, scrambled=False):
 def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
     magnitudes = jax.jit(key_magnitudes)
     alone = magnitudes(random_layer([7], 34, [length]))
-    exact = np.abs(np.asarray(random_layer([7], 34, [length]).k, np.float64)).reshape(K, -1, H)[:, :length].sum(1)
+    exact = (
+        np.abs(np.asarray(random_layer([7], 34, [length]).k, np.float64))
+        .reshape(K, -1, H)[:, :length]
+        .sum(1)
+    )
     np.testing.assert_allclose(alone[0], exact, rtol=1e-6)
     for rows, pages, scrambled in (([7, 1, 2], 34, True), ([3, 7], 40, False), ([7], 40, True)):
         lengths = [length if row == 7 else 33 * row for row in rows]
@@ -185,12 +214,19 @@ def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_labels_follow_decoding_and_corrections(calibrated, file):
-    """Steps append one token each; a correction writes the last three positions again, with other keys."""
-    params, policy = tiny_params(), double_sparsity(budget=1, channels=4, calibration=file if calibrated else None)
+    """Steps append one token each; a correction writes the last three positions again, with other
+    keys.
+    """
+    params, policy = (
+        tiny_params(),
+        double_sparsity(budget=1, channels=4, calibration=file if calibrated else None),
+    )
     cache, state = primed(policy)
     channels = [np.asarray(layer.channels) for layer in state]
     for step in range(3):
-        _, cache, state, _ = session.step(params.decoder, policy, params.weights, FORCED[:, step], cache, state)
+        _, cache, state, _ = session.step(
+            params.decoder, policy, params.weights, FORCED[:, step], cache, state
+        )
     assert_labels_are_of_the_cache(cache, state)
     before = [np.asarray(layer.keys.packed) for layer in state]
     cache, state = correct(params.decoder, policy, params.weights, FORCED[:, :3], cache, state)
@@ -222,7 +258,9 @@ def test_calibrated_it_runs_like_every_policy(file):
     full = engine_logits(params, double_sparsity(2**30, 4, file), PROMPTS, FORCED, page_size=PAGE)
     assert_close(full, dense, rtol=2e-5)
     assert np.abs(logits - dense).max() > 1e-3
-    alone = engine_logits(params, expression, PROMPTS[1:], FORCED[1:], page_size=PAGE, max_length=64)
+    alone = engine_logits(
+        params, expression, PROMPTS[1:], FORCED[1:], page_size=PAGE, max_length=64
+    )
     assert_close(alone[:, 0], logits[:, 1], rtol=2e-5)
 
 
@@ -232,7 +270,10 @@ def test_calibrated_it_runs_like_every_policy(file):
 def test_a_quarter_of_the_channels_in_whole_eights(head_dim, channels):
     spec = spec_of(tiny_params(), 1)._replace(head_dim=head_dim)
     (labels, *_) = jax.eval_shape(lambda: double_sparsity().init(spec))
-    assert (labels.channels.shape, labels.keys.packed.shape[-1]) == ((1, K, channels), channels // 2)
+    assert (labels.channels.shape, labels.keys.packed.shape[-1]) == (
+        (1, K, channels),
+        channels // 2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +284,10 @@ def test_a_quarter_of_the_channels_in_whole_eights(head_dim, channels):
         ({"channels": 5}, "channels=5: must be even"),
         ({"channels": 4.0}, "channels=4.0: must be an integer"),
         ({"calibration": 4}, "calibration=4: must be the path of a file"),
-        ({"calibration": "no/such"}, "calibration='no/such': must be a safetensors file that can be read .*No such"),
+        (
+            {"calibration": "no/such"},
+            "calibration='no/such': must be a safetensors file that can be read .*No such",
+        ),
         ({"granularity": "bits"}, r"granularity='bits': must be one of \['token', 'page'\]"),
     ],
 )
@@ -253,8 +297,12 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 def test_more_channels_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="channels=18: must be at most 16, the model's head dimension"):
-        jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=1, policy="double_sparsity(channels=18)")
+    with pytest.raises(
+        ValueError, match="channels=18: must be at most 16, the model's head dimension"
+    ):
+        jsparse.generate(
+            tiny_params(), PROMPTS[0], max_new_tokens=1, policy="double_sparsity(channels=18)"
+        )
 
 
 WRONG = {
@@ -264,8 +312,12 @@ WRONG = {
     "other tensors": lambda path, order: save_file({"weight": order}, path),
     "other type": lambda path, order: save_file({"ranking": order.astype(np.float32)}, path),
     "other axes": lambda path, order: save_file({"ranking": order[0]}, path),
-    "twice the same": lambda path, order: save_file({"ranking": np.where(order == 3, 4, order).astype(np.int32)}, path),
-    "too few": lambda path, order: save_file({"ranking": np.ascontiguousarray(order[..., :9])}, path),
+    "twice the same": lambda path, order: save_file(
+        {"ranking": np.where(order == 3, 4, order).astype(np.int32)}, path
+    ),
+    "too few": lambda path, order: save_file(
+        {"ranking": np.ascontiguousarray(order[..., :9])}, path
+    ),
 }
 
 
@@ -273,7 +325,9 @@ WRONG = {
 def test_what_is_no_calibration_is_refused(name, ranking, tmp_path):
     path = tmp_path / "wrong"
     WRONG[name](path, ranking)
-    with pytest.raises(ValueError, match=f"calibration='{path}': must (be a safetensors file|hold 'ranking')") as error:
+    with pytest.raises(
+        ValueError, match=f"calibration='{path}': must (be a safetensors file|hold 'ranking')"
+    ) as error:
         double_sparsity(calibration=str(path))
     assert "\n" not in str(error.value)
 
@@ -283,8 +337,12 @@ def test_another_models_calibration_is_refused(shape, tmp_path):
     path = str(tmp_path / "other")
     channel_ranking.save(np.tile(np.arange(shape[-1], dtype=np.int32), (*shape[:2], 1)), path)
     told = "is for {} layers of {} KV heads of {} channels".format(*shape)
-    with pytest.raises(ValueError, match=f"calibration='{path}': {told}, must be for the model's 3 × 2 × 16"):
-        jsparse.generate(tiny_params(), PROMPTS[0], max_new_tokens=1, policy=double_sparsity(calibration=path))
+    with pytest.raises(
+        ValueError, match=f"calibration='{path}': {told}, must be for the model's 3 × 2 × 16"
+    ):
+        jsparse.generate(
+            tiny_params(), PROMPTS[0], max_new_tokens=1, policy=double_sparsity(calibration=path)
+        )
 
 
 def slow_weights(row):
@@ -333,7 +391,9 @@ def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
     wanted = jsparse.calibrate_channels(params, ids[:20])
     np.testing.assert_array_equal(channel_ranking.load("double_sparsity.safetensors"), wanted)
     out = command("--text", "text", "--out", "it's")
-    assert len(jsparse.generate(params, "the cat", max_new_tokens=3, policy=out.stdout).token_ids) == 3
+    assert (
+        len(jsparse.generate(params, "the cat", max_new_tokens=3, policy=out.stdout).token_ids) == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,7 +403,10 @@ def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
         (["--text", "nope"], "error: --text 'nope' cannot be read: No such file"),
         (["--text", "long", "--tokens", "600"], "must be at most 512, the model's maximum"),
         (["--text", "long", "--tokens", "0"], "--tokens"),
-        (["--text", "long", "--tokens", "9", "--out", "no/such"], "No such file or directory: 'no/such'"),
+        (
+            ["--text", "long", "--tokens", "9", "--out", "no/such"],
+            "No such file or directory: 'no/such'",
+        ),
     ],
 )
 def test_mistakes_of_the_command(args, message, tmp_path, monkeypatch):

@@ -23,7 +23,10 @@ from jsparse.policy import Policy, builder, dense
         ("streaming(\n  8,\n  recent=16,\n)", lambda: jsparse.streaming(8, 16)),
         ("oracle_top_k(budget=256, granularity='page')", lambda: jsparse.oracle_top_k(256, "page")),
         ("oracle_top_p(p=0.9)", lambda: jsparse.oracle_top_p(0.9)),
-        ("keep(oracle_top_k(budget=256), sink=4, recent=64)", lambda: jsparse.keep(jsparse.oracle_top_k(256), 4, 64)),
+        (
+            "keep(oracle_top_k(budget=256), sink=4, recent=64)",
+            lambda: jsparse.keep(jsparse.oracle_top_k(256), 4, 64),
+        ),
         ("keep(policy=dense)", lambda: jsparse.keep(jsparse.dense())),
         (
             "dense_layers(keep(streaming(1, 2), 3), n=4)",
@@ -38,8 +41,14 @@ def test_expressions_build_what_the_calls_build(expression, built):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_name_is_an_expression_that_builds_it_again(name):
-    wanted = {"policy": jsparse.streaming(2, 3), "base": jsparse.streaming(2, 3), "gates": [[1, 1], [0, 1]]}
-    given = {key: wanted[key] for key in inspect.signature(POLICIES[name]).parameters if key in wanted}
+    wanted = {
+        "policy": jsparse.streaming(2, 3),
+        "base": jsparse.streaming(2, 3),
+        "gates": [[1, 1], [0, 1]],
+    }
+    given = {
+        key: wanted[key] for key in inspect.signature(POLICIES[name]).parameters if key in wanted
+    }
     policy = POLICIES[name](**given)
     assert str(policy) == policy.name
     assert parse(policy.name) is policy
@@ -50,7 +59,9 @@ def test_equal_arguments_give_one_object_and_others_another():
     assert jsparse.streaming(4) is not jsparse.streaming(5)
     assert jsparse.streaming(4) != jsparse.streaming(5)
     assert len({jsparse.streaming(4), jsparse.streaming(4, recent=512), dense()}) == 2
-    assert jsparse.oracle_top_p(1) is not jsparse.oracle_top_p(1.0)  # so that a type is never another's
+    assert jsparse.oracle_top_p(1) is not jsparse.oracle_top_p(
+        1.0
+    )  # so that a type is never another's
 
 
 @pytest.mark.parametrize(
@@ -71,7 +82,10 @@ def test_equal_arguments_give_one_object_and_others_another():
         ("streaming(*[4])", "must be a literal"),
         ("streaming(**{'sink': 4})", "without \\*\\*"),
         ("streaming(sink=4, sink=5)", "an argument of streaming is given twice"),
-        ("streaming(4, sink=5)", "multiple values for argument 'sink'; the arguments are streaming\\("),
+        (
+            "streaming(4, sink=5)",
+            "multiple values for argument 'sink'; the arguments are streaming\\(",
+        ),
         ("streaming(1, 2, 3)", "too many positional arguments"),
         ("streaming(size=4)", "unexpected keyword argument 'size'"),
         ("keep()", "missing a required argument: 'policy'"),

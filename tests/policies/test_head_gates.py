@@ -1,4 +1,6 @@
-"""Gates: the mask and the files that say which KV heads are retrieval heads, and DuoAttention, which reads them too."""
+"""Gates: the mask and the files that say which KV heads are retrieval heads, and DuoAttention,
+which reads them too.
+"""
 
 import json
 from functools import partial
@@ -23,7 +25,9 @@ IS_MASK = "must be a name, a path, or 0 and 1 for every layer and KV head"
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """Two files that ship: "first" has no scores, and of its heads only layer 0's are retrieval heads."""
+    """Two files that ship: "first" has no scores, and of its heads only layer 0's are retrieval
+    heads.
+    """
     monkeypatch.setattr(head_gates, "files", lambda package: tmp_path / package)
     folder = tmp_path / "jsparse.policies" / "gates"
     folder.mkdir(parents=True)
@@ -36,13 +40,24 @@ def shipped(tmp_path, monkeypatch):
 def test_a_mask_may_be_an_array_lists_tuples_or_an_expression(build):
     policy = build(ROWS)
     assert policy.name.startswith(f"{build.__name__}(gates=((1, 1), (0, 1), (1, 0)), ")
-    given = (MASK.astype(np.int64), MASK.astype(np.int8), [[1, 1], [0, 1], [1, 0]], [np.array(row) for row in ROWS])
+    given = (
+        MASK.astype(np.int64),
+        MASK.astype(np.int8),
+        [[1, 1], [0, 1], [1, 0]],
+        [np.array(row) for row in ROWS],
+    )
     assert {build(gates) for gates in given} == {policy}
-    for text in (policy.name, f"{build.__name__}({ROWS})", f"{build.__name__}(gates=[[1, 1], [0, 1], [1, 0]])"):
+    for text in (
+        policy.name,
+        f"{build.__name__}({ROWS})",
+        f"{build.__name__}(gates=[[1, 1], [0, 1], [1, 0]])",
+    ):
         assert parse(text) is policy
     # whatever the type of its numbers, an array's policy has a name that builds it again
     for gates in (MASK, MASK.astype(np.float32)):
-        np.testing.assert_array_equal(head_gates.retrieval_heads(tuple(map(tuple, gates.tolist()))), MASK)
+        np.testing.assert_array_equal(
+            head_gates.retrieval_heads(tuple(map(tuple, gates.tolist()))), MASK
+        )
         assert parse(build(gates).name) is build(gates)
     assert build(((1, 1), (1, 1), (1, 0))) is not policy
 
@@ -64,28 +79,40 @@ def test_other_masks_are_refused(build, gates):
 @pytest.mark.parametrize("gates", [[[{}]], [{1}], ((1, 1j),), [[b"1"]], {}, b"mask", 1j], ids=str)
 @pytest.mark.parametrize("build", METHODS)
 def test_what_no_name_can_spell_is_refused(build, gates):
-    with pytest.raises(ValueError, match="^gates=.*: must be a number, a string, an array of numbers or a policy$"):
+    with pytest.raises(
+        ValueError, match="^gates=.*: must be a number, a string, an array of numbers or a policy$"
+    ):
         build(gates)
 
 
 def test_layer_0_is_all_retrieval_for_lychee_decode_alone():
     gates = ((1, 0), (1, 1))
-    with pytest.raises(ValueError, match=r"^gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval"):
+    with pytest.raises(
+        ValueError, match=r"^gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval"
+    ):
         jsparse.lychee_decode(gates)
     assert jsparse.duo_attention(gates).name.startswith("duo_attention(gates=((1, 0), (1, 1)), ")
 
 
-@pytest.mark.parametrize("gates", [ROWS[:2], (*ROWS, (1, 1)), ((1,), (0,), (1,)), ((1, 1, 1, 1),) * 3], ids=len)
+@pytest.mark.parametrize(
+    "gates", [ROWS[:2], (*ROWS, (1, 1)), ((1,), (0,), (1,)), ((1, 1, 1, 1),) * 3], ids=len
+)
 @pytest.mark.parametrize("build", METHODS)
 def test_gates_of_another_model_are_refused_before_the_prompt_is_read(build, gates):
     sizes = f"{len(gates)} × {len(gates[0])}"
-    with pytest.raises(ValueError, match=f"^gates=.*: is for {sizes} layers × KV heads, must be for the model's 3 × 2"):
+    with pytest.raises(
+        ValueError,
+        match=f"^gates=.*: is for {sizes} layers × KV heads, must be for the model's 3 × 2",
+    ):
         engine_logits(tiny_params(), build(gates), random_prompts((9,)), random_tokens(1, 2))
 
 
 @pytest.mark.parametrize("scores", [SCORES, None])
 def test_a_file_gives_back_what_was_saved(tmp_path, scores):
-    record, path = {"model": "tiny × 2", "steps": 3000, "loss": [0.5, None], "by": {"rank": True}}, tmp_path / "gates"
+    record, path = (
+        {"model": "tiny × 2", "steps": 3000, "loss": [0.5, None], "by": {"rank": True}},
+        tmp_path / "gates",
+    )
     head_gates.save(HeadGates(np.zeros((1, 1), bool), None, {"old": 1}), path)
     head_gates.save(HeadGates(MASK, scores, record), path)
     loaded = head_gates.load(str(path))
@@ -129,7 +156,10 @@ def test_a_file_and_a_shipped_name_decode_as_their_mask_does(build, shipped, tmp
 
 @pytest.mark.parametrize("build", METHODS)
 def test_an_unknown_name_lists_what_ships(build, shipped):
-    with pytest.raises(ValueError, match=r"^gates='third': must be one of first, second, which ship .*\(No such file"):
+    with pytest.raises(
+        ValueError,
+        match=r"^gates='third': must be one of first, second, which ship .*\(No such file",
+    ):
         build("third")
 
 
@@ -139,11 +169,15 @@ def wrong_tensors(arrays, path, record=None):
 
 def eight_bit_floats(path):
     """Tensors of a type that numpy lacks."""
-    header = json.dumps({"retrieval": {"dtype": "F8_E4M3", "shape": [3, 2], "data_offsets": [0, 6]}}).encode()
+    header = json.dumps(
+        {"retrieval": {"dtype": "F8_E4M3", "shape": [3, 2], "data_offsets": [0, 6]}}
+    ).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
 
 
-IS_FILE = "must be one of .*, which ship with jsparse, or a safetensors file of gates that can be read"
+IS_FILE = (
+    "must be one of .*, which ship with jsparse, or a safetensors file of gates that can be read"
+)
 HOLDS = r"must hold 'retrieval', bool \[L, K\]"
 HAS_SCORES = r"its 'scores' must be float32 \[3, 2\], like 'retrieval'"
 WRONG_FILES = {
@@ -195,7 +229,11 @@ def test_truncated_files_are_refused(tmp_path):
 @pytest.mark.parametrize(("sink", "recent"), [(0, 1), (1, 6), (9, 5)])
 def test_duo_attention_equals_the_slow_model(sink, recent):
     """Streaming heads in layer 0 too; a row that is shorter than the window."""
-    gates, prompts, forced = ((0, 1), (1, 0), (0, 0)), random_prompts((37, 18, 3)), random_tokens(3, 7)
+    gates, prompts, forced = (
+        ((0, 1), (1, 0), (0, 0)),
+        random_prompts((37, 18, 3)),
+        random_tokens(3, 7),
+    )
     model, expected = SlowModel(tiny_params()), []
     for prompt, tokens in zip(prompts, forced, strict=True):
         row = SlowRow(model, prompt)
@@ -208,7 +246,9 @@ def test_duo_attention_equals_the_slow_model(sink, recent):
         expected.append([row.logits, *(row.push(int(token), rule) for token in tokens[:-1])])
     expected = np.swapaxes(np.asarray(expected), 0, 1)
     policy = jsparse.duo_attention(gates, sink=sink, recent=recent)
-    assert_close(engine_logits(tiny_params(), policy, prompts, forced, page_size=8), expected, rtol=1e-4)
+    assert_close(
+        engine_logits(tiny_params(), policy, prompts, forced, page_size=8), expected, rtol=1e-4
+    )
     dense = engine_logits(tiny_params(), "dense", prompts, forced, page_size=8)
     assert np.abs(dense - expected).max() > 0.02 * np.abs(expected).max()
 

@@ -1,4 +1,6 @@
-"""LycheeDecode against a slow model: who picks, what is picked by each rule, and to whom it is handed on."""
+"""LycheeDecode against a slow model: who picks, what is picked by each rule, and to whom it is
+handed on.
+"""
 
 import copy
 from functools import cache
@@ -40,15 +42,21 @@ def fewest(weights, p):
     return order[: int(np.searchsorted(np.cumsum(np.asarray(weights)[order]), p)) + 1]
 
 
-# what each rule is given, and what it picks from the weights of units of so many tokens, of which `length` are held
+# what each rule is given, and what it picks from the weights of units of so many tokens, of which
+# `length` are held
 RULES = {
     "top_k": ({"value": 20}, lambda weights, length, size: best(weights, 20 // size)),
     "top_p": ({"value": 0.7}, lambda weights, length, size: fewest(weights, 0.7)),
     "threshold": (
         {"value": 0.15},
-        lambda weights, length, size: [i for i, w in enumerate(weights) if w > 0.15] or best(weights, 1),
+        lambda weights, length, size: (
+            [i for i, w in enumerate(weights) if w > 0.15] or best(weights, 1)
+        ),
     ),
-    "ratio": ({"value": 0.75}, lambda weights, length, size: best(weights, int(np.ceil(length / 4 / size)))),
+    "ratio": (
+        {"value": 0.75},
+        lambda weights, length, size: best(weights, int(np.ceil(length / 4 / size))),
+    ),
 }
 
 
@@ -67,7 +75,9 @@ class SlowLychee:
         return self.row.push(token, self.layer)
 
     def layer(self, layer, q):
-        return self.row.over(layer, q, [self.slots(layer, head, q) for head in range(len(self.row.k[layer]))])
+        return self.row.over(
+            layer, q, [self.slots(layer, head, q) for head in range(len(self.row.k[layer]))]
+        )
 
     def slots(self, layer, head, q):
         keys = self.row.k[layer][head]
@@ -78,7 +88,9 @@ class SlowLychee:
         masses = [weights[first : first + self.size].sum() for first in range(0, length, self.size)]
         units = self.pick(masses, length, self.size)
         self.handed[head] = {
-            slot for unit in units for slot in range(unit * self.size, min((unit + 1) * self.size, length))
+            slot
+            for unit in units
+            for slot in range(unit * self.size, min((unit + 1) * self.size, length))
         }
         self.picked.append(len(self.handed[head]))
         return list(range(length))
@@ -119,16 +131,25 @@ def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
     logits = engine_logits(params(), policy, PROMPTS, FORCED, page_size=PAGE)
     assert_close(logits, expected, rtol=1e-4)
     assert np.abs(dense_logits() - expected).max() > CHANGED * np.abs(expected).max()
-    assert all(len(set(counts)) > 1 for counts in picked[:2]) or (rule, granularity) == ("top_k", "token")
+    assert all(len(set(counts)) > 1 for counts in picked[:2]) or (rule, granularity) == (
+        "top_k",
+        "token",
+    )
 
 
 def updated(policy, lengths, granularity, seed=0):
-    """A pick in layer 0 for rows that hold so many tokens: ids, count, and the weights of the units, [B, K, units]."""
+    """A pick in layer 0 for rows that hold so many tokens: ids, count, and the weights of the
+    units, [B, K, units].
+    """
     layer = OneLayer(policy, length=max(lengths), batch=len(lengths))
-    held = layer.held._replace(lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], (len(lengths), 2)))
+    held = layer.held._replace(
+        lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], (len(lengths), 2))
+    )
     logits = np.random.default_rng(seed).normal(size=(len(lengths), 2, held.capacity))
     logits = np.where(np.arange(held.capacity) < np.array(lengths)[:, None, None], logits, -np.inf)
-    weights = np.exp(logits).reshape(len(lengths), 2, -1, PAGE if granularity == "page" else 1).sum(-1)
+    weights = (
+        np.exp(logits).reshape(len(lengths), 2, -1, PAGE if granularity == "page" else 1).sum(-1)
+    )
     with np.errstate(divide="ignore"):
         scores = jnp.asarray(np.log(weights), jnp.float32)
     stats = Stats(scores, jnp.asarray(np.log(weights.sum(-1)), jnp.float32))
@@ -142,14 +163,24 @@ def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
     policy = jsparse.lychee_decode(((1, 1),), 0.75, "ratio", granularity)
     ids, count, weights = updated(policy, (1, 4, 5, 31, 32, 33, 64, 65), granularity)
     assert (count[:, 0] == count[:, 1]).all()
-    assert count[:, 0].tolist() == ([1, 1, 1, 1, 1, 2, 2, 3] if granularity == "page" else [1, 1, 2, 8, 8, 9, 16, 17])
+    assert count[:, 0].tolist() == (
+        [1, 1, 1, 1, 1, 2, 2, 3] if granularity == "page" else [1, 1, 2, 8, 8, 9, 16, 17]
+    )
     for at in np.ndindex(*count.shape):
-        assert ids[at][: count[at]].tolist() == sorted(np.argsort(-weights[at])[: count[at]].tolist())
+        assert ids[at][: count[at]].tolist() == sorted(
+            np.argsort(-weights[at])[: count[at]].tolist()
+        )
 
 
 def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
     for granularity, kind in (("page", "page_mass"), ("token", "token_logits")):
-        assert [lychee(granularity=granularity).stats(layer) for layer in range(5)] == [kind, kind, None, kind, None]
+        assert [lychee(granularity=granularity).stats(layer) for layer in range(5)] == [
+            kind,
+            kind,
+            None,
+            kind,
+            None,
+        ]
     assert [jsparse.lychee_decode(((1, 1),) * 3).stats(layer) for layer in range(3)] == [None] * 3
     # a head that picks again in the next layer hands nothing on, the other does
     assert [jsparse.lychee_decode(((1, 1), (1, 0), (1, 0))).stats(layer) for layer in range(3)] == [
@@ -183,7 +214,10 @@ def test_lists_are_as_long_as_their_rule_can_need(arguments, page, token):
         cache, state = kv_cache.init(spec), policy.init(spec)
         handed = jax.eval_shape(lambda: policy.update(state, 0, stats, cache))  # noqa: B023
         for held in (state, handed):
-            assert [(x.shape, x.dtype) for x in held] == [((2, 2, most), jnp.int32), ((2, 2), jnp.int32)]
+            assert [(x.shape, x.dtype) for x in held] == [
+                ((2, 2, most), jnp.int32),
+                ((2, 2), jnp.int32),
+            ]
         chosen, _, _ = policy.select(state, 0, jnp.zeros((2, 4, 16)), cache)
         assert chosen.granularity == granularity
         assert chosen.dense is not None and chosen.dense.all()
@@ -208,13 +242,20 @@ def test_twilight_prunes_sparse_heads_alone(arguments):
         chosen, summary, after = policy.select(state, layer, q, cache)
         held = cache.layers[layer]
         masks = (mask(held, x) for x in (chosen, base.select(state[0], layer, q, cache)[0]))
-        jax.debug.callback(lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), *masks, ordered=True)
+        jax.debug.callback(
+            lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), *masks, ordered=True
+        )
         return chosen, summary, after
 
-    engine_logits(tiny_params(), policy._replace(select=select), PROMPTS, FORCED[:, :2], page_size=PAGE)
+    engine_logits(
+        tiny_params(), policy._replace(select=select), PROMPTS, FORCED[:, :2], page_size=PAGE
+    )
     jax.effects_barrier()
     assert len(seen) == len(gates)
-    held = np.arange(seen[0][0].shape[-1]) <= np.array([len(prompt) for prompt in PROMPTS])[:, None, None]
+    held = (
+        np.arange(seen[0][0].shape[-1])
+        <= np.array([len(prompt) for prompt in PROMPTS])[:, None, None]
+    )
     left_out = 0
     for (pruned, whole), retrieval in zip(seen, np.array(gates, bool), strict=True):
         assert (pruned == held)[:, retrieval].all()
@@ -224,11 +265,18 @@ def test_twilight_prunes_sparse_heads_alone(arguments):
 
 
 def corrections(policy):
-    """The logits of all steps, and K and V [L, 2, B, K, S, H] as they are before and after each correction."""
+    """The logits of all steps, and K and V [L, 2, B, K, S, H] as they are before and after each
+    correction.
+    """
     seen, correct = [], session.correct
 
     def held(cache):
-        return np.stack([[kv_cache.read_heads(pool, layer) for pool in (layer.k, layer.v)] for layer in cache.layers])
+        return np.stack(
+            [
+                [kv_cache.read_heads(pool, layer) for pool in (layer.k, layer.v)]
+                for layer in cache.layers
+            ]
+        )
 
     def watched(decoder, policy, weights, tokens, cache, state):
         before = held(cache)
@@ -249,7 +297,9 @@ def test_corrections_of_retrieval_heads_change_nothing():
 
 
 def test_corrections_give_the_keys_and_values_of_dense_decoding():
-    """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers behind a sparse head."""
+    """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers behind a
+    sparse head.
+    """
     rows = copy.deepcopy(slow_prompts())
     _, seen = corrections(lychee(value=8, correct_every=4))
     assert len(seen) == 2
@@ -271,22 +321,43 @@ def test_corrections_give_the_keys_and_values_of_dense_decoding():
         ({"value": 0}, "value=0: must be an integer of at least 1 where rule='top_k'"),
         ({"value": 64.0}, "value=64.0: must be an integer of at least 1 where rule='top_k'"),
         ({"value": True}, "value=True: must be an integer of at least 1"),
-        ({"rule": "best"}, r"rule='best': must be one of \['top_k', 'top_p', 'threshold', 'ratio'\]"),
+        (
+            {"rule": "best"},
+            r"rule='best': must be one of \['top_k', 'top_p', 'threshold', 'ratio'\]",
+        ),
         ({"rule": None}, "rule=None: must be one of"),
-        ({"rule": "top_p", "value": 0}, "value=0: must be a number above 0 and at most 1 where rule='top_p'"),
+        (
+            {"rule": "top_p", "value": 0},
+            "value=0: must be a number above 0 and at most 1 where rule='top_p'",
+        ),
         ({"rule": "top_p", "value": 1.5}, "value=1.5: must be a number above 0 and at most 1"),
-        ({"rule": "top_p", "value": float("nan")}, "value=nan: must be a number above 0 and at most 1"),
+        (
+            {"rule": "top_p", "value": float("nan")},
+            "value=nan: must be a number above 0 and at most 1",
+        ),
         ({"rule": "threshold", "value": -0.1}, "value=-0.1: must be a number from 0 to below 1"),
         ({"rule": "threshold", "value": 1}, "value=1: must be a number from 0 to below 1"),
         ({"rule": "threshold", "value": False}, "value=False: must be a number from 0 to below 1"),
-        ({"rule": "threshold", "value": float("nan")}, "value=nan: must be a number from 0 to below 1"),
-        ({"rule": "threshold", "value": "1e-3"}, "value='1e-3': must be a number from 0 to below 1"),
+        (
+            {"rule": "threshold", "value": float("nan")},
+            "value=nan: must be a number from 0 to below 1",
+        ),
+        (
+            {"rule": "threshold", "value": "1e-3"},
+            "value='1e-3': must be a number from 0 to below 1",
+        ),
         ({"rule": "ratio", "value": -0.1}, "value=-0.1: must be a number from 0 to below 1"),
-        ({"rule": "ratio", "value": 1}, "value=1: must be a number from 0 to below 1 where rule='ratio'"),
+        (
+            {"rule": "ratio", "value": 1},
+            "value=1: must be a number from 0 to below 1 where rule='ratio'",
+        ),
         ({"granularity": "block"}, r"granularity='block': must be one of \['page', 'token'\]"),
         ({"correct_every": -1}, "correct_every=-1: must be an integer of at least 0"),
         ({"correct_every": 32.0}, "correct_every=32.0: must be an integer of at least 0"),
-        ({"gates": ((1, 0), (1, 1))}, r"gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval heads"),
+        (
+            {"gates": ((1, 0), (1, 1))},
+            r"gates=\(\(1, 0\), \(1, 1\)\): all heads of layer 0 must be retrieval heads",
+        ),
     ],
 )
 def test_wrong_hyper_parameters_are_refused(arguments, message):
@@ -295,7 +366,12 @@ def test_wrong_hyper_parameters_are_refused(arguments, message):
 
 
 def test_gates_of_another_model_are_refused_at_the_start():
-    with pytest.raises(ValueError, match=r"^gates=.*: is for 2 × 2 layers × KV heads, must be for the model's 5 × 2$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^gates=.*: is for 2 × 2 layers × KV heads, must be for the model's 5 × 2$",
+    ):
         lychee(gates=((1, 1), (0, 0))).init(CacheSpec(5, 1, 4, 2, 16, PAGE, 4, jnp.float32))
     with pytest.raises(ValueError, match="must be for the model's 5 × 2"):
-        engine_logits(params(), lychee(gates=((1,),) * 5), random_prompts((9,)), random_tokens(1, 2))
+        engine_logits(
+            params(), lychee(gates=((1,),) * 5), random_prompts((9,)), random_tokens(1, 2)
+        )

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policy_table import TABLE, at_dense, outermost
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params, traces
+from tiny import (
+    assert_close,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+    traces,
+)
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
@@ -39,7 +47,9 @@ def dense_logits():
 
 @cache
 def table_logits(expression):
-    """Logits of 20 steps, and of every call of select (layer, granularity, lengths, ids, count, bits, dense)."""
+    """Logits of 20 steps, and of every call of select (layer, granularity, lengths, ids, count,
+    bits, dense).
+    """
     policy, chosen = parse(expression), []
 
     def select(state, layer, q, cache):
@@ -47,12 +57,22 @@ def table_logits(expression):
         held = cache.layers[layer]
 
         def record(*arrays):
-            chosen.append((layer, selection.granularity, *(None if x is None else np.asarray(x) for x in arrays)))
+            chosen.append(
+                (
+                    layer,
+                    selection.granularity,
+                    *(None if x is None else np.asarray(x) for x in arrays),
+                )
+            )
 
-        jax.debug.callback(record, held.lengths, selection.ids, selection.count, selection.bits, selection.dense)
+        jax.debug.callback(
+            record, held.lengths, selection.ids, selection.count, selection.bits, selection.dense
+        )
         return selection, summary, state
 
-    logits = engine_logits(params(), policy._replace(select=select), PROMPTS, FORCED, page_size=PAGE)
+    logits = engine_logits(
+        params(), policy._replace(select=select), PROMPTS, FORCED, page_size=PAGE
+    )
     jax.effects_barrier()
     return logits, chosen
 
@@ -67,12 +87,16 @@ def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
         pytest.skip("names no hyper-parameters at which it is dense")
-    assert_close(engine_logits(params(), policy, PROMPTS, FORCED, page_size=PAGE), dense_logits(), rtol=2e-5)
+    assert_close(
+        engine_logits(params(), policy, PROMPTS, FORCED, page_size=PAGE), dense_logits(), rtol=2e-5
+    )
 
 
 @every_policy
 def test_the_table_leaves_something_out(expression):
-    """Hyper-parameters so generous that the battery would run dense attention under another name show nothing."""
+    """Hyper-parameters so generous that the battery would run dense attention under another name
+    show nothing.
+    """
     logits, _ = table_logits(expression)
     assert np.isfinite(logits).all()
     dense = outermost(expression) in ("dense", "all_pages") or expression.startswith("keep(dense()")
@@ -81,7 +105,9 @@ def test_the_table_leaves_something_out(expression):
 
 @every_policy
 def test_selections_are_well_formed(expression):
-    """Ids ascend, are distinct and in range, zeros follow the count, no page is listed for tokens it does not hold."""
+    """Ids ascend, are distinct and in range, zeros follow the count, no page is listed for tokens
+    it does not hold.
+    """
     _, calls = table_logits(expression)
     assert sorted(layer for layer, *_ in calls) == sorted([0, 1] * (FORCED.shape[1] - 1))
     for _, granularity, lengths, ids, count, bits, dense in calls:
@@ -101,14 +127,17 @@ def test_selections_are_well_formed(expression):
             if bits is not None:
                 marks = (bits[at][:, None] >> np.arange(PAGE, dtype=np.uint32)) & 1 == 1
                 slots = ids[at][:, None] * PAGE + np.arange(PAGE)
-                # a bit past the length counts for nothing, so it cannot be what a page is listed for
+                # a bit past the length counts for nothing, so it cannot be what a page is listed
+                # for
                 assert (marks & (slots < lengths[at]))[: count[at]].any(axis=1).all(), (at, marks)
 
 
 @every_policy
 def test_a_row_does_not_depend_on_its_batch(expression):
     together, _ = table_logits(expression)
-    alone = engine_logits(params(), expression, PROMPTS[1:], FORCED[1:, :8], page_size=PAGE, max_length=64)
+    alone = engine_logits(
+        params(), expression, PROMPTS[1:], FORCED[1:, :8], page_size=PAGE, max_length=64
+    )
     assert_close(alone[:, 0], together[:8, 1], rtol=2e-5)
 
 
@@ -116,7 +145,9 @@ def primed(policy: Policy, batch: int = 2):
     """Cache and state after a prompt of 9 tokens a row."""
     p = params()
     spec = spec_of(p, batch, page_size=PAGE, num_pages=3)
-    carry = prefill.start(p.decoder, policy, kv_cache.init(spec, fields=policy.needs), policy.init(spec))
+    carry = prefill.start(
+        p.decoder, policy, kv_cache.init(spec, fields=policy.needs), policy.init(spec)
+    )
     tokens = jnp.asarray(np.stack([PROMPTS[1]] * batch), jnp.int32)
     valid = jnp.full(batch, tokens.shape[1], jnp.int32)
     carry = prefill.prefill_chunk(p.decoder, policy, p.weights, tokens, valid, carry, last=True)
@@ -138,19 +169,27 @@ def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.step, session.maintain, correct, prefill.prefill_chunk)
     first = 2 + parse(expression).correct_every
-    engine_logits(params(), expression, PROMPTS[1:], FORCED[:1, :first], page_size=PAGE, max_length=64)
+    engine_logits(
+        params(), expression, PROMPTS[1:], FORCED[:1, :first], page_size=PAGE, max_length=64
+    )
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")
-    engine_logits(params(), spaced, random_prompts([15], seed=8), FORCED[:1], page_size=PAGE, max_length=64)
+    engine_logits(
+        params(), spaced, random_prompts([15], seed=8), FORCED[:1], page_size=PAGE, max_length=64
+    )
     assert traces(*jitted) == before
 
 
 def signature(tree):
-    return jax.tree.structure(tree), [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), [
+        (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(tree)
+    ]
 
 
 def checked(policy: Policy, called: set[str]) -> Policy:
-    """The policy, every function of which is held to leave the state's (and the cache's) tree, dtypes and shapes."""
+    """The policy, every function of which is held to leave the state's (and the cache's) tree,
+    dtypes and shapes.
+    """
 
     def watch(name, state_in, state_out):
         def wrapped(*args):
@@ -187,7 +226,9 @@ def test_no_function_changes_the_type_of_the_state(policy):
         start = signature(jax.tree.map(jax.typeof, (cache, state)))
         for last in (False, True):
             carry = prefill.start(p.decoder, watched, cache, state)
-            carry = prefill.prefill_chunk(p.decoder, watched, weights, tokens, count, carry, last=last)
+            carry = prefill.prefill_chunk(
+                p.decoder, watched, weights, tokens, count, carry, last=last
+            )
             cache, state = carry.cache, carry.state
         _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
         cache, state = correct(p.decoder, watched, weights, tokens[:, :3], cache, state)
@@ -219,7 +260,9 @@ def test_a_head_with_nothing_selected_gives_zero(granularity, summary, kind):
     policy = blind(granularity, summary)._replace(stats=lambda layer: kind)
     cache, state = primed(policy)
     p = params()
-    logits, _, _, stats = decode_step(p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0]), cache, state)
+    logits, _, _, stats = decode_step(
+        p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0]), cache, state
+    )
     assert np.isfinite(logits).all()
     assert (np.asarray(stats.attended) == 0).all()
     assert (np.asarray(stats.read) == 0).all()

@@ -19,7 +19,10 @@ def exact(layer: OneLayer, b: int, head: int, page: int):
 def rounded(layer: OneLayer, b: int, head: int, page: int):
     """What the policy kept of them."""
     assert {x.dtype.name for x in layer.state[0]} == {"uint8", "bfloat16"}
-    low, high = (np.asarray(x, np.float64).reshape(*layer.k.shape[:2], -1, 16) for x in layer.state[0].values())
+    low, high = (
+        np.asarray(x, np.float64).reshape(*layer.k.shape[:2], -1, 16)
+        for x in layer.state[0].values()
+    )
     assert (low[b, head, page] <= exact(layer, b, head, page)[0]).all()
     assert (high[b, head, page] >= exact(layer, b, head, page)[1]).all()
     return low[b, head, page], high[b, head, page]
@@ -35,8 +38,12 @@ def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
         bounds = {}
         for page in range(-(-layer.length // layer.page_size)):
             low, high = extremes(layer, b, head, page)
-            queries = np.asarray(layer.q[b, head * layer.group : (head + 1) * layer.group], np.float64)
-            bounds[page] = max(sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries)
+            queries = np.asarray(
+                layer.q[b, head * layer.group : (head + 1) * layer.group], np.float64
+            )
+            bounds[page] = max(
+                sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries
+            )
         newest = max(bounds)
         best = sorted((page for page in bounds if page != newest), key=lambda page: -bounds[page])
         found.append({newest, *best[: max(budget // layer.page_size, 1) - 1]})
@@ -49,7 +56,10 @@ def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
 def test_keeps_the_pages_of_the_greatest_bounds(budget, length, bounds_dtype):
     layer = OneLayer(jsparse.quest(budget=budget, bounds_dtype=bounds_dtype), length=length)
     chosen = layer.select()
-    listed = [set(ids[:n].tolist()) for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)]
+    listed = [
+        set(ids[:n].tolist())
+        for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)
+    ]
     assert listed == pages_of(layer, budget, EXTREMES[bounds_dtype])
 
 
@@ -68,14 +78,23 @@ def test_budget_is_a_whole_number(budget):
 
 @pytest.mark.parametrize("dtype", ["int8", 8, "bfloat16"])
 def test_bounds_are_kept_in_ks_dtype_or_in_8_bits(dtype):
-    with pytest.raises(ValueError, match=rf"bounds_dtype={dtype!r}: must be one of \[None, 'uint8'\]"):
+    with pytest.raises(
+        ValueError, match=rf"bounds_dtype={dtype!r}: must be one of \[None, 'uint8'\]"
+    ):
         jsparse.quest(bounds_dtype=dtype)
 
 
 def test_8_bits_take_half_the_bytes():
     """4 bytes a page more: its scale and zero."""
     spec = CacheSpec(
-        num_layers=3, batch=2, num_heads=8, num_kv_heads=4, head_dim=128, page_size=16, num_pages=10, dtype=jnp.bfloat16
+        num_layers=3,
+        batch=2,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        page_size=16,
+        num_pages=10,
+        dtype=jnp.bfloat16,
     )
     pages = 3 * 2 * 4 * 10
     assert policy_bytes(spec, jsparse.quest()) == pages * 4 * 128

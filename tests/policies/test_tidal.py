@@ -55,7 +55,13 @@ def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
     watched = policy._replace(select=select)
     engine_logits(tiny_params(num_layers=5), watched, random_prompts((20,)), random_tokens(1, 2))
     assert asked == [(0, True, 0), (1, True, 0), (2, False, 4), (3, True, 0), (4, False, 4)]
-    assert [policy.stats(layer) for layer in range(5)] == [None, "token_logits", None, "token_logits", None]
+    assert [policy.stats(layer) for layer in range(5)] == [
+        None,
+        "token_logits",
+        None,
+        "token_logits",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{"budget": 0}, {"first": -1}, {"again": 2.0}])

@@ -1,4 +1,6 @@
-"""Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that weighs p."""
+"""Twilight against a slow model: the base's tokens, their 4-bit logits, the smallest set that
+weighs p.
+"""
 
 import sys
 from dataclasses import replace
@@ -20,12 +22,19 @@ from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
 from jsparse.selection import token_mask
 
-BASES = ("all_pages()", "quest(budget=24)", "streaming(sink=5, recent=19)", "oracle_top_k(budget=17)")
+BASES = (
+    "all_pages()",
+    "quest(budget=24)",
+    "streaming(sink=5, recent=19)",
+    "oracle_top_k(budget=17)",
+)
 P = 0.8
 
 
 def four_bits(k):
-    """Keys [..., H] through 16 levels between each one's least and greatest channel, scale and zero as float16."""
+    """Keys [..., H] through 16 levels between each one's least and greatest channel, scale and zero
+    as float16.
+    """
     low, high = k.min(-1, keepdims=True), k.max(-1, keepdims=True)
     scale, zero = (x.astype(np.float16).astype(np.float64) for x in ((high - low) / 15, low))
     return np.clip(np.round((k - zero) / scale), 0, 15) * scale + zero
@@ -41,7 +50,9 @@ def fewest(weights, p):
 def attended(layer: OneLayer, chosen):
     """The slots of each row and head."""
     held = layer.held
-    return np.asarray(token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size))
+    return np.asarray(
+        token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+    )
 
 
 def listed(layer: OneLayer, chosen):
@@ -54,7 +65,9 @@ def listed(layer: OneLayer, chosen):
                 marks[at][unit] = True
                 continue
             word = 2**layer.page_size - 1 if chosen.bits is None else int(chosen.bits[at][i])
-            marks[at][[unit * layer.page_size + t for t in range(layer.page_size) if word >> t & 1]] = True
+            marks[at][
+                [unit * layer.page_size + t for t in range(layer.page_size) if word >> t & 1]
+            ] = True
     return marks[..., : layer.length]
 
 
@@ -69,7 +82,9 @@ def expected(layer: OneLayer, base, prune):
             weights = np.exp(row - row[slots].max())
             if prune == "page_mass":
                 pages = sorted({slot // size for slot in slots})
-                mass = np.array([weights[[s for s in slots if s // size == page]].sum() for page in pages])
+                mass = np.array(
+                    [weights[[s for s in slots if s // size == page]].sum() for page in pages]
+                )
                 kept = {pages[i] for i in fewest(mass, P)}
                 left[b, head, [s for s in slots if s // size in kept]] = True
             else:
@@ -109,7 +124,9 @@ def test_heads_that_the_base_makes_dense_stay_so(prune):
 
 def test_an_estimate_reads_the_bias():
     """A slot that counts for exp(30) tokens is kept alone."""
-    layer = OneLayer(jsparse.twilight(jsparse.all_pages()._replace(needs=("bias",)), p=0.9, prune="token"))
+    layer = OneLayer(
+        jsparse.twilight(jsparse.all_pages()._replace(needs=("bias",)), p=0.9, prune="token")
+    )
     assert layer.held.bias is not None
     bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
     layer.cache = layer.cache._replace(layers=(layer.held._replace(bias=bias),))
@@ -117,13 +134,19 @@ def test_an_estimate_reads_the_bias():
     assert layer.select().count.tolist() == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("base", [*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"])
+@pytest.mark.parametrize(
+    "base", [*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"]
+)
 def test_the_base_works_as_it_does_alone(base):
-    """Everything that it selects is kept, so what its own hooks put into its state must be the same."""
+    """Everything that it selects is kept, so what its own hooks put into its state must be the
+    same.
+    """
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 6)
     alone = engine_logits(tiny_params(), base, prompts, forced, page_size=8)
     for prune in ("page_mass", "token"):
-        around = engine_logits(tiny_params(), f"twilight({base}, p=1.0, prune={prune!r})", prompts, forced, page_size=8)
+        around = engine_logits(
+            tiny_params(), f"twilight({base}, p=1.0, prune={prune!r})", prompts, forced, page_size=8
+        )
         assert_close(around, alone, rtol=2e-5)
 
 
@@ -131,7 +154,8 @@ def test_a_prompt_may_come_in_pieces():
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
     policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
     whole, pieces = (
-        engine_logits(tiny_params(), policy, prompts, forced, chunk=chunk, page_size=8) for chunk in (512, 16)
+        engine_logits(tiny_params(), policy, prompts, forced, chunk=chunk, page_size=8)
+        for chunk in (512, 16)
     )
     assert_close(pieces, whole, rtol=2e-5)
 
@@ -208,7 +232,9 @@ def test_wrong_hyper_parameters_are_refused(arguments, message):
 
 def test_a_base_that_summarises_is_refused():
     with pytest.raises(ValueError, match="must not summarise"):
-        engine_logits(tiny_params(), jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
+        engine_logits(
+            tiny_params(), jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +243,21 @@ def smollm2():
 
 
 def test_real_queries_keep_the_mass_they_ask_for(smollm2):
-    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of `jsparse eval`."""
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of
+    `jsparse eval`.
+    """
+    text = (
+        files("jsparse.evaluation")
+        .joinpath("texts/shakespeare_1911.txt")
+        .read_text(encoding="utf-8")
+    )
     prompt = smollm2.tokenizer.encode(text)[:480]
-    forcing = force(smollm2, [measured("twilight(all_pages(), p=0.95, prune='token')")], [prompt], max_new_tokens=12)
+    forcing = force(
+        smollm2,
+        [measured("twilight(all_pages(), p=0.95, prune='token')")],
+        [prompt],
+        max_new_tokens=12,
+    )
     mass = attention_metrics(forcing)[0].heads.mass
     assert mass.shape == (30, 1, 3)
     assert mass.mean() >= 0.94

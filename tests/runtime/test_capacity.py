@@ -12,7 +12,14 @@ from jsparse.policy import Policy, dense
 from jsparse.runtime import capacity
 
 SPEC = CacheSpec(
-    num_layers=2, batch=3, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, num_pages=64, dtype=jnp.bfloat16
+    num_layers=2,
+    batch=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    page_size=16,
+    num_pages=64,
+    dtype=jnp.bfloat16,
 )
 
 
@@ -34,11 +41,16 @@ def test_available_bytes_of_a_cpu_are_the_hosts():
     assert 0 < memory.available_bytes() <= psutil.virtual_memory().total
 
 
-STATEFUL = Policy(dense().select, init=lambda spec: (jnp.zeros((spec.batch, 1000)), jnp.zeros(8, jnp.int8)))
+STATEFUL = Policy(
+    dense().select, init=lambda spec: (jnp.zeros((spec.batch, 1000)), jnp.zeros(8, jnp.int8))
+)
 KEPT = {
     "nothing": (dense(), 0),
     "state": (STATEFUL, 3 * 1000 * 4 + 8),  # bytes of the two arrays
-    "fields": (STATEFUL._replace(needs=("bias", "slot_positions")), 3 * 1000 * 4 + 8 + 2 * 4 * 2 * 3 * 2 * 1024),
+    "fields": (
+        STATEFUL._replace(needs=("bias", "slot_positions")),
+        3 * 1000 * 4 + 8 + 2 * 4 * 2 * 3 * 2 * 1024,
+    ),
 }
 
 
@@ -50,7 +62,8 @@ def test_the_cache_and_what_the_policy_keeps_must_fit_to_the_byte(monkeypatch, p
     capacity.require_fit(SPEC, policy)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
     with pytest.raises(
-        ValueError, match=r"max_length=1024 for 3 prompt\(s\) takes \S+ MiB of cache: must fit in the \S+ MiB"
+        ValueError,
+        match=r"max_length=1024 for 3 prompt\(s\) takes \S+ MiB of cache: must fit in the \S+ MiB",
     ):
         capacity.require_fit(SPEC, policy)
 

@@ -1,4 +1,6 @@
-"""The decode step: with dense attention it is the model, over any table, page size and batch; stats count by hand."""
+"""The decode step: with dense attention it is the model, over any table, page size and batch; stats
+count by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,9 @@ step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
 
 @pytest.fixture(scope="module")
 def full_pass():
-    """The logits of one dense pass over each whole text, at the steps that decoding goes through, [steps, B, V]."""
+    """The logits of one dense pass over each whole text, at the steps that decoding goes through,
+    [steps, B, V].
+    """
     rows = []
     for prompt, forced in zip(PROMPTS, FORCED, strict=True):
         logits = jsparse.logits(tiny_params(), [*prompt, *forced.tolist()])[0]
@@ -36,20 +40,29 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
-@pytest.mark.parametrize("policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"])
+@pytest.mark.parametrize(
+    "policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"]
+)
 def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
     """Greedy tokens and their log-probabilities."""
-    params, options = tiny_params(), {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size}
+    params, options = (
+        tiny_params(),
+        {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size},
+    )
     together = jsparse.generate(params, PROMPTS, **options)
     row = (8, 16, 32, 64).index(page_size) % 3
     alone = jsparse.generate(params, PROMPTS[row], **options)
     assert together[row].token_ids == alone.token_ids
     np.testing.assert_allclose(together[row].logprobs, alone.logprobs, atol=1e-4)
-    assert together[row].stats.attended_fraction == pytest.approx(alone.stats.attended_fraction, rel=1e-5)
+    assert together[row].stats.attended_fraction == pytest.approx(
+        alone.stats.attended_fraction, rel=1e-5
+    )
 
 
 def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED):
-    """Logits and stats of every forced step over an identity table or a shared pool, and the last cache."""
+    """Logits and stats of every forced step over an identity table or a shared pool, and the last
+    cache.
+    """
     params = tiny_params()
     spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
     cache = kv_cache.init(spec, fields=policy.needs, pool_pages=pool_pages)
@@ -59,7 +72,9 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
             assert pool_pages is not None
             order = np.random.default_rng(i).permutation(pool_pages - 1)
             pages = layer.free.pages.at[: pool_pages - 1].set(layer.free.pages[order])
-            cache = kv_cache.replace_layer(cache, i, layer._replace(free=layer.free._replace(pages=pages)))
+            cache = kv_cache.replace_layer(
+                cache, i, layer._replace(free=layer.free._replace(pages=pages))
+            )
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
     tokens = np.zeros((3, 40), np.int32)
     for b, prompt in enumerate(PROMPTS):
@@ -67,7 +82,9 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
     for at, size in ((0, 24), (24, 16)):
         valid = jnp.asarray(np.clip(np.array(LENGTHS) - at, 0, size), jnp.int32)
         chunk = jnp.asarray(tokens[:, at : at + size])
-        carry = prefill.prefill_chunk(params.decoder, policy, params.weights, chunk, valid, carry, last=at > 0)
+        carry = prefill.prefill_chunk(
+            params.decoder, policy, params.weights, chunk, valid, carry, last=at > 0
+        )
     cache, state, logits, stats = carry.cache, carry.state, [], []
     for i in range(forced.shape[1]):
         out, cache, state, shares = step(
@@ -80,7 +97,12 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
 
 @pytest.mark.parametrize(
     "expression",
-    ["dense", "streaming(sink=3, recent=9)", "oracle_top_k(budget=7)", "oracle_top_p(p=0.8, granularity='page')"],
+    [
+        "dense",
+        "streaming(sink=3, recent=9)",
+        "oracle_top_k(budget=7)",
+        "oracle_top_p(p=0.8, granularity='page')",
+    ],
 )
 def test_a_shared_pool_equals_the_identity_table(expression):
     policy = parse(expression)
@@ -101,7 +123,9 @@ def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
 
 
 def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
-    """Prompts take 9 pages a head; row 0 wants another in its fourth step, which is written where no head reads."""
+    """Prompts take 9 pages a head; row 0 wants another in its fourth step, which is written where
+    no head reads.
+    """
     expected, _, whole = decode(dense(), forced=FORCED[:, :4])
     pool_pages = 2 * (5 + 3 + 1) + 1
     logits, _, cache = decode(dense(), pool_pages=pool_pages, forced=FORCED[:, :4])
@@ -111,7 +135,9 @@ def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
     assert np.isfinite(logits).all()
     for held, other in zip(cache.layers, whole.layers, strict=True):
         for row, length in ((0, 40), (1, 22), (2, 7)):
-            k, same = (np.asarray(kv_cache.read_heads(c.k, c))[row, :, :length] for c in (held, other))
+            k, same = (
+                np.asarray(kv_cache.read_heads(c.k, c))[row, :, :length] for c in (held, other)
+            )
             assert_close(k, same, rtol=1e-5, row=row)
     _, _, cache = decode(dense(), pool_pages=pool_pages, forced=FORCED[:, :3])
     assert not cache.overflow
@@ -141,7 +167,9 @@ def test_dense_layers_are_counted():
 
 @builder
 def dense_until(limit: int) -> jsparse.Policy:
-    """Falls back up to a length; its own select would attend to the newest token alone, and counts its calls."""
+    """Falls back up to a length; its own select would attend to the newest token alone, and counts
+    its calls.
+    """
     inner = parse("streaming(sink=0, recent=1)")
 
     def select(state, layer, q, cache):
@@ -167,7 +195,9 @@ def test_the_fallback_is_dense_and_skips_the_selection():
     assert np.abs(logits[5] - expected[5]).max() > 0.1
     attended = [float(s.attended[0]) for s in stats]
     assert attended[:5] == pytest.approx([1.0] * 5)
-    assert attended[5:] == pytest.approx([1 / (LENGTHS[0] + i + 1) for i in range(5, FORCED.shape[1])])
+    assert attended[5:] == pytest.approx(
+        [1 / (LENGTHS[0] + i + 1) for i in range(5, FORCED.shape[1])]
+    )
 
 
 def test_the_current_token_is_always_attended():
@@ -186,7 +216,9 @@ def test_the_current_token_is_always_attended():
     for i, shares in enumerate(stats):
         for b, prompt in enumerate(PROMPTS):
             length = len(prompt) + i + 1
-            assert shares.attended[b] == pytest.approx(min(length, 9 if length > 8 else length) / length)
+            assert shares.attended[b] == pytest.approx(
+                min(length, 9 if length > 8 else length) / length
+            )
 
 
 def test_the_step_keeps_the_dtypes_of_bfloat16():
@@ -200,11 +232,15 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     assert 1e-4 < error < 0.08
 
 
-@pytest.mark.parametrize("policy", ["streaming(sink=2, recent=7)", "keep(oracle_top_k(budget=5), sink=2, recent=7)"])
+@pytest.mark.parametrize(
+    "policy", ["streaming(sink=2, recent=7)", "keep(oracle_top_k(budget=5), sink=2, recent=7)"]
+)
 def test_the_page_size_does_not_change_what_tokens_are_attended(policy):
     """Pages of 64 tokens carry no bits, and must not widen a list of tokens for that."""
     outs = [
-        jsparse.generate(tiny_params(), PROMPTS, max_new_tokens=8, logprobs=True, policy=policy, page_size=size)
+        jsparse.generate(
+            tiny_params(), PROMPTS, max_new_tokens=8, logprobs=True, policy=policy, page_size=size
+        )
         for size in (16, 64)
     ]
     for small, large in zip(*outs, strict=True):

@@ -1,4 +1,6 @@
-"""Chunked prefill: however the prompt is cut, the cache, the query windows and the last hidden states are the same."""
+"""Chunked prefill: however the prompt is cut, the cache, the query windows and the last hidden
+states are the same.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,9 @@ def windowed(size: int):
 
     def init(spec):
         shape = (spec.batch, size, spec.num_heads, spec.head_dim)
-        return tuple((jnp.zeros(shape), jnp.zeros(spec.batch, jnp.int32)) for _ in range(spec.num_layers))
+        return tuple(
+            (jnp.zeros(shape), jnp.zeros(spec.batch, jnp.int32)) for _ in range(spec.num_layers)
+        )
 
     def take(state, layer, view):
         entry = view.q_window.astype(jnp.float32), view.window_valid
@@ -73,7 +77,9 @@ def slow_rows():
 @pytest.mark.parametrize("window", [4, 32])
 @pytest.mark.parametrize("sizes", [(40,), (16, 16, 16), (5,) * 8, (32, 1, 4, 1)], ids=str)
 def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
-    """Cache, lengths, positions, logits and query windows; prompts shorter than the window included."""
+    """Cache, lengths, positions, logits and query windows; prompts shorter than the window
+    included.
+    """
     params = tiny_params()
     carry = run(params, windowed(window), sizes)
     logits = to_logits(params.decoder, params.weights, carry.last_hidden)
@@ -89,7 +95,9 @@ def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
             queries, valid = carry.state[layer]
             count = min(LENGTHS[b], window)
             assert int(valid[b]) == count
-            assert_close(queries[b, window - count :], row.q[layer][-count:], rtol=1e-5, layer=layer, row=b)
+            assert_close(
+                queries[b, window - count :], row.q[layer][-count:], rtol=1e-5, layer=layer, row=b
+            )
             assert (np.asarray(queries[b, : window - count]) == 0).all()
 
 
@@ -102,7 +110,9 @@ def test_prefill_equals_one_full_pass():
 
 
 def test_padding_and_finished_rows_write_nothing():
-    """What lies behind a head's length stays as it was, and a row with no valid tokens keeps its bytes."""
+    """What lies behind a head's length stays as it was, and a row with no valid tokens keeps its
+    bytes.
+    """
     params = tiny_params()
     carry = run(params, dense(), (40,))
     before = jax.tree.map(np.asarray, (carry.cache, carry.last_hidden))
@@ -116,7 +126,8 @@ def test_padding_and_finished_rows_write_nothing():
         for row in (0, 2):
             np.testing.assert_array_equal(pages[0][row], pages[1][row])
         heads, old_heads = (
-            np.asarray(kv_cache.read_heads(c.k, c)) for c in (layer, old._replace(k=jnp.asarray(old.k)))
+            np.asarray(kv_cache.read_heads(c.k, c))
+            for c in (layer, old._replace(k=jnp.asarray(old.k)))
         )
         np.testing.assert_array_equal(heads[1, :, :18], old_heads[1, :, :18])
         assert (heads[1, :, 20:] == 0).all()
@@ -134,7 +145,9 @@ def test_correct_restores_what_dense_prefill_gives(pool_pages):
     for i, layer in enumerate(cache.layers):
         noise = jnp.full((3, count, 2, 16), 3.0 + i)
         first = layer.lengths - count
-        spoilt = kv_cache.write(layer, noise, -noise, jnp.zeros((3, count), jnp.int32), jnp.full(3, count), first)
+        spoilt = kv_cache.write(
+            layer, noise, -noise, jnp.zeros((3, count), jnp.int32), jnp.full(3, count), first
+        )
         cache = kv_cache.replace_layer(cache, i, spoilt)
     assert np.abs(held_rows(cache.layers[1])[0][0] - expected[1][0][0]).max() > 1
     appended = []
@@ -157,7 +170,9 @@ def test_correct_restores_what_dense_prefill_gives(pool_pages):
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 5, 8, 9])
 def test_attend_chunk_over_several_blocks(pages, monkeypatch):
-    """A chunk of 4 behind 0, 11 and 60 tokens, the earlier ones in blocks of `pages` pages, which need not tile 8."""
+    """A chunk of 4 behind 0, 11 and 60 tokens, the earlier ones in blocks of `pages` pages, which
+    need not tile 8.
+    """
     monkeypatch.setattr(prefill, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared out among the 3 rows
     rng = np.random.default_rng(5)
     lengths, valid = np.array([0, 11, 60]), np.array([4, 2, 4])
@@ -167,10 +182,19 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
     cache = kv_cache.init(spec)
     chunk = []
     for pool in (k_all, v_all):
-        chunk.append(np.stack([np.pad(pool[b], ((0, 4), (0, 0), (0, 0)))[n : n + 4] for b, n in enumerate(lengths)]))
+        chunk.append(
+            np.stack(
+                [
+                    np.pad(pool[b], ((0, 4), (0, 0), (0, 0)))[n : n + 4]
+                    for b, n in enumerate(lengths)
+                ]
+            )
+        )
     everything = np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
     total = jnp.asarray(lengths + valid, jnp.int32)
-    cache = kv_cache.append(cache, 0, jnp.asarray(k_all), jnp.asarray(v_all), jnp.asarray(everything), total)
+    cache = kv_cache.append(
+        cache, 0, jnp.asarray(k_all), jnp.asarray(v_all), jnp.asarray(everything), total
+    )
     k, v = map(jnp.asarray, chunk)
     o = prefill.attend_chunk(jnp.asarray(q), k, v, cache.layers[0], jnp.asarray(valid, jnp.int32))
     for b, t, n in np.ndindex(3, 4, 4):
@@ -178,7 +202,9 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
             seen = slice(0, lengths[b] + t + 1)
             logits = k_all[b, seen, n // 2] @ q[b, t, n] / 4.0
             weights = np.exp(logits - logits.max())
-            np.testing.assert_allclose(o[b, t, n], weights @ v_all[b, seen, n // 2] / weights.sum(), atol=1e-5)
+            np.testing.assert_allclose(
+                o[b, t, n], weights @ v_all[b, seen, n // 2] / weights.sum(), atol=1e-5
+            )
 
 
 @pytest.mark.parametrize(

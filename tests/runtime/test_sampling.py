@@ -60,7 +60,9 @@ def test_what_may_be_drawn(sampling):
     expected = np.stack([slow_truncated(sampling, row) for row in logits])
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
     # a softmax does not see a shift
-    np.testing.assert_allclose(got, expected - expected.max(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, expected - expected.max(-1, keepdims=True), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_temperature_near_zero_is_greedy():
@@ -81,7 +83,9 @@ def test_equal_logits_are_cut_by_id():
 
 
 def test_top_p_counts_what_top_k_left():
-    """0.5, 0.25, … : after top_k=2 the first has two thirds of the mass, so top_p=0.6 keeps it alone."""
+    """0.5, 0.25, … : after top_k=2 the first has two thirds of the mass, so top_p=0.6 keeps it
+    alone.
+    """
     logits = -np.log(2.0) * np.arange(V, dtype=np.float32)[None]
     assert np.isfinite(cut(Sampling(1.0, top_p=0.6), logits)).sum() == 2
     assert np.isfinite(cut(Sampling(1.0, top_k=2, top_p=0.6), logits)).sum() == 1
@@ -89,8 +93,12 @@ def test_top_p_counts_what_top_k_left():
 
 def test_min_p_counts_what_top_p_left():
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
-    assert np.isfinite(cut(Sampling(1.0, min_p=0.6), logits)).tolist() == [[True, True, False, False]]
-    assert np.isfinite(cut(Sampling(1.0, top_p=0.8, min_p=0.3), logits)).tolist() == [[True, True, True, False]]
+    assert np.isfinite(cut(Sampling(1.0, min_p=0.6), logits)).tolist() == [
+        [True, True, False, False]
+    ]
+    assert np.isfinite(cut(Sampling(1.0, top_p=0.8, min_p=0.3), logits)).tolist() == [
+        [True, True, True, False]
+    ]
 
 
 @pytest.mark.parametrize("top_p", [1e-45, 1e-38, 1e-6])
@@ -100,7 +108,9 @@ def test_a_tiny_top_p_is_greedy(top_p):
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=1), Sampling(0.7, min_p=1.0), Sampling(1e-4)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0, top_k=1), Sampling(0.7, min_p=1.0), Sampling(1e-4)]
+)
 def test_greedy_in_all_its_forms(sampling):
     logits = np.random.default_rng(2).normal(size=(32, V)).astype(np.float32)
     tokens, logprobs = draw(sampling, logits, KEY, jnp.int32(5), None)
@@ -130,7 +140,9 @@ def test_repetition_penalty(penalty):
 def test_repetition_penalty_comes_before_top_k():
     logits = jnp.array([[3.0, 2.0, 1.0]])
     seen = jnp.array([[True, False, False]])
-    tokens, _ = sample(Sampling(1.0, top_k=1, repetition_penalty=2.0), logits, KEY, jnp.int32(0), seen)
+    tokens, _ = sample(
+        Sampling(1.0, top_k=1, repetition_penalty=2.0), logits, KEY, jnp.int32(0), seen
+    )
     assert tokens.tolist() == [1]
 
 
@@ -174,7 +186,9 @@ def test_frequencies_are_the_probabilities():
     assert counts[3] == 0
     some = expected > 0
     chi_square = ((counts[some] - expected[some]) ** 2 / expected[some]).sum()
-    assert chi_square < 20  # 3 degrees of freedom: above 16.3 once in a thousand seeds, and the seed is fixed
+    assert (
+        chi_square < 20
+    )  # 3 degrees of freedom: above 16.3 once in a thousand seeds, and the seed is fixed
 
 
 @settings(max_examples=40)
@@ -194,7 +208,8 @@ def test_validate_refuses(name, bad):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.01}, {"min_p": 1.01}, {"repetition_penalty": 0.0}]
+    "wrong",
+    [{"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.01}, {"min_p": 1.01}, {"repetition_penalty": 0.0}],
 )
 def test_validate_refuses_just_outside(wrong):
     (name,) = wrong
@@ -203,5 +218,9 @@ def test_validate_refuses_just_outside(wrong):
 
 
 def test_validate_returns_what_is_allowed():
-    for sampling in (Sampling(), Sampling(5.0, 2**40, 1.0, 1.0, 0.1), Sampling(0.1, 1, 1e-9, 0.0, 50.0)):
+    for sampling in (
+        Sampling(),
+        Sampling(5.0, 2**40, 1.0, 1.0, 0.1),
+        Sampling(0.1, 1, 1e-9, 0.0, 50.0),
+    ):
         assert sampling.validate() is sampling

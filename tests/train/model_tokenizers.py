@@ -17,7 +17,9 @@ NAMES = ("smollm2", "llama", "llama-bpe", "qwen2")
 @functools.cache
 def _read(file):
     fields = gguf.GGUFReader(file).fields
-    return Tokenizer.from_gguf({key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")})
+    return Tokenizer.from_gguf(
+        {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
+    )
 
 
 def tokenizer_of(name):

@@ -18,11 +18,21 @@ def random_source(longest=24):
     def draw(step, size):
         rng = np.random.default_rng((7, step))
         for _ in range(size):
-            length, answer = rng.integers(8, longest, endpoint=True), rng.integers(1, 4, endpoint=True)
-            context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer))
+            length, answer = (
+                rng.integers(8, longest, endpoint=True),
+                rng.integers(1, 4, endpoint=True),
+            )
+            context, target = (
+                rng.integers(VOCAB, size=n).astype(np.int32) for n in (length, answer)
+            )
             yield TrainingSample(context, target, np.arange(answer) < 3)
 
-    return Source(lambda step, size: [*draw(step, size)], 4, (longest,), {"source": "random", "longest": longest})
+    return Source(
+        lambda step, size: [*draw(step, size)],
+        4,
+        (longest,),
+        {"source": "random", "longest": longest},
+    )
 
 
 def model():
@@ -35,7 +45,13 @@ def trainer(folder, *, resume=False, devices=1, longest=24, params=None, **chang
     usual = {"target": 6, "steps": STEPS, "batch": 2, "seeds": SEEDS, "held_out": 2, "rate": 0.1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
-        return Trainer(params or model(), random_source(longest), Settings(**usual | changes), folder, resume=resume)
+        return Trainer(
+            params or model(),
+            random_source(longest),
+            Settings(**usual | changes),
+            folder,
+            resume=resume,
+        )
 
 
 def timeless(told):

@@ -1,4 +1,6 @@
-"""Distillation: the teacher is the dense model, the mixture that of slow doubles, and the gates' gradient true."""
+"""Distillation: the teacher is the dense model, the mixture that of slow doubles, and the gates'
+gradient true.
+"""
 
 import math
 from functools import partial
@@ -50,7 +52,9 @@ def given():
 
 @partial(jax.jit, static_argnames=("keep", "match", "sets"))
 def student(gates, given, keep=0.3, match="logits", sets="handed_on"):
-    return distill.predictions(PARAMS.decoder, PARAMS.weights, given, gates, keep=keep, match=match, sets=sets)
+    return distill.predictions(
+        PARAMS.decoder, PARAMS.weights, given, gates, keep=keep, match=match, sets=sets
+    )
 
 
 def distance(gates, given, keep=0.3, match="logits"):
@@ -76,7 +80,9 @@ def test_the_teacher_is_a_full_pass_over_context_and_target(given):
     texts = [np.concatenate(sample[:2]) for sample in SAMPLES]
     whole = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
     expected = np.asarray(dense_pass(PARAMS.decoder, PARAMS.weights, jnp.asarray(whole)))
-    assert_rows_close(given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)])
+    assert_rows_close(
+        given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)]
+    )
     assert given.held.tolist() == [length - 1 for length in LENGTHS]
 
 
@@ -90,7 +96,10 @@ def test_neither_padding_nor_bucket_matters(given):
     assert_rows_close(plain.outputs, given.outputs)
     assert_rows_close(student(GATES, plain), student(GATES, given))
     scored = np.asarray(plain.scored)
-    for one, two in ((plain.outputs, padded.outputs), [student(GATES, teacher) for teacher in (plain, padded)]):
+    for one, two in (
+        (plain.outputs, padded.outputs),
+        [student(GATES, teacher) for teacher in (plain, padded)],
+    ):
         np.testing.assert_array_equal(one[scored], two[scored])
         assert not np.array_equal(one, two)
     assert distance(GATES, plain) == distance(GATES, padded)
@@ -99,7 +108,9 @@ def test_neither_padding_nor_bucket_matters(given):
 # the student
 
 
-@pytest.mark.parametrize(("keep", "gates"), [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))])
+@pytest.mark.parametrize(
+    ("keep", "gates"), [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))]
+)
 def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
     assert distance(gates, given, keep) < 1e-9
     assert distance(np.zeros_like(gates), given) > 0.01
@@ -108,7 +119,9 @@ def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
 @pytest.mark.parametrize("ways", ["handed_on", "refreshed"])
 @pytest.mark.parametrize("gates", [GATES, np.round(GATES), np.zeros_like(GATES)])
 def test_predictions_are_those_of_the_slow_model(given, gates, ways):
-    """A head hands on its best of each token; where sets are handed on, one below one half what it inherited."""
+    """A head hands on its best of each token; where sets are handed on, one below one half what it
+    inherited.
+    """
     model, keep = SlowModel(PARAMS), 0.3
     outputs = student(gates, given, keep, sets=ways)
     for at, sample in enumerate(SAMPLES):
@@ -121,20 +134,27 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
                 z = np.repeat(gates[layer], row.group)[:, None]
                 o = z * full + (1 - z) * np.stack(row.over(layer, q, sets))
             picked = [
-                best(logits_of(row.mean_query(q, head), row.k[layer][head]), keep) for head in range(len(row.k[layer]))
+                best(logits_of(row.mean_query(q, head), row.k[layer][head]), keep)
+                for head in range(len(row.k[layer]))
             ]
             passing = [bool(layer) and ways == "handed_on" and z < 0.5 for z in gates[layer]]
-            sets[:] = [sets[head] if passes else picked[head] for head, passes in enumerate(passing)]
+            sets[:] = [
+                sets[head] if passes else picked[head] for head, passes in enumerate(passing)
+            ]
             return list(o)
 
         tokens = [sample.context[-1], *sample.target[:-1]]
-        assert_close(outputs[at, : len(tokens)], [row.push(int(token), rule) for token in tokens], row=at)
+        assert_close(
+            outputs[at, : len(tokens)], [row.push(int(token), rule) for token in tokens], row=at
+        )
 
 
 def best(logits, keep):
     """The slots of the best ceil(keep · n), the first of equals, and the last slot."""
     count = math.ceil(np.float32(keep) * np.float32(len(logits)))
-    return sorted({*np.argsort(-np.asarray(logits), kind="stable")[:count].tolist(), len(logits) - 1})
+    return sorted(
+        {*np.argsort(-np.asarray(logits), kind="stable")[:count].tolist(), len(logits) - 1}
+    )
 
 
 def test_hidden_states_are_compared_before_the_head(given):
@@ -163,7 +183,9 @@ def test_gradients_are_differences(given):
     slope, step = gradient(GATES, given), 0.02
     for place in ((1, 0), (1, 1), (2, 0)):
         ends = [distance(moved(place, sign * step), given) for sign in (1, -1)]
-        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(slope[place]), rel=0.02), place
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(slope[place]), rel=0.02), (
+            place
+        )
 
 
 # one layer's attention
@@ -193,20 +215,24 @@ def slow_attention(q, k, v, z, inherited, keep):
     return out, sets
 
 
-@pytest.mark.parametrize(("keep", "mixed"), [(0.3, True), (0.25, False), (0.01, True), (1.0, True), (None, True)])
+@pytest.mark.parametrize(
+    ("keep", "mixed"), [(0.3, True), (0.25, False), (0.01, True), (1.0, True), (None, True)]
+)
 @pytest.mark.parametrize("ties", [False, True])
 def test_attention_is_the_slow_one(keep, mixed, ties):
     rng = np.random.default_rng(5)
     draw = partial(rng.integers, -1, 2) if ties else lambda size: rng.normal(size=size)
-    q, k, v = (np.float32(draw(size=size)) for size in ((B, T, K * GROUP, H), *[(B, K, S + T, H)] * 2))
+    q, k, v = (
+        np.float32(draw(size=size)) for size in ((B, T, K * GROUP, H), *[(B, K, S + T, H)] * 2)
+    )
     inherited, z = None, np.float32([0.3, 0.0])
     if mixed:
         inherited = np.zeros((B, K, T, S + T), bool)
         for row, step in np.ndindex(B, T):
             slots = seen_slots(row, step)
-            inherited[row, :, step, slots] = (rng.random((len(slots), K)) < 0.3) | (np.array(slots) == S + step)[
-                :, None
-            ]
+            inherited[row, :, step, slots] = (rng.random((len(slots), K)) < 0.3) | (
+                np.array(slots) == S + step
+            )[:, None]
     o, handed = distill.attention(q, k, v, jnp.int32(HELD), z if mixed else None, inherited, keep)
     expected, sets = slow_attention(q, k, v, z, inherited, keep)
     assert_close(o, expected, rtol=1e-5)
@@ -220,7 +246,9 @@ def test_attention_is_the_slow_one(keep, mixed, ties):
 
 
 def cache_of(outputs, scored):
-    return distill.TeacherCache((), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored)
+    return distill.TeacherCache(
+        (), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored
+    )
 
 
 def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
@@ -231,6 +259,10 @@ def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
     expected = np.mean([((y - x) ** 2).mean() / x.var() for x, y in rows])
     for scale in (1, 100):
         given = cache_of(scale * teacher, scored)
-        assert distill.distance(scale * jnp.float32(outputs), given) == pytest.approx(expected, rel=1e-5)
+        assert distill.distance(scale * jnp.float32(outputs), given) == pytest.approx(
+            expected, rel=1e-5
+        )
     outputs[~scored] = 1e6
-    assert distill.distance(jnp.float32(outputs), cache_of(teacher, scored)) == pytest.approx(expected, rel=1e-5)
+    assert distill.distance(jnp.float32(outputs), cache_of(teacher, scored)) == pytest.approx(
+        expected, rel=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Each family of gates against integrals in float64, against samples, and at the ends of its parameters."""
+"""Each family of gates against integrals in float64, against samples, and at the ends of its
+parameters.
+"""
 
 from functools import partial
 from itertools import pairwise
@@ -68,7 +70,10 @@ def integral(function, family, params):
     """Over all noise, cut where the gate's clip has its corners."""
     cuts = np.array([0, *(slow_cdf(family, params, x) for x in (1 / 12, 11 / 12)), 1])
     pieces = pairwise(cuts)
-    return sum(integrate.quad(partial(function, family, params), *piece, epsabs=1e-9, limit=200)[0] for piece in pieces)
+    return sum(
+        integrate.quad(partial(function, family, params), *piece, epsabs=1e-9, limit=200)[0]
+        for piece in pieces
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,9 @@ def full_noise():
 @each_family
 def test_parameters_start_within_bounds_and_in_shape(family):
     params = FAMILIES[family].init(SHAPE)
-    for leaf, projected in zip(*map(jax.tree.leaves, (params, FAMILIES[family].project(params))), strict=True):
+    for leaf, projected in zip(
+        *map(jax.tree.leaves, (params, FAMILIES[family].project(params))), strict=True
+    ):
         assert leaf.shape == SHAPE and leaf.dtype == jnp.float32
         np.testing.assert_array_equal(leaf, projected)
 
@@ -93,7 +100,9 @@ def test_parameters_start_within_bounds_and_in_shape(family):
 def test_project_clamps_and_is_idempotent(family):
     params, expected = OUTSIDE[family]
     once = FAMILIES[family].project(params)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), once, jax.tree.map(np.float32, expected))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-6), once, jax.tree.map(np.float32, expected)
+    )
     jax.tree.map(np.testing.assert_array_equal, once, FAMILIES[family].project(once))
 
 
@@ -112,7 +121,9 @@ def test_samples_are_gates_that_the_noise_decides(family):
 @each_family
 def test_more_noise_is_never_a_smaller_gate(family):
     gates, params = FAMILIES[family], RANDOM[family](np.random.default_rng(2), (50,))
-    z = jax.vmap(partial(gates.sample, params))(jnp.linspace(1e-6, 1 - 1e-6, 99)[:, None].repeat(50, 1))
+    z = jax.vmap(partial(gates.sample, params))(
+        jnp.linspace(1e-6, 1 - 1e-6, 99)[:, None].repeat(50, 1)
+    )
     assert (jnp.diff(z, axis=0) >= -1e-6).all()
     assert (z >= 0).all() and (z <= 1).all()
 
@@ -125,13 +136,22 @@ def test_seeds_at_once_are_seeds_one_by_one(family):
 
     def everything(params, u):
         z, pull = jax.vjp(lambda params: gates.sample(params, u), params)
-        return z, pull(z), gates.project(params), gates.active(params), gates.mean(params), gates.score(params)
+        return (
+            z,
+            pull(z),
+            gates.project(params),
+            gates.active(params),
+            gates.mean(params),
+            gates.score(params),
+        )
 
     at_once = jax.jit(jax.vmap(everything))(params, u)
     for seed in range(seeds):
         alone = everything(*jax.tree.map(lambda leaf, seed=seed: leaf[seed], (params, u)))
         jax.tree.map(
-            lambda many, one, seed=seed: np.testing.assert_allclose(many[seed], one, rtol=1e-4, atol=1e-6),
+            lambda many, one, seed=seed: np.testing.assert_allclose(
+                many[seed], one, rtol=1e-4, atol=1e-6
+            ),
             at_once,
             alone,
         )
@@ -142,7 +162,12 @@ def test_seeds_at_once_are_seeds_one_by_one(family):
 def test_values_and_gradients_stay_finite_at_the_extremes(family, u):
     gates, params = FAMILIES[family], EXTREMES[family]
     noises = jnp.full(jax.tree.leaves(params)[0].shape, u, jnp.float32)
-    for function in (lambda params: gates.sample(params, noises), gates.active, gates.mean, gates.score):
+    for function in (
+        lambda params: gates.sample(params, noises),
+        gates.active,
+        gates.mean,
+        gates.score,
+    ):
         values, pull = jax.vjp(jax.jit(function), params)
         assert (values >= 0).all() and (values <= 1 + 2e-6).all()
         for gradient in jax.tree.leaves(pull(jnp.ones_like(values))):
@@ -187,12 +212,16 @@ def test_active_is_the_share_of_samples_that_are_not_zero(family, params, full_n
 def test_gradients_of_samples_and_of_the_mean_are_those_of_the_integral(family, params):
     gates, at = FAMILIES[family], array32(params)
     u = (jnp.arange(COUNT) + 0.5) / COUNT
-    sampled = jax.grad(lambda at: gates.sample(jax.tree.map(lambda leaf: jnp.full(COUNT, leaf), at), u).mean())(at)
+    sampled = jax.grad(
+        lambda at: gates.sample(jax.tree.map(lambda leaf: jnp.full(COUNT, leaf), at), u).mean()
+    )(at)
     closed = jax.grad(gates.mean)(at)
     leaves, tree = jax.tree.flatten(jax.tree.map(float, params))
     for i, leaf in enumerate(leaves):
         step = 1e-3 * max(abs(leaf), 0.1)
-        high, low = (tree.unflatten([*leaves[:i], leaf + sign * step, *leaves[i + 1 :]]) for sign in (1, -1))
+        high, low = (
+            tree.unflatten([*leaves[:i], leaf + sign * step, *leaves[i + 1 :]]) for sign in (1, -1)
+        )
         slope = (integral(slow_gate, family, high) - integral(slow_gate, family, low)) / (2 * step)
         np.testing.assert_allclose(jax.tree.leaves(closed)[i], slope, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(jax.tree.leaves(sampled)[i], slope, rtol=1e-2, atol=1e-3)
@@ -226,7 +255,9 @@ def test_masses_at_zero_and_one_are_areas_under_the_density(params, full_noise):
     np.testing.assert_allclose(hard_kuma.p_zero(at), zero, atol=1e-6)
     np.testing.assert_allclose(hard_kuma.p_one(at), one, atol=1e-6)
     z = hard_kuma.sample(jax.tree.map(lambda leaf: jnp.full(COUNT, leaf), at), full_noise)
-    np.testing.assert_allclose([(z == 0).mean(), (z == 1).mean()], [zero, one], atol=4 * 0.5 / COUNT**0.5)
+    np.testing.assert_allclose(
+        [(z == 0).mean(), (z == 1).mean()], [zero, one], atol=4 * 0.5 / COUNT**0.5
+    )
     x = np.linspace(0, 1, 101)[1:-1]
     np.testing.assert_allclose(hard_kuma.pdf(at, jnp.float32(x)), density(x), rtol=1e-4)
 
@@ -248,7 +279,9 @@ def test_over_the_whole_clamp_the_moments_keep_float32s_precision():
     np.testing.assert_allclose(hard_kuma.active(params), 1 - zero, atol=1e-6)
     one = np.exp(b * np.log(-np.expm1(a * np.log(11 / 12))))
     np.testing.assert_allclose(hard_kuma.p_one(params), one, atol=1e-6)
-    np.testing.assert_allclose(hard_kuma.score(params), np.exp(np.log(b) + special.betaln(1 + 1 / a, b)), atol=3e-6)
+    np.testing.assert_allclose(
+        hard_kuma.score(params), np.exp(np.log(b) + special.betaln(1 + 1 / a, b)), atol=3e-6
+    )
     nodes, weights = np.polynomial.legendre.leggauss(500)
     x = ((nodes + 1) / 2 + 0.1)[:, None, None] / 1.2
     mean = np.average(np.exp(b * np.log1p(-(x**a))), axis=0, weights=weights)
@@ -269,7 +302,12 @@ def test_hard_concretes_score_is_within_its_stated_error(log_alpha):
 
 def test_direct_gates_have_their_whole_gradient_at_both_ends():
     gates, alpha = FAMILIES["direct"], jnp.float32([0, 0.5, 1])
-    for function in (lambda alpha: gates.sample(alpha, jnp.zeros(3)), gates.active, gates.mean, gates.score):
+    for function in (
+        lambda alpha: gates.sample(alpha, jnp.zeros(3)),
+        gates.active,
+        gates.mean,
+        gates.score,
+    ):
         np.testing.assert_array_equal(function(alpha), alpha)
         np.testing.assert_array_equal(jax.grad(lambda alpha, f=function: f(alpha).sum())(alpha), 1)
 
@@ -309,5 +347,7 @@ def test_hardened_runs_for_several_seeds_at_once():
 
 @pytest.mark.parametrize("count", [-1, 0, 2, 13])
 def test_hardened_refuses_a_count_that_cannot_be(count):
-    with pytest.raises(ValueError, match=rf"count={count}: must be from 3, layer 0's heads, to 12, all heads"):
+    with pytest.raises(
+        ValueError, match=rf"count={count}: must be from 3, layer 0's heads, to 12, all heads"
+    ):
         hardened(jnp.zeros(SHAPE), count)

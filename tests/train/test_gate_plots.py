@@ -23,7 +23,9 @@ def values():
 
 @pytest.fixture
 def shapes():
-    """Gates [steps, 3, 2] that part: the fourth becomes the clearest of retrieval, the third the sparsest."""
+    """Gates [steps, 3, 2] that part: the fourth becomes the clearest of retrieval, the third the
+    sparsest.
+    """
     ends = np.array([[-1, 1], [-2, 3], [0.5, -0.5]])
     logs = np.linspace(0, 1, len(STEPS))[:, None, None] * ends
     return np.exp(logs), np.exp(-logs)
@@ -38,7 +40,9 @@ def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figur
     heat_map(tmp_path / "h.png", STEPS, values)
     assert_png(tmp_path / "h.png")
     *panels, bar = figures[0].axes
-    assert [panel.get_title() for panel in panels] == [f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)]
+    assert [panel.get_title() for panel in panels] == [
+        f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)
+    ]
     for panel, i in zip(panels, (0, 2, 4, 6, 8, 10), strict=True):
         (image,) = panel.get_images()
         np.testing.assert_allclose(image.get_array(), values[i], rtol=1e-6)
@@ -64,24 +68,34 @@ def test_the_densities_are_of_the_clearest_gates(shapes, tmp_path, figures):
         name = f"layer {1 + place[0]}, KV head {place[1]}"
         assert panel.get_title() == f"most clearly {role}: {name}, E[s] = {score:.2f}"
         lines = panel.get_lines()
-        assert [line.get_label() for line in lines] == [f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)]
+        assert [line.get_label() for line in lines] == [
+            f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)
+        ]
         np.testing.assert_allclose(lines[0].get_ydata(), 1, rtol=1e-5)
-        last = hard_kuma.pdf(hard_kuma.Kuma(a[-1][place], b[-1][place]), jnp.asarray(lines[-1].get_xdata()))
+        last = hard_kuma.pdf(
+            hard_kuma.Kuma(a[-1][place], b[-1][place]), jnp.asarray(lines[-1].get_xdata())
+        )
         np.testing.assert_allclose(lines[-1].get_ydata(), last)
 
 
 @pytest.mark.parametrize("shape", [(10, 4, 2), (11, 8), (11, 0, 2), (11, 4, 2, 1)])
 def test_a_heat_map_of_another_shape_is_refused(tmp_path, shape):
-    with pytest.raises(ValueError, match=r"values of shape \(.*\): must be \[11 steps, layers, KV heads\]"):
+    with pytest.raises(
+        ValueError, match=r"values of shape \(.*\): must be \[11 steps, layers, KV heads\]"
+    ):
         heat_map(tmp_path / "h.png", STEPS, np.zeros(shape))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [((11, 3, 2), (11, 2, 3)), ((10, 3, 2),) * 2, ((11, 5),) * 2, ((11,),) * 2, ((11, 0),) * 2]
+    ("a", "b"),
+    [((11, 3, 2), (11, 2, 3)), ((10, 3, 2),) * 2, ((11, 5),) * 2, ((11,),) * 2, ((11, 0),) * 2],
 )
 def test_densities_of_another_shape_are_refused(tmp_path, a, b):
-    with pytest.raises(ValueError, match=r"a of shape .* and b of shape .* must both be \[11 steps, ...\] of 6 named"):
+    with pytest.raises(
+        ValueError,
+        match=r"a of shape .* and b of shape .* must both be \[11 steps, ...\] of 6 named",
+    ):
         densities(tmp_path / "d.png", STEPS, np.ones(a), np.ones(b), NAMES)
     assert not list(tmp_path.iterdir())
 
@@ -102,6 +116,11 @@ def test_without_matplotlib_the_error_says_what_to_install(values, shapes, tmp_p
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for plot in (partial(heat_map, values=values), partial(densities, a=shapes[0], b=shapes[1], names=NAMES)):
-        with pytest.raises(ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"):
+    for plot in (
+        partial(heat_map, values=values),
+        partial(densities, a=shapes[0], b=shapes[1], names=NAMES),
+    ):
+        with pytest.raises(
+            ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"
+        ):
             plot(path=tmp_path / "p.png", steps=STEPS)

@@ -18,7 +18,17 @@ ALL = LAYERS * HEADS
 COSTS = np.float32(np.geomspace(0.02, 0.5, ALL - HEADS).reshape(LAYERS - 1, HEADS))
 
 
-def problem_of(family="direct", penalty="ascent", *, target=6, steps=3000, rate=0.01, ascent=0.3, start=0.0, **more):
+def problem_of(
+    family="direct",
+    penalty="ascent",
+    *,
+    target=6,
+    steps=3000,
+    rate=0.01,
+    ascent=0.3,
+    start=0.0,
+    **more,
+):
     return Lagrangian(FAMILIES[family], SHAPE, target, steps, rate, penalty, ascent, start, **more)
 
 
@@ -30,9 +40,13 @@ def toy(z):
 @cache
 def scanned(problem, distance):
     def one(keys, state, nth):
-        return lagrangian.step(problem, state, jax.vmap(jax.random.fold_in, (0, None))(keys, nth), distance, nth)
+        return lagrangian.step(
+            problem, state, jax.vmap(jax.random.fold_in, (0, None))(keys, nth), distance, nth
+        )
 
-    return jax.jit(lambda keys, state: jax.lax.scan(partial(one, keys), state, jnp.arange(problem.steps)))
+    return jax.jit(
+        lambda keys, state: jax.lax.scan(partial(one, keys), state, jnp.arange(problem.steps))
+    )
 
 
 def played(problem, seeds=(0,), distance=toy):
@@ -70,7 +84,9 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_usual_ends_at_the_target(family):
-    """Gates that vanish at 0 and 1 are hard to hold to a number: 90 of very different worth, 11 wanted."""
+    """Gates that vanish at 0 and 1 are hard to hold to a number: 90 of very different worth, 11
+    wanted.
+    """
     worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
     problem = Settings(target=11, family=family, penalty="ascent", steps=1000).lagrangian(30, 3)
     end, _ = played(problem, seeds=(0, 1, 2), distance=partial(lost, worth))
@@ -89,7 +105,9 @@ def lost(worth, z):
 
 def test_damping_adds_a_squared_surplus():
     multiplier, surplus = jnp.float32([0, 0, 1, 1, 1]), jnp.float32([0.5, -0.5, 0.5, -0.1, -2])
-    plain, damped, hardly = (problem_of(damping=damping).cost(multiplier, surplus) for damping in (0.0, 4.0, 1e-3))
+    plain, damped, hardly = (
+        problem_of(damping=damping).cost(multiplier, surplus) for damping in (0.0, 4.0, 1e-3)
+    )
     np.testing.assert_allclose(plain, [0, 0, 0.5, -0.1, -2])
     np.testing.assert_allclose(damped, [0.5, 0, 0.5 + 0.5, -0.1 + 0.02, -1 / 8], rtol=1e-6)
     np.testing.assert_allclose(hardly, plain, atol=3e-3)
@@ -111,7 +129,9 @@ def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
         mean = 0.9 * mean + 0.1 * np.maximum((np.asarray(active) - problem.target) / ALL, 0)
         expected = expected * np.exp(0.1 * mean)
     assert (np.diff(progress.multiplier, axis=0) >= 0).all()
-    assert progress.active[-1, 0] < problem.target - 0.5, "it should have gone too far, and stayed where it was"
+    assert progress.active[-1, 0] < problem.target - 0.5, (
+        "it should have gone too far, and stayed where it was"
+    )
     assert progress.multiplier[-1, 0] > 2.1
 
 
@@ -149,7 +169,9 @@ def test_seeds_side_by_side_are_each_alone(family):
     for i in range(3):
         alone, own = played(problem, seeds=(i,))
         for one, three in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
-            np.testing.assert_allclose(one, three[i : i + 1] if three.ndim else three, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                one, three[i : i + 1] if three.ndim else three, rtol=1e-4, atol=1e-5
+            )
         for one, three in zip(own, progress, strict=True):
             np.testing.assert_allclose(one[:, 0], three[:, i], rtol=1e-4, atol=1e-5)
     noisy = family != "direct"
@@ -172,7 +194,10 @@ def test_the_rate_rises_in_the_first_fifth_and_falls_in_the_last(steps):
 def test_the_first_layer_is_open():
     seen = []
     problem = problem_of("hard_kuma", steps=1)
-    played(problem, distance=lambda z: jax.debug.callback(lambda z: seen.append(np.asarray(z)), z) or toy(z))
+    played(
+        problem,
+        distance=lambda z: jax.debug.callback(lambda z: seen.append(np.asarray(z)), z) or toy(z),
+    )
     jax.effects_barrier()
     assert [z.shape for z in seen] == [SHAPE]
     np.testing.assert_array_equal(seen[0][0], 1)

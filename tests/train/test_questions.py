@@ -9,7 +9,11 @@ from model_tokenizers import NAMES, tokenizer_of
 from jsparse.train.questions import questions
 
 ITEMS = [
-    {"context": "The river was wide. " * (i + 1), "question": f"How wide was it in {i}?", "answer": f"{i + 3} miles"}
+    {
+        "context": "The river was wide. " * (i + 1),
+        "question": f"How wide was it in {i}?",
+        "answer": f"{i + 3} miles",
+    }
     for i in range(7)
 ]
 
@@ -34,7 +38,11 @@ def test_rows_hold_question_and_answer(name, tmp_path):
         batch = source.batch(step, 1)
         assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
         (context, length, target, scored) = (array[0] for array in batch)
-        assert (context[length:] == 0).all() and scored[: scored.sum()].all() and (target[~scored] == 0).all()
+        assert (
+            (context[length:] == 0).all()
+            and scored[: scored.sum()].all()
+            and (target[~scored] == 0).all()
+        )
         seen[tuple(context[:length].tolist())] = tokenizer.decode(target[scored]).strip()
     assert seen == expected
     assert source.target_tokens == max(int(source.batch(step, 1).scored.sum()) for step in range(7))
@@ -63,16 +71,23 @@ def test_training_that_goes_on_sees_the_same_batches(tmp_path):
     again = questions(tokenizer, file, max_length=200, seed=5).batch(7, 2)
     assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
     other = questions(tokenizer, file, max_length=200, seed=6)
-    assert any(not np.array_equal(batch.length, other.batch(step, 2).length) for step, batch in enumerate(once))
+    assert any(
+        not np.array_equal(batch.length, other.batch(step, 2).length)
+        for step, batch in enumerate(once)
+    )
 
 
 def test_the_smallest_bucket_that_holds_the_batch_is_taken(tmp_path):
-    source = questions(tokenizer_of("smollm2"), written(tmp_path), max_length=60, buckets=(30, 40, 60))
+    source = questions(
+        tokenizer_of("smollm2"), written(tmp_path), max_length=60, buckets=(30, 40, 60)
+    )
     seen = set()
     for step in range(7):
         batch = source.batch(step, 1)
         seen.add(batch.context.shape[1])
-        assert batch.context.shape[1] == min(bucket for bucket in source.buckets if bucket >= batch.length[0])
+        assert batch.context.shape[1] == min(
+            bucket for bucket in source.buckets if bucket >= batch.length[0]
+        )
     assert seen == {30, 40, 60}
     assert questions(tokenizer_of("smollm2"), written(tmp_path), max_length=60).buckets == (30, 60)
 
@@ -81,14 +96,22 @@ def test_a_source_describes_itself(tmp_path):
     tokenizer, file = tokenizer_of("smollm2"), written(tmp_path)
     said = questions(tokenizer, file, max_length=200, seed=5).describe()
     assert json.loads(json.dumps(said)) == said
-    assert said.items() >= {"source": "questions", "path": str(file), "questions": 7, "buckets": [100, 200]}.items()
+    assert (
+        said.items()
+        >= {"source": "questions", "path": str(file), "questions": 7, "buckets": [100, 200]}.items()
+    )
     shorter = questions(tokenizer, written(tmp_path, ITEMS[:6]), max_length=200, seed=5).describe()
     assert said["sha256"] != shorter["sha256"]
 
 
 def test_other_fields_and_separators_inside_texts_are_left_alone(tmp_path):
     tokenizer = tokenizer_of("smollm2")
-    item = {"context": "One\u2028two\x85 {question}", "question": "{context}?", "answer": "both", "id": 3}
+    item = {
+        "context": "One\u2028two\x85 {question}",
+        "question": "{context}?",
+        "answer": "both",
+        "id": 3,
+    }
     batch = questions(tokenizer, written(tmp_path, [item]), max_length=200).batch(0, 1)
     assert batch.context[0, : batch.length[0]].tolist() == tokenizer.encode(prompt(item))
 
@@ -102,10 +125,19 @@ GOOD = json.dumps(ITEMS[0])
         ("", "Expecting value"),
         ("{", "Expecting"),
         ("[1, 2]", "must be an object that has the strings context, question, answer"),
-        ('{"context": "a", "question": "b"}', "must be an object that has the strings context, question, answer"),
-        ('{"context": "a", "question": "b", "answer": 3}', "must be an object that has the strings"),
+        (
+            '{"context": "a", "question": "b"}',
+            "must be an object that has the strings context, question, answer",
+        ),
+        (
+            '{"context": "a", "question": "b", "answer": 3}',
+            "must be an object that has the strings",
+        ),
         ('{"context": "a", "question": "b", "answer": " "}', "answer=' ': must not be blank"),
-        (json.dumps(ITEMS[0] | {"context": "wide " * 300}), r"have 3\d\d tokens: must be at most max_length=200"),
+        (
+            json.dumps(ITEMS[0] | {"context": "wide " * 300}),
+            r"have 3\d\d tokens: must be at most max_length=200",
+        ),
         ('{"context": "\\ud800", "question": "b", "answer": "c"}', "UTF-8 cannot encode"),
         (b'{"context": "\xff", "question": "b", "answer": "c"}', "codec can't decode"),
     ],
@@ -113,7 +145,9 @@ GOOD = json.dumps(ITEMS[0])
 def test_lines_that_are_no_questions_are_refused(line, rule, tmp_path):
     file = tmp_path / "questions.jsonl"
     lines = [GOOD, GOOD, line, GOOD]
-    file.write_bytes(b"\n".join(text if isinstance(text, bytes) else text.encode() for text in lines))
+    file.write_bytes(
+        b"\n".join(text if isinstance(text, bytes) else text.encode() for text in lines)
+    )
     with pytest.raises(ValueError, match=rf"questions\.jsonl', line 3: .*{rule}"):
         questions(tokenizer_of("smollm2"), file, max_length=200)
 
@@ -122,7 +156,9 @@ def test_contexts_may_just_fit(tmp_path):
     tokenizer, file = tokenizer_of("smollm2"), written(tmp_path, ITEMS[:1])
     length = len(tokenizer.encode(prompt(ITEMS[0])))
     assert questions(tokenizer, file, max_length=length).batch(0, 2).length.tolist() == [length] * 2
-    with pytest.raises(ValueError, match=f"line 1: .*{length} tokens: must be at most max_length={length - 1}"):
+    with pytest.raises(
+        ValueError, match=f"line 1: .*{length} tokens: must be at most max_length={length - 1}"
+    ):
         questions(tokenizer, file, max_length=length - 1)
 
 
@@ -131,7 +167,10 @@ def test_contexts_may_just_fit(tmp_path):
     [
         ({"max_length": 0}, "max_length=0: must be at least 1"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
-        ({"buckets": (20, 199)}, r"buckets=\(20, 199\): must ascend from at least 1 to at least max_length=200"),
+        (
+            {"buckets": (20, 199)},
+            r"buckets=\(20, 199\): must ascend from at least 1 to at least max_length=200",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message, tmp_path):

@@ -1,4 +1,6 @@
-"""Pass keys to train on: exact lengths, every key once where it was drawn, only words of the asked keys scored."""
+"""Pass keys to train on: exact lengths, every key once where it was drawn, only words of the asked
+keys scored.
+"""
 
 import json
 import re
@@ -10,7 +12,9 @@ from model_tokenizers import NAMES, joining, tokenizer_of
 from jsparse.train.data import continued
 from jsparse.train.passkey import ALPHABET, INTRODUCTION, passkeys
 
-TEXT = " ".join(f"The ferry of day {day} left the quay and turned north." for day in range(100, 400))
+TEXT = " ".join(
+    f"The ferry of day {day} left the quay and turned north." for day in range(100, 400)
+)
 SHORT = {"min_length": 400, "max_length": 700, "needles": 4, "words": 6}
 NEEDLE = re.compile(r"^\s*Pass key (\d+) is: ([a-z -]+)\.\n\Z")
 
@@ -66,7 +70,9 @@ def test_every_key_stands_in_the_context_once(name):
         window = np.concatenate(fillers)
         assert len(window) > 20 and find(circle, window, 0) >= 0
         depths = np.cumsum([len(piece) for piece in fillers])[:-1] / len(window)
-        assert (depths >= 0.05 - 0.5 / len(window)).all() and (depths <= 0.95 + 0.5 / len(window)).all()
+        assert (depths >= 0.05 - 0.5 / len(window)).all() and (
+            depths <= 0.95 + 0.5 / len(window)
+        ).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +132,9 @@ def test_words_are_drawn_evenly():
 
 def test_lengths_are_exact_where_they_cannot_vary():
     for name in NAMES:
-        source = passkeys(tokenizer_of(name), TEXT, min_length=601, max_length=601, needles=3, words=5)
+        source = passkeys(
+            tokenizer_of(name), TEXT, min_length=601, max_length=601, needles=3, words=5
+        )
         assert [len(context) for context, _, _ in rows(source, 3, 2)] == [601] * 6
 
 
@@ -142,7 +150,8 @@ def test_keys_that_leave_no_room_are_drawn_anew():
     fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
     assert 0 <= min(fillers) < 4 < max(fillers) < 30
     with pytest.raises(
-        ValueError, match=f"min_length={least - 1}: must be at least {least}, which needles=3 of words=8"
+        ValueError,
+        match=f"min_length={least - 1}: must be at least {least}, which needles=3 of words=8",
     ):
         passkeys(tokenizer, TEXT, min_length=least - 1, **small)
 
@@ -167,14 +176,17 @@ def test_targets_are_as_wide_as_the_longest_answer(name):
     source = passkeys(tokenizer, TEXT, asked=2, min_length=900, max_length=900, needles=12, words=2)
     longest = max(len(continued(tokenizer, f" {word}")) for word in ALPHABET)
     first, later = (
-        [len(continued(tokenizer, f"{mark}Pass key {number}:")) for number in range(1, 13)] for mark in " \n"
+        [len(continued(tokenizer, f"{mark}Pass key {number}:")) for number in range(1, 13)]
+        for mark in " \n"
     )
     headings = max(first[i] + later[j] for i in range(12) for j in range(12) if i != j)
     assert source.target_tokens == headings + 2 * 2 * longest
     # one word: the longest answer is drawn soon
     single = passkeys(tokenizer, TEXT, asked=1, min_length=400, max_length=400, needles=1, words=1)
     widths = [int(scored.sum()) for _, _, scored in rows(single, 20, 10)]
-    assert max(widths) == longest and single.target_tokens == longest + len(continued(tokenizer, " Pass key 1:"))
+    assert max(widths) == longest and single.target_tokens == longest + len(
+        continued(tokenizer, " Pass key 1:")
+    )
 
 
 def test_batches_are_padded_at_the_end_alone():
@@ -210,14 +222,19 @@ def test_training_that_goes_on_sees_the_same_batches():
     again = passkeys(tokenizer, TEXT, **SHORT, seed=3).batch(7, 2)
     assert all(np.array_equal(one, other) for one, other in zip(once[7], again, strict=True))
     assert len({batch.context.tobytes() for batch in once}) == 8
-    assert not np.array_equal(passkeys(tokenizer, TEXT, **SHORT, seed=4).batch(7, 2).target, again.target)
+    assert not np.array_equal(
+        passkeys(tokenizer, TEXT, **SHORT, seed=4).batch(7, 2).target, again.target
+    )
 
 
 def test_a_source_describes_itself():
     source = passkeys(tokenizer_of("smollm2"), TEXT, **SHORT, seed=3)
     said = source.describe()
     assert json.loads(json.dumps(said)) == said
-    assert said.items() >= {"source": "passkeys", **SHORT, "asked": 2, "seed": 3, "buckets": [350, 700]}.items()
+    assert (
+        said.items()
+        >= {"source": "passkeys", **SHORT, "asked": 2, "seed": 3, "buckets": [350, 700]}.items()
+    )
     other = passkeys(tokenizer_of("smollm2"), TEXT + "!", **SHORT, seed=3).describe()
     assert {name for name in said if said[name] != other[name]} == {"text_tokens", "text_sha256"}
 
@@ -236,7 +253,10 @@ def test_a_source_describes_itself():
         ({"buckets": ()}, r"buckets=\(\): must ascend .* max_length=700"),
         ({"buckets": (0, 700)}, r"buckets=\(0, 700\): must ascend from at least 1"),
         ({"buckets": (700, 400)}, r"buckets=\(700, 400\): must ascend"),
-        ({"buckets": (400, 699)}, r"buckets=\(400, 699\): must ascend from at least 1 to at least max_length=700"),
+        (
+            {"buckets": (400, 699)},
+            r"buckets=\(400, 699\): must ascend from at least 1 to at least max_length=700",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):

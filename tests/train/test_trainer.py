@@ -1,4 +1,6 @@
-"""The training: cut off anywhere it ends as if it had not been, on any devices; and what it refuses."""
+"""The training: cut off anywhere it ends as if it had not been, on any devices; and what it
+refuses.
+"""
 
 import json
 import math
@@ -50,12 +52,22 @@ def test_record_log_and_gates_say_the_same(whole):
     folder, record = whole
     assert json.loads((folder / "record.json").read_text()) == record
     assert record["settings"] == json.loads((folder / "settings.json").read_text())["settings"]
-    assert record["data"] == {"source": "random", "longest": 24, "buckets": [24], "target_tokens": 4}
+    assert record["data"] == {
+        "source": "random",
+        "longest": 24,
+        "buckets": [24],
+        "target_tokens": 4,
+    }
     assert (record["model"], record["dtype"], len(record["seeds"])) == ("tiny", "float32", SEEDS)
     steps = [line for line in read_log(folder) if "distance" in line]
     assert [line["step"] for line in steps] == [*range(1, STEPS + 1)]
     assert record["seconds"] == pytest.approx(sum(line["seconds"] for line in steps))
-    assert all(math.isfinite(x) for line in steps for name in ("distance", "active", "multiplier") for x in line[name])
+    assert all(
+        math.isfinite(x)
+        for line in steps
+        for name in ("distance", "active", "multiplier")
+        for x in line[name]
+    )
     for i, seed in enumerate(record["seeds"]):
         gates = head_gates.load(str(folder / f"gates_{i}.safetensors"))
         np.testing.assert_array_equal(gates.retrieval, hardened(jnp.asarray(gates.scores), 6))
@@ -74,13 +86,17 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     assert means.shape == (STEPS + 1, SEEDS, LAYERS, HEADS)
     np.testing.assert_array_equal(means[:, :, 0], 1)
     np.testing.assert_allclose(means[0, :, 1:], 0.5, atol=1e-5)
-    assert all((one != two).any() for one, two in pairwise(means[1:, :, 1:]))  # the first step is at rate 0
+    assert all(
+        (one != two).any() for one, two in pairwise(means[1:, :, 1:])
+    )  # the first step is at rate 0
     assert {name: np.shape(x) for name, x in lines[0]["parameters"].items()} == dict.fromkeys(
         "ab", (SEEDS, LAYERS - 1, HEADS)
     )
 
 
-@pytest.mark.parametrize("changes", [{"family": "hard_concrete"}, {"family": "direct", "match": "hidden"}])
+@pytest.mark.parametrize(
+    "changes", [{"family": "hard_concrete"}, {"family": "direct", "match": "hidden"}]
+)
 def test_the_target_is_hit_exactly_by_other_families(changes, tmp_path):
     record = trainer(tmp_path, target=7, steps=2, penalty="fixed", **changes).run(kept=1)
     assert [line["step"] for line in read_log(tmp_path) if "mean" in line] == [0, 2]
@@ -102,7 +118,9 @@ def test_the_gates_run(whole):
     path = str(folder / "gates_1.safetensors")
     rows = tuple(tuple(map(int, row)) for row in head_gates.load(path).retrieval)
     by_file, by_rows = (
-        engine_logits(model(), lychee_decode(gates, budget=16), random_prompts([100]), random_tokens(1, 3))
+        engine_logits(
+            model(), lychee_decode(gates, budget=16), random_prompts([100]), random_tokens(1, 3)
+        )
         for gates in (path, rows)
     )
     np.testing.assert_array_equal(by_file, by_rows)
@@ -152,7 +170,10 @@ def test_another_process_goes_on_from_the_checkpoint_alone(whole, tmp_path):
 
 
 def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
-    path, lines = tmp_path / "log.jsonl", [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}]
+    path, lines = (
+        tmp_path / "log.jsonl",
+        [{"step": 1}, {"step": 2}, {"step": 2, "mean": [0.5]}, {"step": 3}],
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
     with Log(path, 2) as log:
         assert read_lines(path) == lines[:3]
@@ -164,7 +185,9 @@ def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
 
 def test_a_run_of_another_is_not_gone_on_with(whole):
     before = left(whole[0])
-    with pytest.raises(ValueError, match=r"out='.*run': holds a training already; resume it or name another folder"):
+    with pytest.raises(
+        ValueError, match=r"out='.*run': holds a training already; resume it or name another folder"
+    ):
         trainer(whole[0])
     other = replace(model(), name="other")
     for changes, differing in (
@@ -174,7 +197,9 @@ def test_a_run_of_another_is_not_gone_on_with(whole):
         ({"params": other}, "model .* there, other here"),
         ({"longest": 25, "seeds": 3}, r"data.*25 here; settings\.seeds .* there, 3 here"),
     ):
-        with pytest.raises(ValueError, match=rf"out='.*run': holds a training with other settings: .*{differing}"):
+        with pytest.raises(
+            ValueError, match=rf"out='.*run': holds a training with other settings: .*{differing}"
+        ):
             trainer(whole[0], resume=True, **changes)
     with pytest.raises(ValueError, match=r"out='.*nothing': holds no training to resume"):
         trainer(whole[0] / "nothing", resume=True)
@@ -192,7 +217,11 @@ def test_two_devices_do_what_one_does(whole, tmp_path):
     path = os.pathsep.join(map(str, (TESTS, TESTS / "train")))
     command = [sys.executable, "-c", ON_TWO_DEVICES, str(tmp_path)]
     ran = subprocess.run(
-        command, env=os.environ | flags | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        command,
+        env=os.environ | flags | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     devices, record = map(json.loads, ran.stdout.splitlines())
@@ -210,7 +239,9 @@ def test_two_devices_do_what_one_does(whole, tmp_path):
 
 def table(record):
     """The numbers that were measured."""
-    numbers = {f"{name} {i}": x for i, seed in enumerate(record["seeds"]) for name, x in seed.items()}
+    numbers = {
+        f"{name} {i}": x for i, seed in enumerate(record["seeds"]) for name, x in seed.items()
+    }
     return [("alone", record["distance_of_layer_0_alone"]), *numbers.items()]
 
 

@@ -1,4 +1,5 @@
-"""Plots of a run's result out of its JSON alone: quality over attended fraction, needle and head heat maps.
+"""Plots of a run's result out of its JSON alone: quality over attended fraction, needle and head
+heat maps.
 
 They need matplotlib, and leave its settings and windows alone.
 """
@@ -31,7 +32,9 @@ class Point(NamedTuple):
 
 
 def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
-    """KL, agreement and score over the attended fraction: a panel a metric and length, a line a family of policies."""
+    """KL, agreement and score over the attended fraction: a panel a metric and length, a line a
+    family of policies.
+    """
     families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
     lengths = sorted({cell["length"] for cell in report["cells"]})
     panels = {
@@ -44,12 +47,16 @@ def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
 
 
 def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_grid") -> None:
-    """Mean score over depth and length: a panel a policy. A row holds the depths that round to it, in steps of 5 %."""
+    """Mean score over depth and length: a panel a policy. A row holds the depths that round to it,
+    in steps of 5 %.
+    """
     scores: dict[str, dict[tuple[float, int], list[float]]] = {}
     for cell, sample in _samples(report, "depth"):
         if cell["task"] == task:
             place = STEP * round(sample["meta"]["depth"] / STEP), cell["length"]
-            scores.setdefault(cell["policy"], {}).setdefault(place, []).append(sample["values"]["score"])
+            scores.setdefault(cell["policy"], {}).setdefault(place, []).append(
+                sample["values"]["score"]
+            )
     panels = {policy: _needles(places) for policy, places in scores.items()}
     _save(report, panels, path, f"samples of {task} with a depth")
 
@@ -65,7 +72,9 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
 
 
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
-    """Each family's points, by attended fraction: means over the tasks that have the metric; of score, the averaged."""
+    """Each family's points, by attended fraction: means over the tasks that have the metric; of
+    score, the averaged.
+    """
     averaged = {(row["policy"], row["length"]): row["tasks"] for row in report["averages"]}
     measured: dict[str, list[tuple[float, float]]] = {}
     for cell in report["cells"]:
@@ -88,7 +97,9 @@ def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[
         for name, line in points.items():
             color, marker = ("black", "*") if is_dense(name) else (f"C{families.index(name)}", "o")
             values = [factor * point.value for point in line]
-            axis.plot([point.attended for point in line], values, label=name, color=color, marker=marker)
+            axis.plot(
+                [point.attended for point in line], values, label=name, color=color, marker=marker
+            )
             if is_dense(name) and metric != "kl":
                 axis.axhline(values[0], color="black", linewidth=0.8)
         axis.set_xscale("log")
@@ -133,17 +144,30 @@ def _image(axis: Any, grid: np.ndarray, colours: str, gamma: float) -> None:
     """Numbers from 0 to 1 as colours; gamma below 1 spreads the small ones."""
     from matplotlib.colors import PowerNorm
 
-    image = axis.imshow(grid, cmap=colours, norm=PowerNorm(gamma, 0, 1), aspect="auto", interpolation="none")
+    image = axis.imshow(
+        grid, cmap=colours, norm=PowerNorm(gamma, 0, 1), aspect="auto", interpolation="none"
+    )
     axis.figure.colorbar(image, ax=axis)
 
 
-def _samples(report: Mapping[str, Any], key: str) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _samples(
+    report: Mapping[str, Any], key: str
+) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The samples that have this in their meta, each after its cell."""
-    return ((cell, sample) for cell in report["cells"] for sample in cell["samples"] if key in sample["meta"])
+    return (
+        (cell, sample)
+        for cell in report["cells"]
+        for sample in cell["samples"]
+        if key in sample["meta"]
+    )
 
 
 def _save(
-    report: Mapping[str, Any], panels: Mapping[str, Draw], path: Path | str, needed: str, columns: int = COLUMNS
+    report: Mapping[str, Any],
+    panels: Mapping[str, Draw],
+    path: Path | str,
+    needed: str,
+    columns: int = COLUMNS,
 ) -> None:
     """Draws panels of a size each, by their titles, under a heading that says what was run where."""
     if not panels:
@@ -161,7 +185,11 @@ def _save(
         axis.set_title(textwrap.fill(title, 40), fontsize=9)
     for axis in axes[len(panels) :]:
         axis.axis("off")
-    named = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    named = {
+        label: line
+        for axis in figure.axes
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     if named:
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
     figure.suptitle(textwrap.fill(_heading(report), 30 * columns), fontsize=8)

@@ -1,4 +1,6 @@
-"""Means of cells, and what they differ from dense by: paired bootstrap over the samples that both have."""
+"""Means of cells, and what they differ from dense by: paired bootstrap over the samples that both
+have.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -42,7 +44,8 @@ def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> li
 
     Args:
         policy: [n] values of its samples.
-        dense: [n] values of dense on the same samples in the same order; each is drawn together with the policy's.
+        dense: [n] values of dense on the same samples in the same order; each is drawn together
+            with the policy's.
         transform: of the mean; takes arrays.
 
     Returns:
@@ -53,7 +56,9 @@ def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> li
     """
     pairs = np.array(policy, np.float64), np.array(dense, np.float64)
     if pairs[0].ndim != 1 or pairs[0].shape != pairs[1].shape:
-        raise ValueError(f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must be [n] both")
+        raise ValueError(
+            f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must be [n] both"
+        )
     if not np.isfinite(pairs).all():
         raise ValueError("policy and dense: must be finite")
     return _interval([pairs], transform) if len(pairs[0]) > 1 else None
@@ -62,10 +67,12 @@ def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> li
 def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A dict for each cell, in the order in which the cells first occur.
 
-    Keys: policy, task, length; metrics, and for each of them mean, samples, difference (to dense's mean over the pairs,
-    the samples that both have), interval (its 95 % interval), pairs; samples, of index, values and meta. Difference and
-    interval are None where there are no pairs, and for dense itself. Where logprob was recorded there is a perplexity:
-    of the mean over samples, each of which weighs the same.
+    Keys: policy, task, length; metrics, and for each of them mean, samples, difference (to dense's
+        mean over the pairs,
+    the samples that both have), interval (its 95 % interval), pairs; samples, of index, values and
+    meta. Difference and interval are None where there are no pairs, and for dense itself. Where
+    logprob was recorded there is a perplexity: of the mean over samples, each of which weighs the
+    same.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -76,8 +83,12 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "policy": policy,
             "task": task,
             "length": length,
-            "metrics": _metrics(_columns(samples), {} if is_dense(policy) else dense.get((task, length), {})),
-            "samples": [{name: sample[name] for name in ("index", "values", "meta")} for sample in samples],
+            "metrics": _metrics(
+                _columns(samples), {} if is_dense(policy) else dense.get((task, length), {})
+            ),
+            "samples": [
+                {name: sample[name] for name in ("index", "values", "meta")} for sample in samples
+            ],
         }
         for (policy, task, length), samples in cells.items()
     ]
@@ -86,13 +97,20 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The average score over tasks, a dict for each policy and length that has scores.
 
-    Keys: policy, length; tasks, those averaged, in which dense scores at least 30 %; left_out, the others; and mean,
-    difference, interval as in `summarize`, None where no task is averaged. Resamples draw the samples of one index in
-    all tasks together.
+    Keys: policy, length; tasks, those averaged, in which dense scores at least 30 %; left_out, the
+        others; and mean,
+    difference, interval as in `summarize`, None where no task is averaged. Resamples draw the
+    samples of one index in all tasks together.
     """
     scored = {(c["policy"], c["task"], c["length"]): c for c in cells if "score" in c["metrics"]}
-    kept = {key[1:] for key, c in scored.items() if is_dense(key[0]) and c["metrics"]["score"]["mean"] >= FLOOR}
-    dense = {key[1:]: _columns(c["samples"])["score"] for key, c in scored.items() if is_dense(key[0])}
+    kept = {
+        key[1:]
+        for key, c in scored.items()
+        if is_dense(key[0]) and c["metrics"]["score"]["mean"] >= FLOOR
+    }
+    dense = {
+        key[1:]: _columns(c["samples"])["score"] for key, c in scored.items() if is_dense(key[0])
+    }
     rows = []
     for policy, length in dict.fromkeys((policy, length) for policy, _, length in scored):
         tasks = [task for p, task, at in scored if (p, at) == (policy, length)]
@@ -125,18 +143,27 @@ def _metrics(columns: dict[str, Column], dense: dict[str, Column]) -> dict[str, 
         name: made for name, made in DERIVED.items() if made[0] in columns
     }
     return {
-        name: {"samples": len(columns[metric])} | _compared([columns[metric]], [dense.get(metric, {})], transform)
+        name: {"samples": len(columns[metric])}
+        | _compared([columns[metric]], [dense.get(metric, {})], transform)
         for name, (metric, transform) in wanted.items()
     }
 
 
 def _compared(columns: list[Column], dense: list[Column], transform: Transform) -> dict[str, Any]:
-    """Mean, difference, interval of the average over columns, and the fewest pairs that one of them has."""
+    """Mean, difference, interval of the average over columns, and the fewest pairs that one of them
+    has.
+    """
     pairs = [_paired(column, base) for column, base in zip(columns, dense, strict=True)]
     fewest = min((len(ours) for ours, _ in pairs), default=0)
-    shifts = [transform(np.mean(ours)) - transform(np.mean(theirs)) for ours, theirs in pairs] if fewest else []
+    shifts = (
+        [transform(np.mean(ours)) - transform(np.mean(theirs)) for ours, theirs in pairs]
+        if fewest
+        else []
+    )
     return {
-        "mean": float(np.mean([transform(np.mean(list(column.values()))) for column in columns])) if columns else None,
+        "mean": float(np.mean([transform(np.mean(list(column.values()))) for column in columns]))
+        if columns
+        else None,
         "difference": float(np.mean(shifts)) if shifts else None,
         "interval": _interval(pairs, transform) if fewest > 1 else None,
         "pairs": fewest,
@@ -145,13 +172,16 @@ def _compared(columns: list[Column], dense: list[Column], transform: Transform) 
 
 def _paired(column: Column, dense: Column) -> tuple[np.ndarray, np.ndarray]:
     common = sorted(column.keys() & dense.keys())
-    return np.array([column[index] for index in common]), np.array([dense[index] for index in common])
+    return np.array([column[index] for index in common]), np.array(
+        [dense[index] for index in common]
+    )
 
 
 def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transform) -> list[float]:
     """Of the average over pairs of columns, each [n]."""
     differences = [
-        transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs) for ours, theirs in pairs
+        transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
+        for ours, theirs in pairs
     ]
     tail = (100 - LEVEL) / 2
     return np.percentile(np.mean(differences, axis=0), [tail, 100 - tail]).tolist()
@@ -159,6 +189,11 @@ def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transfo
 
 @lru_cache(maxsize=2)
 def _weights(n: int) -> np.ndarray:
-    """How often each of n samples is drawn, over n: [RESAMPLES, n], the same at every call; 80 kB a sample."""
-    places = np.random.default_rng(SEED).integers(n, size=(RESAMPLES, n)) + n * np.arange(RESAMPLES)[:, None]
+    """How often each of n samples is drawn, over n: [RESAMPLES, n], the same at every call; 80 kB a
+    sample.
+    """
+    places = (
+        np.random.default_rng(SEED).integers(n, size=(RESAMPLES, n))
+        + n * np.arange(RESAMPLES)[:, None]
+    )
     return np.bincount(places.ravel(), minlength=RESAMPLES * n).reshape(RESAMPLES, n) / n

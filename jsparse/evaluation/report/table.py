@@ -20,7 +20,9 @@ FORMATS = {
 }
 METRICS = tuple(FORMATS)
 AVERAGE = "average"
-NOTE = "In brackets: difference to dense and its 95 % interval (paired bootstrap). KL in nats a token."
+NOTE = (
+    "In brackets: difference to dense and its 95 % interval (paired bootstrap). KL in nats a token."
+)
 MARKED = "† dense scores under 30 %: listed, not averaged."
 KIB = 1024
 
@@ -45,7 +47,9 @@ class Grid(NamedTuple):
     note: str
 
 
-def tables(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> list[Table]:
+def tables(
+    report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4
+) -> list[Table]:
     """The result as rich tables of a row a policy; see `grids`."""
     return [_rich(grid) for grid in grids(report, metrics, columns)]
 
@@ -55,14 +59,17 @@ def markdown(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, column
     return "\n".join(map(_markdown, grids(report, metrics, columns)))
 
 
-def grids(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> list[Grid]:
+def grids(
+    report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4
+) -> list[Grid]:
     """The texts of the tables.
 
-    There is a column for each task, length and one of `metrics` that was measured, and for the average score over
-    tasks where there are several. One table holds them all, or, where they are more than `columns`, tables of one
-    length, of so many columns each at most: four fit into 120 characters. A number is followed by its difference to
-    dense and that one's 95 % interval, as in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at
-    the table's lengths, mean over all tasks.
+    There is a column for each task, length and one of `metrics` that was measured, and for the
+    average score over tasks where there are several. One table holds them all, or, where they are
+    more than `columns`, tables of one length, of so many columns each at most: four fit into 120
+    characters. A number is followed by its difference to dense and that one's 95 % interval, as in
+    "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
+    mean over all tasks.
     """
     measured = {
         (cell["policy"], Column(cell["task"], metric, cell["length"])): value
@@ -87,7 +94,9 @@ def tokens(length: int) -> str:
 
 
 def number(value: Mapping[str, Any] | None, metric: str) -> str:
-    """A metric's mean, and as far as they are there its difference to dense and, in a second line, the interval."""
+    """A metric's mean, and as far as they are there its difference to dense and, in a second line,
+    the interval.
+    """
     if value is None:
         return "-"
     _, factor, form = FORMATS.get(metric, (metric, 1, ".3g"))
@@ -102,7 +111,11 @@ def number(value: Mapping[str, Any] | None, metric: str) -> str:
 
 
 def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], note: str) -> Grid:
-    left_out = {Column(task, "score", row["length"]) for row in report["averages"] for task in row["left_out"]}
+    left_out = {
+        Column(task, "score", row["length"])
+        for row in report["averages"]
+        for task in row["left_out"]
+    }
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
     header = [
@@ -124,7 +137,11 @@ def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], 
 
 
 def _attended(report: Mapping[str, Any], policy: str, length: int) -> str:
-    cells = [cell["metrics"] for cell in report["cells"] if (cell["policy"], cell["length"]) == (policy, length)]
+    cells = [
+        cell["metrics"]
+        for cell in report["cells"]
+        if (cell["policy"], cell["length"]) == (policy, length)
+    ]
     means = [metrics["attended"]["mean"] for metrics in cells if "attended" in metrics]
     return f"{100 * sum(means) / len(means):.1f}" if means else "-"
 
@@ -146,4 +163,8 @@ def _markdown(grid: Grid) -> str:
     rule = ["---", *["---:"] * (len(grid.header) - 1)]
     rows = [[f"`{policy}`", *numbers] for policy, *numbers in grid.rows]
     lines = [" | ".join(row).replace("\n", " ") for row in (grid.header, rule, *rows)]
-    return f"**{grid.title}**\n\n" + "".join(f"| {line} |\n" for line in lines) + f"\n{grid.note}\n" * bool(grid.note)
+    return (
+        f"**{grid.title}**\n\n"
+        + "".join(f"| {line} |\n" for line in lines)
+        + f"\n{grid.note}\n" * bool(grid.note)
+    )

@@ -1,11 +1,12 @@
 """LongBench and LongBench v2, from a local copy or the Hub.
 
-Papers: "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (Bai et al.), arXiv:2308.14508, and
-"LongBench v2" (Bai et al.), arXiv:2412.15204. Prompts, numbers of generated tokens and metrics are those of
-github.com/THUDM/LongBench. Where we differ: over-long prompts are cut in the middle as there, but by characters, so
-that both halves have as many of them (LongBench halves the tokens, and needs a decoder for that); v2 is answered
-greedily, without a chain of thought. Left out: the Chinese tasks whose metric needs a word segmenter (multifieldqa_zh,
-dureader, vcsum).
+Papers: "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (Bai et al.),
+    arXiv:2308.14508, and
+"LongBench v2" (Bai et al.), arXiv:2412.15204. Prompts, numbers of generated tokens and metrics are
+those of github.com/THUDM/LongBench. Where we differ: over-long prompts are cut in the middle as
+there, but by characters, so that both halves have as many of them (LongBench halves the tokens, and
+needs a decoder for that); v2 is answered greedily, without a chain of thought. Left out: the
+Chinese tasks whose metric needs a word segmenter (multifieldqa_zh, dureader, vcsum).
 """
 
 import json
@@ -40,33 +41,40 @@ class Dataset(NamedTuple):
 
 
 # "asconcisely" is what the published numbers were asked with
-_PHRASE = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+_PHRASE = (
+    "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+)
 _ARTICLE = (
-    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    "as concisely as you can, using a single phrase or sentence if possible. If the question "
+    "cannot be answered based "
     'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
     '"no", or "unanswerable". Do not provide any explanation.\n\n'
 )
-_ONLY = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+_ONLY = "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+_PASSAGES = (
+    f"{_ONLY}The following are given passages.\n{{context}}\n\n{_ONLY}Question: {{input}}\nAnswer:"
 )
-_PASSAGES = f"{_ONLY}The following are given passages.\n{{context}}\n\n{_ONLY}Question: {{input}}\nAnswer:"
 DATASETS = {
     "narrativeqa": Dataset(
-        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        "You are given a story, which can be either a novel or a movie script, and a question. "
+        "Answer the question "
         f"{_PHRASE}Story: {{context}}\n\nNow, answer the question based on the story {_PHRASE}"
         "Question: {input}\n\nAnswer:",
         128,
         metrics.qa_f1,
     ),
     "qasper": Dataset(
-        f"You are given a scientific article and a question. Answer the question {_ARTICLE}Article: {{context}}\n\n"
+        "You are given a scientific article and a question. Answer the question "
+        f"{_ARTICLE}Article: {{context}}\n\n"
         f" Answer the question based on the above article {_ARTICLE}Question: {{input}}\n\nAnswer:",
         128,
         metrics.qa_f1,
     ),
     "multifieldqa_en": Dataset(
-        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
-        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
+        "question based on the "
+        "above text, only give me the answer and do not output any other words.\n\nQuestion: "
+        "{input}\nAnswer:",
         64,
         metrics.qa_f1,
     ),
@@ -74,33 +82,39 @@ DATASETS = {
     "2wikimqa": Dataset(_PASSAGES, 32, metrics.qa_f1),
     "musique": Dataset(_PASSAGES, 32, metrics.qa_f1),
     "gov_report": Dataset(
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
+        "You are given a report by a government agency. Write a one-page summary of the "
+        "report.\n\nReport:\n{context}"
         "\n\nNow, write a one-page summary of the report.\n\nSummary:",
         512,
         metrics.rouge_l,
     ),
     "qmsum": Dataset(
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
-        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
+        "You are given a meeting transcript and a query containing a question or instruction. "
+        "Answer the query in one "
+        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above "
+        "meeting transcript "
         "in one or more sentences.\n\nQuery: {input}\nAnswer:",
         512,
         metrics.rouge_l,
     ),
     "multi_news": Dataset(
-        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, write "
+        "You are given several news passages. Write a one-page summary of all news. "
+        "\n\nNews:\n{context}\n\nNow, write "
         "a one-page summary of all the news.\n\nSummary:",
         512,
         metrics.rouge_l,
     ),
     "trec": Dataset(
-        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
+        "Please determine the type of the question below. Here are some examples of "
+        "questions.\n\n{context}\n{input}",
         64,
         metrics.classification,
         plain=True,
         first_line=True,
     ),
     "triviaqa": Dataset(
-        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "Answer the question based on the given passage. Only give me the answer and do not output "
+        "any other words. "
         "The following are some examples.\n\n{context}\n\n{input}",
         32,
         metrics.qa_f1,
@@ -108,7 +122,8 @@ DATASETS = {
         first_line=True,
     ),
     "samsum": Dataset(
-        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
+        "Summarize the dialogue into a few short sentences. The following are some "
+        "examples.\n\n{context}\n\n{input}",
         128,
         metrics.rouge_l,
         plain=True,
@@ -122,17 +137,23 @@ DATASETS = {
         first_line=True,
     ),
     "passage_count": Dataset(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
-        "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
-        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
-        "unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, "
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. "
+        "Please carefully read "
+        "these paragraphs and determine how many unique paragraphs there are after removing "
+        "duplicates. In other "
+        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter "
+        "the final count of "
+        "unique paragraphs after removing duplicates. The output format should only contain the "
+        "number, such as 1, 2, "
         "3, and so on.\n\nThe final answer is: ",
         32,
         metrics.count,
     ),
     "passage_retrieval_en": Dataset(
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
-        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph "
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which "
+        "paragraph the abstract "
+        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the "
+        "number of the paragraph "
         'that the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\n'
         "The answer is: ",
         32,
@@ -145,7 +166,10 @@ DATASETS = {
         metrics.retrieval,
     ),
     "lcc": Dataset(
-        "Please complete the code given below. \n{context}Next line of code:\n", 64, metrics.code_similarity, plain=True
+        "Please complete the code given below. \n{context}Next line of code:\n",
+        64,
+        metrics.code_similarity,
+        plain=True,
     ),
     "repobench-p": Dataset(
         "Please complete the code given below. \n{context}{input}Next line of code:\n",
@@ -155,8 +179,10 @@ DATASETS = {
     ),
 }
 V2 = Dataset(
-    "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
-    "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
+    "Please read the following text and answer the question "
+    "below.\n\n<text>\n{context}\n</text>\n\n"
+    "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) "
+    "{choice_B}\n"
     "(C) {choice_C}\n(D) {choice_D}\n\n"
     'Format your response as follows: "The correct answer is (insert answer here)".',
     128,
@@ -169,32 +195,52 @@ def _download(repo_id: str, name: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, repo_type="dataset"))
-    except Exception as error:  # those of the HTTP client below it are no part of the library's interface
+    except (
+        Exception
+    ) as error:  # those of the HTTP client below it are no part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"files=None: {name} of {repo_id} cannot be had from the Hub ({reason}), give the folder that holds it"
+            f"files=None: {name} of {repo_id} cannot be had from the Hub ({reason}), give the "
+            "folder that holds it"
         ) from error
 
 
 def _read(dataset: str, files: Path | None) -> str:
     if files is not None:
         name = f"{dataset}.jsonl"
-        return find_file(f"longbench_{dataset}", name, files, "of THUDM/LongBench's data.zip").read_text("utf-8")
+        return find_file(
+            f"longbench_{dataset}", name, files, "of THUDM/LongBench's data.zip"
+        ).read_text("utf-8")
     with zipfile.ZipFile(_download("THUDM/LongBench", "data.zip")) as archive:
         return archive.read(f"data/{dataset}.jsonl").decode()
 
 
 def longbench(name: str, files: Path | None) -> Task:
-    """A data set of LongBench: NAME.jsonl of the folder, or from the Hub id THUDM/LongBench where `files` is None."""
+    """A data set of LongBench: NAME.jsonl of the folder, or from the Hub id THUDM/LongBench where
+    `files` is None.
+    """
     dataset = name.removeprefix("longbench_")
-    return _task(name, DATASETS[dataset], [json.loads(line) for line in _read(dataset, files).split("\n") if line])
+    return _task(
+        name,
+        DATASETS[dataset],
+        [json.loads(line) for line in _read(dataset, files).split("\n") if line],
+    )
 
 
 def longbench_v2(name: str, files: Path | None) -> Task:
-    """LongBench v2: data.json of the folder, or from the Hub id THUDM/LongBench-v2 where `files` is None."""
+    """LongBench v2: data.json of the folder, or from the Hub id THUDM/LongBench-v2 where `files` is
+    None.
+    """
     repo_id = "THUDM/LongBench-v2"
-    file = _download(repo_id, "data.json") if files is None else find_file(name, "data.json", files, f"of {repo_id}")
-    rows = [{key: str(value).strip() for key, value in row.items()} for row in json.loads(file.read_text("utf-8"))]
+    file = (
+        _download(repo_id, "data.json")
+        if files is None
+        else find_file(name, "data.json", files, f"of {repo_id}")
+    )
+    rows = [
+        {key: str(value).strip() for key, value in row.items()}
+        for row in json.loads(file.read_text("utf-8"))
+    ]
     return _task(name, V2, [{**row, "answers": [row["answer"]]} for row in rows])
 
 
@@ -203,7 +249,10 @@ def _task(name: str, dataset: Dataset, rows: list[dict[str, Any]]) -> Task:
         check_index(name, index, len(rows))
         budget = length - dataset.max_new_tokens
         if budget < LEAST_PROMPT:
-            raise ValueError(f"length={length}: must be at least {dataset.max_new_tokens + LEAST_PROMPT} for {name}")
+            raise ValueError(
+                f"length={length}: must be at least {dataset.max_new_tokens + LEAST_PROMPT} for "
+                f"{name}"
+            )
         row = rows[index]
         text = dataset.prompt.format(**row)
 
@@ -222,7 +271,9 @@ def _task(name: str, dataset: Dataset, rows: list[dict[str, Any]]) -> Task:
 
     def score(text: str, sample: Sample) -> float:
         said = text.lstrip("\n").partition("\n")[0] if dataset.first_line else text
-        return max(dataset.metric(said, answer, sample.meta["classes"]) for answer in sample.answers)
+        return max(
+            dataset.metric(said, answer, sample.meta["classes"]) for answer in sample.answers
+        )
 
     return Task(name, sample, score, len(rows))
 

@@ -1,4 +1,6 @@
-"""Needles in a haystack, as RULER words them: sentences with values of keys, in noise, in essays or in more of them."""
+"""Needles in a haystack, as RULER words them: sentences with values of keys, in noise, in essays or
+in more of them.
+"""
 
 import functools
 import itertools
@@ -16,7 +18,8 @@ from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 TEMPLATE = (
-    "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz "
+    "Some special magic {type_needle_v} are hidden within the following text. Make sure to "
+    "memorize it. I will quiz "
     "you about the {type_needle_v} afterwards.\n{context}\n"
     "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?"
 )
@@ -33,7 +36,9 @@ def word_list(kind: Literal["noun", "adjective", "verb"]) -> list[str]:
     try:
         folder = resources.files("wonderwords.assets")
     except ModuleNotFoundError:
-        raise ValueError("RULER's words need the package wonderwords: install jsparse[eval]") from None
+        raise ValueError(
+            "RULER's words need the package wonderwords: install jsparse[eval]"
+        ) from None
     return [word.rstrip() for word in (folder / f"{kind}list.txt").read_text("utf-8").splitlines()]
 
 
@@ -72,7 +77,9 @@ def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
 
 
 def ask(kind: str, values: dict[str, list[str]], asked: list[str], context: str) -> Sample:
-    """Asks for the values of the keys `asked`; meta's depth is where the first answer stands, from 0 to 1."""
+    """Asks for the values of the keys `asked`; meta's depth is where the first answer stands, from
+    0 to 1.
+    """
     answers = tuple(value for key in asked for value in values[key])
     template, prefix = TEMPLATE, PREFIX
     if len(answers) == 1:
@@ -120,7 +127,9 @@ class Niah:
                     others = [self.needle(next(new_key), next(new_value)) for _ in range(size)]
                     context = among_lines(rng, others, needles)
                 case "essay":
-                    context = among_sentences(rng, itertools.islice(itertools.cycle(essay), size), needles)
+                    context = among_sentences(
+                        rng, itertools.islice(itertools.cycle(essay), size), needles
+                    )
             return ask(self.value, values, asked, context)
 
         return filled(name, make, least=1)

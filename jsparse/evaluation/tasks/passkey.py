@@ -1,8 +1,10 @@
 """A pass key in repeated filler, and a needle at given depths.
 
-Passkey: "Landmark Attention: Random-Access Infinite Context Length for Transformers" (Mohtashami and Jaggi),
-arXiv:2305.16300. Where we differ: the key has five digits and stands in the text once (theirs is from 1 to 50000 and
-said twice), its place is uniform over the gaps between fillers, and the question's end begins the answer.
+Passkey: "Landmark Attention: Random-Access Infinite Context Length for Transformers" (Mohtashami
+    and Jaggi),
+arXiv:2305.16300. Where we differ: the key has five digits and stands in the text once (theirs is
+from 1 to 50000 and said twice), its place is uniform over the gaps between fillers, and the
+question's end begins the answer.
 """
 
 import random
@@ -13,7 +15,8 @@ from jsparse.evaluation.tasks.niah import DRAW, NEEDLE, NOISE, ask, word_list
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
 
 INTRODUCTION = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you "
     "about the important information there."
 )
 GRID_DEPTHS = tuple(i / 10 for i in range(11))
@@ -38,7 +41,8 @@ def passkey(name: str, files: Path | None) -> Task:
 
 
 def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPTHS) -> Task:
-    """RULER's niah_single_1 at given depths: sample `i` at depths[i % len(depths)], in fillers before it / fillers.
+    """RULER's niah_single_1 at given depths: sample `i` at depths[i % len(depths)], in fillers
+    before it / fillers.
 
     Raises:
         ValueError: a depth is outside [0, 1], there is none, or wonderwords is not installed.
@@ -49,7 +53,9 @@ def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPT
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
         key, value, depth = DRAW["words"](rng), DRAW["numbers"](rng), depths[index % len(depths)]
-        context = _hide(NEEDLE.format(type_needle_v="numbers", key=key, value=value), depth, size, "\n")
+        context = _hide(
+            NEEDLE.format(type_needle_v="numbers", key=key, value=value), depth, size, "\n"
+        )
         return ask("numbers", {key: [value]}, [key], context)._replace(meta={"depth": depth})
 
     return filled(name, make, least=1)

@@ -1,8 +1,9 @@
 """RULER: needles, chains of variables and frequent words in texts of any length.
 
-Paper: "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al.), arXiv:2404.06654.
-Templates, counts and numbers of generated tokens are those of github.com/NVIDIA/RULER; `jsparse.evaluation.tasks` says
-where the generators differ.
+Paper: "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al.),
+    arXiv:2404.06654.
+Templates, counts and numbers of generated tokens are those of github.com/NVIDIA/RULER;
+`jsparse.evaluation.tasks` says where the generators differ.
 """
 
 import functools
@@ -18,24 +19,31 @@ from jsparse.evaluation.tasks.ruler_files import qa
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled, largest
 
 VT = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    "Memorize and track the chain(s) of variable assignment hidden in the following "
+    "text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {query} in the text above."
 )
 VT_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned the "
+    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} "
+    "variables are assigned the "
     "value {query}, they are: "
 )
 CWE = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that "
     "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
 )
 CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 FWE = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared "
+    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots "
+    "'....'. What are the "
     "three most frequently appeared words in the above coded text?"
 )
-FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+FWE_PREFIX = (
+    " Answer: According to the coded text above, the three most frequently appeared words are:"
+)
 
 NUM_HOPS = 4
 EXAMPLE_TOKENS = 500
@@ -54,7 +62,11 @@ def _chain(rng: random.Random, name_len: int, size: int) -> tuple[str, str, list
     value = str(rng.randrange(10000, 99999))
     hops = [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(variables)]
     context = among_lines(rng, [NOISE] * size, [f"VAR {variables[0]} = {value}", *hops])
-    return VT.format(context=context, query=value), VT_PREFIX.format(num_v=NUM_HOPS + 1, query=value), variables
+    return (
+        VT.format(context=context, query=value),
+        VT_PREFIX.format(num_v=NUM_HOPS + 1, query=value),
+        variables,
+    )
 
 
 def vt(name: str, files: Path | None) -> Task:
@@ -67,7 +79,9 @@ def vt(name: str, files: Path | None) -> Task:
             prompt, prefix, variables = _chain(random.Random(seed), 3, size)
             return f"{prompt}{prefix} {' '.join(variables)}\n\n"
 
-        shown = example(largest(lambda size: len(encode(example(size))), EXAMPLE_TOKENS, NUM_HOPS + 1))
+        shown = example(
+            largest(lambda size: len(encode(example(size))), EXAMPLE_TOKENS, NUM_HOPS + 1)
+        )
         prompt, prefix, variables = _chain(rng, 5, size)
         return Sample(shown + prompt, prefix, tuple(variables), 30, {})
 
@@ -84,8 +98,12 @@ def _numbered(words: list[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
 
 
-def _common(rng: random.Random, num_words: int, common: int, uncommon: int) -> tuple[str, list[str]]:
-    """A prompt with `num_words` words, the first ten `common` times and the others `uncommon` times, and those ten."""
+def _common(
+    rng: random.Random, num_words: int, common: int, uncommon: int
+) -> tuple[str, list[str]]:
+    """A prompt with `num_words` words, the first ten `common` times and the others `uncommon`
+    times, and those ten.
+    """
     words = rng.sample(all_words(), len(all_words()))[:num_words]
     listed = words[:NUM_COMMON] * common + words[NUM_COMMON:] * uncommon
     rng.shuffle(listed)
@@ -93,28 +111,38 @@ def _common(rng: random.Random, num_words: int, common: int, uncommon: int) -> t
 
 
 def cwe(name: str, files: Path | None) -> Task:
-    """Common words extraction: ten words 30 times among words 3 times (6 and 1 in budgets below 4096 tokens)."""
+    """Common words extraction: ten words 30 times among words 3 times (6 and 1 in budgets below
+    4096 tokens).
+    """
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
         example, counts = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
         shown, found = _common(rng, *example)
         prompt, answers = _common(rng, size, *counts)
-        return Sample(f"{shown}{CWE_PREFIX} {_numbered(found)}\n{prompt}", CWE_PREFIX, tuple(answers), 120, {})
+        return Sample(
+            f"{shown}{CWE_PREFIX} {_numbered(found)}\n{prompt}", CWE_PREFIX, tuple(answers), 120, {}
+        )
 
     return filled(name, make, least=NUM_COMMON + 1, most=len(all_words()))
 
 
 def fwe(name: str, files: Path | None) -> Task:
-    """Frequent words extraction: coded words as often as Zipf's law (alpha 2) says; the most frequent are dots.
+    """Frequent words extraction: coded words as often as Zipf's law (alpha 2) says; the most
+    frequent are dots.
 
-    A size is the number of words that the whole law would spread; from 74 on, the third answer is more frequent than
-    the word after it.
+    A size is the number of words that the whole law would spread; from 74 on, the third answer is
+    more frequent than the word after it.
     """
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
         num_words = max((length - 50) // 50, 6)
-        words = ["...", *itertools.islice(distinct(_letters(rng, string.ascii_lowercase, 6)), num_words - 1)]
-        listed = [word for rank, word in enumerate(words, 1) for _ in range(int(size / rank**2 / ZETA_2))]
+        words = [
+            "...",
+            *itertools.islice(distinct(_letters(rng, string.ascii_lowercase, 6)), num_words - 1),
+        ]
+        listed = [
+            word for rank, word in enumerate(words, 1) for _ in range(int(size / rank**2 / ZETA_2))
+        ]
         rng.shuffle(listed)
         return Sample(FWE.format(context=" ".join(listed)), FWE_PREFIX, tuple(words[1:4]), 50, {})
 

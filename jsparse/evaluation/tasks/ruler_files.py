@@ -1,6 +1,8 @@
-"""The tasks of RULER that need files: Paul Graham's essays for haystacks, SQuAD and HotpotQA for questions.
+"""The tasks of RULER that need files: Paul Graham's essays for haystacks, SQuAD and HotpotQA for
+questions.
 
-The files are those that RULER's scripts/data/synthetic/json/ downloads, under the names it gives them.
+The files are those that RULER's scripts/data/synthetic/json/ downloads, under the names it gives
+them.
 """
 
 import functools
@@ -24,13 +26,17 @@ def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
     """The file `name` of the folder `files`.
 
     Raises:
-        ValueError: it is not there; the message names the task that needs it, where it is looked for and where it
-            comes from.
+        ValueError: it is not there; the message names the task that needs it, where it is looked
+            for and where it comes from.
     """
     if files is None:
-        raise ValueError(f"files=None: {task} needs {name} ({source}), give the folder that holds it")
+        raise ValueError(
+            f"files=None: {task} needs {name} ({source}), give the folder that holds it"
+        )
     if not (files / name).is_file():
-        raise ValueError(f"files={str(files)!r}: {task} needs {name} ({source}), which is not there")
+        raise ValueError(
+            f"files={str(files)!r}: {task} needs {name} ({source}), which is not there"
+        )
     return files / name
 
 
@@ -45,7 +51,9 @@ def read_json(file: Path) -> Any:
 
 def essay_words(task: str, files: Path | None) -> list[str]:
     """The words of Paul Graham's essays; ValueError where the file is missing."""
-    file = find_file(task, "PaulGrahamEssays.json", files, "RULER's download_paulgraham_essay.py writes it")
+    file = find_file(
+        task, "PaulGrahamEssays.json", files, "RULER's download_paulgraham_essay.py writes it"
+    )
     return read_json(file)["text"].split()
 
 
@@ -60,7 +68,9 @@ def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) 
 
 
 class Question(NamedTuple):
-    """A question with the numbers of its documents: `gold` ones are always shown, `near` ones before any others."""
+    """A question with the numbers of its documents: `gold` ones are always shown, `near` ones
+    before any others.
+    """
 
     text: str
     answers: tuple[str, ...]
@@ -71,7 +81,9 @@ class Question(NamedTuple):
 def squad(data: Any) -> tuple[list[str], list[Question]]:
     """Documents and answerable questions of SQuAD 2.0; the other paragraphs of an article are near."""
     articles = [article["paragraphs"] for article in data["data"]]
-    documents = sorted({paragraph["context"] for paragraphs in articles for paragraph in paragraphs})
+    documents = sorted(
+        {paragraph["context"] for paragraphs in articles for paragraph in paragraphs}
+    )
     numbers = {document: i for i, document in enumerate(documents)}
     questions = []
     for paragraphs in articles:
@@ -88,11 +100,18 @@ def squad(data: Any) -> tuple[list[str], list[Question]]:
 
 def hotpotqa(data: Any) -> tuple[list[str], list[Question]]:
     """Documents and questions of HotpotQA; all the paragraphs of a question are gold."""
-    texts = [tuple(f"{title}\n{''.join(lines)}" for title, lines in asked["context"]) for asked in data]
+    texts = [
+        tuple(f"{title}\n{''.join(lines)}" for title, lines in asked["context"]) for asked in data
+    ]
     documents = sorted(set(itertools.chain.from_iterable(texts)))
     numbers = {document: i for i, document in enumerate(documents)}
     questions = [
-        Question(asked["question"], (asked["answer"],), tuple(numbers[text] for text in dict.fromkeys(held)), ())
+        Question(
+            asked["question"],
+            (asked["answer"],),
+            tuple(numbers[text] for text in dict.fromkeys(held)),
+            (),
+        )
         for asked, held in zip(data, texts, strict=True)
     ]
     return documents, questions
@@ -116,7 +135,9 @@ def qa(name: str, files: Path | None) -> Task:
         far = (i for i in rng.sample(range(len(documents)), len(documents)) if i not in shown)
         chosen = [*asked.gold, *itertools.islice(itertools.cycle([*near, *far, *asked.gold]), size)]
         rng.shuffle(chosen)
-        context = "\n\n".join(f"Document {i}:\n{documents[number]}" for i, number in enumerate(chosen, 1))
+        context = "\n\n".join(
+            f"Document {i}:\n{documents[number]}" for i, number in enumerate(chosen, 1)
+        )
         prompt = QA.format(context=context, query=asked.text)
         return Sample(prompt, QA_PREFIX, asked.answers, 32, {"documents": len(chosen)})
 

@@ -1,7 +1,7 @@
 """One sample of a task, and how long its text may be.
 
-Every text is made from a generator of its own, so that a sample depends on its task, length and number alone: not on
-those made before it, and a run that goes on makes the same ones.
+Every text is made from a generator of its own, so that a sample depends on its task, length and
+number alone: not on those made before it, and a run that goes on makes the same ones.
 """
 
 import math
@@ -21,7 +21,8 @@ class Sample(NamedTuple):
 
     Attributes:
         prompt: the user's message.
-        prefix: the beginning of the answer, which follows the opening of the assistant's turn; "" where there is none.
+        prefix: the beginning of the answer, which follows the opening of the assistant's turn; ""
+            where there is none.
         answers: what is looked for in the generated text.
         max_new_tokens: how many tokens may be generated.
         meta: plain JSON values: context_tokens (those of prompt and prefix) and what the task adds.
@@ -40,9 +41,10 @@ class Task:
 
     Attributes:
         name: as in `jsparse.evaluation.tasks.parse`.
-        sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt, prefix and generated
-            tokens together (without a chat template, as in RULER); `index` from 0 is the number of the sample. Raises
-            ValueError where `length` is too small, or there is no sample of that number.
+        sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt,
+            prefix and generated tokens together (without a chat template, as in RULER); `index`
+            from 0 is the number of the sample. Raises ValueError where `length` is too small, or
+            there is no sample of that number.
         score: (generated text, Sample) -> a score from 0 to 1.
         num_samples: how many samples there are; None: any number.
     """
@@ -54,16 +56,22 @@ class Task:
 
 
 Make = Callable[[Encode, random.Random, int, int, int], Sample]
-"""(encode, rng, length, index, size) -> a sample whose text has `size` units of filler; `meta` lacks context_tokens."""
+"""(encode, rng, length, index, size) -> a sample whose text has `size` units of filler; `meta`
+lacks context_tokens.
+"""
 
 
 def score_all(text: str, sample: Sample) -> float:
-    """The share of the answers that stand in the text, whatever their case: RULER's string_match_all."""
+    """The share of the answers that stand in the text, whatever their case: RULER's
+    string_match_all.
+    """
     return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
 
 
 def score_any(text: str, sample: Sample) -> float:
-    """1 where any of the answers stands in the text, whatever its case, else 0: RULER's string_match_part."""
+    """1 where any of the answers stands in the text, whatever its case, else 0: RULER's
+    string_match_part.
+    """
     return float(any(answer.lower() in text.lower() for answer in sample.answers))
 
 
@@ -102,10 +110,15 @@ def filled(
         while (needed := cost(works, least)) > works:
             works = needed
         if works > length:
-            raise ValueError(f"length={length}: must be at least {works} for sample {index} of {name}")
+            raise ValueError(
+                f"length={length}: must be at least {works} for sample {index} of {name}"
+            )
         size = largest(lambda size: cost(length, size), length, least, most)
         if size == most:
-            raise ValueError(f"length={length}: must be less, {name} has words for {cost(length, size)} tokens only")
+            raise ValueError(
+                f"length={length}: must be less, {name} has words for {cost(length, size)} tokens "
+                "only"
+            )
         one = made(length, size)
         return one._replace(meta={**one.meta, "context_tokens": count_tokens(encode, one)})
 
@@ -127,8 +140,9 @@ def count_tokens(encode: Encode, sample: Sample) -> int:
 def largest(cost: Callable[[int], int], budget: int, least: int, most: int | None = None) -> int:
     """The largest size from `least` to `most` that costs no more than the budget.
 
-    RULER bisects; this draws a straight line through the costs seen, which takes about four of them. Costs may grow
-    unevenly, or fall back a little: the result then fits, and the next size does not.
+    RULER bisects; this draws a straight line through the costs seen, which takes about four of
+    them. Costs may grow unevenly, or fall back a little: the result then fits, and the next size
+    does not.
 
     Args:
         cost: of a size. It must grow without bounds where `most` is None.

@@ -59,7 +59,9 @@ def test_a_png_of_the_right_size(made, tmp_path, plot, columns, rows):
 def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figures):
     plot_quality(made, str(tmp_path / "q.png"))
     axes = panels(figures[0])
-    assert list(axes) == [f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")]
+    assert list(axes) == [
+        f"{m}, {at} tokens" for m in ("KL", "agreement %", "score %") for at in ("1K", "4K")
+    ]
     for axis in axes.values():
         assert axis.get_xscale() == "log"
         assert axis.get_legend_handles_labels()[1] == ["dense", "streaming", "oracle_top_k"]
@@ -71,7 +73,9 @@ def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figure
 
 def test_a_family_has_one_colour_also_where_others_lack(tmp_path, figures):
     places = [("a()", 64), ("b()", 64), ("b()", 128), ("a()", 256)]
-    made = report() | {"cells": summarize(entry(p, "p", at, 0, kl=1, attended=0.5) for p, at in places)}
+    made = report() | {
+        "cells": summarize(entry(p, "p", at, 0, kl=1, attended=0.5) for p, at in places)
+    }
     plot_quality(made, tmp_path / "q.png")
     lines = [line for axis in panels(figures[0]).values() for line in axis.get_lines()]
     assert [(line.get_label(), line.get_color()) for line in lines] == [
@@ -90,7 +94,9 @@ def test_quality_points_are_means_over_the_tasks_that_count():
         for (task, policy), score in values.items()
         for i in range(2)
     ]
-    cells = summarize([*made, entry(TOP_K, "c", 64, 0, kl=0.5), entry(TOP_K, "d", 128, 0, kl=0.5, attended=0.1)])
+    cells = summarize(
+        [*made, entry(TOP_K, "c", 64, 0, kl=0.5), entry(TOP_K, "d", 128, 0, kl=0.5, attended=0.1)]
+    )
     result = {"cells": cells, "averages": averages(cells)}
     points = quality_points(result, "score", 64)
     assert list(points) == ["dense", "oracle_top_k"]
@@ -100,7 +106,9 @@ def test_quality_points_are_means_over_the_tasks_that_count():
 
 
 def test_points_are_joined_by_attended():
-    cells = summarize(entry(TOP_K.format(at), "a", 64, 0, kl=at, attended=at) for at in (0.4, 0.1, 0.2))
+    cells = summarize(
+        entry(TOP_K.format(at), "a", 64, 0, kl=at, attended=at) for at in (0.4, 0.1, 0.2)
+    )
     points = quality_points({"cells": cells, "averages": []}, "kl", 64)["oracle_top_k"]
     assert [point.attended for point in points] == [0.1, 0.2, 0.4]
 
@@ -119,7 +127,9 @@ def test_the_needle_map_by_hand(made, tmp_path, figures):
 def test_needles_of_one_place_are_averaged_and_missing_places_blank(tmp_path, figures):
     needles = [(0.5, 64, 1), (0.51, 64, 0), (0.0, 128, 1)]
     made = report() | {
-        "cells": summarize(entry(DENSE, "p", at, i, {"depth": d}, score=s) for i, (d, at, s) in enumerate(needles))
+        "cells": summarize(
+            entry(DENSE, "p", at, i, {"depth": d}, score=s) for i, (d, at, s) in enumerate(needles)
+        )
     }
     plot_niah(made, tmp_path / "n.png", task="p")
     (image,) = panels(figures[0])[DENSE].get_images()
@@ -128,7 +138,9 @@ def test_needles_of_one_place_are_averaged_and_missing_places_blank(tmp_path, fi
 
 def test_the_rest_of_a_last_row_stays_empty(tmp_path, figures):
     policies = [TOP_K.format(budget) for budget in range(COLUMNS + 1)]
-    made = report() | {"cells": summarize(entry(p, "p", 64, 0, {"depth": 0.5}, score=1) for p in policies)}
+    made = report() | {
+        "cells": summarize(entry(p, "p", 64, 0, {"depth": 0.5}, score=1) for p in policies)
+    }
     plot_niah(made, tmp_path / "n.png", task="p")
     assert png_size(tmp_path / "n.png") == size(COLUMNS, 2)
     assert list(panels(figures[0])) == policies
@@ -138,7 +150,9 @@ def test_the_rest_of_a_last_row_stays_empty(tmp_path, figures):
 def test_the_head_map_is_the_mean_over_samples(tmp_path, figures):
     heads = [[[1.0, None], [0.5, 0.0]], [[0.5, None], [None, 0.5]]]
     made = report() | {
-        "cells": summarize(entry(DENSE, "a", 64, i, {"attended_heads": h}, kl=0) for i, h in enumerate(heads))
+        "cells": summarize(
+            entry(DENSE, "a", 64, i, {"attended_heads": h}, kl=0) for i, h in enumerate(heads)
+        )
     }
     plot_heads(made, tmp_path / "h.png")
     (image,) = panels(figures[0])["dense(), 64 tokens"].get_images()
@@ -163,7 +177,9 @@ def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot,
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"):
+    with pytest.raises(
+        ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"
+    ):
         plot(made, tmp_path / "p.png")
 
 

@@ -50,7 +50,9 @@ def slow_bootstrap(policy, dense, transform):
 def test_the_interval_is_that_of_a_slow_loop(transform):
     rng = np.random.default_rng(1)
     policy, dense = rng.normal(-2, 0.5, 17), rng.normal(-1.8, 0.5, 17)
-    np.testing.assert_allclose(interval(policy, dense, transform), slow_bootstrap(policy, dense, transform), rtol=1e-9)
+    np.testing.assert_allclose(
+        interval(policy, dense, transform), slow_bootstrap(policy, dense, transform), rtol=1e-9
+    )
 
 
 @settings(max_examples=20)
@@ -76,7 +78,10 @@ def test_pairs_are_drawn_together():
 
 def test_the_interval_covers_as_often_as_it_says():
     rng = np.random.default_rng(2)
-    hits = [low <= 0.2 <= high for low, high in (interval(rng.normal(0.2, 1, 40), np.zeros(40)) for _ in range(150))]
+    hits = [
+        low <= 0.2 <= high
+        for low, high in (interval(rng.normal(0.2, 1, 40), np.zeros(40)) for _ in range(150))
+    ]
     assert 0.90 <= np.mean(hits) <= 0.98
 
 
@@ -102,8 +107,14 @@ def test_wrong_values_are_refused(policy, dense, rule):
 
 
 def test_the_name_of_an_expression():
-    assert [family(p) for p in (POLICY, "dense", "keep(dense(), sink=1)")] == ["streaming", "dense", "keep"]
-    assert [is_dense(p) for p in ("dense", "dense()", "dense_layers(dense(), 2)", "keep(dense(), 1)")] == [
+    assert [family(p) for p in (POLICY, "dense", "keep(dense(), sink=1)")] == [
+        "streaming",
+        "dense",
+        "keep",
+    ]
+    assert [
+        is_dense(p) for p in ("dense", "dense()", "dense_layers(dense(), 2)", "keep(dense(), 1)")
+    ] == [
         True,
         True,
         False,
@@ -117,7 +128,12 @@ def test_a_cell_by_hand():
     ours, theirs = summarize([*policy, *dense])
     assert (ours["policy"], ours["task"], ours["length"]) == (POLICY, "a", 64)
     score = ours["metrics"]["score"]
-    assert (score["mean"], score["samples"], score["difference"], score["pairs"]) == (0.5, 4, -0.5, 4)
+    assert (score["mean"], score["samples"], score["difference"], score["pairs"]) == (
+        0.5,
+        4,
+        -0.5,
+        4,
+    )
     assert score["interval"] == [-1, 0]  # P(all four drawn from the two misses) is 1/16
     nothing = {"difference": None, "interval": None, "pairs": 0}
     assert ours["metrics"]["read"] == {"mean": 0.5, "samples": 4} | nothing
@@ -130,14 +146,21 @@ def test_differences_are_over_the_samples_that_both_have():
     policy = [entry(POLICY, "a", 64, i, score=s) for i, s in [(0, 0), (1, 1), (2, 0)]]
     elsewhere = [entry(POLICY, "a", 65, 0, score=0)]
     ours, _, there = (cell["metrics"]["score"] for cell in summarize([*policy, *dense, *elsewhere]))
-    assert (ours["samples"], ours["pairs"], ours["difference"], ours["interval"]) == (3, 2, -1, [-1, -1])
+    assert (ours["samples"], ours["pairs"], ours["difference"], ours["interval"]) == (
+        3,
+        2,
+        -1,
+        [-1, -1],
+    )
     assert (there["pairs"], there["difference"]) == (0, None)
 
 
 def test_perplexity_is_that_of_the_mean_and_resamples_documents():
     logprobs = {DENSE: [-1.0, -2.0, -3.0], POLICY: [-1.5, -2.5, -3.8]}
     cells = summarize(
-        entry(p, "text", 64, i, logprob=v) for p, column in logprobs.items() for i, v in enumerate(column)
+        entry(p, "text", 64, i, logprob=v)
+        for p, column in logprobs.items()
+        for i, v in enumerate(column)
     )
     found = cells[1]["metrics"]["perplexity"]
     assert found["mean"] == pytest.approx(np.exp(2.6))
@@ -167,7 +190,11 @@ def test_a_task_that_dense_fails_is_listed_not_averaged():
         ["good", "edge"],
         ["bad"],
     )
-    assert dense["mean"] == pytest.approx(0.65) and dense["difference"] is None and dense["interval"] is None
+    assert (
+        dense["mean"] == pytest.approx(0.65)
+        and dense["difference"] is None
+        and dense["interval"] is None
+    )
     assert (ours["policy"], ours["tasks"], ours["left_out"]) == (POLICY, ["good", "edge"], ["bad"])
     assert ours["mean"] == pytest.approx((0.30 + 0.29) / 2)
     assert ours["difference"] == pytest.approx((-0.70 - 0.01) / 2)
@@ -176,8 +203,14 @@ def test_a_task_that_dense_fails_is_listed_not_averaged():
 
 
 def test_the_rule_holds_at_each_length_by_itself():
-    cells = scores(a=([1, 1], [1, 0])) + [cell | {"length": 128} for cell in scores(a=([0, 0], [1, 1]))]
-    assert [(row["length"], row["tasks"], row["left_out"]) for row in averages(cells) if row["policy"] == POLICY] == [
+    cells = scores(a=([1, 1], [1, 0])) + [
+        cell | {"length": 128} for cell in scores(a=([0, 0], [1, 1]))
+    ]
+    assert [
+        (row["length"], row["tasks"], row["left_out"])
+        for row in averages(cells)
+        if row["policy"] == POLICY
+    ] == [
         (64, ["a"], []),
         (128, [], ["a"]),
     ]

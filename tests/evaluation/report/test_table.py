@@ -44,7 +44,14 @@ def test_a_number_with_its_difference_and_interval(metric, found, text):
 
 
 def test_tokens_in_short():
-    assert [tokens(n) for n in (64, 1000, 1024, 1536, 8192, 131072)] == ["64", "1000", "1K", "1536", "8K", "128K"]
+    assert [tokens(n) for n in (64, 1000, 1024, 1536, 8192, 131072)] == [
+        "64",
+        "1000",
+        "1K",
+        "1536",
+        "8K",
+        "128K",
+    ]
 
 
 def test_a_table_by_hand():
@@ -87,12 +94,16 @@ def test_up_to_four_columns_stand_in_one_table_by_length():
 
 def test_more_columns_are_split_by_length_then_by_four():
     made = grids(report())
-    assert [grid.title for grid in made] == [f"made-up, {at} tokens" for at in ("1K", "1K", "4K", "4K")]
+    assert [grid.title for grid in made] == [
+        f"made-up, {at} tokens" for at in ("1K", "1K", "4K", "4K")
+    ]
     heads = ["drift\nKL", "drift\nagreement %", "drift\nperplexity", "niah_grid\nscore %"]
     assert [grid.header[1:-1] for grid in made] == [heads, ["vt†\nscore %"]] * 2
     assert all([row[0] for row in grid.rows] == list(POLICIES) for grid in made)
     assert [grid.note for grid in made] == ["", MARKED, "", f"{MARKED} {NOTE}"]
-    assert [row[-1] for row in made[1].rows] == [row[-1] for row in made[0].rows], "attended is of the length"
+    assert [row[-1] for row in made[1].rows] == [row[-1] for row in made[0].rows], (
+        "attended is of the length"
+    )
     assert [len(grid.header) - 2 for grid in grids(report(), columns=10)] == [10]
 
 

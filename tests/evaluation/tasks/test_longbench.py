@@ -40,7 +40,13 @@ V2_ROW = {
 
 
 def row(**fields):
-    base = {"_id": "x", "context": "Once upon a time. " * 20, "input": "Who?", "answers": ["A fox"], "length": 80}
+    base = {
+        "_id": "x",
+        "context": "Once upon a time. " * 20,
+        "input": "Who?",
+        "answers": ["A fox"],
+        "length": 80,
+    }
     return {**base, "dataset": "", "language": "en", "all_classes": None, **fields}
 
 
@@ -52,11 +58,18 @@ def task(folder, dataset, *rows):
 
 @pytest.mark.parametrize("name", longbench.DATASETS)
 def test_prompts_are_longbenchs(name):
-    assert hashlib.sha256(longbench.DATASETS[name].prompt.encode()).hexdigest()[:16] == PROMPTS[name]
+    assert (
+        hashlib.sha256(longbench.DATASETS[name].prompt.encode()).hexdigest()[:16] == PROMPTS[name]
+    )
 
 
 def test_a_row_becomes_a_sample(tmp_path):
-    hotpot = task(tmp_path, "hotpotqa", row(), row(_id="y", input="Where {here}\u2028?", answers=["den", "fox den"]))
+    hotpot = task(
+        tmp_path,
+        "hotpotqa",
+        row(),
+        row(_id="y", input="Where {here}\u2028?", answers=["den", "fox den"]),
+    )
     assert hotpot.num_samples == 2
     sample = hotpot.sample(words, 4096, 1)
     assert sample.prompt.endswith("\n\nQuestion: Where {here}\u2028?\nAnswer:")
@@ -65,7 +78,9 @@ def test_a_row_becomes_a_sample(tmp_path):
                            "context_tokens": len(words(sample.prompt))}  # fmt: skip
     assert hotpot.score("the den", sample) == 1
     assert hotpot.score("The fox's home", sample) == 0
-    with pytest.raises(ValueError, match="index=2: must be from 0, longbench_hotpotqa has 2 samples"):
+    with pytest.raises(
+        ValueError, match="index=2: must be from 0, longbench_hotpotqa has 2 samples"
+    ):
         hotpot.sample(words, 4096, 2)
 
 
@@ -73,13 +88,19 @@ def test_a_row_becomes_a_sample(tmp_path):
 @pytest.mark.parametrize("length", [160, 1024])
 def test_long_prompts_are_cut_in_the_middle(tmp_path, encode, length):
     context = " ".join(f"word{i}" for i in range(2000))
-    made = task(tmp_path, "trec", row(context=context, input="Question: Who?\nType:", all_classes=["Person", "Place"]))
+    made = task(
+        tmp_path,
+        "trec",
+        row(context=context, input="Question: Who?\nType:", all_classes=["Person", "Place"]),
+    )
     sample = made.sample(encode, length, 0)
     assert sample.meta["cut"] and not sample.meta["chat_template"]
     assert 0.9 * length < spent(encode, sample) <= length
     whole = longbench.DATASETS["trec"].prompt.format(context=context, input="Question: Who?\nType:")
     half = len(sample.prompt) // 2
-    assert whole.startswith(sample.prompt[: len(sample.prompt) - half]) and whole.endswith(sample.prompt[-half:])
+    assert whole.startswith(sample.prompt[: len(sample.prompt) - half]) and whole.endswith(
+        sample.prompt[-half:]
+    )
     with pytest.raises(ValueError, match="length=127: must be at least 128 for longbench_trec"):
         made.sample(encode, 127, 0)
 
@@ -96,8 +117,13 @@ def test_v2_asks_for_a_letter(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps([V2_ROW]))
     (v2,) = parse("longbench_v2", tmp_path)
     sample = v2.sample(words, 4096, 0)
-    assert sample.prompt.startswith("Please read the following text and answer the question below.\n\n<text>\nA long")
-    assert "story.\n</text>\n\nWhat is the correct answer to this question: Which?\nChoices:\n(A) a1\n" in sample.prompt
+    assert sample.prompt.startswith(
+        "Please read the following text and answer the question below.\n\n<text>\nA long"
+    )
+    assert (
+        "story.\n</text>\n\nWhat is the correct answer to this question: Which?\nChoices:\n(A) a1\n"
+        in sample.prompt
+    )
     assert "(B) b1\n(C) c1\n(D) d1\n\nFormat your response as follows: " in sample.prompt
     assert (sample.answers, sample.max_new_tokens) == (("B",), 128)
     assert v2.score("**The correct answer is (B)**", sample) == 1
@@ -120,7 +146,10 @@ def test_rows_come_from_the_hub_without_a_folder(tmp_path, monkeypatch):
     qasper, v2 = parse("longbench_qasper,longbench_v2")
     assert "Is it from the Hub?" in qasper.sample(words, 4096, 0).prompt
     assert v2.num_samples == 1
-    assert asked == [("THUDM/LongBench", "data.zip", "dataset"), ("THUDM/LongBench-v2", "data.json", "dataset")]
+    assert asked == [
+        ("THUDM/LongBench", "data.zip", "dataset"),
+        ("THUDM/LongBench-v2", "data.json", "dataset"),
+    ]
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
@@ -133,7 +162,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         raise OSError("no network\nat all")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ValueError, match=r"data.zip of THUDM/LongBench cannot be had from the Hub \(no network\)"):
+    with pytest.raises(
+        ValueError, match=r"data.zip of THUDM/LongBench cannot be had from the Hub \(no network\)"
+    ):
         parse("longbench_lcc")
 
 
@@ -167,7 +198,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_metrics_by_hand(metric, text, answer, score):
-    assert metric(text, answer, ["Person", "Group of Person", "Group of person"]) == pytest.approx(score, abs=1e-6)
+    assert metric(text, answer, ["Person", "Group of Person", "Group of person"]) == pytest.approx(
+        score, abs=1e-6
+    )
 
 
 @given(st.text("ab .c", max_size=30), st.text("ab .c", max_size=30))

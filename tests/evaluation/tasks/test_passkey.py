@@ -17,14 +17,19 @@ def test_the_key_stands_in_the_text_once(encode, length):
         sample = parse("passkey")[0].sample(encode, length, index)
         (key,) = sample.answers
         assert re.fullmatch(r"[1-9]\d{4}", key) and re.findall(r"\d+", sample.prompt) == [key]
-        assert sample.prompt.endswith("\nWhat is the pass key?") and sample.prefix == " The pass key is"
+        assert (
+            sample.prompt.endswith("\nWhat is the pass key?")
+            and sample.prefix == " The pass key is"
+        )
         before, after = sample.prompt.split(f"The pass key is {key}. Remember it.")
         fillers = before.count(NOISE), after.count(NOISE)
         assert fillers[0] == round(sample.meta["depth"] * sum(fillers)) and sum(fillers) > 10
 
 
 def test_depths_are_uniform():
-    depths = sorted(parse("passkey")[0].sample(words, 512, index).meta["depth"] for index in range(400))
+    depths = sorted(
+        parse("passkey")[0].sample(words, 512, index).meta["depth"] for index in range(400)
+    )
     assert all(abs(depth - i / 399) < 0.07 for i, depth in enumerate(depths))
 
 
@@ -43,7 +48,12 @@ def test_the_grid_has_needles_at_its_depths(encode):
 
 def test_given_depths():
     task = niah_grid("niah_grid", None, depths=(0.25, 0.75))
-    assert [task.sample(words, 1024, index).meta["depth"] for index in range(4)] == [0.25, 0.75, 0.25, 0.75]
+    assert [task.sample(words, 1024, index).meta["depth"] for index in range(4)] == [
+        0.25,
+        0.75,
+        0.25,
+        0.75,
+    ]
 
 
 @pytest.mark.parametrize("depths", [(), (0.5, 1.1), (-0.1,), (float("nan"),)])

@@ -23,7 +23,8 @@ TEMPLATES = {
     "15017066bdc1a167": (ruler_files.QA, ruler_files.QA_PREFIX),
 }
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?=[ \n])")
-# budget; times of common and other words; the same in the example, and how many different words it has
+# budget; times of common and other words; the same in the example, and how many different words it
+# has
 CWE_COUNTS = [(4095, 6, 1, (3, 1, 20)), (4096, 30, 3, (10, 3, 40))]
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
@@ -35,7 +36,9 @@ def samples(name, length=2048, count=10, files=None):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ruler")
-    text = " ".join(f"Essay sentence {i} speaks of startups\n and   of {i * 7} painters!" for i in range(400))
+    text = " ".join(
+        f"Essay sentence {i} speaks of startups\n and   of {i * 7} painters!" for i in range(400)
+    )
     (folder / "PaulGrahamEssays.json").write_text(json.dumps({"text": text}))
     articles = [
         {
@@ -43,7 +46,11 @@ def files(tmp_path_factory):
                 {
                     "context": f"Article {a} paragraph {p}: " + "fact " * 30,
                     "qas": [
-                        {"question": f"What of {a}.{p}?", "is_impossible": False, "answers": [{"text": "Yes"}] * 3},
+                        {
+                            "question": f"What of {a}.{p}?",
+                            "is_impossible": False,
+                            "answers": [{"text": "Yes"}] * 3,
+                        },
                         {"question": f"Nothing of {a}.{p}?", "is_impossible": True, "answers": []},
                     ],
                 }
@@ -82,14 +89,23 @@ def test_niah_single_1_hides_a_number_in_noise():
         ((kind, key, said),) = NEEDLE.findall(sample.prompt)
         assert (kind, said) == ("numbers", value) and re.fullmatch(r"[1-9]\d{6}", value)
         assert sample.prompt.count(value) == 1
-        assert sample.prompt.startswith("A special magic number is hidden within the following text. Make sure to")
-        assert sample.prompt.endswith(f"\nWhat is the special magic number for {key} mentioned in the provided text?")
-        assert sample.prefix == f" The special magic number for {key} mentioned in the provided text is"
+        assert sample.prompt.startswith(
+            "A special magic number is hidden within the following text. Make sure to"
+        )
+        assert sample.prompt.endswith(
+            f"\nWhat is the special magic number for {key} mentioned in the provided text?"
+        )
+        assert (
+            sample.prefix
+            == f" The special magic number for {key} mentioned in the provided text is"
+        )
         lines = sample.prompt.split("\n")[1:-1]
         assert Counter(lines).most_common(1)[0] == (niah.NOISE, len(lines) - 1)
 
 
-@pytest.mark.parametrize(("name", "form"), [("niah_multikey_2", r"\d{7}"), ("niah_multikey_3", r"[0-9a-f-]{36}")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("niah_multikey_2", r"\d{7}"), ("niah_multikey_3", r"[0-9a-f-]{36}")]
+)
 @pytest.mark.parametrize("encode", [words, smollm2])
 def test_multikey_haystacks_are_needles(name, form, encode):
     for index in range(5):
@@ -116,7 +132,10 @@ def test_items_stand_before_different_lines_in_order(count, data, rng):
     placed = niah.among_lines(rng, lines, items).split("\n")
     assert [line for line in placed if line in lines] == lines
     assert [line for line in placed if line in items] == items
-    assert all(below in lines for line, below in pairwise(placed) if line in items) and placed[-1] in lines
+    assert (
+        all(below in lines for line, below in pairwise(placed) if line in items)
+        and placed[-1] in lines
+    )
 
 
 def test_uuids_are_of_version_4():
@@ -132,14 +151,20 @@ def test_needles_lie_everywhere():
 
 @pytest.mark.parametrize("name", ESSAYS)
 def test_essays_hold_the_needles(name, files):
-    keys, values = (4, 1) if name in ("niah_multikey_1", "niah_multiquery") else (1, 4 if "value" in name else 1)
+    keys, values = (
+        (4, 1)
+        if name in ("niah_multikey_1", "niah_multiquery")
+        else (1, 4 if "value" in name else 1)
+    )
     for index in range(5):
         sample = parse(name, files)[0].sample(smollm2, 1024, index)
         assert 0.9 * 1024 < spent(smollm2, sample) <= 1024
         needles = NEEDLE.findall(sample.prompt)
         assert len(needles) == keys * values
         asked = [value for _, key, value in needles if f" {key}" in sample.prefix]
-        assert sorted(asked) == sorted(sample.answers) and all(sample.prompt.count(one) == 1 for one in asked)
+        assert sorted(asked) == sorted(sample.answers) and all(
+            sample.prompt.count(one) == 1 for one in asked
+        )
         assert len(sample.answers) == (4 if name in ("niah_multivalue", "niah_multiquery") else 1)
         assert ("are hidden" in sample.prompt) == (len(sample.answers) > 1)
         assert "Essay sentence 0 speaks of startups and of 0 painters!" in sample.prompt
@@ -166,11 +191,17 @@ def test_vt_follows_one_chain_after_an_example():
     for sample in samples("vt"):
         shown, _, asked = sample.prompt.partition("\n\nMemorize")
         assigned = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", asked)
-        assert [new for new, _ in assigned] == list(sample.answers) and len(set(sample.answers)) == 5
+        assert [new for new, _ in assigned] == list(sample.answers) and len(
+            set(sample.answers)
+        ) == 5
         assert [old for _, old in assigned[1:]] == list(sample.answers[:-1])
         value = assigned[0][1]
-        assert re.fullmatch(r"\d{5}", value) and asked.endswith(f"assigned the value {value} in the text above.")
-        assert sample.prefix.endswith(f"above, 5 variables are assigned the value {value}, they are: ")
+        assert re.fullmatch(r"\d{5}", value) and asked.endswith(
+            f"assigned the value {value} in the text above."
+        )
+        assert sample.prefix.endswith(
+            f"above, 5 variables are assigned the value {value}, they are: "
+        )
         example = re.findall(r"VAR ([A-Z]{3}) = ", shown)
         assert len(example) == 5 and shown.endswith(f"they are:  {' '.join(example)}")
         assert 450 < len(words(shown)) <= 500
@@ -180,7 +211,9 @@ def test_vt_follows_one_chain_after_an_example():
 @pytest.mark.parametrize(("length", "common", "uncommon", "example"), CWE_COUNTS)
 def test_cwe_counts(length, common, uncommon, example):
     for sample in samples("cwe", length, 3):
-        shown, _, asked = sample.prompt.partition(" Answer: The top 10 words that appear most often in the list are:")
+        shown, _, asked = sample.prompt.partition(
+            " Answer: The top 10 words that appear most often in the list are:"
+        )
         found, _, asked = asked.partition("\nBelow")
         for text, answers, (often, seldom) in (
             (shown, re.split(r" ?\d+\. ", found)[1:], example[:2]),
@@ -201,7 +234,9 @@ def least_length(name):
 
 
 def test_cwe_says_when_words_run_out():
-    with pytest.raises(ValueError, match=r"length=200000: must be less, cwe has words for \d+ tokens only"):
+    with pytest.raises(
+        ValueError, match=r"length=200000: must be less, cwe has words for \d+ tokens only"
+    ):
         parse("cwe")[0].sample(words, 200000, 0)
 
 
@@ -216,7 +251,9 @@ def test_fwe_follows_zipfs_law(length):
         assert all(re.fullmatch("[a-z]{6}", word) for word, _ in ranked[1:])
         assert len(ranked) <= max((length - 50) // 50, 6)
         expected = [ranked[0][1] / rank**2 for rank in range(1, len(ranked) + 1)]
-        assert all(abs(count - wanted) <= 1 for (_, count), wanted in zip(ranked, expected, strict=True))
+        assert all(
+            abs(count - wanted) <= 1 for (_, count), wanted in zip(ranked, expected, strict=True)
+        )
 
 
 def test_qa_1_shows_the_paragraph_then_its_article(files):
@@ -225,11 +262,19 @@ def test_qa_1_shows_the_paragraph_then_its_article(files):
     for index in (0, 7, 19):
         sample = task.sample(words, 400, index)
         article, paragraph = divmod(index, 4)
-        assert sample.prompt.endswith(f"\n\nQuestion: What of {article}.{paragraph}?") and sample.prefix == " Answer:"
+        assert (
+            sample.prompt.endswith(f"\n\nQuestion: What of {article}.{paragraph}?")
+            and sample.prefix == " Answer:"
+        )
         shown = re.findall(r"Document (\d+):\nArticle (\d) paragraph (\d):", sample.prompt)
         assert [int(number) for number, *_ in shown] == list(range(1, len(shown) + 1))
         assert (str(article), str(paragraph)) in [(a, p) for _, a, p in shown]
-        assert sum(int(a) == article for _, a, _ in shown) == 4 < len(shown) == sample.meta["documents"]
+        assert (
+            sum(int(a) == article for _, a, _ in shown)
+            == 4
+            < len(shown)
+            == sample.meta["documents"]
+        )
         assert sample.answers == ("Yes",)
         assert task.score("Oh yes!", sample) == 1
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from jsparse.evaluation.tasks import TASKS, parse
 from jsparse.evaluation.tasks.sample import Sample, filled, largest, score_all, score_any
 
-GENERATED = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe", "passkey", "niah_grid")
+GENERATED = (
+    "niah_single_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "vt",
+    "cwe",
+    "fwe",
+    "passkey",
+    "niah_grid",
+)
 
 
 @pytest.fixture(params=GENERATED)
@@ -40,7 +49,9 @@ def test_a_length_too_small_says_which_works(task, encode):
 def test_samples_depend_on_their_number_alone(task):
     ordered = [task.sample(words, 1024, index) for index in range(6)]
     again = parse(task.name)[0]
-    assert [again.sample(words, 1024, index) for index in (5, 2, 2, 0)] == [ordered[i] for i in (5, 2, 2, 0)]
+    assert [again.sample(words, 1024, index) for index in (5, 2, 2, 0)] == [
+        ordered[i] for i in (5, 2, 2, 0)
+    ]
     assert len({sample.prompt for sample in ordered}) == 6
     assert len({sample.answers for sample in ordered}) == 6
     assert task.sample(words, 1056, 0).answers != ordered[0].answers
@@ -55,7 +66,12 @@ def test_samples_do_not_depend_on_the_global_generator(task):
 def test_saying_the_answers_scores_one(task):
     sample = task.sample(words, 1024, 1)
     said = f"They are {', '.join(sample.answers)}."
-    assert task.score(said, sample) == task.score(said.upper(), sample) == task.score(said.lower(), sample) == 1
+    assert (
+        task.score(said, sample)
+        == task.score(said.upper(), sample)
+        == task.score(said.lower(), sample)
+        == 1
+    )
     assert task.score("I do not know", sample) == task.score("", sample) == 0
 
 
@@ -79,9 +95,13 @@ def test_scores_by_hand():
     assert score_any("yellow", sample) == 0
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 5), st.integers(0, 500))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 5), st.integers(0, 500)
+)
 def test_the_largest_size_fits_and_the_next_does_not(costs, least, spare):
-    """The costs are of units, so that those of sizes grow unevenly; past the last unit they grow by one each."""
+    """The costs are of units, so that those of sizes grow unevenly; past the last unit they grow by
+    one each.
+    """
 
     def cost(size):
         return sum(costs[:size]) + max(size - len(costs), 0)
@@ -107,7 +127,9 @@ def test_words_that_run_out_are_an_error():
     def make(encode, rng, length, index, size):
         return Sample(" ".join(string.ascii_lowercase[:size]), "", ("a",), 4, {})
 
-    with pytest.raises(ValueError, match="length=31: must be less, few has words for 30 tokens only"):
+    with pytest.raises(
+        ValueError, match="length=31: must be less, few has words for 30 tokens only"
+    ):
         filled("few", make, least=1, most=26).sample(words, 31, 0)
     assert len(filled("few", make, least=1, most=26).sample(words, 29, 0).prompt.split()) == 25
 

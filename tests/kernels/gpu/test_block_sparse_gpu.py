@@ -1,4 +1,6 @@
-"""The mosaic backend of block_sparse_decode, and merge_splits in triton, against the float32 reference."""
+"""The mosaic backend of block_sparse_decode, and merge_splits in triton, against the float32
+reference.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,15 @@ from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_roun
 pytestmark = pytest.mark.gpu
 BASE = Case("base", head_dim=128, num_pages=40, dtype="bfloat16")
 SHAPES = [
-    replace(BASE, name=f"h{h}_p{p}_g{g}_{dtype}", head_dim=h, page_size=p, group=g, dtype=dtype, dense="mixed")
+    replace(
+        BASE,
+        name=f"h{h}_p{p}_g{g}_{dtype}",
+        head_dim=h,
+        page_size=p,
+        group=g,
+        dtype=dtype,
+        dense="mixed",
+    )
     for h, p, g, dtype in [
         (64, 16, 3, "bfloat16"),
         (64, 8, 16, "float16"),
@@ -31,7 +41,9 @@ SHAPES = [
         (256, 32, 4, "bfloat16"),
     ]
 ]
-MANY = replace(BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True)
+MANY = replace(
+    BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True
+)
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
 WHOLE = [case for case in CASES if case.page_size <= (64 if case.head_dim <= 128 else 32)]
 
@@ -39,7 +51,9 @@ WHOLE = [case for case in CASES if case.page_size <= (64 if case.head_dim <= 128
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
 def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
     with jax.default_matmul_precision("highest"):  # else the reference's float32 is TF32
-        return block_sparse_decode(*inputs, sm_scale=sm_scale, stats=stats, implementation=implementation)
+        return block_sparse_decode(
+            *inputs, sm_scale=sm_scale, stats=stats, implementation=implementation
+        )
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
@@ -77,7 +91,9 @@ def test_o_comes_in_the_type_that_is_asked_for():
 
 
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
-    assert_reports_rounded_mean(partial(block_sparse_decode, implementation="mosaic"), "page", off=2e-4)
+    assert_reports_rounded_mean(
+        partial(block_sparse_decode, implementation="mosaic"), "page", off=2e-4
+    )
 
 
 def test_page_mass_is_that_of_the_token_logits():
@@ -131,7 +147,9 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
     table = jnp.asarray(rng.permutation(64).reshape(2, 2, 16), jnp.int32)
     far = table + pages - 64
     lengths = jnp.asarray([[256, 100], [17, 1]], jnp.int32)
-    selection = Selection(jnp.zeros((2, 2, 0), jnp.int32), jnp.zeros((2, 2), jnp.int32), dense=jnp.ones((2, 2), bool))
+    selection = Selection(
+        jnp.zeros((2, 2, 0), jnp.int32), jnp.zeros((2, 2), jnp.int32), dense=jnp.ones((2, 2), bool)
+    )
     q = jnp.asarray(rng.normal(size=(2, 8, head_dim)), jnp.bfloat16)
     want = attend(Inputs(q, LayerCache(small, small, lengths, table), selection))
     pool = jax.jit(lambda pool: pool.at[pages - 64 :].set(small), donate_argnums=0)(pool)

@@ -46,11 +46,22 @@ def test_in_place_needs_no_second_pool():
 @pytest.mark.parametrize("kept", ["but_first", "last", "some"])
 def test_rows_that_overlap_their_goals_are_never_lost(kept):
     """Many chunks, each written over rows just read: the same bits 50 times."""
-    case = Case("", batch=2, kv_heads=8, num_pages=512, head_dim=128, dtype="bfloat16", lengths="full", kept=kept)
+    case = Case(
+        "",
+        batch=2,
+        kv_heads=8,
+        num_pages=512,
+        head_dim=128,
+        dtype="bfloat16",
+        lengths="full",
+        kept=kept,
+    )
     layer, keep, _ = case.build()
     want = jax.jit(partial(compact_pages, implementation="reference"))(layer, keep)
     run = jax.jit(ON_GPU, donate_argnums=0)
-    same = jax.jit(lambda a, b: jnp.all(a.k == b.k) & jnp.all(a.v == b.v) & jnp.all(a.lengths == b.lengths))
+    same = jax.jit(
+        lambda a, b: jnp.all(a.k == b.k) & jnp.all(a.v == b.v) & jnp.all(a.lengths == b.lengths)
+    )
     for _ in range(50):
         assert bool(same(run(jax.tree.map(jnp.copy, layer), keep), want))
 
@@ -61,12 +72,16 @@ def test_strips_of_any_shape(tiling):
 
     for case in CASES:
         layer, keep, _ = case.build()
-        got = jax.jit(partial(move_rows, tiling=CompactTiling(*tiling)))(layer, keep.ids, keep.count)
+        got = jax.jit(partial(move_rows, tiling=CompactTiling(*tiling)))(
+            layer, keep.ids, keep.count
+        )
         assert_same(got, jax.jit(reference.move_rows)(layer, keep.ids, keep.count))
 
 
 def test_a_head_does_not_depend_on_the_others():
-    layer, keep, _ = Case("", batch=4, kv_heads=4, num_pages=64, head_dim=128, dtype="bfloat16").build()
+    layer, keep, _ = Case(
+        "", batch=4, kv_heads=4, num_pages=64, head_dim=128, dtype="bfloat16"
+    ).build()
     whole = jax.jit(ON_GPU)(layer, keep)
     one = LayerCache(k=layer.k[: 64 * 4], v=layer.v[: 64 * 4], lengths=layer.lengths[:1])
     alone = jax.jit(ON_GPU)(one, Selection(keep.ids[:1], keep.count[:1], granularity="token"))
@@ -84,7 +99,9 @@ def test_pools_of_more_than_2_to_the_31_elements(paged):
     pool = jax.jit(lambda: jnp.zeros(shape, jnp.bfloat16).at[-1, -1].set(numbers))()
     table = jnp.arange(2 * num_pages, dtype=jnp.int32).reshape(1, 2, num_pages) if paged else None
     layer = LayerCache(pool, -pool, jnp.full((1, 2), slot + 1, jnp.int32), table)
-    keep = Selection(jnp.full((1, 2, 1), slot, jnp.int32), jnp.array([[0, 1]], jnp.int32), granularity="token")
+    keep = Selection(
+        jnp.full((1, 2, 1), slot, jnp.int32), jnp.array([[0, 1]], jnp.int32), granularity="token"
+    )
     del pool
     out = jax.jit(ON_GPU, donate_argnums=0)(layer, keep)
     np.testing.assert_array_equal(np.asarray(out.k[num_pages, 0]), np.asarray(numbers))

@@ -1,4 +1,6 @@
-"""Whole decode steps: with the kernels a model gives the logits that the references give, on the GPU too."""
+"""Whole decode steps: with the kernels a model gives the logits that the references give, on the
+GPU too.
+"""
 
 import logging
 from functools import cache
@@ -16,8 +18,9 @@ from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, rando
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
-# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens. Of lychee_decode the top-p
-# is one that no running sum comes near, since a page more or less is a visible difference; of 192 tokens one is not
+# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens. Of
+# lychee_decode the top-p is one that no running sum comes near, since a page more or less is a
+# visible difference; of 192 tokens one is not
 RUNS = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
@@ -29,9 +32,18 @@ RUNS = {
     "double_sparsity(budget=64)": (16, "int4_scores: triton"),
     "tidal(budget=64, first=0, again=5)": (16, "place_logits: triton"),
     "lychee_decode([[1, 1], [0, 1], [0, 0]], value=64)": (16, "place_logits: triton"),
-    "lychee_decode([[1, 1], [0, 1], [0, 0]], value=192, granularity='token')": (16, "token_sparse_decode: triton"),
-    "lychee_decode([[1, 1], [0, 1], [0, 0]], rule='top_p', value=0.53)": (16, "threshold_select: triton"),
-    "duo_attention([[1, 0], [0, 1], [0, 0]], sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
+    "lychee_decode([[1, 1], [0, 1], [0, 0]], value=192, granularity='token')": (
+        16,
+        "token_sparse_decode: triton",
+    ),
+    "lychee_decode([[1, 1], [0, 1], [0, 0]], rule='top_p', value=0.53)": (
+        16,
+        "threshold_select: triton",
+    ),
+    "duo_attention([[1, 0], [0, 1], [0, 0]], sink=4, recent=60)": (
+        16,
+        "block_sparse_decode: mosaic",
+    ),
     "twilight(all_pages(), p=0.9)": (16, "int4_append: triton"),
     "twilight(quest(budget=128), p=0.9, prune='bits')": (16, "block_sparse_decode: mosaic"),
     "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
@@ -56,10 +68,13 @@ def model(heads: int = 6, kv_heads: int = 2) -> Params:
 
     def draw(leaf):
         return jnp.asarray(
-            np.full(leaf.shape, 1.0) if leaf.ndim == 1 else rng.normal(size=leaf.shape) * 0.1, leaf.dtype
+            np.full(leaf.shape, 1.0) if leaf.ndim == 1 else rng.normal(size=leaf.shape) * 0.1,
+            leaf.dtype,
         )
 
-    return Params(jax.tree.map(draw, weight_shapes(config, jnp.bfloat16)), config, None, {}, "model")
+    return Params(
+        jax.tree.map(draw, weight_shapes(config, jnp.bfloat16)), config, None, {}, "model"
+    )
 
 
 @pytest.mark.parametrize("expression", RUNS)

@@ -1,4 +1,6 @@
-"""The triton backend of int4_scores against the float32 reference; that of its sidecar against the CPU, bit for bit."""
+"""The triton backend of int4_scores against the float32 reference; that of its sidecar against the
+CPU, bit for bit.
+"""
 
 from functools import partial
 
@@ -17,26 +19,40 @@ from jsparse.pallas_kernels.int4_scores.cases import CASES, build
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
 WHOLE = Case(
-    "", head_dim=128, num_pages=70, dense="all", listed="none", capacity=0, table="scrambled", dtype="bfloat16"
+    "",
+    head_dim=128,
+    num_pages=70,
+    dense="all",
+    listed="none",
+    capacity=0,
+    table="scrambled",
+    dtype="bfloat16",
 )
 LISTED = Case("", head_dim=128, num_pages=70, bits=True, table="scrambled", dtype="bfloat16")
 
 
 def both(inputs, **kwargs):
-    run = jax.jit(lambda inputs, name: int4_scores(*inputs, implementation=name, **kwargs), static_argnums=1)
+    run = jax.jit(
+        lambda inputs, name: int4_scores(*inputs, implementation=name, **kwargs), static_argnums=1
+    )
     return run(inputs, "triton"), run(inputs, "reference")
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Every product may be off by 2^-12 of itself, what 11 bits of the query leave; masks agree exactly."""
+    """Every product may be off by 2^-12 of itself, what 11 bits of the query leave; masks agree
+    exactly.
+    """
     size = inputs._replace(
-        q=jnp.abs(inputs.q.astype(jnp.float32)), keys=Int4Keys(*quantise(jnp.abs(dequantise(*inputs.keys))))
+        q=jnp.abs(inputs.q.astype(jnp.float32)),
+        keys=Int4Keys(*quantise(jnp.abs(dequantise(*inputs.keys)))),
     )
     products = np.asarray(int4_scores(*size, sm_scale=sm_scale, implementation="reference"))
     assert got.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
     seen = np.isfinite(want)
-    assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= 2.0**-11 * products[seen] + 1e-30).all()
+    assert (
+        np.abs(np.asarray(got) - np.asarray(want))[seen] <= 2.0**-11 * products[seen] + 1e-30
+    ).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -64,11 +80,19 @@ def test_the_error_is_below_that_of_bfloat16():
     """Against the exact estimate, the kernel is no worse than twice a bfloat16 matmul."""
     inputs = build(WHOLE)
     got, want = both(inputs)
-    rows = Int4Keys(*(pool[inputs.layer.block_table].reshape(2, 2, -1, *pool.shape[2:]) for pool in inputs.keys))
+    rows = Int4Keys(
+        *(pool[inputs.layer.block_table].reshape(2, 2, -1, *pool.shape[2:]) for pool in inputs.keys)
+    )
     k, q = dequantise(*rows).astype(jnp.bfloat16), inputs.q.reshape(2, 2, 4, 128)
-    plain = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32).reshape(want.shape) * 128**-0.5
+    plain = (
+        jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32).reshape(want.shape)
+        * 128**-0.5
+    )
     seen = np.isfinite(want)
-    off = [np.sqrt(np.mean(np.square(np.asarray(x)[seen] - np.asarray(want)[seen]))) for x in (got, plain)]
+    off = [
+        np.sqrt(np.mean(np.square(np.asarray(x)[seen] - np.asarray(want)[seen])))
+        for x in (got, plain)
+    ]
     assert off[0] <= 2 * off[1]
 
 
@@ -78,7 +102,12 @@ def test_neither_tiling_nor_batch_changes_a_bit(case):
     from jsparse.pallas_kernels.int4_scores.triton_gpu import int4_scores as kernel
 
     inputs = build(case)
-    tilings = (None, ScoresTiling(64, 3, 1, 1, 2), ScoresTiling(256, 2, 1, 4, 1), ScoresTiling(128, 16, 1, 4, 4))
+    tilings = (
+        None,
+        ScoresTiling(64, 3, 1, 1, 2),
+        ScoresTiling(256, 2, 1, 4, 1),
+        ScoresTiling(128, 16, 1, 4, 4),
+    )
     outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
     for out in outs[1:]:
         np.testing.assert_array_equal(outs[0], out)
@@ -103,7 +132,9 @@ def test_fifty_runs_give_the_same_bits(case):
 
 
 def test_heads_longer_than_their_room_read_nothing_else():
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory beyond is read."""
+    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
+    beyond is read.
+    """
     inputs = build(by_name["whole_full"])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = int4_scores(*longer, implementation="triton")
@@ -119,30 +150,53 @@ def test_pages_behind_the_first_four_gigabytes():
     lengths = jnp.full((1, 1), used * size, jnp.int32)
 
     def run(q, last, table, front):
-        keys = Int4Keys(*(jnp.zeros((front + used, *x.shape[1:]), x.dtype).at[front:].set(x) for x in last))
+        keys = Int4Keys(
+            *(jnp.zeros((front + used, *x.shape[1:]), x.dtype).at[front:].set(x) for x in last)
+        )
         unread = jnp.zeros((front + used, size, head_dim), jnp.bfloat16)
         layer = LayerCache(unread, unread, lengths, block_table=table + front)
         return int4_scores(q, layer, keys, None, implementation="triton")
 
     run = jax.jit(run, static_argnums=3)
-    np.testing.assert_array_equal(run(q, last, table, 2**32 // (size * head_dim // 2)), run(q, last, table, 0))
+    np.testing.assert_array_equal(
+        run(q, last, table, 2**32 // (size * head_dim // 2)), run(q, last, table, 0)
+    )
 
 
 ON_GPU = partial(int4_append, implementation="triton")
 OWN_PAGES = [case for case in CASES if case.table != "shared"]
-LONG = Case("", head_dim=128, num_pages=70, page_size=16, table="scrambled", dtype="bfloat16", kv_heads=3, batch=3)
+LONG = Case(
+    "",
+    head_dim=128,
+    num_pages=70,
+    page_size=16,
+    table="scrambled",
+    dtype="bfloat16",
+    kv_heads=3,
+    batch=3,
+)
 
 
 def tokens_for(case, count, seed=0):
-    """Arguments of `int4_append`: `count` tokens at slots some of which no head has, of rows that end sooner or later."""
+    """Arguments of `int4_append`: `count` tokens at slots some of which no head has, of rows that
+    end sooner or later.
+    """
     _, layer, keys, _ = build(case)
     rng = np.random.default_rng(seed)
     (batch, heads), channels = layer.lengths.shape, 2 * keys.packed.shape[-1]
-    k = rng.normal(size=(batch, count, heads, channels)) + rng.normal(scale=4, size=(batch, count, heads, 1))
+    k = rng.normal(size=(batch, count, heads, channels)) + rng.normal(
+        scale=4, size=(batch, count, heads, 1)
+    )
     valid = rng.integers(0, count + 1, batch)
     valid[0] = count
     first = rng.integers(-2, layer.capacity, (batch, heads))
-    return keys, layer, jnp.asarray(k, layer.k.dtype), jnp.asarray(valid, jnp.int32), jnp.asarray(first, jnp.int32)
+    return (
+        keys,
+        layer,
+        jnp.asarray(k, layer.k.dtype),
+        jnp.asarray(valid, jnp.int32),
+        jnp.asarray(first, jnp.int32),
+    )
 
 
 def assert_as_on_cpu(got, arguments):
@@ -174,7 +228,9 @@ def test_appends_many_tokens(case, count):
 @pytest.mark.parametrize("channels", [2, 6, 16, 40, 200, 256])
 @pytest.mark.parametrize("page_size", [1, 12])
 def test_appends_rows_and_pages_of_any_size(channels, page_size):
-    case = Case("", head_dim=channels, page_size=page_size, num_pages=30, table="scrambled", dtype="float16")
+    case = Case(
+        "", head_dim=channels, page_size=page_size, num_pages=30, table="scrambled", dtype="float16"
+    )
     for count in (1, 37):
         arguments = tokens_for(case, count)
         assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
@@ -185,7 +241,10 @@ def test_appends_rows_and_pages_of_any_size(channels, page_size):
 def test_appends_channels_of_any_size(dtype, size):
     keys, layer, k, valid, first = tokens_for(LONG, 37)
     layer = layer._replace(k=layer.k.astype(dtype))
-    k = jnp.clip(k.astype(jnp.float32) * size, *([-65504.0, 65504.0] if dtype == "float16" else [-3e38, 3e38]))
+    k = jnp.clip(
+        k.astype(jnp.float32) * size,
+        *([-65504.0, 65504.0] if dtype == "float16" else [-3e38, 3e38]),
+    )
     for kept in (k, jnp.broadcast_to(k[..., :1], k.shape)):
         arguments = keys, layer, kept.astype(dtype), valid, first
         got = jax.jit(ON_GPU)(*arguments)
@@ -202,7 +261,9 @@ def test_halves_get_the_even_code():
 
 
 def test_appends_in_place_again_and_again():
-    """Steps of one token and of more over the same slots, donated: nothing is copied, nothing older shows through."""
+    """Steps of one token and of more over the same slots, donated: nothing is copied, nothing older
+    shows through.
+    """
     run = jax.jit(ON_GPU, donate_argnums=0)
     keys, layer, *_ = tokens_for(LONG, 1)
     memory = run.lower(*tokens_for(LONG, 1)).compile().memory_analysis()
@@ -245,7 +306,9 @@ def test_appends_behind_2_to_the_31_elements(paged):
         layer = LayerCache(unread, unread, jnp.full((1, 2), slot + 2, jnp.int32), table)
         rows = (2 * pages, size)
         keys = Int4Keys(
-            jnp.zeros((*rows, head_dim // 2), jnp.uint8), jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
+            jnp.zeros((*rows, head_dim // 2), jnp.uint8),
+            jnp.ones(rows, jnp.float16),
+            jnp.zeros(rows, jnp.float16),
         )
         assert keys.packed.size > 2**31
         keys = ON_GPU(keys, layer, k, jnp.full(1, 2, jnp.int32), jnp.full((1, 2), slot, jnp.int32))
@@ -253,6 +316,8 @@ def test_appends_behind_2_to_the_31_elements(paged):
         return Int4Keys(*(pool[last, -2:] for pool in keys)), jnp.count_nonzero(keys.zero)
 
     rows, written = jax.jit(run)(k)
-    for part, want in zip(rows, quantise(jax.device_put(k, jax.devices("cpu")[0]).swapaxes(1, 2)), strict=True):
+    for part, want in zip(
+        rows, quantise(jax.device_put(k, jax.devices("cpu")[0]).swapaxes(1, 2)), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(part)[None], np.asarray(want))
     assert int(written) == 4

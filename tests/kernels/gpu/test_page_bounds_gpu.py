@@ -1,4 +1,6 @@
-"""The triton backends of page_bounds and of its append against the float32 reference, exact bounds and 8-bit ones."""
+"""The triton backends of page_bounds and of its append against the float32 reference, exact bounds
+and 8-bit ones.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +17,26 @@ from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
 SIZES = {"head_dim": 128, "num_pages": 300, "table": "scrambled", "dtype": "bfloat16"}
-LARGE, LARGE_CODES = (kind("large", dense="all", listed="none", capacity=0, **SIZES) for kind in (Case, Codes))
-both_forms = pytest.mark.parametrize("form", [PageBounds, PageBounds8], ids=lambda form: form.__name__)
+LARGE, LARGE_CODES = (
+    kind("large", dense="all", listed="none", capacity=0, **SIZES) for kind in (Case, Codes)
+)
+both_forms = pytest.mark.parametrize(
+    "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
+)
 large = pytest.mark.parametrize("case", [LARGE, LARGE_CODES], ids=lambda case: type(case).__name__)
 
 
 def both(inputs, **kwargs):
-    run = jax.jit(lambda inputs, name: page_bounds(*inputs, implementation=name, **kwargs), static_argnums=1)
+    run = jax.jit(
+        lambda inputs, name: page_bounds(*inputs, implementation=name, **kwargs), static_argnums=1
+    )
     return run(inputs, "triton"), run(inputs, "reference")
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Products are exact and summed in float32, codes with 1024 that is taken out again; masks agree exactly."""
+    """Products are exact and summed in float32, codes with 1024 that is taken out again; masks
+    agree exactly.
+    """
     bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
     size = np.asarray(page_bounds(jnp.abs(inputs.q), inputs.layer, bounds, sm_scale=sm_scale))
     assert got.dtype == np.float32
@@ -35,7 +45,9 @@ def assert_near(inputs, got, want, sm_scale):
     assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= part * size[seen] + 1e-30).all()
 
 
-@pytest.mark.parametrize("case", [*CASES, LARGE, LARGE_CODES], ids=lambda case: f"{type(case).__name__}-{case.name}")
+@pytest.mark.parametrize(
+    "case", [*CASES, LARGE, LARGE_CODES], ids=lambda case: f"{type(case).__name__}-{case.name}"
+)
 def test_matches_the_reference(case):
     inputs = build(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
@@ -54,7 +66,9 @@ def test_matches_the_reference_in_half_precision(name, dtype):
     assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, Codes)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if isinstance(case, Codes)], ids=lambda case: case.name
+)
 def test_codes_match_the_reference_for_queries_in_float16(case):
     inputs = build(case)
     inputs = inputs._replace(q=inputs.q.astype("float16"))
@@ -75,7 +89,12 @@ def test_neither_tiling_nor_batch_changes_a_bit(case):
 
     kernel = (codes_triton if isinstance(case, Codes) else triton_gpu).page_bounds
     q, layer, bounds = inputs = build(case)
-    tilings = (None, BoundsTiling(16, 3, 1, 1, 2), BoundsTiling(64, 2, 1, 4, 1), BoundsTiling(32, 16, 1, 2, 4))
+    tilings = (
+        None,
+        BoundsTiling(16, 3, 1, 1, 2),
+        BoundsTiling(64, 2, 1, 4, 1),
+        BoundsTiling(32, 16, 1, 2, 4),
+    )
     outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
     for out in outs[1:]:
         np.testing.assert_array_equal(outs[0], out)
@@ -95,7 +114,9 @@ def test_fifty_runs_give_the_same_bits(case):
 
 @pytest.mark.parametrize("name", ["full", "codes_shared_pages"])
 def test_heads_longer_than_their_room_read_nothing_else(name):
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory beyond is read."""
+    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
+    beyond is read.
+    """
     inputs = build(by_name[name])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = page_bounds(*longer, implementation="triton")
@@ -106,13 +127,18 @@ def test_heads_longer_than_their_room_read_nothing_else(name):
 def test_bounds_behind_the_first_two_billion_values(form):
     head_dim, used = 128, 40
     rng = np.random.default_rng(0)
-    last = form.of(*(jnp.asarray(rng.normal(size=(used, head_dim)) + by, jnp.bfloat16) for by in (-2, 2)))
+    last = form.of(
+        *(jnp.asarray(rng.normal(size=(used, head_dim)) + by, jnp.bfloat16) for by in (-2, 2))
+    )
     q = jnp.asarray(rng.normal(size=(1, 4, head_dim)), jnp.bfloat16)
     table = jnp.asarray(rng.permutation(used)[None, None], jnp.int32)
     lengths = jnp.full((1, 1), used * 16, jnp.int32)
 
     def run(q, last, table, front):
-        pools = (jnp.zeros((front + used, *kept.shape[1:]), kept.dtype).at[front:].set(kept) for kept in last)
+        pools = (
+            jnp.zeros((front + used, *kept.shape[1:]), kept.dtype).at[front:].set(kept)
+            for kept in last
+        )
         unread = jnp.zeros((front + used, 1, head_dim), jnp.bfloat16)
         layer = LayerCache(unread, unread, lengths // 16, block_table=table + front)
         return page_bounds(q, layer, form(*pools), implementation="triton")
@@ -138,11 +164,17 @@ APPENDED = (
 @both_forms
 @pytest.mark.parametrize("case", APPENDED, ids=lambda case: case.name)
 def test_append_matches_the_reference_to_the_bit(case, form):
-    """Steps of one token and chunks of many, in front of the first slot, past the room and where nothing is new."""
+    """Steps of one token and chunks of many, in front of the first slot, past the room and where
+    nothing is new.
+    """
     _, layer, _ = case.build()
     rng = np.random.default_rng(1)
-    layer = layer._replace(k=jnp.asarray(rng.normal(size=layer.k.shape) * case.spread, layer.k.dtype))
-    old = form.of(*(jnp.asarray(rng.normal(size=layer.k[:, 0].shape) + by, layer.k.dtype) for by in (-9, 9)))
+    layer = layer._replace(
+        k=jnp.asarray(rng.normal(size=layer.k.shape) * case.spread, layer.k.dtype)
+    )
+    old = form.of(
+        *(jnp.asarray(rng.normal(size=layer.k[:, 0].shape) + by, layer.k.dtype) for by in (-9, 9))
+    )
     run = jax.jit(bounds_append, static_argnames=("max_new", "implementation"))
     for new, over in ((1, 0), (1, 3), (9, 0), (case.slots, 0), (case.slots, 5)):
         lengths = jnp.where(layer.lengths == case.slots, layer.lengths + over, layer.lengths)
@@ -151,7 +183,9 @@ def test_append_matches_the_reference_to_the_bit(case, form):
             jnp.asarray(rng.integers(0, new + 1, case.batch), jnp.int32),
         ):
             call = (old, layer._replace(lengths=lengths), valid, lengths - valid[:, None])
-            got, want = (run(*call, max_new=new, implementation=name) for name in ("triton", "reference"))
+            got, want = (
+                run(*call, max_new=new, implementation=name) for name in ("triton", "reference")
+            )
             assert over or not bool(valid.any()) or not np.array_equal(want.high, old.high)
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -171,7 +205,12 @@ def test_append_behind_the_first_two_billion_values(form):
         bounds = form.of(*(jnp.zeros((front + used, head_dim), last.dtype) for _ in "lh"))
         valid = jnp.full(1, page_size * used, jnp.int32)
         bounds = bounds_append(
-            bounds, layer, valid, jnp.zeros_like(lengths), max_new=page_size * used, implementation="triton"
+            bounds,
+            layer,
+            valid,
+            jnp.zeros_like(lengths),
+            max_new=page_size * used,
+            implementation="triton",
         )
         return form(*(kept[front:] for kept in bounds))
 

@@ -28,7 +28,9 @@ def test_does_what_the_reference_does(case, seed):
     inputs = case.build(seed)
     want = place(inputs, case, "token_logits", "reference")
     np.testing.assert_array_equal(place(inputs, case, "token_logits"), want)
-    mass, want_mass = (np.asarray(place(inputs, case, "page_mass", name)) for name in ("triton", "reference"))
+    mass, want_mass = (
+        np.asarray(place(inputs, case, "page_mass", name)) for name in ("triton", "reference")
+    )
     assert mass.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(mass), np.isneginf(want_mass))
     np.testing.assert_allclose(mass, want_mass, rtol=1e-5, atol=1e-5)
@@ -58,7 +60,9 @@ def test_the_tile_and_the_batch_change_no_bit(stats, monkeypatch):
 
 @pytest.mark.parametrize("dense", ["none", "mixed", "all"])
 def test_heads_longer_than_their_room_read_nothing_else(dense):
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory beyond is read."""
+    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
+    beyond is read.
+    """
     case = Case("", num_pages=700, lengths="full", listed="newest", capacity=2, dense=dense)
     inputs = case.build()
     longer = inputs._replace(lengths=inputs.lengths + 1000)

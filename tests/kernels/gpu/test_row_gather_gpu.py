@@ -1,4 +1,6 @@
-"""row_gather's triton backend: bit for bit what the reference does, from the device's memory and from the host's."""
+"""row_gather's triton backend: bit for bit what the reference does, from the device's memory and
+from the host's.
+"""
 
 from functools import partial
 

@@ -22,9 +22,28 @@ LONG = (
     Case("top_k_128k_ties", size=131072, rule="top_k", value=5000, like="ties"),
     Case("top_k_odd", size=70001, rule="top_k", value=333, group=2),
     Case("threshold_raw", size=131072, rule="threshold", value=7.0, weights="raw", group=2),
-    Case("top_k_named_tokens", size=131072, rule="top_k", value=5000, group=2, span=16, ragged=True),
-    Case("top_k_named_pages", size=8192, rule="top_k", value=4000, group=4, granularity="page", span=1),
-    Case("top_k_pages_max", size=8192, group=4, pool="max", rule="top_k", value=256, capacity=256, weights="raw"),
+    Case(
+        "top_k_named_tokens", size=131072, rule="top_k", value=5000, group=2, span=16, ragged=True
+    ),
+    Case(
+        "top_k_named_pages",
+        size=8192,
+        rule="top_k",
+        value=4000,
+        group=4,
+        granularity="page",
+        span=1,
+    ),
+    Case(
+        "top_k_pages_max",
+        size=8192,
+        group=4,
+        pool="max",
+        rule="top_k",
+        value=256,
+        capacity=256,
+        weights="raw",
+    ),
 )
 HEAVY = (
     Case("top_p_32k", size=32768, value=0.95),
@@ -72,7 +91,9 @@ def test_long_rows(case):
 
 @pytest.mark.parametrize("case", HEAVY, ids=lambda case: case.name)
 def test_the_smallest_set_of_a_long_row(case):
-    """Its mass is what was asked for to within the rounding of long sums, and no likelier one is left out."""
+    """Its mass is what was asked for to within the rounding of long sums, and no likelier one is
+    left out.
+    """
     scores, rule, kwargs = case.build()
     got = call(case.build())
     for b, k in np.ndindex(case.batch, case.kv_heads):
@@ -88,7 +109,9 @@ def test_the_smallest_set_of_a_long_row(case):
         weights = weights / weights.sum()
         order = np.argsort(-row, kind="stable")
         # logits that float32 cannot tell apart by their weights may change places
-        np.testing.assert_allclose(np.sort(weights[ids]), np.sort(weights[order[:count]]), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.sort(weights[ids]), np.sort(weights[order[:count]]), rtol=1e-6
+        )
         assert weights[ids].sum() >= rule[0] - 1e-5
         assert weights[ids].sum() - weights[ids].min() < rule[0] + 1e-5
 
@@ -112,7 +135,10 @@ def test_a_long_union_that_is_cut(granularity):
         worth = best[head]
         if granularity == "bits":
             assert free.bits is not None
-            flags = np.asarray(free.bits)[head][: there.size, None] >> np.arange(16, dtype=np.uint32) & 1
+            flags = (
+                np.asarray(free.bits)[head][: there.size, None] >> np.arange(16, dtype=np.uint32)
+                & 1
+            )
             worth = np.full(2048, -np.inf)
             worth[there] = np.where(flags == 1, best[head].reshape(-1, 16)[there], -np.inf).max(-1)
         kept = np.asarray(cut.ids)[head]
@@ -137,23 +163,32 @@ def test_tiles_of_any_shape(tiling):
 
     for case in (LONG[0], LONG[3], LONG[4]):
         inputs = case.build(5)
-        run = jax.jit(lambda i=inputs: kernel(i.scores, i.rule, **i.kwargs | {"page_size": 1}, tiling=SelectTiling(*tiling)))
+        run = jax.jit(
+            lambda i=inputs: kernel(
+                i.scores, i.rule, **i.kwargs | {"page_size": 1}, tiling=SelectTiling(*tiling)
+            )
+        )
         assert_same(run(), call(inputs, "reference"))
 
 
 @pytest.mark.parametrize("copies", [np.repeat, np.tile], ids=["neighbours", "far"])
 def test_equal_scores_of_one_thread(copies):
     """What they add up to is not lost where a thread finds one of them."""
-    scores = jnp.asarray(copies(np.random.default_rng(0).normal(size=8192) * 3, 4), jnp.float32).reshape(1, 1, 1, -1)
+    scores = jnp.asarray(
+        copies(np.random.default_rng(0).normal(size=8192) * 3, 4), jnp.float32
+    ).reshape(1, 1, 1, -1)
     for k in (3, 1001, 20002):
         chosen = [
-            threshold_select(scores, TopK(k), capacity=32768, implementation=name) for name in ("triton", "reference")
+            threshold_select(scores, TopK(k), capacity=32768, implementation=name)
+            for name in ("triton", "reference")
         ]
         assert_same(*chosen)
 
 
 def test_the_same_bits_every_time_and_in_any_batch():
-    inputs = Case("", batch=8, kv_heads=8, size=7712, group=4, capacity=400, granularity="bits", page_size=16).build()
+    inputs = Case(
+        "", batch=8, kv_heads=8, size=7712, group=4, capacity=400, granularity="bits", page_size=16
+    ).build()
     first = call(inputs)
     for _ in range(50):
         assert_same(first, call(inputs))
@@ -168,7 +203,9 @@ def test_junk_beyond_the_length_is_not_seen():
     inside = jnp.arange(case.size) < lengths[..., None, None]
     assert bool((inputs.scores == JUNK).any())
     for junk in (jnp.nan, jnp.inf, -jnp.inf):
-        assert_same(call(inputs), call(inputs._replace(scores=jnp.where(inside, inputs.scores, junk))))
+        assert_same(
+            call(inputs), call(inputs._replace(scores=jnp.where(inside, inputs.scores, junk)))
+        )
 
 
 def test_what_follows_in_the_same_program_sees_the_list():
@@ -178,7 +215,9 @@ def test_what_follows_in_the_same_program_sees_the_list():
         @jax.jit
         def run(scores):
             for _ in range(5):
-                got = threshold_select(scores, TopK(50), capacity=200, implementation=implementation)
+                got = threshold_select(
+                    scores, TopK(50), capacity=200, implementation=implementation
+                )
                 scores = jnp.roll(scores, got.ids.sum() % 97 + got.count.sum(), -1)
             return got
 
@@ -190,7 +229,9 @@ def test_what_follows_in_the_same_program_sees_the_list():
 def test_rows_beyond_two_to_the_31_elements():
     shape = (520, 8, 4, 131072)
     scores = jnp.zeros(shape, jnp.bfloat16).at[-1, -1, -1, 77777].set(1).at[-1, -1, 0, 5].set(1)
-    got = jax.jit(lambda s: threshold_select(s, TopK(1), capacity=4, implementation="triton"))(scores)
+    got = jax.jit(lambda s: threshold_select(s, TopK(1), capacity=4, implementation="triton"))(
+        scores
+    )
     np.testing.assert_array_equal(got.ids[-1, -1], [0, 5, 77777, 0])
     np.testing.assert_array_equal(got.count[:2], 1)
 

@@ -16,16 +16,23 @@ from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_roun
 gpu = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
 TokenCase = partial(Case, granularity="token")
-MANY_HEADS = TokenCase("many_heads", batch=40, kv_heads=8, num_pages=16, dtype="bfloat16", table="scrambled")
-# 64 units of more than two blocks each, beside an empty head, one of a single token and one that is listed
-LONG = TokenCase("long", head_dim=128, num_pages=1300, dense="mixed", dtype="bfloat16", table="scrambled")
+MANY_HEADS = TokenCase(
+    "many_heads", batch=40, kv_heads=8, num_pages=16, dtype="bfloat16", table="scrambled"
+)
+# 64 units of more than two blocks each, beside an empty head, one of a single token and one that is
+# listed
+LONG = TokenCase(
+    "long", head_dim=128, num_pages=1300, dense="mixed", dtype="bfloat16", table="scrambled"
+)
 LONG_LISTS = TokenCase("long_lists", head_dim=128, num_pages=1300, listed="all", dtype="bfloat16")
 
 
 @partial(jax.jit, static_argnames=("implementation", "sm_scale", "stats"))
 def attend(inputs, implementation="triton", sm_scale=None, stats=None):
     with jax.default_matmul_precision("highest"):  # else the reference's float32 is TF32
-        return token_sparse_decode(*inputs, sm_scale=sm_scale, stats=stats, implementation=implementation)
+        return token_sparse_decode(
+            *inputs, sm_scale=sm_scale, stats=stats, implementation=implementation
+        )
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
@@ -36,7 +43,9 @@ def cast(inputs: Inputs, dtype) -> Inputs:
 
 
 def assert_near(got, want, dtype):
-    """The weights are rounded to the type of V before they meet it: to 2^-9 in bfloat16, 2^-12 in float16."""
+    """The weights are rounded to the type of V before they meet it: to 2^-9 in bfloat16, 2^-12 in
+    float16.
+    """
     error = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}[str(dtype)]
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -64,7 +73,15 @@ def test_matches_the_reference(case, stats):
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_is_at_most_twice_as_far_off_as_plain_jnp(head_dim, group, dtype):
-    case = TokenCase("", head_dim=head_dim, group=group, num_pages=40, dense="mixed", table="scrambled", bias=True)
+    case = TokenCase(
+        "",
+        head_dim=head_dim,
+        group=group,
+        num_pages=40,
+        dense="mixed",
+        table="scrambled",
+        bias=True,
+    )
     inputs = cast(case.build(head_dim + group), dtype)
     want = attend(cast(inputs, jnp.float32), "reference")
     got, plain = attend(inputs), attend(inputs, "reference")
@@ -79,7 +96,9 @@ def test_o_comes_in_the_type_that_is_asked_for():
 
 @gpu
 def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
-    assert_reports_rounded_mean(partial(token_sparse_decode, implementation="triton"), "token", off=2e-4)
+    assert_reports_rounded_mean(
+        partial(token_sparse_decode, implementation="triton"), "token", off=2e-4
+    )
 
 
 @gpu
@@ -87,7 +106,9 @@ def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
 def test_what_is_not_attended_to_is_not_read(name):
     """Not even NaN does harm there."""
     inputs = by_name[name].build()
-    k, v = (jnp.where(jnp.abs(pool) == JUNK, jnp.nan, pool) for pool in (inputs.layer.k, inputs.layer.v))
+    k, v = (
+        jnp.where(jnp.abs(pool) == JUNK, jnp.nan, pool) for pool in (inputs.layer.k, inputs.layer.v)
+    )
     assert bool(jnp.isnan(k).any())
     assert_same(attend(inputs._replace(layer=inputs.layer._replace(k=k, v=v))), attend(inputs))
 
@@ -97,7 +118,10 @@ def test_ids_behind_the_list_may_be_anything():
     q, layer, chosen = by_name["scrambled"].build()
     behind = jnp.arange(chosen.ids.shape[-1]) >= chosen.count[..., None]
     ids = jnp.where(behind, 2**31 - 1, chosen.ids)
-    assert_same(attend(Inputs(q, layer, Selection(ids, chosen.count, granularity="token"))), attend((q, layer, chosen)))
+    assert_same(
+        attend(Inputs(q, layer, Selection(ids, chosen.count, granularity="token"))),
+        attend((q, layer, chosen)),
+    )
 
 
 @gpu
@@ -122,7 +146,9 @@ def test_a_row_alone_gives_the_same_bits(case):
             layer._replace(lengths=layer.lengths[at], block_table=layer.block_table[at]),
             jax.tree.map(lambda x, at=at: x[at], chosen),
         )
-        assert_same(attend(alone, stats="token_logits"), jax.tree.map(lambda x, at=at: x[at], whole))
+        assert_same(
+            attend(alone, stats="token_logits"), jax.tree.map(lambda x, at=at: x[at], whole)
+        )
 
 
 @gpu
@@ -137,7 +163,9 @@ def test_the_same_call_gives_the_same_bits():
 @pytest.mark.parametrize("sm_scale", [1.0, 0.0])
 def test_round_scales(sm_scale):
     inputs = by_name["tokens"].build()
-    assert_near(attend(inputs, "triton", sm_scale), attend(inputs, "reference", sm_scale), "float32")
+    assert_near(
+        attend(inputs, "triton", sm_scale), attend(inputs, "reference", sm_scale), "float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,12 +177,17 @@ def test_round_scales(sm_scale):
     ],
 )
 def test_what_the_kernel_cannot_do_is_the_references(case, message):
-    with pytest.raises(ValueError, match=f"implementation='triton': token_sparse_decode on this backend .*{message}"):
+    with pytest.raises(
+        ValueError,
+        match=f"implementation='triton': token_sparse_decode on this backend .*{message}",
+    ):
         token_sparse_decode(*case.build(), implementation="triton")
     assert token_sparse_decode(*case.build()).o.shape == (2, 2 * case.group, case.head_dim)
 
 
 def test_mixed_types_are_refused():
     q, layer, chosen = by_name["tokens"].build()
-    with pytest.raises(ValueError, match="takes q, K and V of one type of .*, not bfloat16, float32"):
+    with pytest.raises(
+        ValueError, match="takes q, K and V of one type of .*, not bfloat16, float32"
+    ):
         token_sparse_decode(q.astype(jnp.bfloat16), layer, chosen, implementation="triton")
