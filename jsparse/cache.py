@@ -53,7 +53,7 @@ class FreeList(NamedTuple):
     """
 
     pages: Int32[Array, "pages"]
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class LayerCache(NamedTuple):

@@ -1,15 +1,17 @@
 """`generate`: what a user may ask for, checked; the work is in jsparse.runtime.session."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.host_reader import OnProgress, Reader, Row, Streamer
+from jsparse.host_reader import Generation, OnProgress, Reader, Row, Streamer
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
@@ -19,8 +21,44 @@ from jsparse.runtime.sampling import Sampling
 from jsparse.text_stream import TextStream
 
 PAGE_SIZES = (8, 16, 32, 64)
+Message = Mapping[str, Any]
+OnePrompt = str | Sequence[int] | Sequence[Message]
+# str is a sequence of str, so that many texts are a list or a tuple
+ManyPrompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
 
 
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `generate`, which documents them."""
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int
+    stop: str | Sequence[str]
+    eos_token_id: int | Sequence[int] | None
+    logprobs: bool
+    streamer: Streamer | Sequence[Streamer] | None
+    policy: Policy | str
+    max_length: int | None
+    page_size: int
+    on_progress: OnProgress | None
+
+
+@overload
+def generate(
+    params: Params, prompt: OnePrompt, **options: Unpack[GenerateOptions]
+) -> Generation: ...
+@overload
+def generate(
+    params: Params, prompt: ManyPrompts, **options: Unpack[GenerateOptions]
+) -> list[Generation]: ...
+@overload
+def generate(
+    params: Params, prompt: np.ndarray | Array, **options: Unpack[GenerateOptions]
+) -> Any: ...
 def generate(
     params: Params,
     prompt: Any,
@@ -40,7 +78,7 @@ def generate(
     max_length: int | None = None,
     page_size: int = 16,
     on_progress: OnProgress | None = None,
-) -> Any:  # Generation | list[Generation]
+) -> Any:
     """Continues a prompt, or a batch of them.
 
     The decode step is compiled once for each batch size, capacity and policy, prefill also for each

@@ -40,16 +40,19 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
     chosen = _chosen(len(steps))
     figure = _figure(MAP[0] * len(chosen) + 1, MAP[1])
     axes = figure.subplots(1, len(chosen), sharex=True, sharey=True, squeeze=False)[0]
+    images = []
     for axis, i in zip(axes, chosen, strict=True):
-        image = axis.imshow(
-            values[i], cmap="coolwarm", vmin=0, vmax=1, aspect="auto", interpolation="none"
+        images.append(
+            axis.imshow(
+                values[i], cmap="coolwarm", vmin=0, vmax=1, aspect="auto", interpolation="none"
+            )
         )
         axis.set_title(f"step {steps[i]}", fontsize=9)
         axis.set_xlabel("KV head")
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("layer")
     axes[0].yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axes, label="mean gate: 0 sparse, 1 retrieval", pad=0.01)
+    figure.colorbar(images[-1], ax=axes, label="mean gate: 0 sparse, 1 retrieval", pad=0.01)
     figure.savefig(path, dpi=DPI)
 
 

@@ -12,7 +12,7 @@ class Inputs(NamedTuple):
 
     pool: jnp.ndarray
     ids: jnp.ndarray
-    count: jnp.ndarray | None
+    count: jnp.ndarray | None  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
