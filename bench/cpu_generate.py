@@ -29,8 +29,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.children import run_child, spread, write_report
-from bench.environment import available_cores, describe
+from bench.lib.environment import available_cores, describe
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf", "hf-compiled")
 PROMPT_LEN = 512

@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread, write_report
-from bench.environment import describe
-from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, state_after_prompt
+from bench.lib.environment import describe
+from bench.lib.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, state_after_prompt
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 WARM_UP, STEPS, RUNS = 5, 100, 5
@@ -38,7 +38,7 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from bench.twilight_trace import parse
+    from bench.lib.replay import parse
     from jsparse import cache as kv_cache
     from jsparse import loop
     from jsparse.models.transformer import Decoder, random_weights

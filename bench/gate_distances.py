@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool
 from rich.console import Console
 from rich.table import Table
 
-from bench.children import write_report
-from bench.environment import describe
 from bench.head_baselines import drawn
+from bench.lib.environment import describe
+from bench.lib.subprocesses import write_report
 from jsparse.evaluation import texts
 from jsparse.models.checkpoint import Params, load
 from jsparse.policies import head_gates

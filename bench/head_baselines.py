@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from bench.environment import describe
-from bench.twilight_trace import text_tokens
+from bench.lib.environment import describe
+from bench.lib.recording import text_tokens
 from jsparse.cache import KVCache
 from jsparse.evaluation.closeness import windows
 from jsparse.evaluation.forcing import force

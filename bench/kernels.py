@@ -30,15 +30,15 @@ from typing import Any
 
 import jax
 
-from bench import kernel_ops, peers
-from bench.children import write_report
-from bench.environment import describe
-from bench.kernel_cases import CASES, GRIDS, Attention, dense_shapes, shrunk
-from bench.kernel_programs import Job, attention_job
-from bench.kernel_rows import Settings, bandwidth, grid_contender, grid_rows, job_rows, warm, warm_grid
-from bench.kernel_table import lines
-from bench.kernel_timing import LEAD_BYTES, lead
-from bench.llama_8b import READ_BANDWIDTH
+from bench.lib import kernel_ops, peers
+from bench.lib.environment import describe
+from bench.lib.kernel_cases import CASES, GRIDS, Attention, dense_shapes, shrunk
+from bench.lib.kernel_programs import Job, attention_job
+from bench.lib.kernel_rows import Settings, bandwidth, grid_contender, grid_rows, job_rows, warm, warm_grid
+from bench.lib.kernel_table import lines
+from bench.lib.kernel_timing import LEAD_BYTES, lead
+from bench.lib.llama_8b import READ_BANDWIDTH
+from bench.lib.subprocesses import write_report
 
 MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grids
 TINY = 512  # by which --tiny shrinks

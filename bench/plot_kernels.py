@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.kernel_cases import KV_HEADS
-from bench.kernel_table import peer_us
+from bench.lib.kernel_cases import KV_HEADS
+from bench.lib.kernel_table import peer_us
 
 PEERS = {"torch FA2": "--", "torch cuDNN": ":"}
 KIB, COLUMNS = 1024, 3

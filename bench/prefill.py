@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread, write_report
-from bench.environment import describe
-from bench.llama_8b import LLAMA_8B, huggingface_model
+from bench.lib.environment import describe
+from bench.lib.llama_8b import LLAMA_8B, huggingface_model
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf")
 

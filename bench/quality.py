@@ -25,8 +25,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
 
-from bench.children import write_report
-from bench.environment import REPOSITORY, describe
+from bench.lib.environment import REPOSITORY, describe
+from bench.lib.subprocesses import write_report
 from jsparse.evaluation.command import draw, show
 from jsparse.evaluation.runner import plan
 from jsparse.evaluation.statistics import averages

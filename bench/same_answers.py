@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench.children import run_child, write_report
 from bench.cpu_generate import find_gguf, same_first_ids
-from bench.environment import available_cores, describe
+from bench.lib.environment import available_cores, describe
+from bench.lib.subprocesses import run_child, write_report
 
 if TYPE_CHECKING:
     from jsparse.evaluation.sample import Sample, Task

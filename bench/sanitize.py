@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from bench.environment import REPOSITORY, describe
+from bench.lib.environment import REPOSITORY, describe
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases

@@ -19,12 +19,12 @@ from unittest.mock import patch
 
 import jax
 
-from bench import kernel_ops
-from bench.children import write_report
-from bench.environment import describe
-from bench.kernel_cases import CASES, hybrid
-from bench.kernel_programs import Job, attention_job
-from bench.kernel_timing import Program, lead, profile
+from bench.lib import kernel_ops
+from bench.lib.environment import describe
+from bench.lib.kernel_cases import CASES, hybrid
+from bench.lib.kernel_programs import Job, attention_job
+from bench.lib.kernel_timing import Program, lead, profile
+from bench.lib.subprocesses import write_report
 
 RUNS = 4
 OWN = "its own"  # choice

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float32
 from rich.console import Console
 from rich.table import Table
 
-from bench.children import write_report
-from bench.environment import describe
-from bench.twilight_trace import recording, text_tokens
+from bench.lib.environment import describe
+from bench.lib.recording import recording, text_tokens
+from bench.lib.subprocesses import write_report
 from jsparse.cache import KVCache, LayerCache
 from jsparse.evaluation.forcing import force
 from jsparse.models.checkpoint import Params, load

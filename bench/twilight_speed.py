@@ -25,15 +25,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.children import run_child, write_report
-from bench.environment import describe
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
-from bench.kernel_programs import Contender, Job, cache
-from bench.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
-from bench.kernel_timing import LEAD_BYTES, Program, lead
-from bench.llama_8b import state_after_prompt
-from bench.peers import numbers
-from bench.twilight_trace import parse
+from bench.lib.environment import describe
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_programs import Contender, Job, cache
+from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
+from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
+from bench.lib.llama_8b import state_after_prompt
+from bench.lib.peers import numbers
+from bench.lib.replay import parse
+from bench.lib.subprocesses import run_child, write_report
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.decode import attend_layer
 from jsparse.policy import Policy
@@ -146,7 +146,7 @@ def peers(cases: Sequence[Attention]) -> list[dict[str, Any]]:
     """PyTorch's times; what went wrong is told in their place."""
     shapes = [f"{case.heads}x{case.batch}x{case.context}" for case in cases]
     try:
-        return run_child("bench.peers", ["--peers", "torch", "--shapes", *shapes], timeout_s=240)
+        return run_child("bench.lib.peers", ["--peers", "torch", "--shapes", *shapes], timeout_s=240)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return [{"error": str(error)[-600:]}]
 

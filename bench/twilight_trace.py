@@ -4,16 +4,13 @@ Random weights give flat attention, of which top-p keeps nearly all. Speed is th
 of every layer that prunes, KV head and step, while dense attention's continuation of the text of `jsparse eval` is
 decoded. The base is all tokens, so that a base that finds less than everything would keep no more.
 
-    python -m bench.twilight_trace --json bench/results/twilight_trace.json
+    python -m bench.twilight_trace --json bench/results/twilight_trace/h200.json
 """
 
 import argparse
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
-from importlib.resources import files
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from bench.environment import REPOSITORY, describe
+from bench.lib.environment import describe
+from bench.lib.recording import recording, text_tokens
 from jsparse import policies
 from jsparse.cache import KVCache
 from jsparse.evaluation.forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.policy import Policy, State
-from jsparse.prompts import tokenizer_of
 
-TRACE = REPOSITORY / "bench/results/twilight_trace.json"
 RECORDED = "dense_layers(twilight(full(), p=0.95), n=2)"
 LENGTHS = (1024, 2048, 4096, 8000)
 
@@ -50,69 +46,11 @@ def counting(policy: Policy, steps: int) -> Policy:
     return recording(policy, init, select)
 
 
-def recording(policy: Policy, init: Callable[..., State], select: Callable[..., Any]) -> Policy:
-    """`policy` with another select, and a state of which its own comes first; it must not fall back or maintain."""
-
-    def passed_on(hook):
-        return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
-
-    if policy.fallback is not None or policy.period:
-        raise ValueError(
-            f"policy={policy}: must neither fall back nor maintain, which would see the records as its state"
-        )
-    hooks = {name: passed_on(getattr(policy, name)) for name in ("prefill", "append", "update")}
-    return policy._replace(select=select, init=init, **hooks)
-
-
-def text_tokens(params: Params) -> list[int]:
-    """Of the text of `jsparse eval`."""
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
-    return tokenizer_of(params, "the benchmark").encode(text)
-
-
 def record(params: Params, prompts: Sequence[Sequence[int]], steps: int) -> list[int]:
     """The counts of all steps, layers and heads, by step."""
     forcing = force(params, [counting(policies.parse(RECORDED), steps)], prompts, max_new_tokens=steps)
     counts = np.asarray(deque(forcing.steps(1), maxlen=1)[0].state[2]).swapaxes(0, 1)
     return counts[counts >= 0].tolist()
-
-
-@cache
-def pages_kept(context: int) -> np.ndarray:
-    """The counts that were recorded at the longest context up to this one, or at the shortest."""
-    traces = json.loads(TRACE.read_text(encoding="utf-8"))["traces"]
-    shorter = [trace for trace in traces if trace["length"] <= context]
-    return np.array((shorter or traces[:1])[-1]["pages"])
-
-
-def replayed(policy: Policy, context: int) -> Policy:
-    """`policy`, but each head keeps only as many of its pages as one did in the trace: the first of them.
-
-    Counts are spread evenly over the trace's, and dealt out to the heads by layer. Everything that `policy` computes is
-    still computed, and one small kernel besides.
-    """
-    recorded = pages_kept(context)
-
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
-        dealt = jnp.asarray(spread_evenly(recorded, layer, chosen.count.shape), jnp.int32)
-        return replace(chosen, count=jnp.minimum(chosen.count, dealt)), summary, state
-
-    return policy._replace(select=select, name=f"replayed({policy.name})")
-
-
-def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """As many of the recorded counts as that, at equal steps of their rank, in an order of the seed's."""
-    number = int(np.prod(shape))
-    ranks = (np.random.default_rng(seed).permutation(number) + 0.5) / number
-    return np.quantile(recorded, ranks, method="nearest").reshape(shape)
-
-
-def parse(text: str, context: int) -> Policy:
-    """A policy's expression; replayed(…) around it replays the counts of that context."""
-    if text.startswith("replayed(") and text.endswith(")"):
-        return replayed(policies.parse(text[len("replayed(") : -1]), context)
-    return policies.parse(text)
 
 
 def main() -> None:

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from bench import kernel_timing, plot_kernels
-from bench.environment import REPOSITORY
-from bench.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
-from bench.kernel_programs import inputs
-from bench.kernel_table import lines
-from bench.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
+from bench import plot_kernels
 from bench.kernels import measure
+from bench.lib import kernel_timing
+from bench.lib.environment import REPOSITORY
+from bench.lib.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
+from bench.lib.kernel_programs import inputs
+from bench.lib.kernel_table import lines
+from bench.lib.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
 from jsparse.selection import read_tokens
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
@@ -86,7 +87,7 @@ def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
 
 def test_what_a_report_holds_is_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    committed = json.loads((REPOSITORY / "bench/results/kernels_h200.json").read_text())
+    committed = json.loads((REPOSITORY / "bench/results/kernels/h200.json").read_text())
     shapes = {(row["batch"], row["context"]): row for row in committed["grid"] if row["heads"] == 32}
     row = shapes[1, 16384] | {"case": "10% listed, batch 1"}
     hybrids = [row | {"sparse_heads": n} for n in (0, 4, 6, 7, 8)]

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import jsparse
+from bench.lib.replay import pages_kept, parse, spread_evenly
 from bench.twilight_speed import main, parts
-from bench.twilight_trace import counting, pages_kept, parse, spread_evenly
+from bench.twilight_trace import counting
 from jsparse import cache as kv_cache
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.children import spread
+from bench.lib.subprocesses import spread
 
 LEAD_BYTES = 2_000_000_000
 LONGEST = 0.3  # seconds that one measurement may take

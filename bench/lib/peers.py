@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.children import run_child, spread
-from bench.environment import REPOSITORY
-from bench.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
+from bench.lib.environment import REPOSITORY
+from bench.lib.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
+from bench.lib.subprocesses import run_child, spread
 
 PEERS = ("torch", "flashinfer")
 WORKSPACE_BYTES = 512 << 20
@@ -156,7 +156,7 @@ def present(wanted: Sequence[str], left_out: dict[str, str], *, on_gpu: bool) ->
 def building(left_out: dict[str, str]) -> Iterator[None]:
     """FlashInfer's kernels are compiled meanwhile, by another process, and are there at the end."""
     with TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "bench.peers", "--build"]
+        command = [sys.executable, "-m", "bench.lib.peers", "--build"]
         child = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
         try:
             yield
@@ -186,7 +186,7 @@ def from_child(
     shapes = ["x".join(map(str, shape)) for shape in grids]
     arguments = ["--peers", *names, "--grids", *shapes, "--repeats", str(repeats)]
     try:
-        return run_child("bench.peers", arguments + (["--only", *only] if only else []), timeout_s=CHILD_SECONDS)
+        return run_child("bench.lib.peers", arguments + (["--only", *only] if only else []), timeout_s=CHILD_SECONDS)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         left_out |= dict.fromkeys(names, str(error)[-600:])
         return []
@@ -224,7 +224,7 @@ def build() -> None:
 
 def main() -> None:
     """Prints a line of JSON: the rows of everyone asked for."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Time PyTorch and FlashInfer.")
+    parser = argparse.ArgumentParser(prog="python -m bench.lib.peers", description="Time PyTorch and FlashInfer.")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
     parser.add_argument(

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
-from bench.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
-from bench.kernel_timing import Program, profile, wall
-from bench.llama_8b import READ_BANDWIDTH
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.lib.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
+from bench.lib.kernel_timing import Program, profile, wall
+from bench.lib.llama_8b import READ_BANDWIDTH
 
 BUS_PAGES = 65536  # 268 MB
 

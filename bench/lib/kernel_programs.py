@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
-from bench.kernel_timing import Program
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode

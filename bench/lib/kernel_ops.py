@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
-from bench.kernel_programs import Job, in_turn, random
-from bench.kernel_timing import Program
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_programs import Job, in_turn, random
+from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
 from jsparse.pallas_kernels.int4_scores.api import int4_scores

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 
 

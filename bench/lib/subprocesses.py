@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.environment import REPOSITORY
+from bench.lib.environment import REPOSITORY
 
 
 def run_child(module: str, arguments: list[str], *, python: str = sys.executable, timeout_s: int = 1800) -> Any:
