@@ -1,1 +1,1 @@
-"""Benchmarks: one question a script, run as `python -m bench.<name>`."""
+"""Benchmarks, one question per script: `python -m bench list`, `python -m bench reproduce NAME`."""

@@ -1,4 +1,4 @@
-"""What a benchmark's numbers depend on besides its own settings: machine, versions and revision of the source."""
+"""The record of a run: command line, machine, versions and revision of the source."""
 
 from __future__ import annotations
 
@@ -7,30 +7,52 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
+REVISION_VARIABLES = ("JSPARSE_REVISION", "JSPARSE_GIT_REV")  # the second is the older name
 
 
-def describe() -> dict:
-    """Returns the environment as a dict ready for JSON; what cannot be found out is None.
+def describe(*, allow_modified: bool = False) -> dict[str, Any]:
+    """Returns the environment as a dict ready for JSON; a value that cannot be found is None.
 
-    Keys: python, platform, cpu, cores (those this process may use), load_average (of the last minute: timings taken
-    while others use the machine are worth little), versions (of the installed ones among jax, jaxlib, numpy, torch and
-    transformers), gpus (name and driver of each, from nvidia-smi), git_revision and git_modified (whether tracked
-    files differ from that revision). Where git or its repository is missing, the revision is taken from the
-    environment variable JSPARSE_GIT_REV and git_modified is None.
+    Scripts call it before they measure, so that the load average is that of other processes and a
+    modified working tree costs no run.
+
+    Args:
+        allow_modified: record a modified working tree instead of refusing it.
+
+    Returns:
+        argv (the script, relative to the repository, and its arguments), python, platform, cpu,
+        cores (those this process may use), load_average (of the last minute: timings taken while
+        other processes use the machine are worth little), versions (of the installed ones among
+        jax, jaxlib, numpy, torch and transformers), gpus (name and driver of each, from
+        nvidia-smi), git_revision, and modified (whether tracked files differ from that revision).
+        JSPARSE_REVISION, where it is set, states the revision, as for a copy of the source without
+        git; modified is then None.
+
+    Raises:
+        SystemExit: the working tree is modified and `allow_modified` is not set.
     """
+    revision = _revision()
+    if revision["modified"] and not allow_modified:
+        raise SystemExit(
+            f"error: the working tree differs from revision {str(revision['git_revision'])[:10]}: "
+            "commit the changes, or pass --allow-modified to measure them and record so"
+        )
     return {
+        "argv": [_script(sys.argv[0]), *sys.argv[1:]],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": available_cores(),
         "load_average": _load_average(),
-        "versions": _versions(),
+        "versions": versions(),
         "gpus": _gpus(),
-        **_revision(),
+        **revision,
     }
 
 
@@ -41,15 +63,16 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Returns the versions of those of PACKAGES that are installed."""
+    found = {}
     for package in PACKAGES:
-        # Read from the installed metadata: importing torch or jax here would weigh on what is measured.
+        # from the installed metadata: importing torch or jax here would weigh on the measurement
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _cpu_model() -> str | None:
@@ -73,20 +96,28 @@ def _gpus() -> list[dict[str, str]]:
     return [{"name": name.strip(), "driver": driver.strip()} for name, driver in rows]
 
 
+def _script(path: str) -> str:
+    """Returns the script's path relative to the repository, where it lies within it."""
+    resolved = Path(path).resolve()
+    inside = resolved.is_relative_to(REPOSITORY)
+    return resolved.relative_to(REPOSITORY).as_posix() if inside else path
+
+
 def _revision() -> dict[str, str | bool | None]:
+    for variable in REVISION_VARIABLES:
+        if stated := os.environ.get(variable):
+            return {"git_revision": stated, "modified": None}
     top = _output("git", "rev-parse", "--show-toplevel")
-    if stated := os.environ.get("JSPARSE_GIT_REV"):
-        return {"git_revision": stated, "git_modified": None}
     revision = _output("git", "rev-parse", "--verify", "HEAD")
-    # Another repository around an unpacked copy of the source says nothing about the source.
+    # another repository around an unpacked copy of the source says nothing about the source
     if top is None or revision is None or Path(top).resolve() != REPOSITORY:
-        return {"git_revision": None, "git_modified": None}
+        return {"git_revision": None, "modified": None}
     status = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return {"git_revision": revision, "git_modified": None if status is None else bool(status)}
+    return {"git_revision": revision, "modified": None if status is None else bool(status)}
 
 
 def _output(*command: str) -> str | None:
-    """Returns what the command prints, or None where it is missing, fails or hangs."""
+    """Returns the output of a command, or None where it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -10,20 +10,29 @@ from jsparse.prompts import tokenizer_of
 
 
 def recording(policy: Policy, init: Callable[..., State], select: Callable[..., Any]) -> Policy:
-    """`policy` with another select, and a state of which its own comes first; it must not fall back or maintain."""
+    """Returns `policy` with another select, and a state whose first element is its own.
+
+    Raises:
+        ValueError: the policy falls back or maintains, which would see the records as its state.
+    """
 
     def passed_on(hook):
         return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
 
     if policy.fallback is not None or policy.period:
         raise ValueError(
-            f"policy={policy}: must neither fall back nor maintain, which would see the records as its state"
+            f"policy={policy}: must neither fall back nor maintain, "
+            "which would see the records as its state"
         )
     hooks = {name: passed_on(getattr(policy, name)) for name in ("prefill", "append", "update")}
     return policy._replace(select=select, init=init, **hooks)
 
 
 def text_tokens(params: Params) -> list[int]:
-    """Of the text of `jsparse eval`."""
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
+    """Returns the tokens of the text of `jsparse eval`."""
+    text = (
+        files("jsparse.evaluation")
+        .joinpath("texts/shakespeare_1911.txt")
+        .read_text(encoding="utf-8")
+    )
     return tokenizer_of(params, "the benchmark").encode(text)

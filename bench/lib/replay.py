@@ -1,4 +1,4 @@
-"""Policies that replay the counts of pages that bench.twilight_trace recorded on SmolLM2."""
+"""Replays the numbers of pages that bench.twilight_trace recorded on SmolLM2."""
 
 import json
 from dataclasses import replace
@@ -18,17 +18,17 @@ TRACE = REPOSITORY / "bench/results/twilight_trace/h200.json"
 
 @cache
 def pages_kept(context: int) -> np.ndarray:
-    """The counts that were recorded at the longest context up to this one, or at the shortest."""
+    """Returns the counts recorded at the longest context up to this one, or at the shortest."""
     traces = json.loads(TRACE.read_text(encoding="utf-8"))["traces"]
     shorter = [trace for trace in traces if trace["length"] <= context]
     return np.array((shorter or traces[:1])[-1]["pages"])
 
 
 def replayed(policy: Policy, context: int) -> Policy:
-    """`policy`, but each head keeps only as many of its pages as one did in the trace: the first of them.
+    """Returns `policy` with heads that keep only as many of their pages as heads of the trace.
 
-    Counts are spread evenly over the trace's, and dealt out to the heads by layer. Everything that `policy` computes is
-    still computed, and one small kernel besides.
+    A head keeps the first of its pages. Counts are spread evenly over the trace's and dealt to the
+    heads by layer. Everything that `policy` computes is still computed, plus one small kernel.
     """
     recorded = pages_kept(context)
 
@@ -41,14 +41,14 @@ def replayed(policy: Policy, context: int) -> Policy:
 
 
 def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """As many of the recorded counts as that, at equal steps of their rank, in an order of the seed's."""
+    """Returns recorded counts in this shape, at equal steps of their rank, shuffled by `seed`."""
     number = int(np.prod(shape))
     ranks = (np.random.default_rng(seed).permutation(number) + 0.5) / number
     return np.quantile(recorded, ranks, method="nearest").reshape(shape)
 
 
 def parse(text: str, context: int) -> Policy:
-    """A policy's expression; replayed(…) around it replays the counts of that context."""
+    """Parses a policy's expression; replayed(…) around it replays the counts of that context."""
     if text.startswith("replayed(") and text.endswith(")"):
         return replayed(policies.parse(text[len("replayed(") : -1]), context)
     return policies.parse(text)

@@ -1,4 +1,4 @@
-"""Distances of gates: what is compared, and that more heads are nearer."""
+"""Tests bench.gate_distances: which gates it compares, and that more heads are nearer."""
 
 import numpy as np
 import pytest
