@@ -1,1 +1,1 @@
-"""Benchmarks, one question per script: `python -m bench list`, `python -m bench reproduce NAME`."""
+"""Answers one question per script; `python -m bench list` prints the committed results."""

@@ -1,1 +1,1 @@
-"""What the scripts of bench share: cases, clocks, contenders, and the record of a run."""
+"""Holds what the scripts share: cases, clocks, contenders, and the record of a run."""

@@ -1,4 +1,4 @@
-"""The command line that all scripts share."""
+"""Defines the options that all scripts share."""
 
 from argparse import ArgumentParser
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The record of a run: command line, machine, versions and revision of the source."""
+"""Describes a run: command line, machine, versions and revision of the source."""
 
 from __future__ import annotations
 

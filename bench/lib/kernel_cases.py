@@ -1,4 +1,4 @@
-"""The attention cases that bench.kernels times, in NumPy alone, so that contenders share them.
+"""Defines the attention cases of bench.kernels in NumPy alone, so that contenders share them.
 
 Unless a case differs, they have the attention of Llama 3.1 8B: 32 query heads, 8 KV heads of 128
 channels, bf16, pages of 16 tokens.

@@ -1,4 +1,4 @@
-"""The other ops of policies as jobs for bench.kernels: scores, selection, gather, compaction."""
+"""Builds jobs of the other ops for bench.kernels: scores, selection, gather, compaction."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""The shape of the GPU benchmarks, Llama 3.1 8B.
+"""Defines the shape of the GPU benchmarks, Llama 3.1 8B.
 
 Weights are random: right for speed, never for quality.
 """

@@ -55,7 +55,10 @@ def options(script):
     return added.union(*(shared.get(name, set()) for name in names))
 
 
-@pytest.mark.parametrize("table", [t for t in TABLES.values() if t.script.startswith("bench.")])
+OF_BENCH = [table for table in TABLES.values() if table.script.startswith("bench.")]
+
+
+@pytest.mark.parametrize("table", OF_BENCH, ids=lambda table: table.name)
 def test_scripts_know_the_options_of_their_entries(table):
     known = options(table.script.removeprefix("bench."))
     if table.script == "bench.kernels":
