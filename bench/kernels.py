@@ -1,23 +1,25 @@
 """How long does each kernel take, next to the bytes it must move, to PyTorch and to FlashInfer?
 
-Attention of one query a head in the shape of Llama 3.1 8B, dense and over the pages or tokens that lists name, and what
-policies need besides: page bounds, 4-bit scores, selection, gather, compaction. Cases are in kernel_cases and
-kernel_ops, clocks in kernel_timing, PyTorch and FlashInfer in peers. In the table, microseconds a call:
+Attention of one query per head in the shape of Llama 3.1 8B, dense and over listed pages or tokens,
+and the other ops of policies: page bounds, 4-bit scores, selection, gather, compaction. Cases are
+in lib/kernel_cases and lib/kernel_ops, clocks in lib/kernel_timing, PyTorch and FlashInfer in
+lib/peers. In the table, microseconds per call:
 
     us          on the device, from the start of its first kernel to that of the next call's
-    kernels     the sum of its kernels' durations + how many these are
+    kernels     the sum of its kernels' durations + their number
     wall        on the host's clock, amortised over the calls of one program
-    floor       bytes over the bandwidth that this run measures: a sum over 2 GB; from host memory, a copy of 268 MB
+    floor       bytes over the bandwidth that this run measures: a sum over 2 GB; from host memory,
+                a copy of 268 MB
     x           us over floor
 
-PyTorch's times are those of dense attention, whatever the case. `--grid` adds dense and 50 % to 2 % of 8K to 128K
-tokens at batch 1 to 16, each call alone and cold; `--hybrid` likewise 4, 6, 7 or 8 of a row's 8 KV heads that attend to
-10 % of 16K to 128K tokens, or to 4096, beside dense ones, at batch 1 to 8 (LycheeDecode's Figure 5).
+PyTorch's times are those of dense attention, whatever the case. `--grid` adds dense and 50 % to 2 %
+of 8K to 128K tokens at batch 1 to 16, each call alone and cold; `--hybrid` likewise 4, 6, 7 or 8 of
+a row's 8 KV heads that attend to 10 % of 16K to 128K tokens, or to 4096, beside dense ones, at
+batch 1 to 8 (LycheeDecode's Figure 5).
 
-    python -m bench.kernels --grid --hybrid --json bench/results/kernels.json
+    python -m bench.kernels --grid --hybrid --json build/kernels.json
 """
 
-import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -30,38 +32,68 @@ from typing import Any
 
 import jax
 
-from bench import kernel_ops, peers
-from bench.children import write_report
-from bench.environment import describe
-from bench.kernel_cases import CASES, GRIDS, Attention, dense_shapes, shrunk
-from bench.kernel_programs import Job, attention_job
-from bench.kernel_rows import Settings, bandwidth, grid_contender, grid_rows, job_rows, warm, warm_grid
-from bench.kernel_table import lines
-from bench.kernel_timing import LEAD_BYTES, lead
-from bench.llama_8b import READ_BANDWIDTH
+from bench.lib import kernel_ops, peers
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.kernel_cases import CASES, GRIDS, Attention, dense_shapes, shrunk
+from bench.lib.kernel_programs import Job, attention_job
+from bench.lib.kernel_rows import (
+    Settings,
+    bandwidth,
+    grid_contender,
+    grid_rows,
+    job_rows,
+    warm,
+    warm_grid,
+)
+from bench.lib.kernel_table import lines
+from bench.lib.kernel_timing import LEAD_BYTES, lead
+from bench.lib.llama_8b import READ_BANDWIDTH
+from bench.lib.subprocesses import write_report
 
 MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grids
-TINY = 512  # by which --tiny shrinks
+TINY = 512  # the factor by which --tiny shrinks
 PACKAGES = ("triton", "jax-triton", "flashinfer-python")
 
 
 def main() -> None:
-    """Times everything asked for and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Time the kernels.")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
+    """Times the requested cases and prints a table."""
+    parser = report_parser("kernels", "Time the kernels.")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="only cases whose name contains one of these"
+    )
     for name, of in (("grid", "fraction attended"), ("hybrid", "number of sparse heads")):
-        what = f"batch by context by {of}, too"
-        parser.add_argument(f"--{name}", dest="grids", action="append_const", const=name, default=[], help=what)
+        what = f"also time batch by context by {of}"
+        parser.add_argument(
+            f"--{name}", dest="grids", action="append_const", const=name, default=[], help=what
+        )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=peers.PEERS, help="with no name: nobody")
-    parser.add_argument("--tiny", action="store_true", help="shapes for a CPU, to see the script run; times are no use")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=peers.PEERS,
+        default=peers.PEERS,
+        help="default all; with no name, none",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="shapes for a CPU, to test the script; times mean nothing",
+    )
     args = parser.parse_args()
-    # arrays come and go, and the peers' process wants memory too
+    # arrays come and go, and the peers' process needs memory too
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu" and not args.tiny:
-        parser.error("needs a GPU; --tiny shows on a CPU that it runs")
-    report = measure(args.only, args.peers, args.json, grids=args.grids, quick=args.quick, tiny=args.tiny)
+        parser.error("needs a GPU; --tiny tests the script on a CPU")
+    report = measure(
+        args.only,
+        args.peers,
+        args.json,
+        grids=args.grids,
+        quick=args.quick,
+        tiny=args.tiny,
+        allow_modified=args.allow_modified,
+    )
     print(*lines(report), sep="\n")
 
 
@@ -73,14 +105,15 @@ def measure(
     grids: Sequence[str] = (),
     quick: bool = False,
     tiny: bool = False,
+    allow_modified: bool = False,
 ) -> dict[str, Any]:
-    """The report, written to `path` after every case."""
+    """Returns the report, and writes it to `path` after every case."""
     on_gpu = jax.default_backend() == "gpu"
     settings = Settings(calls=40, repeats=2, runs=4) if quick or tiny else Settings()
     jobs, cases = _work(only, grids, on_gpu=on_gpu, tiny=tiny)
     of_grids = list(chain.from_iterable(cases.values()))
     contender = grid_contender("mosaic" if on_gpu else "reference")
-    report = _header(settings)
+    report = _header(settings, allow_modified=allow_modified)
     ready = peers.present(wanted, report["left_out"], on_gpu=on_gpu)
     if "flashinfer" in ready:
         with _stage("compiling, FlashInfer beside", report), peers.building(report["left_out"]):
@@ -88,7 +121,9 @@ def measure(
                 warm(job)
             warm_grid(of_grids, contender)
     with _stage("peers", report):
-        report["peers"] = peers.from_child(ready, only, dense_shapes(of_grids), settings.repeats, report["left_out"])
+        report["peers"] = peers.from_child(
+            ready, only, dense_shapes(of_grids), settings.repeats, report["left_out"]
+        )
     for name, reason in report["left_out"].items():
         print(f"{name} is left out: {reason}", flush=True)
     nbytes = LEAD_BYTES // (TINY if tiny else 1)
@@ -111,19 +146,22 @@ def measure(
 def _work(
     only: Sequence[str] | None, names: Sequence[str], *, on_gpu: bool, tiny: bool
 ) -> tuple[list[Job], dict[str, list[Attention]]]:
-    """The jobs whose names are asked for, and the cases of the grids that are."""
+    """Returns the requested jobs, and the cases of the requested grids."""
     limit, most_calls = _memory_limit(), 2 if tiny else 32
     cases, grids = CASES, {name: GRIDS[name](limit) for name in names}
     if tiny:
         cases = [shrunk(case) for case in cases]
-        grids = {name: [shrunk(c) for c in some if c.pool_bytes == some[0].pool_bytes] for name, some in grids.items()}
+        grids = {
+            name: [shrunk(c) for c in some if c.pool_bytes == some[0].pool_bytes]
+            for name, some in grids.items()
+        }
     jobs = [attention_job(case, on_gpu=on_gpu, most_calls=most_calls) for case in cases]
     jobs += kernel_ops.jobs(on_gpu=on_gpu, most_calls=most_calls, shrink=TINY if tiny else 1)
     return [job for job in jobs if only is None or any(name in job.case for name in only)], grids
 
 
-def _header(settings: Settings) -> dict[str, Any]:
-    environment = describe()
+def _header(settings: Settings, *, allow_modified: bool) -> dict[str, Any]:
+    environment = describe(allow_modified=allow_modified)
     for package in PACKAGES:
         try:
             environment["versions"][package] = version(package)
@@ -144,7 +182,7 @@ def _header(settings: Settings) -> dict[str, Any]:
 
 
 def _memory_limit() -> int:
-    """How large the K and V of a grid's case may be."""
+    """Returns the greatest size of K and V of a grid's case."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return MOST_POOL_BYTES if memory is None else min(MOST_POOL_BYTES, int(MEMORY_SHARE * memory))
 

@@ -1,9 +1,15 @@
-"""Draws what bench.kernels --grid --hybrid measured, from its JSON alone.
+"""How do the kernels scale with context, sparsity and the number of sparse heads?
 
-    python -m bench.plot_kernels bench/results/kernels.json --out bench/results
+It draws the grids of a report of bench.kernels, beside the report or in another folder:
 
-Writes kernels_time.png, time over context, and kernels_speedup.png, speed-up over what is attended, of the grid;
-kernels_hybrid.png, speed-up over context by the number of sparse heads. Needs matplotlib.
+    time.png       time over context (--grid)
+    speedup.png    speed-up over the attended fraction (--grid)
+    REPORT.png     speed-up over context by the number of sparse heads (--hybrid), where the report
+                   is REPORT.json
+
+    python -m bench.plot_kernels build/kernels.json
+
+Needs matplotlib.
 """
 
 import argparse
@@ -12,17 +18,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.kernel_cases import KV_HEADS
-from bench.kernel_table import peer_us
+from bench.lib.kernel_cases import KV_HEADS
+from bench.lib.kernel_table import peer_us
 
 PEERS = {"torch FA2": "--", "torch cuDNN": ":"}
 KIB, COLUMNS = 1024, 3
+GRID_TITLE = "batch {batch}, {heads} query / 8 KV heads"
 
 
 class Figure(NamedTuple):
-    """Panels of a grid's rows: `by` orders them, `title` tells them apart, `draw` takes axis, rows and report."""
+    """A figure with panels of a grid's rows.
 
-    name: str
+    Attributes:
+        file: its name, where {report} is the report's.
+        grid: the grid in the report.
+        by: the keys that order the rows.
+        title: the format of a panel's title; rows of one title share a panel.
+        draw: draws a panel, given axis, rows and report.
+    """
+
+    file: str
     grid: str
     by: tuple[str, ...]
     title: str
@@ -30,30 +45,33 @@ class Figure(NamedTuple):
 
 
 def main() -> None:
-    """Draws what the report holds."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_kernels", description="Draw bench.kernels' grids.")
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder")
+    """Draws the grids of the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.plot_kernels", description="Draw bench.kernels' grids."
+    )
+    parser.add_argument("json", type=Path, help="report of bench.kernels")
+    parser.add_argument("--out", type=Path, help="folder of the figures (default: the report's)")
     args = parser.parse_args()
     report = json.loads(args.json.read_text())
-    args.out.mkdir(parents=True, exist_ok=True)
+    folder = args.json.parent if args.out is None else args.out
+    folder.mkdir(parents=True, exist_ok=True)
     drawn = [figure for figure in FIGURES if measured(report, figure)]
     if not drawn:
-        raise SystemExit("the report holds no grid: run bench.kernels --grid or --hybrid")
+        raise SystemExit(f"error: {args.json} has no grid: run bench.kernels --grid or --hybrid")
     for figure in drawn:
-        path = args.out / f"kernels_{figure.name}.png"
+        path = folder / figure.file.format(report=args.json.stem)
         panels(report, figure, path)
         print(path)
 
 
 def measured(report: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
-    """The rows that have times, in the order of the panels; a report may lack the grid."""
+    """Returns the rows that have times, in the order of the panels; a report may lack the grid."""
     rows = [row for row in report.get(figure.grid, ()) if "us" in row]
     return sorted(rows, key=lambda row: [row[key] for key in figure.by])
 
 
 def panels(report: dict[str, Any], figure: Figure, path: Path) -> None:
-    """Draws them side by side."""
+    """Draws the panels of a figure side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,8 +80,10 @@ def panels(report: dict[str, Any], figure: Figure, path: Path) -> None:
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in measured(report, figure):
         parts.setdefault(figure.title.format_map(row), []).append(row)
-    lines = -(-(len(parts) + 1) // COLUMNS)  # one place is the legend's
-    canvas, axes = pyplot.subplots(lines, COLUMNS, figsize=(4 * COLUMNS, 3.6 * lines), sharey=True, squeeze=False)
+    lines = -(-(len(parts) + 1) // COLUMNS)  # one place is for the legend
+    canvas, axes = pyplot.subplots(
+        lines, COLUMNS, figsize=(4 * COLUMNS, 3.6 * lines), sharey=True, squeeze=False
+    )
     for axis, (title, rows) in zip(axes.flat, parts.items(), strict=False):
         figure.draw(axis, rows, report)
         axis.set_title(title, fontsize=10)
@@ -73,36 +93,58 @@ def panels(report: dict[str, Any], figure: Figure, path: Path) -> None:
     for axis in axes.flat[len(parts) :]:
         axis.axis("off")
     axes.flat[len(parts)].legend(*axes.flat[0].get_legend_handles_labels(), loc="center")
-    versions = ", ".join(f"{name} {value}" for name, value in report["environment"]["versions"].items())
+    versions = ", ".join(
+        f"{name} {value}" for name, value in report["environment"]["versions"].items()
+    )
     revision = report["environment"]["git_revision"]
     revision = f"revision {revision[:10]}" if revision else "revision unknown"
-    canvas.suptitle(f"{report['device']}, {report['timestamp'][:10]}, {revision} ({versions})", fontsize=8)
+    canvas.suptitle(
+        f"{report['device']}, {report['timestamp'][:10]}, {revision} ({versions})", fontsize=8
+    )
     canvas.tight_layout()
     canvas.savefig(path, dpi=120)
 
 
 def draw_time(axis: Any, rows: list[dict], report: dict) -> None:
-    """Microseconds of one call over the context, a line for each fraction."""
+    """Draws microseconds per call over the context, a line for each fraction."""
     for fraction in sorted({round(row["fraction"], 2) for row in rows}, reverse=True):
-        line = sorted((row["context"], row["us"]["median"]) for row in rows if round(row["fraction"], 2) == fraction)
-        axis.loglog(*zip(*line, strict=True), marker="o", label="dense" if fraction == 1 else f"{fraction:.0%}")
+        line = sorted(
+            (row["context"], row["us"]["median"])
+            for row in rows
+            if round(row["fraction"], 2) == fraction
+        )
+        axis.loglog(
+            *zip(*line, strict=True),
+            marker="o",
+            label="dense" if fraction == 1 else f"{fraction:.0%}",
+        )
     for peer, style in PEERS.items():
         found = {row["context"]: peer_us(row, report["peers"], peer) for row in rows}
         line = sorted((context, us) for context, us in found.items() if us is not None)
         if line:
             axis.loglog(*zip(*line, strict=True), style, color="black", label=f"{peer}, dense")
     _contexts(axis, rows)
-    axis.set(xlabel="tokens of context", ylabel="µs a call")
+    axis.set(xlabel="tokens of context", ylabel="µs per call")
 
 
 def draw_speedup(axis: Any, rows: list[dict], report: dict) -> None:
-    """How many times faster than PyTorch's FlashAttention-2 over the whole context, a line for each context."""
+    """Draws the speed-up over PyTorch's dense FlashAttention-2 by the attended fraction.
+
+    Each context is a line.
+    """
     for context in sorted({row["context"] for row in rows}):
-        same = sorted((row for row in rows if row["context"] == context), key=lambda row: row["fraction"])
+        same = sorted(
+            (row for row in rows if row["context"] == context), key=lambda row: row["fraction"]
+        )
         dense = peer_us(same[0], report["peers"], "torch FA2")
         if dense is not None:
             fractions = [row["fraction"] for row in same]
-            axis.loglog(fractions, [dense / row["us"]["median"] for row in same], marker="o", label=_tokens(context))
+            axis.loglog(
+                fractions,
+                [dense / row["us"]["median"] for row in same],
+                marker="o",
+                label=_tokens(context),
+            )
     axis.axhline(1, color="black", linewidth=0.8)
     ticks = sorted({round(row["fraction"], 2) for row in rows})
     axis.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
@@ -111,11 +153,14 @@ def draw_speedup(axis: Any, rows: list[dict], report: dict) -> None:
 
 
 def draw_hybrid(axis: Any, rows: list[dict], report: dict) -> None:
-    """Speed-up over PyTorch's FlashAttention-2, over the context, a line for each number of sparse heads.
+    """Draws the speed-up over PyTorch's FlashAttention-2 by the context.
 
-    Dotted, in the same colour: what it would be if a call took no longer than its bytes.
+    Each number of sparse heads is a line. A dotted line in the same colour is the bound that a call
+    would reach if it took no longer than its bytes.
     """
-    timed = [(row, us) for row in rows if (us := peer_us(row, report["peers"], "torch FA2")) is not None]
+    timed = [
+        (row, us) for row in rows if (us := peer_us(row, report["peers"], "torch FA2")) is not None
+    ]
     for sparse in sorted({row["sparse_heads"] for row, _ in timed}):
         same = sorted(
             (row["context"], us / row["us"]["median"], us / row["floor_us"])
@@ -126,7 +171,11 @@ def draw_hybrid(axis: Any, rows: list[dict], report: dict) -> None:
         label = f"{sparse} of {KV_HEADS} KV heads sparse" if sparse else "dense"
         (line,) = axis.loglog(contexts, reached, marker="o", label=label)
         axis.loglog(contexts, bounds, ":", color=line.get_color())
-    cudnn = {row["context"]: us / other for row, us in timed if (other := peer_us(row, report["peers"], "torch cuDNN"))}
+    cudnn = {
+        row["context"]: us / other
+        for row, us in timed
+        if (other := peer_us(row, report["peers"], "torch cuDNN"))
+    }
     axis.loglog(list(cudnn), list(cudnn.values()), "--", color="black", label="torch cuDNN, dense")
     axis.loglog([], [], ":", color="black", label="bytes alone")
     axis.axhline(1, color="black", linewidth=0.8)
@@ -145,9 +194,9 @@ def _tokens(context: int) -> str:
 
 
 FIGURES = (
-    Figure("time", "grid", ("heads", "batch"), "batch {batch}, {heads} query / 8 KV heads", draw_time),
-    Figure("speedup", "grid", ("heads", "batch"), "batch {batch}, {heads} query / 8 KV heads", draw_speedup),
-    Figure("hybrid", "hybrid", ("case",), "sparse heads: {case}", draw_hybrid),
+    Figure("time.png", "grid", ("heads", "batch"), GRID_TITLE, draw_time),
+    Figure("speedup.png", "grid", ("heads", "batch"), GRID_TITLE, draw_speedup),
+    Figure("{report}.png", "hybrid", ("case",), "sparse heads: {case}", draw_hybrid),
 )
 
 

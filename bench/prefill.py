@@ -1,36 +1,36 @@
-"""How fast is a long prompt taken in, next to Hugging Face, and how much memory does it need beside weights and cache?
+"""How fast is prefill of a long prompt, next to Hugging Face, and how much memory does it take?
 
-Llama 3.1 8B's shape, random bf16 weights, random ids, batch 1. jsparse works in chunks, as `generate` does; Hugging
-Face takes the prompt in one piece through SDPA's flash attention, with a DynamicCache, logits of the last token only.
-Each contender runs in its own process; one warm-up, which also compiles.
+Llama 3.1 8B's shape, random bf16 weights, random ids, batch 1. jsparse works in chunks, as
+`generate` does; Hugging Face reads the prompt in one piece through SDPA's flash attention, with a
+DynamicCache and logits of the last token only. Each contender runs in its own process; one warm-up,
+which also compiles. Memory is that beside weights and cache.
 
-    python -m bench.prefill --json bench/results/prefill.json
+    python -m bench.prefill --json build/prefill.json
 """
 
-import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
-from bench.children import run_child, spread, write_report
-from bench.environment import describe
-from bench.llama_8b import LLAMA_8B, huggingface_model
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.llama_8b import LLAMA_8B, huggingface_model
+from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf")
 
 
 def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
-    """Times generate's own prefill, cache allocation and first logits included."""
+    """Times the prefill of `generate`, cache allocation and first logits included."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jsparse import loop
     from jsparse.cache import CacheSpec
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.policy import dense
+    from jsparse.runtime import session
 
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
     params = Params(weights, LLAMA_8B, None, {}, "random 8B")
@@ -48,7 +48,7 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
 
     def once() -> float:
         began = time.perf_counter()
-        loop.prime(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
+        session.prime(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
         return time.perf_counter() - began
 
     warm_up = once()
@@ -80,7 +80,12 @@ def huggingface_prefill(context: int, runs: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         began = time.perf_counter()
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+            model(
+                ids,
+                past_key_values=DynamicCache(config=model.config),
+                use_cache=True,
+                logits_to_keep=1,
+            )
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -96,23 +101,42 @@ def huggingface_prefill(context: int, runs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs both contenders on every length and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.prefill", description="Time prefill of the 8B shape.")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=2, metavar=("NAME", "CONTEXT"), help="measure one here, print a JSON line")
+    parser = report_parser("prefill", "Time prefill of the 8B shape.")
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, default=[32768, 131072], help="prompt lengths"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="timed runs after the warm-up (default 3)"
+    )
+    parser.add_argument(
+        "--child",
+        nargs=2,
+        metavar=("NAME", "CONTEXT"),
+        help="measure one here and print a JSON line",
+    )
     args = parser.parse_args()
     if args.child:
         run = {"jsparse": jsparse_prefill, "hf": huggingface_prefill}[args.child[0]]
         print(json.dumps(run(int(args.child[1]), args.runs)))
         return
     settings = {"warm_ups": 1, "runs": args.runs}
-    report = {"benchmark": "prefill", "environment": describe(), "settings": settings, "results": []}
+    report = {
+        "benchmark": "prefill",
+        "environment": describe(allow_modified=args.allow_modified),
+        "settings": settings,
+        "results": [],
+    }
     for context in args.contexts:
         for name in args.only:
             arguments = ["--child", name, str(context), "--runs", str(args.runs)]
-            row = {"context": context, "name": name, **run_child("bench.prefill", arguments, timeout_s=500)}
+            row = {
+                "context": context,
+                "name": name,
+                **run_child("bench.prefill", arguments, timeout_s=500),
+            }
             row["tokens_per_second"] = context / row["seconds"]["median"]
             report["results"].append(row)
             print(summary(row), flush=True)
@@ -120,11 +144,12 @@ def main() -> None:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     seconds = row["seconds"]
     text = (
-        f"{row['context']:>7} {row['name']:8} {row['tokens_per_second']:8.0f} tokens/s, {seconds['median']:.2f} s "
-        f"({seconds['min']:.2f}-{seconds['max']:.2f}), peak {row['peak_bytes'] / 1e9:.1f} GB"
+        f"{row['context']:>7} {row['name']:8} {row['tokens_per_second']:8.0f} tokens/s, "
+        f"{seconds['median']:.2f} s ({seconds['min']:.2f}-{seconds['max']:.2f}), "
+        f"peak {row['peak_bytes'] / 1e9:.1f} GB"
     )
     beside = row.get("beside_bytes")
     return text if beside is None else text + f", {beside / 1e9:.2f} GB beside weights and cache"

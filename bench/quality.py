@@ -1,16 +1,20 @@
-"""What do the policies cost in quality, on SmolLM2? The runs behind the README's table.
+"""What do the policies cost in quality on SmolLM2?
 
-`jsparse eval` with policies, tasks and lengths chosen here. The set "yardsticks": dense, StreamingLLM, and the oracles,
-which say what a perfect selector of so many tokens, or of so much attention mass, would keep. The set "twilight": base
-selectors at several budgets, and Twilight over them, the first two layers dense as its paper has it. The set "lychee":
-LycheeDecode by trained gates and by those of `bench.head_baselines`, its ways of picking, and neighbours that attend to
-about as much. Tasks and lengths are the set's own, unless others are named.
+It runs `jsparse eval` with one of these sets of policies, with the set's own tasks and lengths
+unless others are named:
 
-Each length, and each group of policies, is a process of its own, some of them side by side, since much of the time goes
-into compiling; they take the GPUs that there are in turn. Beside PATH lie their reports, with every sample. PATH holds
-them all, without the samples.
+    yardsticks   dense, StreamingLLM, and the oracles, which show what a perfect selector would
+                 keep, given the number of tokens or the share of the attention mass
+    twilight     base selectors at several budgets, and Twilight over them, the first two layers
+                 dense as in its paper
+    lychee       LycheeDecode with trained gates and with those of `bench.head_baselines`, its rules
+                 of picking, and other policies that attend to about as much
 
-    python -m bench.quality --json bench/results/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
+Each length, and each group of policies, is a process of its own. Several run side by side, since
+much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
+all, without the samples; the reports of the processes, with every sample, lie beside it.
+
+    python -m bench.quality --json build/quality.json [--resume] [--lengths 1024 2048] [--groups 2]
                             [--processes 4] [--gpus 2]
 """
 
@@ -25,11 +29,12 @@ from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
 
-from bench.children import write_report
-from bench.environment import REPOSITORY, describe
-from jsparse.evaluation.command import draw, show
-from jsparse.evaluation.runner import plan
-from jsparse.evaluation.statistics import averages
+from bench.lib.arguments import report_parser
+from bench.lib.environment import REPOSITORY, describe
+from bench.lib.subprocesses import write_report
+from jsparse.cli.evaluate import draw, show
+from jsparse.evaluation.plan import plan
+from jsparse.evaluation.report.statistics import averages
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
 # jsparse calibrate-channels --text bench/README.md --tokens 4096, at revision 5ba8027
@@ -38,7 +43,7 @@ SELECTORS = ("quest(", f"double_sparsity(calibration={CHANNELS!r}, ", "tidal(")
 
 
 def _behind_two(policy: str) -> str:
-    """The policy, but the first two layers dense; TidalDecode has them so by itself."""
+    """Makes the first two layers dense, which TidalDecode does by itself."""
     return policy if policy.startswith("tidal") else f"dense_layers({policy}, n=2)"
 
 
@@ -51,28 +56,50 @@ TWILIGHT = (
     *(_behind_two(f"{name}budget={budget})") for name in SELECTORS for budget in BUDGETS),
     _behind_two("double_sparsity(budget=512)"),
     *(_behind_two(f"twilight({name}budget=2048), p={p})") for name in SELECTORS for p in MASSES),
-    *(_behind_two(f"twilight(full(), p={p}, prune={way!r})") for p in MASSES for way in ("page_mass", "bits", "token")),
+    *(
+        _behind_two(f"twilight(all_pages(), p={p}, prune={way!r})")
+        for p in MASSES
+        for way in ("page_mass", "bits", "token")
+    ),
 )
-TASKS = ("kl", "ppl", "passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
+TASKS = (
+    "kl",
+    "ppl",
+    "passkey",
+    "niah_single_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "vt",
+    "cwe",
+    "fwe",
+)
 ANSWERED_WHEN_LONG = TASKS[:4]
-GATES = ("hard_kuma", "hard_concrete", "direct", "hard_kuma_refreshed", "random_0", "random_1", "mass")
+GATES = (
+    "hard_kuma",
+    "hard_concrete",
+    "direct",
+    "hard_kuma_refreshed",
+    "random_0",
+    "random_1",
+    "mass",
+)
 
 
 def lychee(gates: Path) -> tuple[str, ...]:
-    """The policies of the set "lychee", by the files of gates in a folder."""
+    """Returns the policies of the set "lychee", given the folder of the gates."""
     files = [str(gates / f"{name}.safetensors") for name in GATES]
     ways = (
-        *(f"budget={budget}" for budget in (256, 1024, 2048)),
-        *(f"budget={budget}, unit='token'" for budget in (256, 512, 1024)),
-        *(f"select='ratio', ratio={ratio}" for ratio in (0.95, 0.9, 0.75)),
-        *(f"select='top_p', p={p}" for p in (0.8, 0.9, 0.95)),
-        *(f"select='threshold', threshold={threshold}" for threshold in (0.01, 0.003, 0.001)),
-        "budget=512, correct_every=32",
+        *(f"value={value}" for value in (256, 1024, 2048)),
+        *(f"value={value}, granularity='token'" for value in (256, 512, 1024)),
+        *(f"value={value}, rule='ratio'" for value in (0.95, 0.9, 0.75)),
+        *(f"value={value}, rule='top_p'" for value in (0.8, 0.9, 0.95)),
+        *(f"value={value}, rule='threshold'" for value in (0.01, 0.003, 0.001)),
+        "value=512, correct_every=32",
     )
     return (
-        *(f"lychee_decode({file!r}, budget=512)" for file in files),
+        *(f"lychee_decode({file!r}, value=512)" for file in files),
         *(f"lychee_decode({files[0]!r}, {way})" for way in ways),
-        f"keep(lychee_decode({files[0]!r}, budget=448), sink=4, recent=60)",
+        f"keep(lychee_decode({files[0]!r}, value=448), sink=4, recent=60)",
         *(f"duo_attention({file!r}, sink=64, recent=448)" for file in (files[0], files[2])),
         "tidal(budget=512)",
         _behind_two("quest(budget=1024)"),
@@ -80,11 +107,12 @@ def lychee(gates: Path) -> tuple[str, ...]:
 
 
 class Set(NamedTuple):
-    """What is measured together.
+    """A set of policies that are measured together.
 
     Attributes:
-        policies: the folder of gates -> expressions; dense() is measured besides.
-        tasks, lengths: where no others are named; SmolLM2 answers few of the tasks at 4K and 8K.
+        policies: maps the folder of gates to expressions; dense() is always measured too.
+        tasks: the default tasks; SmolLM2 answers few of them at 4K and 8K.
+        lengths: the default lengths.
     """
 
     policies: Callable[[Path], Sequence[str]]
@@ -100,7 +128,7 @@ SETS = {
 
 
 class Part(NamedTuple):
-    """What one process measures, and what its report is called after."""
+    """The work of one process, and the name of its report."""
 
     length: int
     policies: Sequence[str]
@@ -108,7 +136,10 @@ class Part(NamedTuple):
 
 
 def parts(policies: Sequence[str], lengths: Sequence[int], groups: int) -> list[Part]:
-    """The policies of every length, dealt out to so many groups; long ones first, since they take longest."""
+    """Deals the policies of every length out to the groups.
+
+    Long lengths come first, since they take longest.
+    """
     return [
         Part(length, policies[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
         for length in sorted(lengths, reverse=True)
@@ -117,14 +148,17 @@ def parts(policies: Sequence[str], lengths: Sequence[int], groups: int) -> list[
 
 
 def devices(gpus: int, processes: int) -> Queue[str]:
-    """What CUDA_VISIBLE_DEVICES is for each of the processes that run at once: one of the GPUs that are visible here.
+    """Returns CUDA_VISIBLE_DEVICES for each of the processes that run at once: one visible GPU.
 
     Raises:
-        ValueError: fewer are visible.
+        ValueError: fewer GPUs are visible.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     if len(visible) < gpus:
-        raise ValueError(f"gpus={gpus}: must be at most {len(visible)}, those that CUDA_VISIBLE_DEVICES names")
+        raise ValueError(
+            f"gpus={gpus}: "
+            f"must be at most {len(visible)}, the number that CUDA_VISIBLE_DEVICES names"
+        )
     free: Queue[str] = Queue()
     for nth in range(processes):
         free.put(visible[nth % gpus])
@@ -132,35 +166,66 @@ def devices(gpus: int, processes: int) -> Queue[str]:
 
 
 def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str, Any]:
-    """The report of one part; what is there already is read.
+    """Returns the report of one part; with --resume a finished one is read.
 
     Raises:
         RuntimeError: its process failed.
-        ValueError: what is there is of other policies, tasks or samples.
+        ValueError: the finished report has other policies, tasks or samples.
     """
     path = args.json.with_stem(f"{args.json.stem}_{part.name}")
     if not (args.resume and path.exists()):
-        command = [sys.executable, "-m", "jsparse", "eval", "--model", args.model, "--json", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "jsparse",
+            "eval",
+            "--model",
+            args.model,
+            "--json",
+            str(path),
+        ]
         command += [word for policy in part.policies for word in ("--policy", policy)]
         command += ["--tasks", ",".join(args.tasks), "--lengths", str(part.length)]
-        command += ["--samples", str(args.samples), "--batch", str(args.batch), *["--resume"] * args.resume]
+        command += [
+            "--samples",
+            str(args.samples),
+            "--batch",
+            str(args.batch),
+            *["--resume"] * args.resume,
+        ]
         gpu = free.get()
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_VISIBLE_DEVICES": gpu}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=False)
+        environment = os.environ | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "CUDA_VISIBLE_DEVICES": gpu,
+        }
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=False
+        )
         free.put(gpu)
         if done.returncode != 0:
-            raise RuntimeError(f"{path.stem} failed; what it had done lies beside {path}: go on with --resume")
+            raise RuntimeError(
+                f"{path.stem} failed; "
+                f"its finished samples lie beside {path}: continue with --resume"
+            )
     report = json.loads(path.read_text(encoding="utf-8"))
-    wanted = {"policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)}
+    wanted = {
+        "policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)
+    }
     wanted |= {"tasks": list(args.tasks), "samples": args.samples}
     for name, value in wanted.items():
         if report["settings"][name] != value:
-            raise ValueError(f"{path} has {name}={report['settings'][name]}, not {value}: go on as it was begun")
+            raise ValueError(
+                f"{path} has {name}={report['settings'][name]}, not {value}: "
+                "resume with the settings it started with"
+            )
     return report
 
 
-def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of them all, by length, without the samples; dense, which every group measures, once a length."""
+def joined(reports: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins the reports by length, without the samples.
+
+    Dense attention, which every group measures, appears once per length.
+    """
     reports = sorted(reports, key=lambda report: report["settings"]["lengths"])
     cells: dict[tuple[str, str, int], Mapping[str, Any]] = {}
     for cell in (cell for report in reports for cell in report["cells"]):
@@ -171,35 +236,51 @@ def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     return {
         "timestamp": reports[-1]["timestamp"],
-        "environment": describe() | reports[0]["environment"],
+        "environment": {**environment, **reports[0]["environment"]},
         "settings": reports[0]["settings"] | of_all,
-        "cells": [{name: value for name, value in cell.items() if name != "samples"} for cell in cells.values()],
+        "cells": [
+            {name: value for name, value in cell.items() if name != "samples"}
+            for cell in cells.values()
+        ],
         "averages": averages(list(cells.values())),
     }
 
 
 def main() -> None:
-    """Measures, prints the tables, draws the plots beside the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description="Measure the policies' quality.")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--set", choices=SETS, default="yardsticks")
-    parser.add_argument("--policy", nargs="+", help="instead of a set")
+    """Parses the arguments and runs the benchmark."""
+    parser = report_parser("quality", "Measure the policies' quality.", required=True)
+    parser.add_argument(
+        "--model", default="smollm2", help="as jsparse.load takes it (default smollm2)"
+    )
+    parser.add_argument(
+        "--set",
+        choices=SETS,
+        default="yardsticks",
+        help="policies, tasks and lengths (default yardsticks)",
+    )
+    parser.add_argument("--policy", nargs="+", help="expressions, instead of the set's")
     parser.add_argument(
         "--gates",
         type=Path,
         default="bench/gates",
-        help="folder of the set lychee's gates, relative to the root of the checkout, since the report names it "
-        "(default bench/gates)",
+        help="folder of the set lychee's gates, relative to the root of the checkout, "
+        "since the report names it (default bench/gates)",
     )
     parser.add_argument("--tasks", nargs="+", help="instead of the set's")
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of the set's")
-    parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--groups", type=int, default=1, help="of policies, each a process a length (default 1)")
-    parser.add_argument("--processes", type=int, default=1, help="side by side (default 1)")
-    parser.add_argument("--gpus", type=int, default=1, help="that the processes share (default 1)")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--samples", type=int, default=100, help="samples per task (default 100)")
+    parser.add_argument("--batch", type=int, default=50, help="samples per batch (default 50)")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=1,
+        help="groups of policies, each a process per length (default 1)",
+    )
+    parser.add_argument("--processes", type=int, default=1, help="processes at once (default 1)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs that the processes share (default 1)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an unfinished run")
     args = parser.parse_args()
     for name in ("samples", "batch", "groups", "processes", "gpus"):
         if getattr(args, name) < 1:
@@ -211,13 +292,13 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The same, of arguments that were read.
+    """Measures, prints the tables and draws the plots beside the JSON.
 
     Raises:
         RuntimeError: a process failed.
         ValueError: a policy, task or length is refused, or a file of gates is missing.
     """
-    chosen = SETS[args.set]
+    environment, chosen = describe(allow_modified=args.allow_modified), SETS[args.set]
     policies, lengths = args.policy or chosen.policies(args.gates), args.lengths or chosen.lengths
     args.tasks = args.tasks or chosen.tasks
     plan(policies, args.tasks, lengths, args.samples)
@@ -226,7 +307,7 @@ def run(args: argparse.Namespace) -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
         wanted = parts(policies, lengths, args.groups)
-        report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)))
+        report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)), environment)
     write_report(args.json, report)
     show(report)
     draw(report, args.json.parent / args.json.stem)

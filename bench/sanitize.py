@@ -1,14 +1,14 @@
-"""What does compute-sanitizer say of each kernel? Memory accesses out of bounds, and races in shared memory.
+"""What does compute-sanitizer report for each kernel: accesses out of bounds, races?
 
-A few small cases of every op run under it, with memory that no other array shares (XLA's pool off), so that an access
-past an array's end is one past an allocation. Inputs are made on the CPU and nothing is compared, which is the tests'
-task: hardly any kernel is launched but ours. CUDA graphs and XLA's autotuning are off. racecheck knows no bulk copies
-(TMA): of kernels that use them it sees ordinary loads and stores alone.
+A few small cases of every op run under memcheck, and under racecheck for races in shared memory.
+Every array has its own allocation (XLA's pool is off), so that an access past an array's end is one
+past an allocation. Inputs are made on the CPU and nothing is compared, which is the tests' task:
+hardly any kernel is launched but ours. CUDA graphs and XLA's autotuning are off. racecheck does not
+know bulk copies (TMA): in kernels that use them it sees only ordinary loads and stores.
 
     python -m bench.sanitize [--only select ...] [--workers 4] [--seconds 300] [--log PATH]
 """
 
-import argparse
 import faulthandler
 import os
 import re
@@ -28,23 +28,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from bench.environment import REPOSITORY, describe
+from bench.lib.arguments import recording_parser
+from bench.lib.environment import REPOSITORY, describe
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
+from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases
 from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_scores import cases as int4_cases
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores import sidecar as int4_sidecar
 from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds import sidecar as bounds_sidecar
 from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.pallas_kernels.select import cases as select_cases
-from jsparse.pallas_kernels.select import select
+from jsparse.pallas_kernels.threshold_select import cases as select_cases
+from jsparse.pallas_kernels.threshold_select import threshold_select
 from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 
@@ -55,11 +56,17 @@ SETTINGS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
 }
-GRACE = 60  # seconds for a run to end by itself when its time is up
+GRACE = 60  # seconds for a run to end by itself after its time
 
 
 class Op(NamedTuple):
-    """How an op is called for a case and the arrays built of it, and the cases that show all it can do."""
+    """An op under test.
+
+    Attributes:
+        call: calls the op, given a case and its inputs.
+        cases: cases that cover its branches.
+        build: makes the inputs of a case.
+    """
 
     call: Callable[[Any, Any], Any]
     cases: Mapping[str, Any]
@@ -73,7 +80,9 @@ def named(cases: Iterable[Any], names: str) -> dict[str, Any]:
 
 def attention(op: Callable[..., Any], implementation: str, case: Any, inputs: Any) -> Any:
     return [
-        jax.jit(partial(op, sm_scale=case.sm_scale, stats=stats, implementation=implementation))(*inputs)
+        jax.jit(partial(op, sm_scale=case.sm_scale, stats=stats, implementation=implementation))(
+            *inputs
+        )
         for stats in (None, "token_logits")
     ]
 
@@ -90,25 +99,32 @@ def placed(case: Any, inputs: Any) -> Any:
 
 
 def gathered(_: Any, inputs: Any) -> Any:
-    """Of a pool in the device's memory and of one in the host's."""
+    """Gathers from a pool in the device's memory and from one in the host's."""
     pool, ids, count = inputs
-    on_host = jax.device_put(pool, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
-    return [jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count) for rows in (pool, on_host)]
+    on_host = jax.device_put(
+        pool, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    )
+    return [
+        jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count)
+        for rows in (pool, on_host)
+    ]
 
 
 def compacted(_: Any, inputs: Any) -> Any:
-    """In place."""
+    """Compacts in place."""
     layer, keep, rewrite = inputs
-    return jax.jit(partial(compact_pages, implementation="triton"), donate_argnums=0)(layer, keep, rewrite=rewrite)
+    return jax.jit(partial(compact_pages, implementation="triton"), donate_argnums=0)(
+        layer, keep, rewrite=rewrite
+    )
 
 
 def appended(append: Callable[..., Any], _: Any, inputs: Any) -> Any:
-    """In place."""
+    """Appends in place."""
     return jax.jit(partial(append, implementation="triton"), donate_argnums=0)(*inputs)
 
 
 def int4_append_inputs(case: Any) -> Any:
-    """Each head's last five tokens, or all that it has, are taken in once more."""
+    """Returns inputs that append each head's last five tokens, or all that it has, once more."""
     built = int4_cases.build(case)
     layer, channels = built.layer, 2 * built.keys.packed.shape[-1]
     k = jnp.ones((case.batch, 5, case.kv_heads, channels), layer.k.dtype)
@@ -116,23 +132,31 @@ def int4_append_inputs(case: Any) -> Any:
 
 
 def bounds_append_inputs(case: Any) -> Any:
-    """The same."""
+    """Returns the same for the page bounds."""
     built = bounds_cases.build(case)
-    return built.bounds, built.layer, jnp.full(case.batch, 5), jnp.maximum(built.layer.lengths - 5, 0)
+    return (
+        built.bounds,
+        built.layer,
+        jnp.full(case.batch, 5),
+        jnp.maximum(built.layer.lengths - 5, 0),
+    )
 
 
 BOUNDS_CASES = "scrambled head_dim_40 bfloat16 codes codes_scrambled codes_head_dim_40"
 MOSAIC_CASES = [
     *(case for case in block_sparse_cases.CASES if case.head_dim < 256),
     block_sparse_cases.Case("head_dim_256", head_dim=256, group=16, dense="mixed"),
-    block_sparse_cases.Case("many_splits", head_dim=128, num_pages=300, dense="mixed", table="scrambled"),
+    block_sparse_cases.Case(
+        "many_splits", head_dim=128, num_pages=300, dense="mixed", table="scrambled"
+    ),
 ]
 OPS = {
-    "select": Op(
-        lambda case, i: select(i.scores, i.rule, **i.kwargs, implementation="triton"),
+    "threshold_select": Op(
+        lambda case, i: threshold_select(i.scores, i.rule, **i.kwargs, implementation="triton"),
         named(
             select_cases.CASES,
-            "top_p_union_capped top_k_per_head top_k_max_raw threshold_max mass_top_p mass_capped bits_capped touched",
+            "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
+            "mass_top_p mass_capped bits_capped touched",
         ),
     ),
     "page_bounds": Op(
@@ -143,83 +167,129 @@ OPS = {
     "token_sparse": Op(
         partial(attention, token_sparse_decode, "triton"),
         named(
-            token_sparse_cases.CASES, "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all"
+            token_sparse_cases.CASES,
+            "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all",
         ),
     ),
     "block_sparse": Op(
         partial(attention, block_sparse_decode, "mosaic"),
-        named(MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"),
+        named(
+            MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
+        ),
         lambda case: replace(case, dtype="bfloat16").build(),
     ),
     "int4_scores": Op(
         partial(scores, int4_scores),
-        named(int4_cases.CASES, "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse"),
+        named(
+            int4_cases.CASES,
+            "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse",
+        ),
         int4_cases.build,
     ),
     "int4_append": Op(
-        partial(appended, int4_sidecar.append),
+        partial(appended, int4_append),
         named(int4_cases.CASES, "whole_scrambled whole_head_dim_96 8_of_128_channels bfloat16"),
         int4_append_inputs,
     ),
     "bounds_append": Op(
-        partial(appended, partial(bounds_sidecar.append, max_new=5)),
+        partial(appended, partial(bounds_append, max_new=5)),
         named(bounds_cases.CASES, f"head_dim_256 {BOUNDS_CASES}"),
         bounds_append_inputs,
     ),
     "compact_pages": Op(
-        compacted, named(compact_cases.CASES, "scrambled every_other_head pages_of_64 head_dim_96 many_chunks")
+        compacted,
+        named(
+            compact_cases.CASES, "scrambled every_other_head pages_of_64 head_dim_96 many_chunks"
+        ),
     ),
-    "place_logits": Op(placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")),
+    "place_logits": Op(
+        placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")
+    ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
 }
 
 
 def run(op: Op, seconds: float) -> None:
-    """Runs an op's cases, and says of each that it is done; too late, where it is instead."""
+    """Runs an op's cases and prints each as it ends; after `seconds` it prints a traceback."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     device = jax.devices()[0]
     for name, case in op.cases.items():
         with jax.default_device(jax.devices("cpu")[0]):
             built = op.build(case)
-        inputs = jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, built)
+        inputs = jax.tree.map(
+            lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, built
+        )
         start = time.perf_counter()
         jax.block_until_ready(op.call(case, inputs))
         print(f"ran {name} in {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def check(name: str, tool: str, seconds: float) -> list[str]:
-    """How far the cases of an op came, what the tool counted, and what else there is to read."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", "--target-processes", "application-only"]
+    """Returns the finished cases of an op, the tool's counts, and the rest of its output."""
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--print-limit",
+        "5",
+        "--target-processes",
+        "application-only",
+    ]
     command += [sys.executable, "-m", "bench.sanitize", "--run", name, "--seconds", str(seconds)]
-    watch = partial(subprocess.run, cwd=REPOSITORY, env=os.environ | SETTINGS, stdout=PIPE, stderr=STDOUT)
+    watch = partial(
+        subprocess.run, cwd=REPOSITORY, env=os.environ | SETTINGS, stdout=PIPE, stderr=STDOUT
+    )
     start = time.perf_counter()
     try:
         output = watch(command, timeout=seconds + GRACE).stdout
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
     took = time.perf_counter() - start
-    lines = [line.removeprefix("=========").strip() for line in output.decode(errors="replace").splitlines()]
+    lines = [
+        line.removeprefix("=========").strip()
+        for line in output.decode(errors="replace").splitlines()
+    ]
     ran = [line for line in lines if line.startswith("ran ")]
     counts = [line for line in lines if " SUMMARY: " in line]
     rest = [line for line in lines if line and line not in (*ran, *counts, "COMPUTE-SANITIZER")]
     cases = f"{len(ran)} of {len(OPS[name].cases)} cases in {took:.0f} s"
-    return [f"{name}, {tool}: {'; '.join([cases, *counts])}", *(f"    {line}" for line in [*ran, *rest[:60]])]
+    return [
+        f"{name}, {tool}: {'; '.join([cases, *counts])}",
+        *(f"    {line}" for line in [*ran, *rest[:60]]),
+    ]
 
 
 def is_clean(line: str) -> bool:
-    """Whether all cases ran and every summary of the line counts nothing."""
+    """Returns whether all cases ran and every summary in the line counts nothing."""
     ran = re.search(r": (\d+) of \1 cases", line)
     return ran is not None and set(re.findall(r"SUMMARY: (\d+)", line)) == {"0"}
 
 
 def main() -> None:
-    """Prints, and writes to a file, what each tool says of each op, as it is known; exits with 1 for any complaint."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sanitize", description="Kernels under compute-sanitizer.")
-    parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--workers", type=int, default=4, help="runs at once; they take turns on the GPU")
-    parser.add_argument("--seconds", type=float, default=300, help="for the cases of an op under a tool")
-    parser.add_argument("--log", type=Path)
-    parser.add_argument("--run", choices=OPS, help="the cases of this op, here and unwatched")
+    """Prints each tool's result for each op as it comes, and writes it to a file.
+
+    The exit status is 1 after any complaint.
+    """
+    parser = recording_parser("sanitize", "Run the kernels under compute-sanitizer.")
+    parser.add_argument(
+        "--only", nargs="+", choices=OPS, default=list(OPS), help="ops (default all)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=4,
+        help="runs at once, which take turns on the GPU (default 4)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300,
+        help="time limit of an op's cases under a tool (default 300)",
+    )
+    parser.add_argument("--log", type=Path, metavar="PATH", help="write the output here")
+    parser.add_argument(
+        "--run", choices=OPS, help="run the cases of this op in this process, without a tool"
+    )
     args = parser.parse_args()
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: must be at least 1")
@@ -228,10 +298,13 @@ def main() -> None:
         return
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with CUDA's toolkit")
-    here = describe()
-    clean, text = True, [f"{here['gpus']}, {here['versions']}, git {here['git_revision']}"]
+    here = describe(allow_modified=args.allow_modified)
+    revision = f"git {here['git_revision']}{' (modified)' if here['modified'] else ''}"
+    clean, text = True, [f"{here['gpus']}, {here['versions']}, {revision}"]
     with ThreadPoolExecutor(args.workers) as pool:
-        runs = [pool.submit(check, name, tool, args.seconds) for name in args.only for tool in TOOLS]
+        runs = [
+            pool.submit(check, name, tool, args.seconds) for name in args.only for tool in TOOLS
+        ]
         for done in as_completed(runs):
             print(*done.result(), sep="\n", flush=True)
             text += done.result()

@@ -1,34 +1,41 @@
-"""Which tiling of each op is best on the GPU that is here? It prints; whoever agrees changes the op.
+"""Which tiling of each op is fastest on this GPU?
 
-Every choice is timed on the device, on several cases of its op, beside what the op would choose by itself. The best is
-the one whose times, each over the least of its case, have the least geometric mean; it must run on every case.
+It prints the best and changes nothing. Every choice is timed on the device, on several cases of its
+op, beside the op's own choice. The best is the one whose times, each over the least of its case,
+have the least geometric mean; it must run on every case.
 
     python -m bench.tune [--only int4_scores ...] [--json PATH]
 """
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 from unittest.mock import patch
 
 import jax
 
-from bench import kernel_ops
-from bench.children import write_report
-from bench.environment import describe
-from bench.kernel_cases import CASES, hybrid
-from bench.kernel_programs import Job, attention_job
-from bench.kernel_timing import Program, lead, profile
+from bench.lib import kernel_ops
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.kernel_cases import CASES, hybrid
+from bench.lib.kernel_programs import Job, attention_job
+from bench.lib.kernel_timing import Program, lead, profile
+from bench.lib.subprocesses import write_report
 
 RUNS = 4
 OWN = "its own"  # choice
-PAGED = ("dense 128K b1", "dense 128K b8", "10% of 128K b1", "10% of 128K b8", "4096 of 128K b1", "64..16K of 32K b32")
+PAGED = (
+    "dense 128K b1",
+    "dense 128K b8",
+    "10% of 128K b1",
+    "10% of 128K b8",
+    "4096 of 128K b1",
+    "64..16K of 32K b32",
+)
 MIXED = ((65536, 1), (65536, 8), (131072, 1), (131072, 4), (131072, 8))  # context, batch
 LISTED = ("4096 of 128K b1", "10% of 128K b8", "64..16K of 32K b32", "2% rows of 30K b64")
 
@@ -39,11 +46,11 @@ class Tuned:
 
     Attributes:
         backend: the module that runs it.
-        argument: of its function.
-        choices: from that module, what to try besides the op's own choice.
-        jobs: what to try it on, made afresh at each call, since programs keep the choice they were compiled with.
-        function: of that module; None: it has the op's name.
-        op: whose module that is; None: the one that it is listed as.
+        argument: the name of the tiling in its function.
+        choices: returns the tilings to try, given that module, besides the op's own choice.
+        jobs: returns new jobs at each call, since programs keep the choice they were compiled with.
+        function: the function of that module; None if it has the op's name.
+        op: the op that the module belongs to; None if it is listed under its name.
     """
 
     backend: str
@@ -57,56 +64,93 @@ class Tuned:
 def _tiles(mosaic: Any) -> list[Any]:
     own = mosaic.schedule.tiles(128)
     blocks = own.blocks
-    choices = [own._replace(least=least) for least in (2, 3, 6)] + [own._replace(many=many) for many in (4, 6, 12, 20)]
+    choices = [own._replace(least=least) for least in (2, 3, 6)] + [
+        own._replace(many=many) for many in (4, 6, 12, 20)
+    ]
     longest, *others, shortest = own.splits
-    cuts = ((blocks, *own.splits), (longest, *others, 2 * blocks // 11, shortest), (*others, shortest))
+    cuts = (
+        (blocks, *own.splits),
+        (longest, *others, 2 * blocks // 11, shortest),
+        (*others, shortest),
+    )
     choices += [own._replace(splits=cut) for cut in (*cuts, (longest, *others, blocks // 16))]
-    choices += [own._replace(stages=3), own._replace(teams=1, stages=4), own._replace(tokens=32, stages=4)]
+    choices += [
+        own._replace(stages=3),
+        own._replace(teams=1, stages=4),
+        own._replace(tokens=32, stages=4),
+    ]
     return choices
 
 
 def _cuts(mosaic: Any) -> list[Any]:
-    """Other cuts of long heads, of which there may be one or many among short ones: so many splits, of 132 blocks."""
+    """Returns other cuts of long heads, one or many among short ones, in splits of 132 blocks."""
     own = mosaic.schedule.tiles(128, mixed=True)
-    cuts = ((66, 33), (120, 66, 33), (132, 66, 33), (160, 80, 33), (176, 88, 44), (198, 99, 66, 33), (240, 120, 66, 33))
-    return [own._replace(splits=(*(own.blocks * n // 132 for n in cut), own.splits[-1])) for cut in cuts]
+    cuts = (
+        (66, 33),
+        (120, 66, 33),
+        (132, 66, 33),
+        (160, 80, 33),
+        (176, 88, 44),
+        (198, 99, 66, 33),
+        (240, 120, 66, 33),
+    )
+    return [
+        own._replace(splits=(*(own.blocks * n // 132 for n in cut), own.splits[-1])) for cut in cuts
+    ]
 
 
-def _rows(triton: Any) -> list[Any]:
-    own = triton.default_tiling(128, 2)
+def _rows(triton_gpu: Any) -> list[Any]:
+    own = triton_gpu.default_tiling(128, 2)
     choices = [own._replace(unit_blocks=blocks) for blocks in (1, 4, 8)]
     choices += [own._replace(programs=2), own._replace(num_warps=8), own._replace(num_stages=2)]
     return [*choices, own._replace(block=32, unit_blocks=4, programs=4, num_stages=4)]
 
 
-def _bounds(triton: Any) -> list[Any]:
-    own = triton.default_tiling(128, 2)
-    return [own._replace(**more) for more in ({"ahead": 2}, {"ahead": 4}, {"programs": 8}, {"max_tiles": 8})] + [
+def _bounds(triton_gpu: Any) -> list[Any]:
+    own = triton_gpu.default_tiling(128, 2)
+    return [
+        own._replace(**more)
+        for more in ({"ahead": 2}, {"ahead": 4}, {"programs": 8}, {"max_tiles": 8})
+    ] + [
         own._replace(block=64, programs=3, num_warps=4, ahead=2),
         own._replace(block=16, programs=8, num_warps=1),
     ]
 
 
-def _scores(triton: Any) -> list[Any]:
-    cuts = ((128, 8, 8, 2, 3), (128, 16, 6, 2, 3), (128, 32, 8, 2, 2), (64, 16, 16, 1, 2), (256, 16, 4, 4, 2))
-    return [triton.Tiling(*cut) for cut in cuts]
+def _scores(triton_gpu: Any) -> list[Any]:
+    cuts = (
+        (128, 8, 8, 2, 3),
+        (128, 16, 6, 2, 3),
+        (128, 32, 8, 2, 2),
+        (64, 16, 16, 1, 2),
+        (256, 16, 4, 4, 2),
+    )
+    return [triton_gpu.ScoresTiling(*cut) for cut in cuts]
 
 
-def _copies(triton: Any) -> list[Any]:
-    return [triton.Tiling(size, warps) for size in (2048, 4096, 8192, 16384, 32768) for warps in (4, 8)]
+def _copies(triton_gpu: Any) -> list[Any]:
+    return [
+        triton_gpu.GatherTiling(size, warps)
+        for size in (2048, 4096, 8192, 16384, 32768)
+        for warps in (4, 8)
+    ]
 
 
-def _searches(triton: Any) -> list[Any]:
-    own = triton.Tiling()
-    changes = [{"few": few} for few in (0, 32, 64)] + [{"entries": each, "threads": 64} for each in (32, 128)]
-    return [own._replace(**some) for some in [*changes, {"threads": 256}, {"threads": 256, "few": 0}]]
+def _searches(triton_gpu: Any) -> list[Any]:
+    own = triton_gpu.SelectTiling()
+    changes = [{"few": few} for few in (0, 32, 64)] + [
+        {"entries": each, "threads": 64} for each in (32, 128)
+    ]
+    return [
+        own._replace(**some) for some in [*changes, {"threads": 256}, {"threads": 256, "few": 0}]
+    ]
 
 
-def _strips(triton: Any) -> list[Any]:
+def _strips(triton_gpu: Any) -> list[Any]:
     narrow = ((64, 128, 4), (64, 256, 8), (64, 1024, 16))
     wide = ((128, 256, 4), (128, 256, 8), (128, 512, 8), (128, 512, 16))
     whole = ((256, 64, 4), (256, 128, 4), (256, 128, 8), (256, 256, 8), (256, 256, 16))
-    return [triton.Tiling(*cut) for cut in (*narrow, *wide, *whole)]
+    return [triton_gpu.CompactTiling(*cut) for cut in (*narrow, *wide, *whole)]
 
 
 def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
@@ -115,19 +159,24 @@ def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
 
 
 def _hybrids() -> list[Job]:
-    """One, two or four of a row's KV heads have 64K or 128K tokens, the others list 4096."""
+    """Returns jobs where 1, 2 or 4 of a row's KV heads have 64K or 128K tokens, the others 4096."""
     cases = [case for case in hybrid(10**12) if case.tokens == 4096 and case.dense in (1, 2, 4)]
     cases = [case for case in cases if (case.context, case.batch) in MIXED]
-    named = [replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}") for case in cases]
+    named = [
+        replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}")
+        for case in cases
+    ]
     return [attention_job(case, on_gpu=True, most_calls=8) for case in named]
 
 
 def _others(prefix: str) -> list[Job]:
-    return [job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)]
+    return [
+        job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)
+    ]
 
 
 def _selections() -> list[Job]:
-    """One job of each rule."""
+    """Returns one job for each rule."""
     return [
         replace(job, case=f"{job.case} {name}", contenders={name: made})
         for job in _others("select")
@@ -139,24 +188,31 @@ def _selections() -> list[Job]:
 OPS = {
     "block_sparse_decode": Tuned("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
     "hybrid": Tuned("mosaic", "tiles", _cuts, _hybrids, op="block_sparse_decode"),
-    "token_sparse_decode": Tuned("triton", "tiling", _rows, lambda: _attention(LISTED, lists="token")),
-    "page_bounds": Tuned("triton", "tiling", _bounds, lambda: _others("page_bounds")),
-    "int4_scores": Tuned("triton", "tiling", _scores, lambda: _others("int4_scores")),
-    "row_gather": Tuned("triton", "tiling", _copies, lambda: _others("gather")),
-    "select": Tuned("triton", "tiling", _searches, _selections),
-    "compact_pages": Tuned("triton", "tiling", _strips, lambda: _others("compact_pages"), "move_rows"),
+    "token_sparse_decode": Tuned(
+        "triton_gpu", "tiling", _rows, lambda: _attention(LISTED, lists="token")
+    ),
+    "page_bounds": Tuned("triton_gpu", "tiling", _bounds, lambda: _others("page_bounds")),
+    "int4_scores": Tuned("triton_gpu", "tiling", _scores, lambda: _others("int4_scores")),
+    "row_gather": Tuned("triton_gpu", "tiling", _copies, lambda: _others("gather")),
+    "threshold_select": Tuned("triton_gpu", "tiling", _searches, _selections),
+    "compact_pages": Tuned(
+        "triton_gpu", "tiling", _strips, lambda: _others("compact_pages"), "move_rows"
+    ),
 }
 
 
 def times(name: str, before: Program) -> dict[str, dict[str, float]]:
-    """Microseconds of each case by choice; a choice that cannot run a case has none there."""
+    """Returns microseconds by case and choice; a choice that cannot run a case has none there."""
     tuned = OPS[name]
     op = tuned.op or name
     module = import_module(f"jsparse.pallas_kernels.{op}.{tuned.backend}")
     target = tuned.function or op
     function = getattr(module, target)
     functions = {OWN: function}
-    functions |= {str(choice): partial(function, **{tuned.argument: choice}) for choice in tuned.choices(module)}
+    functions |= {
+        str(choice): partial(function, **{tuned.argument: choice})
+        for choice in tuned.choices(module)
+    }
     found: dict[str, dict[str, float]] = {}
     for nth, job in enumerate(tuned.jobs()):
         made, programs = job.build(), {}
@@ -168,17 +224,29 @@ def times(name: str, before: Program) -> dict[str, dict[str, float]]:
                     jax.block_until_ready(program.run())
                     programs[choice] = program
                 except Exception as error:
-                    print(f"  {job.case}, {choice}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    print(
+                        f"  {job.case}, {choice}: {type(error).__name__}: {str(error)[:200]}",
+                        flush=True,
+                    )
         profiles = profile(list(programs.values()), before, RUNS)[1:]
-        took = {choice: p["device"]["median"] for choice, p in zip(programs, profiles, strict=True) if "device" in p}
+        took = {
+            choice: p["device"]["median"]
+            for choice, p in zip(programs, profiles, strict=True)
+            if "device" in p
+        }
         found[job.case] = took
-        for choice in dict.fromkeys([*sorted(took, key=lambda choice: took[choice])[:3], *({OWN} & set(took))]):
+        for choice in dict.fromkeys(
+            [*sorted(took, key=lambda choice: took[choice])[:3], *({OWN} & set(took))]
+        ):
             print(f"  {job.case:32}{took[choice]:9.1f} us  {choice}", flush=True)
     return found
 
 
 def ranking(found: dict[str, dict[str, float]]) -> list[tuple[float, str]]:
-    """The choices that ran on every case, best first, each with the geometric mean of its times over the best ones."""
+    """Returns the choices that ran on every case, best first.
+
+    Each has the geometric mean of its times over the best ones.
+    """
     everywhere = set.intersection(*(set(took) for took in found.values()))
     means = [
         (geometric_mean([took[choice] / min(took.values()) for took in found.values()]), choice)
@@ -189,14 +257,19 @@ def ranking(found: dict[str, dict[str, float]]) -> list[tuple[float, str]]:
 
 def main() -> None:
     """Prints the three best choices of every op."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tune", description="Time the tilings of the kernels.")
-    parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--json", type=Path)
+    parser = report_parser("tune", "Time the tilings of the kernels.")
+    parser.add_argument(
+        "--only", nargs="+", choices=OPS, default=list(OPS), help="ops (default all)"
+    )
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu":
         parser.error("needs a GPU")
-    report: dict[str, Any] = {"benchmark": "tune", "environment": describe(), "results": {}}
+    report: dict[str, Any] = {
+        "benchmark": "tune",
+        "environment": describe(allow_modified=args.allow_modified),
+        "results": {},
+    }
     before = lead()
     for name in args.only:
         print(name, flush=True)

@@ -1,41 +1,40 @@
-"""How many pages does Twilight keep on a real model? A trace of counts, and what replays it at other shapes.
+"""How many pages does Twilight keep on a real model?
 
-Random weights give flat attention, of which top-p keeps nearly all. Speed is therefore measured with counts of SmolLM2:
-of every layer that prunes, KV head and step, while dense attention's continuation of the text of `jsparse eval` is
-decoded. The base is all tokens, so that a base that finds less than everything would keep no more.
+Random weights give nearly flat attention, which top-p hardly prunes. Speed is therefore measured
+with counts of SmolLM2, for every layer that prunes, KV head and step, while it decodes dense
+attention's continuation of the text of `jsparse eval`. The base is all tokens, so that a base that
+finds less than everything would keep no more. lib/replay.py replays the counts at other shapes.
 
-    python -m bench.twilight_trace --json bench/results/twilight_trace.json
+    python -m bench.twilight_trace --json build/twilight_trace.json
 """
 
-import argparse
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from bench.environment import REPOSITORY, describe
-from jsparse import policies
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.recording import recording, text_tokens
 from jsparse.cache import KVCache
-from jsparse.evaluation.forcing import force
+from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
+from jsparse.policies.expressions import parse
 from jsparse.policy import Policy, State
-from jsparse.prompts import tokenizer_of
 
-TRACE = REPOSITORY / "bench/results/twilight_trace.json"
-RECORDED = "dense_layers(twilight(full(), p=0.95), n=2)"
+RECORDED = "dense_layers(twilight(all_pages(), p=0.95), n=2)"
 LENGTHS = (1024, 2048, 4096, 8000)
 
 
 def counting(policy: Policy, steps: int) -> Policy:
-    """`policy`, and in its state the pages that heads kept, int32[layers, steps, B, K]; -1 where nothing was pruned."""
+    """Returns `policy` with a state that records the number of pages that each head keeps.
+
+    The counts are int32[layers, steps, B, K], -1 where nothing was pruned.
+    """
 
     def init(spec):
         counts = jnp.full((spec.num_layers, steps, spec.batch, spec.num_kv_heads), -1, jnp.int32)
@@ -45,91 +44,53 @@ def counting(policy: Policy, steps: int) -> Policy:
         inner, nth, counts = state
         chosen, summary, inner = policy.select(inner, layer, q, cache)
         kept = chosen.count if chosen.dense is None else jnp.where(chosen.dense, -1, chosen.count)
-        return chosen, summary, (inner, nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept))
+        return (
+            chosen,
+            summary,
+            (inner, nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept)),
+        )
 
     return recording(policy, init, select)
 
 
-def recording(policy: Policy, init: Callable[..., State], select: Callable[..., Any]) -> Policy:
-    """`policy` with another select, and a state of which its own comes first; it must not fall back or maintain."""
-
-    def passed_on(hook):
-        return lambda state, *arguments: (hook(state[0], *arguments), *state[1:])
-
-    if policy.fallback is not None or policy.period:
-        raise ValueError(
-            f"policy={policy}: must neither fall back nor maintain, which would see the records as its state"
-        )
-    hooks = {name: passed_on(getattr(policy, name)) for name in ("prefill", "append", "update")}
-    return policy._replace(select=select, init=init, **hooks)
-
-
-def text_tokens(params: Params) -> list[int]:
-    """Of the text of `jsparse eval`."""
-    text = files("jsparse.evaluation").joinpath("texts/shakespeare_1911.txt").read_text(encoding="utf-8")
-    return tokenizer_of(params, "the benchmark").encode(text)
-
-
 def record(params: Params, prompts: Sequence[Sequence[int]], steps: int) -> list[int]:
-    """The counts of all steps, layers and heads, by step."""
-    forcing = force(params, [counting(policies.parse(RECORDED), steps)], prompts, max_new_tokens=steps)
+    """Returns the counts of all steps, layers and heads, by step."""
+    forcing = force(params, [counting(parse(RECORDED), steps)], prompts, max_new_tokens=steps)
     counts = np.asarray(deque(forcing.steps(1), maxlen=1)[0].state[2]).swapaxes(0, 1)
     return counts[counts >= 0].tolist()
 
 
-@cache
-def pages_kept(context: int) -> np.ndarray:
-    """The counts that were recorded at the longest context up to this one, or at the shortest."""
-    traces = json.loads(TRACE.read_text(encoding="utf-8"))["traces"]
-    shorter = [trace for trace in traces if trace["length"] <= context]
-    return np.array((shorter or traces[:1])[-1]["pages"])
-
-
-def replayed(policy: Policy, context: int) -> Policy:
-    """`policy`, but each head keeps only as many of its pages as one did in the trace: the first of them.
-
-    Counts are spread evenly over the trace's, and dealt out to the heads by layer. Everything that `policy` computes is
-    still computed, and one small kernel besides.
-    """
-    recorded = pages_kept(context)
-
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
-        dealt = jnp.asarray(spread_evenly(recorded, layer, chosen.count.shape), jnp.int32)
-        return replace(chosen, count=jnp.minimum(chosen.count, dealt)), summary, state
-
-    return policy._replace(select=select, name=f"replayed({policy.name})")
-
-
-def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """As many of the recorded counts as that, at equal steps of their rank, in an order of the seed's."""
-    number = int(np.prod(shape))
-    ranks = (np.random.default_rng(seed).permutation(number) + 0.5) / number
-    return np.quantile(recorded, ranks, method="nearest").reshape(shape)
-
-
-def parse(text: str, context: int) -> Policy:
-    """A policy's expression; replayed(…) around it replays the counts of that context."""
-    if text.startswith("replayed(") and text.endswith(")"):
-        return replayed(policies.parse(text[len("replayed(") : -1]), context)
-    return policies.parse(text)
-
-
 def main() -> None:
-    """Records, prints the means."""
-    parser = argparse.ArgumentParser(prog="python -m bench.twilight_trace", description="Record what Twilight keeps.")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--json", type=Path, required=True)
+    """Records the counts and prints their means."""
+    parser = report_parser("twilight_trace", "Record how many pages Twilight keeps.", required=True)
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of the prompts"
+    )
+    parser.add_argument("--steps", type=int, default=32, help="decode steps (default 32)")
     args = parser.parse_args()
+    environment = describe(allow_modified=args.allow_modified)
     params = load("smollm2")
     tokens = text_tokens(params)
-    report: dict[str, Any] = {"benchmark": "twilight_trace", "environment": describe(), "policy": RECORDED}
-    report |= {"model": "smollm2", "dtype": str(params.dtype), "steps": args.steps, "page_size": 16, "traces": []}
+    report: dict[str, Any] = {
+        "benchmark": "twilight_trace",
+        "environment": environment,
+        "policy": RECORDED,
+    }
+    report |= {
+        "model": "smollm2",
+        "dtype": str(params.dtype),
+        "steps": args.steps,
+        "page_size": 16,
+        "traces": [],
+    }
     for length in args.lengths:
         pages = record(params, [tokens[:length]], args.steps)
         report["traces"].append({"length": length, "pages": pages})
-        print(f"{length} tokens: {16 * np.mean(pages):.0f} kept on average, {16 * np.max(pages)} at most", flush=True)
+        print(
+            f"{length} tokens: {16 * np.mean(pages):.0f} kept on average, "
+            f"{16 * np.max(pages)} at most",
+            flush=True,
+        )
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""bench.kernels on a CPU: its cases, what it makes of a profile, its table; no times."""
+"""Tests bench.kernels on a CPU: its cases, the summary of a profile, the table; no times."""
 
 import gzip
 import json
@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from bench import kernel_timing, plot_kernels
-from bench.environment import REPOSITORY
-from bench.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
-from bench.kernel_programs import inputs
-from bench.kernel_table import lines
-from bench.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
+from bench import plot_kernels
 from bench.kernels import measure
+from bench.lib import kernel_timing
+from bench.lib.environment import REPOSITORY
+from bench.lib.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
+from bench.lib.kernel_programs import inputs
+from bench.lib.kernel_table import lines
+from bench.lib.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
 from jsparse.selection import read_tokens
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
@@ -22,13 +23,20 @@ on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time
 
 @on_a_cpu
 def test_a_tiny_run_gives_a_row_a_contender_and_a_table():
-    report = measure(["4096 of 128K b1", "2% rows", "page_bounds"], ["torch"], grids=["grid", "hybrid"], tiny=True)
+    report = measure(
+        ["4096 of 128K b1", "2% rows", "page_bounds"],
+        ["torch"],
+        grids=["grid", "hybrid"],
+        tiny=True,
+    )
     assert [row["case"] for row in report["results"]] == [
         "4096 of 128K b1",
         "2% rows of 30K b64",
         "page_bounds 128K b1",
     ]
-    assert all(row["contender"] == "reference" and row["us"]["median"] > 0 for row in report["results"])
+    assert all(
+        row["contender"] == "reference" and row["us"]["median"] > 0 for row in report["results"]
+    )
     assert report["left_out"] == {"torch": "needs a GPU"}
     assert (len(report["grid"]), len(report["hybrid"])) == (6, 10)
     assert not any("refused" in row or "error" in row for row in report["grid"] + report["hybrid"])
@@ -69,7 +77,9 @@ def test_hybrids_and_the_grid_differ_by_shape_and_data_alone():
         arguments, structure = jax.tree.flatten(inputs(shrunk(case), seed=0))
         program = (structure, *((array.shape, array.dtype) for array in arguments))
         programs.setdefault((case.heads, case.batch, case.context), set()).add(program)
-    assert len(programs) == 25 + 4 and all(len(same) == 1 for same in programs.values())  # 4 of batch 2
+    assert len(programs) == 25 + 4 and all(
+        len(same) == 1 for same in programs.values()
+    )  # 4 of batch 2
 
 
 def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
@@ -86,21 +96,29 @@ def test_every_row_of_a_hybrid_has_so_many_sparse_heads():
 
 def test_what_a_report_holds_is_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    committed = json.loads((REPOSITORY / "bench/results/kernels_h200.json").read_text())
-    shapes = {(row["batch"], row["context"]): row for row in committed["grid"] if row["heads"] == 32}
+    committed = json.loads((REPOSITORY / "bench/results/kernels/h200.json").read_text())
+    shapes = {
+        (row["batch"], row["context"]): row for row in committed["grid"] if row["heads"] == 32
+    }
     row = shapes[1, 16384] | {"case": "10% listed, batch 1"}
     hybrids = [row | {"sparse_heads": n} for n in (0, 4, 6, 7, 8)]
-    for more, drawn in (({}, {"time", "speedup"}), ({"grid": [], "hybrid": hybrids}, {"hybrid"})):
+    for more, drawn in (({}, {"time", "speedup"}), ({"grid": [], "hybrid": hybrids}, {"report"})):
         path, out = tmp_path / "report.json", tmp_path / "_".join(drawn)
         path.write_text(json.dumps(committed | more))
         monkeypatch.setattr("sys.argv", ["plot_kernels", str(path), "--out", str(out)])
         plot_kernels.main()
-        assert {file.name for file in out.iterdir()} == {f"kernels_{name}.png" for name in drawn}
+        assert {file.name for file in out.iterdir()} == {f"{name}.png" for name in drawn}
 
 
 def test_calls_that_refuse_or_fail_are_lines_too():
     shape = {"heads": 32, "batch": 1, "context": 8192}
-    row = {"case": "a", "contender": "mosaic", **shape, "us": {"median": 10.0}, "wall": {"median": 12.0}}
+    row = {
+        "case": "a",
+        "contender": "mosaic",
+        **shape,
+        "us": {"median": 10.0},
+        "wall": {"median": 12.0},
+    }
     row |= {"floor_us": 5.0, "over_floor": 2.0, "kernels": {"median": 9.0}, "launches": 2}
     peers = [
         {"contender": "torch FA2", **shape, "us": {"median": 40.0}},
@@ -110,9 +128,27 @@ def test_calls_that_refuse_or_fail_are_lines_too():
     refused = {"case": "b", "contender": "mosaic", "refused": "ValueError: takes no\nbias"}
     report = {"bandwidth": {"memory": 4e12, "bus": 5e10}, "results": [row, refused], "peers": peers}
     table = list(
-        lines(report | {"grid": [row | {"fraction": 0.5}], "hybrid": [row | {"sparse_heads": 6, "case": "h"}]})
+        lines(
+            report
+            | {
+                "grid": [row | {"fraction": 0.5}],
+                "hybrid": [row | {"sparse_heads": 6, "case": "h"}],
+            }
+        )
     )
-    assert table[2].split() == ["a", "mosaic", "10.0", "9.0+2", "12.0", "5.0", "2.00", "40.0", "-", "30.0", "-"]
+    assert table[2].split() == [
+        "a",
+        "mosaic",
+        "10.0",
+        "9.0+2",
+        "12.0",
+        "5.0",
+        "2.00",
+        "40.0",
+        "-",
+        "30.0",
+        "-",
+    ]
     assert "refused: ValueError: takes no bias" in table[3]
     assert table[5].split() == ["8192,", "a", "10.0/5", "(4.0x)", "40.0", "-"]
     assert table[6].split()[-4:] == ["6", "sparse", "FA2", "cuDNN"]
@@ -121,7 +157,7 @@ def test_calls_that_refuse_or_fail_are_lines_too():
 
 
 def run_of(start: float, *durations: float) -> list[Event]:
-    """Kernels one after the other, a microsecond between them, named by their place."""
+    """Returns kernels one after the other, a microsecond apart, named by their place."""
     events = []
     for nth, duration in enumerate(durations):
         events.append(Event(f"k{nth % 2}", start, duration))
@@ -130,12 +166,18 @@ def run_of(start: float, *durations: float) -> list[Event]:
 
 
 def test_a_profile_is_summed_up_by_call():
-    events = [*run_of(0, 500, 3, 4, 3, 4), *run_of(1000, 500, 3, 6, 3, 4)]  # the lead's, then two calls of two kernels
+    events = [
+        *run_of(0, 500, 3, 4, 3, 4),
+        *run_of(1000, 500, 3, 6, 3, 4),
+    ]  # the lead's, then two calls of two kernels
     found = summary(events, repeats=2, calls=2, skip=1)
     assert found["launches"] == 2
     assert (found["device"]["min"], found["device"]["max"]) == (9, 11)
     assert (found["kernels"]["min"], found["kernels"]["max"]) == (7, 9)
-    assert {name: kernel["launches"] for name, kernel in found["by_kernel"].items()} == {"k0": 1, "k1": 1}
+    assert {name: kernel["launches"] for name, kernel in found["by_kernel"].items()} == {
+        "k0": 1,
+        "k1": 1,
+    }
     alone = summary(run_of(0, 500, 3, 4), repeats=1, calls=1, skip=1)
     assert alone["device"]["median"] == 8  # no next call: to the end of its own
     assert "profile_error" in summary(events[:-1], repeats=2, calls=2, skip=1)
@@ -176,7 +218,11 @@ def test_without_a_gpu_a_profile_is_empty():
 
 def test_a_program_is_told_from_the_others_by_the_pause_before_it(monkeypatch):
     before, program = lead(1000), Program(lambda: jax.numpy.ones(3), 2)
-    runs = [[500], [500, 500], [500, 3, 4, 500, 3, 4]]  # a first one apart; the lead alone; two runs of two calls
+    runs = [
+        [500],
+        [500, 500],
+        [500, 3, 4, 500, 3, 4],
+    ]  # a first one apart; the lead alone; two runs of two calls
     events = [event for nth, run in enumerate(runs) for event in run_of(nth * 40e3, *run)]
     monkeypatch.setattr(kernel_timing, "read_trace", lambda folder: events)
     alone, found = profile([program], before, repeats=2)

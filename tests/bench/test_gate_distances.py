@@ -1,4 +1,4 @@
-"""Distances of gates: what is compared, and that more heads are nearer."""
+"""Tests bench.gate_distances: which gates it compares, and that more heads are nearer."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,15 @@ from tiny import VOCAB, tiny_params
 
 from bench.gate_distances import compared, distances
 from jsparse.policies.head_gates import HeadGates, save
-from jsparse.train.data import Sample, Source
+from jsparse.train.data import Source, TrainingSample
 
 
 def test_distances_fall_to_none_where_all_heads_see_everything():
     rng = np.random.default_rng(0)
     context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (40, 4))
-    source = Source(lambda step, size: [Sample(context, target, np.ones(4, bool))], 4, (40,), {})
+    source = Source(
+        lambda step, size: [TrainingSample(context, target, np.ones(4, bool))], 4, (40,), {}
+    )
     every = np.ones((3, 2), bool)
     alone = every & (np.arange(3) == 0)[:, None]
     rows = distances(tiny_params(), {"all": every, "alone": alone}, source, 2, 0.3)

@@ -1,4 +1,4 @@
-"""bench.head_baselines: the head that looks far away wins, counts are exact, draws differ; and the command's files."""
+"""Tests bench.head_baselines: which head wins, exact counts, different draws, the files."""
 
 import copy
 import dataclasses
@@ -19,10 +19,11 @@ FED = range(LENGTH - STEPS, LENGTH)  # tokens held at each step
 
 
 def looking_params():
-    """Of 3 layers and 2 KV heads; in LAYER all queries of HEAD want the token MARK, every other head weighs all alike.
+    """Returns a model of 3 layers and 2 KV heads whose HEAD in LAYER looks for the token MARK.
 
-    Residuals stay embeddings. All share channel 0, which the queries read; MARK alone has channel 1, which its key is.
-    Both lie in the slowest pair of channels that is rotated.
+    Every other head weighs all tokens alike. Residuals stay embeddings. All tokens have channel 0,
+    which the queries read; only MARK has channel 1, which is its key. Both lie in the slowest pair
+    of rotated channels.
     """
     params = tiny_params()
     weights = copy.deepcopy(params.weights)
@@ -36,30 +37,41 @@ def looking_params():
             block[part][name]["kernel"] = np.zeros(block[part][name]["kernel"].shape, np.float32)
         block["attention_norm"]["scale"] = np.ones(config.hidden_size, np.float32)
     slowest, group = config.head_dim // 2 - 1, config.num_heads // config.num_kv_heads
-    heads = weights["params"][f"layers_{LAYER}"]["attention"]["qkv"]["kernel"].reshape(config.hidden_size, -1, 16)
+    heads = weights["params"][f"layers_{LAYER}"]["attention"]["qkv"]["kernel"].reshape(
+        config.hidden_size, -1, 16
+    )
     heads[0, HEAD * group : (HEAD + 1) * group, slowest] = 3
     heads[1, config.num_heads + HEAD, slowest] = 3
     return dataclasses.replace(params, weights=weights)
 
 
 def window(marked):
-    """A window of the text with a mark at this place, or none."""
+    """Returns a window of the text with a mark at this place, or none."""
     return [MARK if place == marked else PLAIN for place in range(LENGTH)]
 
 
 def mass(*marked, **other):
     tokens = [token for place in marked for token in window(place)]
-    return far_mass(looking_params(), tokens, **{"prompts": len(marked), "length": LENGTH, "steps": STEPS, **other})
+    return far_mass(
+        looking_params(),
+        tokens,
+        **{"prompts": len(marked), "length": LENGTH, "steps": STEPS, **other},
+    )
 
 
 def uniform():
-    """What a head has far away that weighs all alike: pages from 64 on that end before the newest 256."""
+    """Returns the far mass of a head that weighs all alike.
+
+    It lies on pages from 64 on that end before the newest 256.
+    """
     return np.mean([((held - 256) // PAGE * PAGE - 64) / held for held in FED])
 
 
-@pytest.mark.parametrize(("place", "expected"), [(64, 1), (159, 1), (63, 0), (160, 0), (LENGTH - 5, 0)])
+@pytest.mark.parametrize(
+    ("place", "expected"), [(64, 1), (159, 1), (63, 0), (160, 0), (LENGTH - 5, 0)]
+)
 def test_mass_between_the_first_tokens_and_the_newest_counts(place, expected):
-    """Where 417 to 419 are held, some of the page from 160 to 175 are among the newest."""
+    """With 417 to 419 tokens held, some of the page from 160 to 175 are among the newest."""
     scores = mass(place)
     assert scores.shape == (3, 2)
     assert scores[LAYER, HEAD] == pytest.approx(expected, abs=0.01)
@@ -83,22 +95,38 @@ def test_prompts_are_averaged():
 @pytest.mark.parametrize(
     ("tokens", "sizes", "message"),
     [
-        (LENGTH, {"prompts": 2}, "prompts=2 of length=420: must be at least 1, within 420 tokens of text"),
+        (
+            LENGTH,
+            {"prompts": 2},
+            "prompts=2 of length=420: must be at least 1, within 420 tokens of text",
+        ),
         (LENGTH, {"prompts": 0}, "prompts=0"),
-        (335, {"length": 335}, "length=335: must have pages between the first 64 tokens and the newest 256"),
+        (
+            335,
+            {"length": 335},
+            "length=335: must have pages between the first 64 tokens and the newest 256",
+        ),
         (LENGTH, {"steps": LENGTH}, "scored=420"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(tokens, sizes, message):
     with pytest.raises(ValueError, match=message):
-        far_mass(tiny_params(), [PLAIN] * tokens, **{"prompts": 1, "length": LENGTH, "steps": STEPS, **sizes})
+        far_mass(
+            tiny_params(),
+            [PLAIN] * tokens,
+            **{"prompts": 1, "length": LENGTH, "steps": STEPS, **sizes},
+        )
 
 
 @pytest.mark.parametrize("count", [3, 11, 90])
 def test_draws_have_layer_0_and_the_count_and_differ_by_seed(count):
     gates = [drawn((30, 3), count, seed) for seed in range(4)]
     for seed, one in enumerate(gates):
-        assert one.retrieval.shape == (30, 3) and one.retrieval.sum() == count and one.retrieval[0].all()
+        assert (
+            one.retrieval.shape == (30, 3)
+            and one.retrieval.sum() == count
+            and one.retrieval[0].all()
+        )
         assert one.scores is None and one.record == {"ranking": "random", "seed": seed}
         np.testing.assert_array_equal(one.retrieval, drawn((30, 3), count, seed).retrieval)
     assert len({one.retrieval.tobytes() for one in gates}) == (4 if count == 11 else 1)
@@ -108,7 +136,9 @@ def command(monkeypatch, tmp_path, *arguments):
     monkeypatch.setattr(head_baselines, "load", lambda name: looking_params())
     monkeypatch.setattr(head_baselines, "text_tokens", lambda params: window(100))
     sizes = ("--prompts", "1", "--length", str(LENGTH), "--steps", str(STEPS))
-    monkeypatch.setattr(sys, "argv", ["head_baselines", "--out", str(tmp_path / "gates"), *sizes, *arguments])
+    monkeypatch.setattr(
+        sys, "argv", ["head_baselines", "--out", str(tmp_path / "gates"), *sizes, *arguments]
+    )
     main()
 
 
@@ -132,7 +162,9 @@ def test_a_count_that_cannot_be_is_refused(monkeypatch, tmp_path, capsys):
 
 def test_the_default_count_is_one_head_in_eight(monkeypatch, tmp_path):
     monkeypatch.setattr(head_baselines, "far_mass", lambda *_, **__: np.zeros((30, 3), np.float32))
-    config = dataclasses.replace(looking_params().config, num_layers=30, num_heads=9, num_kv_heads=3)
+    config = dataclasses.replace(
+        looking_params().config, num_layers=30, num_heads=9, num_kv_heads=3
+    )
     params = dataclasses.replace(looking_params(), config=config)
     monkeypatch.setattr(sys, "argv", ["head_baselines", "--out", str(tmp_path)])
     monkeypatch.setattr(head_baselines, "load", lambda name: params)

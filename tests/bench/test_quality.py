@@ -1,22 +1,22 @@
-"""bench.quality: its sets name policies, and the report of several lengths is theirs side by side."""
+"""Tests bench.quality: its sets name policies, and reports of several lengths are joined."""
 
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from jsparse.evaluation.runner import plan
-from jsparse.evaluation.statistics import averages, summarize
 
 from bench import quality
 from bench.quality import GATES, SETS, devices, joined, main, parts
-from jsparse.policies import parse
+from jsparse.evaluation.plan import plan
+from jsparse.evaluation.report.statistics import averages, summarize
+from jsparse.policies.expressions import parse
 from jsparse.policies.head_gates import HeadGates, save
 
 
 @pytest.fixture
 def gates(tmp_path):
-    """A folder of gates of a model of one head."""
+    """Returns a folder of gates of a model of one head."""
     for name in GATES:
         save(HeadGates(np.ones((1, 1), np.bool_)), tmp_path / f"{name}.safetensors")
     return tmp_path
@@ -36,8 +36,10 @@ def test_a_sets_own_tasks_and_lengths_can_be_measured(name):
 
 def test_lychee_compares_all_gates_and_names_them_as_given(gates):
     names = [parse(expression).name for expression in SETS["lychee"].policies(gates)]
-    at_512 = [name for name in names if name.startswith("lychee") and "budget=512, select='top_k'" in name]
-    compared = [name for name in at_512 if "unit='page', correct_every=0" in name]
+    at_512 = [
+        name for name in names if name.startswith("lychee") and "value=512, rule='top_k'" in name
+    ]
+    compared = [name for name in at_512 if "granularity='page', correct_every=0" in name]
     assert [name.partition("'")[2].partition("'")[0] for name in compared] == [
         str(gates / f"{name}.safetensors") for name in GATES
     ]
@@ -52,7 +54,7 @@ def test_lychee_compares_all_gates_and_names_them_as_given(gates):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Runs the command with these arguments; what each of its processes was to measure, which is not done."""
+    """Runs the command without measuring; returns the work that each process would do."""
 
     def run(*arguments):
         asked = []
@@ -61,9 +63,15 @@ def measured(monkeypatch, tmp_path):
             asked.append((part.length, tuple(args.tasks), tuple(part.policies)))
             return report(part.length)
 
-        for name, stub in (("measure", measure), ("show", lambda report: None), ("draw", lambda *_: None)):
+        for name, stub in (
+            ("measure", measure),
+            ("show", lambda report: None),
+            ("draw", lambda *_: None),
+        ):
             monkeypatch.setattr(quality, name, stub)
-        monkeypatch.setattr(sys, "argv", ["quality", "--json", str(tmp_path / "report.json"), *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["quality", "--json", str(tmp_path / "report.json"), *arguments]
+        )
         main()
         return asked
 
@@ -73,7 +81,9 @@ def measured(monkeypatch, tmp_path):
 def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(measured, gates):
     policies = SETS["lychee"].policies(gates)
     few = ("kl", "ppl", "passkey", "niah_single_1")
-    assert measured("--set", "lychee", "--gates", str(gates)) == [(length, few, policies) for length in (8192, 4096)]
+    assert measured("--set", "lychee", "--gates", str(gates)) == [
+        (length, few, policies) for length in (8192, 4096)
+    ]
     others = ("--tasks", "vt", "--lengths", "512")
     assert measured("--set", "lychee", "--gates", str(gates), *others) == [(512, ("vt",), policies)]
     assert measured("--policy", "quest(budget=16)", "--lengths", "512", "--tasks", "kl") == [
@@ -116,18 +126,30 @@ def test_processes_take_turns_on_the_gpus_that_are_visible(monkeypatch):
 def report(length, policies=("quest(budget=16)",)):
     scores = dict.fromkeys(("dense()", *policies), 0.5) | {"dense()": 1.0}
     entries = [
-        {"policy": policy, "task": "vt", "length": length, "index": i, "values": {"score": score}, "meta": {}}
+        {
+            "policy": policy,
+            "task": "vt",
+            "length": length,
+            "index": i,
+            "values": {"score": score},
+            "meta": {},
+        }
         for policy, score in scores.items()
         for i in range(3)
     ]
     cells = summarize(entries)
     settings = {"lengths": [length], "samples": 3, "policies": list(scores)}
-    return {"timestamp": "now", "environment": {"device": "x"}, "settings": settings, "cells": cells}
+    return {
+        "timestamp": "now",
+        "environment": {"device": "x"},
+        "settings": settings,
+        "cells": cells,
+    }
 
 
 def test_lengths_are_joined_without_their_samples():
     one, two = report(128), report(256)
-    whole = joined([two, one])
+    whole = joined([two, one], {"git_revision": "abc", "device": "other"})
     both = ["dense()", "quest(budget=16)"]
     assert whole["settings"] == {"lengths": [128, 256], "samples": 3, "policies": both}
     assert [(cell["policy"], cell["length"]) for cell in whole["cells"]] == [
@@ -136,12 +158,15 @@ def test_lengths_are_joined_without_their_samples():
     assert all("samples" not in cell for cell in whole["cells"])
     assert whole["cells"][3]["metrics"] == two["cells"][1]["metrics"]
     assert whole["averages"] == averages([*one["cells"], *two["cells"]])
-    assert whole["environment"]["device"] == "x"
-    assert "git_revision" in whole["environment"]
+    assert whole["environment"] == {"git_revision": "abc", "device": "x"}
 
 
 def test_groups_are_joined_with_dense_once():
-    whole = joined([report(128, ["a()"]), report(128, ["b()"])])
-    assert [cell["policy"] for cell in whole["cells"]] == ["dense()", "a()", "b()"] == whole["settings"]["policies"]
+    whole = joined([report(128, ["a()"]), report(128, ["b()"])], {})
+    assert (
+        [cell["policy"] for cell in whole["cells"]]
+        == ["dense()", "a()", "b()"]
+        == whole["settings"]["policies"]
+    )
     assert whole["settings"]["lengths"] == [128]
     assert [average["policy"] for average in whole["averages"]] == ["dense()", "a()", "b()"]

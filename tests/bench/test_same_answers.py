@@ -1,4 +1,4 @@
-"""bench.same_answers on a tiny model: what it asks, that jsparse's side is greedy, what it makes of answers."""
+"""Tests bench.same_answers on a tiny model: its prompts, greedy answers, the comparison."""
 
 import dataclasses
 import json
@@ -23,7 +23,10 @@ def _room_for_a_tiny_vocabulary(monkeypatch):
 
 
 def answer(ids, gap=0.5, second=0):
-    """These ids and then 9; the gap is at the last of these ids, others are ten times as large."""
+    """Returns an answer of these ids and then 9.
+
+    The gap is at the last of these ids; others are ten times as large.
+    """
     gaps = [10 * gap] * NUM_NEW
     gaps[len(ids) - 1] = gap
     return {
@@ -39,14 +42,20 @@ def test_asks_every_task_at_every_length_within_the_budget():
     asked = questions(tokenizer, 12)
     names = ["passkey", "niah_single_1", "vt", "cwe", "fwe"]
     assert [question.task.name for question in asked] == [*names, *names, *names[:2]]
-    assert [(question.length, question.index) for question in asked[::5]] == [(7000, 0), (8000, 1), (7000, 2)]
+    assert [(question.length, question.index) for question in asked[::5]] == [
+        (7000, 0),
+        (8000, 1),
+        (7000, 2),
+    ]
     assert len({tuple(question.ids) for question in asked}) == 12
     for question in asked:
         assert tokenizer.decode(question.ids).endswith(question.sample.prefix)
         begin, *text = question.ids  # the token before every text counts in no budget
         assert begin == tokenizer.bos_token_id
         assert 0.6 * question.length < len(text) <= question.length - question.sample.max_new_tokens
-    assert [question.ids for question in questions(tokenizer, 3)] == [question.ids for question in asked[:3]]
+    assert [question.ids for question in questions(tokenizer, 3)] == [
+        question.ids for question in asked[:3]
+    ]
 
 
 def test_jsparse_answers_greedily_past_end_tokens_in_float32(monkeypatch):
@@ -92,13 +101,19 @@ def test_both_get_the_same_ids_and_the_report_counts(monkeypatch):
     def child(module, arguments, *, python, timeout_s):
         _, name, prompts, _, gguf = arguments
         seen[name] = (module, python, gguf, json.loads(Path(prompts).read_text()))
-        answers = [answer([1, 2]), answer([1, 3 if name == "hf" else 2], gap=1e-6, second=2), answer([4])]
+        answers = [
+            answer([1, 2]),
+            answer([1, 3 if name == "hf" else 2], gap=1e-6, second=2),
+            answer([4]),
+        ]
         side = {"device": "cpu", "dtype": "float32", "versions": {"numpy": "2"}, "seconds": 1.0}
         return side | {"answers": answers}
 
     monkeypatch.setattr(same_answers, "run_child", child)
     report = measure(TINY, "another/python", 3)
-    asked = [question.ids for question in questions(Tokenizer.from_gguf(GGUFFile(TINY).metadata), 3)]
+    asked = [
+        question.ids for question in questions(Tokenizer.from_gguf(GGUFFile(TINY).metadata), 3)
+    ]
     assert seen == {
         "hf": ("bench.same_answers", "another/python", str(TINY), asked),
         "jsparse": ("bench.same_answers", sys.executable, str(TINY), asked),
@@ -109,12 +124,14 @@ def test_both_get_the_same_ids_and_the_report_counts(monkeypatch):
     assert report["results"][1]["ids"]["hf"][:2] == [1, 3]
     assert json.loads(json.dumps(report))["summary"] == found
     assert lines(report)[-1] == (
-        "niah_single_1 7000 sample 0: first 1 ids agree, then a gap of 1.0e-06, jsparse took the second best"
+        "niah_single_1 7000 sample 0: first 1 ids agree, then a gap of 1.0e-06, "
+        "jsparse took the second best"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--prompts", "0"], "must be 1 or more"), (["--hf-python", "no/such"], "no/such")]
+    ("arguments", "said"),
+    [(["--prompts", "0"], "must be 1 or more"), (["--hf-python", "no/such"], "no/such")],
 )
 def test_says_what_is_wrong(monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(sys, "argv", ["same_answers", "--gguf", str(TINY), *arguments])

@@ -1,10 +1,13 @@
-"""bench.sanitize tells a clean line from others."""
+"""Tests how bench.sanitize tells a clean line from others."""
 
 import pytest
 
 from bench.sanitize import is_clean
 
-MEMORY, RACES = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+MEMORY, RACES = (
+    "ERROR SUMMARY: 0 errors",
+    "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+)
 
 
 @pytest.mark.parametrize("summary", [MEMORY, RACES, f"{MEMORY}; {MEMORY}"])

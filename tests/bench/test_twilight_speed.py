@@ -1,12 +1,13 @@
-"""bench.twilight_speed and its trace: the counts that are replayed, and kernels told apart by their order."""
+"""Tests bench.twilight_speed and its trace: replayed counts, and parts by kernel order."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jsparse
+from bench.lib.replay import pages_kept, parse, spread_evenly
 from bench.twilight_speed import main, parts
-from bench.twilight_trace import counting, pages_kept, parse, spread_evenly
+from bench.twilight_trace import counting
 from jsparse import cache as kv_cache
 
 
@@ -28,10 +29,14 @@ def test_the_trace_of_the_longest_context_that_fits_is_replayed():
 def test_replayed_policies_keep_no_more_than_they_did():
     spec = kv_cache.CacheSpec(1, 2, 4, 2, 16, 16, 64, jnp.float32)
     cache = kv_cache.init(spec)
-    cache = cache._replace(layers=(cache.layers[0]._replace(lengths=jnp.full((2, 2), 1000, jnp.int32)),))
+    cache = cache._replace(
+        layers=(cache.layers[0]._replace(lengths=jnp.full((2, 2), 1000, jnp.int32)),)
+    )
     plain, replayed = (parse(text, 1024) for text in ("all_pages()", "replayed(all_pages())"))
     q = jnp.ones((2, 4, 16))
-    before, after = (policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed))
+    before, after = (
+        policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed)
+    )
     assert bool((after.count <= before.count).all())
     assert bool((after.count < before.count).any())
     np.testing.assert_array_equal(after.ids, before.ids)
@@ -41,14 +46,24 @@ def test_replayed_policies_keep_no_more_than_they_did():
 
 
 def test_times_are_parted_at_the_estimate_and_at_attention():
-    names = ("bounds_kernel", "select_kernel", "scores_kernel", "memset", "select_kernel", "x_mosaic_gpu", "_merge")
+    names = (
+        "bounds_kernel",
+        "select_kernel",
+        "scores_kernel",
+        "memset",
+        "select_kernel",
+        "x_mosaic_gpu",
+        "_merge",
+    )
     order = [{"name": name, "us": float(2**nth)} for nth, name in enumerate(names)]
     assert parts({"order": order}) == {"base": 3.0, "estimate": 4.0, "top_p": 24.0, "attend": 96.0}
     assert parts({"order": order[5:]}) == parts({}) == {}
 
 
 def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["twilight_speed", "--tiny", "--only", "dense", "twilight, 8 bits"])
+    monkeypatch.setattr(
+        "sys.argv", ["twilight_speed", "--tiny", "--only", "dense", "twilight, 8 bits"]
+    )
     main()
     lines = capsys.readouterr().out.splitlines()
     assert [line[14:32].strip() for line in lines] == ["dense", "twilight, 8 bits"]

@@ -334,7 +334,7 @@ def test_the_harness_own_variable_tracking(offline_ruler):
     )
     samples = found["samples"]["ruler_vt"]
     texts = [sample["resps"][0][0] for sample in samples]
-    contexts = [sample["arguments"][0][0] for sample in samples]
+    contexts: list[str] = [sample["arguments"][0][0] for sample in samples]
     params = jsparse.load("smollm2")
     lengths = [len(smollm2(context)) for context in contexts]
     assert len(texts) == 2 and all(512 < length <= 1024 for length in lengths)

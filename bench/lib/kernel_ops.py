@@ -1,4 +1,4 @@
-"""What a policy needs besides attention, as programs for bench.kernels: scores, selection, gather, compaction."""
+"""Builds jobs of the other ops for bench.kernels: scores, selection, gather, compaction."""
 
 from functools import partial
 from typing import Any
@@ -7,32 +7,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
+from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
-from bench.kernel_programs import Job, in_turn, random
-from bench.kernel_timing import Program
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_programs import Job, in_turn, random
+from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
-from jsparse.pallas_kernels.select.api import select
-from jsparse.pallas_kernels.select.rules import TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import threshold_select
+from jsparse.pallas_kernels.threshold_select.rules import TopK, TopP
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4
-TOP_P, LOGIT_SPREAD = 0.9, 3.0  # of normal logits with this deviation, that share of the mass is 4 % of the tokens
+# for normal logits with this deviation, 4 % of the tokens hold that share of the mass
+TOP_P, LOGIT_SPREAD = 0.9, 3.0
 
 
 def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
-    """All of them; `shrink` divides contexts, rows and pages, for a CPU."""
+    """Returns all of them; `shrink` divides contexts, rows and pages, for a CPU."""
     name = "triton" if on_gpu else "reference"
     context, batch = 131072 // shrink, max(8 // shrink, 1)
-    made = [_bounds(name, batch, context), _int4(name, batch, context), _int4(name, batch, context, quarter=True)]
+    made = [
+        _bounds(name, batch, context),
+        _int4(name, batch, context),
+        _int4(name, batch, context, quarter=True),
+    ]
     for rows, length, group in ((64, 32768, 1), (256, 32768, 1), (2048, 7680, GROUP)):
-        shape = (max(rows // KV_HEADS // group // shrink, 1), KV_HEADS, group, max(length // shrink, PAGE))
+        shape = (
+            max(rows // KV_HEADS // group // shrink, 1),
+            KV_HEADS,
+            group,
+            max(length // shrink, PAGE),
+        )
         made.append(_select(name, f"select: {rows} rows of {length}", shape, most_calls))
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):
@@ -47,7 +57,10 @@ def _queries(batch: int, calls: int = 4) -> list[jax.Array]:
 
 
 def _unread(batch: int, pages: int) -> LayerCache:
-    """A full cache, for use within a program: K and V are never made, since nothing reads them."""
+    """Returns a full cache for use within a program.
+
+    K and V are never made, since nothing reads them.
+    """
     pool = jnp.zeros((batch * KV_HEADS * pages, PAGE, HEAD_DIM), jnp.bfloat16)
     return LayerCache(pool, pool, jnp.full((batch, KV_HEADS), pages * PAGE, jnp.int32))
 
@@ -63,7 +76,9 @@ def _bounds(name: str, batch: int, context: int) -> Job:
     def op(bounds, q):
         return page_bounds(q, _unread(batch, pages), bounds, implementation=name)
 
-    return Job(f"page_bounds 128K b{batch}", 2 * 2 * shape[0] * shape[1], build, {name: in_turn(op)})
+    return Job(
+        f"page_bounds 128K b{batch}", 2 * 2 * shape[0] * shape[1], build, {name: in_turn(op)}
+    )
 
 
 def _int4(name: str, batch: int, context: int, *, quarter: bool = False) -> Job:
@@ -95,11 +110,13 @@ def _select(name: str, case: str, shape: tuple[int, int, int, int], most_calls: 
     length = shape[-1]
     size = 4 * int(np.prod(shape))
     most = max(length // 8, 1)
-    kept = partial(select, capacity=max(length // 4, 1), implementation=name)
+    kept = partial(threshold_select, capacity=max(length // 4, 1), implementation=name)
 
     def build():
         calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
-        return None, [LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape) for seed in range(calls)]
+        return None, [
+            LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape) for seed in range(calls)
+        ]
 
     contenders = {
         f"{name} top-p {TOP_P}": in_turn(lambda _, scores: kept(scores, TopP(TOP_P))),
@@ -116,15 +133,22 @@ def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> 
     def build():
         pool = random(0, (pages, PAGE, HEAD_DIM))
         if where != "device":
-            pool = jax.device_put(pool, SingleDeviceSharding(jax.local_devices()[0], memory_kind=where))
-        ids = [np.random.default_rng(seed).choice(pages, wanted, replace=False) for seed in range(calls)]
+            pool = jax.device_put(
+                pool, SingleDeviceSharding(jax.local_devices()[0], memory_kind=where)
+            )
+        ids = [
+            np.random.default_rng(seed).choice(pages, wanted, replace=False)
+            for seed in range(calls)
+        ]
         return pool, [jnp.asarray(i.astype(np.int32)) for i in ids]
 
     def op(pool, ids):
         return row_gather(pool, ids, implementation=name)
 
     crosses, moved = ("memory", 2 * size) if where == "device" else ("bus", size)
-    return Job(f"gather {wanted} pages, {where}", moved, build, {name: in_turn(op)}, crosses=crosses)
+    return Job(
+        f"gather {wanted} pages, {where}", moved, build, {name: in_turn(op)}, crosses=crosses
+    )
 
 
 def _compact(name: str, batch: int, context: int, kept: int) -> Job:

@@ -1,7 +1,8 @@
-"""Two clocks for small programs: the host's, amortised over many calls, and the device's own, out of a profile.
+"""Times small programs with two clocks: the host's, over many calls, and the device's, by profile.
 
-A program is a jitted function of some calls, one after the other. Under the profiler every program runs behind a lead,
-a sum over more bytes than any cache holds: the host is then ahead of the device, and what the program reads is cold.
+A program is a jitted function of several calls, one after the other. Under the profiler every
+program runs behind a lead, a sum over more bytes than any cache holds: the host is then ahead of
+the device, and the program's inputs are cold.
 """
 
 import gzip
@@ -19,22 +20,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.children import spread
+from bench.lib.subprocesses import spread
 
 LEAD_BYTES = 2_000_000_000
 LONGEST = 0.3  # seconds that one measurement may take
-PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; what counts as such in a trace
+PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; the least pause seen in a trace
 
 
 class Program(NamedTuple):
-    """`run` dispatches `calls` calls and returns their results, which need not be there yet."""
+    """A program: `run` dispatches `calls` calls and returns their results without waiting."""
 
     run: Callable[[], Any]
     calls: int
 
 
 class Event(NamedTuple):
-    """A kernel or a copy on the device: microseconds."""
+    """A kernel or a copy on the device, in microseconds."""
 
     name: str
     start: float
@@ -46,7 +47,7 @@ class Event(NamedTuple):
 
 
 def lead(nbytes: int = LEAD_BYTES) -> Program:
-    """Reads that many bytes once."""
+    """Returns a program that reads that many bytes once."""
     x = jnp.ones(nbytes // 2, jnp.bfloat16)
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
     jax.block_until_ready(total(x))
@@ -54,7 +55,10 @@ def lead(nbytes: int = LEAD_BYTES) -> Program:
 
 
 def wall(program: Program, calls: int, repeats: int) -> dict[str, float]:
-    """Microseconds a call on the host's clock: `repeats` times so many calls, or as many as LONGEST takes, one wait."""
+    """Returns the microseconds per call on the host's clock, over `repeats` measurements.
+
+    Each measurement waits once, after `calls` calls or as many as fit into LONGEST.
+    """
     jax.block_until_ready(program.run())
     began = time.perf_counter()
     jax.block_until_ready(program.run())
@@ -70,18 +74,21 @@ def wall(program: Program, calls: int, repeats: int) -> dict[str, float]:
 
 
 def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[dict[str, Any]]:
-    """What the device says of each program; see `summary`. Programs must have run before.
+    """Profiles programs that have run before; see `summary`.
 
     Returns:
-        A dict for `before` itself, then one for each program. All are empty where the profile holds no device, as on a
-        CPU; {"profile_error": …} where a program's kernels cannot be told from the others'.
+        A dict for `before` itself, then one for each program. All are empty where the profile has
+        no device, as on a CPU; {"profile_error": …} where a program's kernels cannot be told from
+        the others'.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     folder = tempfile.mkdtemp()
     try:
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(before.run())  # the first kernel that a profiler sees may be held up
+            jax.block_until_ready(
+                before.run()
+            )  # the first kernel that a profiler sees may be held up
             time.sleep(PAUSE_SECONDS)
             for program in (None, *programs):
                 for _ in range(repeats):
@@ -96,22 +103,30 @@ def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[
         return [{} for _ in range(len(programs) + 1)]
     runs = segments(events, PAUSE_US)[1:]
     if len(runs) != len(programs) + 1 or len(runs[0]) % repeats:
-        error = f"kernels ran {[len(run) for run in runs]} at a time, for {len(programs) + 1} programs"
+        error = (
+            f"kernels ran {[len(run) for run in runs]} at a time, for {len(programs) + 1} programs"
+        )
         return [{"profile_error": error} for _ in range(len(programs) + 1)]
     skip = len(runs[0]) // repeats
     found = [summary(runs[0], repeats, 1, skip=0)]
-    return found + [summary(run, repeats, p.calls, skip) for run, p in zip(runs[1:], programs, strict=True)]
+    return found + [
+        summary(run, repeats, p.calls, skip) for run, p in zip(runs[1:], programs, strict=True)
+    ]
 
 
 def read_trace(folder: Path) -> list[Event]:
-    """Everything that ran on the GPU's streams, by start."""
+    """Returns everything that ran on the GPU's streams, ordered by start."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         entries = json.load(file)["traceEvents"]
     meta = [e for e in entries if e.get("ph") == "M"]
     processes = {e["pid"]: e["args"]["name"] for e in meta if e["name"] == "process_name"}
     lines = {(e["pid"], e["tid"]): e["args"]["name"] for e in meta if e["name"] == "thread_name"}
-    streams = {line for line, name in lines.items() if "GPU" in processes.get(line[0], "") and "Stream" in name}
+    streams = {
+        line
+        for line, name in lines.items()
+        if "GPU" in processes.get(line[0], "") and "Stream" in name
+    }
     found = [
         Event(e["name"], e["ts"], e.get("dur", 0.0))
         for e in entries
@@ -121,7 +136,7 @@ def read_trace(folder: Path) -> list[Event]:
 
 
 def segments(events: Sequence[Event], pause: float) -> list[list[Event]]:
-    """The events parted where nothing ran for that long."""
+    """Splits the events wherever nothing ran for longer than `pause`."""
     parts: list[list[Event]] = []
     end = 0.0
     for event in events:
@@ -133,25 +148,34 @@ def segments(events: Sequence[Event], pause: float) -> list[list[Event]]:
 
 
 def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dict[str, Any]:
-    """`repeats` runs of `calls` calls, each run behind `skip` events of the lead, as microseconds a call.
+    """Summarises `repeats` runs of `calls` calls in microseconds per call.
+
+    Each run follows `skip` events of the lead.
 
     Returns:
-        device: from the start of one call's first kernel to that of the next call's, launch gaps included; to the end
-            of its last kernel where a run is one call. kernels: the sum of its kernels' durations. launches: how many
-            these are. by_kernel: both for each name, most time first. order: name and duration of each kernel of a
-            call, as they follow one another.
+        device: from the start of one call's first kernel to that of the next call's, launch gaps
+            included; to the end of its last kernel where a run is one call.
+        kernels: the sum of its kernels' durations.
+        launches: the number of these kernels.
+        by_kernel: both for each name, most time first.
+        order: name and duration of each kernel of a call, in their order.
     """
     each, left = divmod(len(events), repeats)
     if left or (each - skip) % calls or each <= skip:
-        return {"profile_error": f"{len(events)} kernels in {repeats} runs of {calls} calls, {skip} of each the lead's"}
+        found = f"{len(events)} kernels in {repeats} runs of {calls} calls"
+        return {"profile_error": f"{found}, {skip} of each the lead's"}
     launches = (each - skip) // calls
     device, kernels, names, order = [], [], defaultdict(list), [[] for _ in range(launches)]
     for run in range(repeats):
         own = events[run * each + skip : (run + 1) * each]
         starts = [event.start for event in own[::launches]]
-        device += [after - start for start, after in pairwise(starts)] or [max(e.end for e in own) - starts[0]]
+        device += [after - start for start, after in pairwise(starts)] or [
+            max(e.end for e in own) - starts[0]
+        ]
         for call in range(calls):
-            kernels.append(sum(event.duration for event in own[call * launches : (call + 1) * launches]))
+            kernels.append(
+                sum(event.duration for event in own[call * launches : (call + 1) * launches])
+            )
         for nth, event in enumerate(own):
             names[event.name].append(event.duration)
             order[nth % launches].append(event)
@@ -164,5 +188,8 @@ def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dic
         "kernels": spread(kernels),
         "launches": launches,
         "by_kernel": by_kernel,
-        "order": [{"name": at[0].name, "us": statistics.median(event.duration for event in at)} for at in order],
+        "order": [
+            {"name": at[0].name, "us": statistics.median(event.duration for event in at)}
+            for at in order
+        ],
     }

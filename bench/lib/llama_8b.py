@@ -1,4 +1,7 @@
-"""The shape that GPU benchmarks share, Llama 3.1 8B, with random weights: right for speed, never for quality."""
+"""Defines the shape of the GPU benchmarks, Llama 3.1 8B.
+
+Weights are random: right for speed, never for quality.
+"""
 
 from jsparse.models.config import Llama3Rope, ModelConfig
 
@@ -18,19 +21,21 @@ LLAMA_8B = ModelConfig(
     ),
 )
 
-# What one H200 was measured to read (2 GB summed by XLA), bytes/s: floors are bytes over this.
+# The measured read bandwidth of one H200, bytes/s (XLA sums 2 GB): floors are bytes over this.
 READ_BANDWIDTH = 4.4e12
 
 
 def state_after_prompt(policy, spec, cache):
-    """The policy's state, as if all that the cache holds had been a prompt of one chunk."""
+    """Returns the policy's state after a prompt of one chunk that filled the cache."""
     import jax
     import jax.numpy as jnp
 
     from jsparse.policy import PrefillView
 
     def rows_first(pool):
-        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(1, 2)
+        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(
+            1, 2
+        )
 
     @jax.jit
     def take_in(cache):
@@ -39,7 +44,9 @@ def state_after_prompt(policy, spec, cache):
         no_queries = jnp.zeros((spec.batch, 0, spec.num_heads, spec.head_dim), spec.dtype)
         for layer, held in enumerate(cache.layers):
             chunk = no_tokens, no_tokens, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
-            view = PrefillView(*chunk, cache, no_queries, jnp.zeros_like(held.lengths[:, 0]), last=True)
+            view = PrefillView(
+                *chunk, cache, no_queries, jnp.zeros_like(held.lengths[:, 0]), last=True
+            )
             state = policy.prefill(state, layer, view)
         return state
 
@@ -47,7 +54,7 @@ def state_after_prompt(policy, spec, cache):
 
 
 def huggingface_model():
-    """The same shape in transformers, random bf16 weights on the GPU, attention through PyTorch's SDPA."""
+    """Returns the same shape in transformers: random bf16 weights on the GPU, PyTorch's SDPA."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

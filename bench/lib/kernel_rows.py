@@ -1,4 +1,4 @@
-"""Times jobs: the rows of bench.kernels."""
+"""Times jobs and returns the rows of bench.kernels."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -7,16 +7,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
-from bench.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
-from bench.kernel_timing import Program, profile, wall
-from bench.llama_8b import READ_BANDWIDTH
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.lib.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
+from bench.lib.kernel_timing import Program, profile, wall
+from bench.lib.llama_8b import READ_BANDWIDTH
 
 BUS_PAGES = 65536  # 268 MB
 
 
 class Settings(NamedTuple):
-    """How much is timed: calls of a measurement on the host's clock, measurements, and runs under the profiler."""
+    """How often a program is timed.
+
+    Attributes:
+        calls: the calls of one measurement on the host's clock.
+        repeats: the number of such measurements.
+        runs: the number of runs under the profiler.
+    """
 
     calls: int = 200
     repeats: int = 5
@@ -24,27 +30,41 @@ class Settings(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second that this run measured, of the device's memory and of the bus; without a GPU they are one."""
+    """Bytes per second that this run measured, of the device's memory and of the bus.
+
+    Without a GPU both are the same.
+    """
 
     memory: float
     bus: float
 
 
 def bandwidth(before: Program, nbytes: int, settings: Settings, *, on_gpu: bool) -> Bandwidth:
-    """`before` reads nbytes of the device's memory."""
+    """Measures the bandwidths, that of the memory with `before`, which reads `nbytes` of it."""
     (found,) = profile([], before, settings.runs)
-    memory = nbytes / (found.get("kernels") or wall(before, settings.calls, settings.repeats))["median"] * 1e6
+    memory = (
+        nbytes
+        / (found.get("kernels") or wall(before, settings.calls, settings.repeats))["median"]
+        * 1e6
+    )
     if not on_gpu:
         return Bandwidth(memory, memory)
     device = jax.local_devices()[0]
-    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
+    here, there = (
+        SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host")
+    )
     far = jax.device_put(random(0, (BUS_PAGES, 16, HEAD_DIM)), there)
     copy = Program(lambda: jax.device_put(far, here), 1)
-    return Bandwidth(memory, far.nbytes / wall(copy, settings.calls, settings.repeats)["median"] * 1e6)
+    return Bandwidth(
+        memory, far.nbytes / wall(copy, settings.calls, settings.repeats)["median"] * 1e6
+    )
 
 
 def warm(job: Job) -> None:
-    """Compiles the job's programs. What fails will fail again when it is timed, and is told there."""
+    """Compiles the job's programs.
+
+    A program that fails here fails again when it is timed, and is reported there.
+    """
     made = job.build()
     for contender in job.contenders.values():
         try:
@@ -54,7 +74,7 @@ def warm(job: Job) -> None:
 
 
 def warm_grid(cases: Sequence[Attention], contender: Contender) -> None:
-    """The same for one case of each of the grid's shapes: the others share its program."""
+    """Compiles one case of each of the grid's shapes; the others share its program."""
     for case in {tuple(_shape(case).values()): case for case in reversed(cases)}.values():
         try:
             jax.block_until_ready(contender(cache(case), [inputs(case, 0)]).run())
@@ -62,8 +82,10 @@ def warm_grid(cases: Sequence[Attention], contender: Contender) -> None:
             continue
 
 
-def job_rows(job: Job, before: Program, rate: Bandwidth, settings: Settings) -> list[dict[str, Any]]:
-    """A row for each contender: its times, or why there are none."""
+def job_rows(
+    job: Job, before: Program, rate: Bandwidth, settings: Settings
+) -> list[dict[str, Any]]:
+    """Returns a row for each contender: its times, or the reason why there are none."""
     made, programs = job.build(), {}
     rows: dict[str, dict[str, Any]] = {}
     for name, contender in job.contenders.items():
@@ -81,11 +103,16 @@ def job_rows(job: Job, before: Program, rate: Bandwidth, settings: Settings) -> 
 
 
 def grid_rows(
-    cases: Sequence[Attention], contender: Contender, before: Program, rate: Bandwidth, settings: Settings
+    cases: Sequence[Attention],
+    contender: Contender,
+    before: Program,
+    rate: Bandwidth,
+    settings: Settings,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case, each of its calls alone and cold: behind `before`, which fills the cache with other things.
+    """Yields a row for each case; each of its calls runs alone and cold.
 
-    Cases of one shape stand together and share the cache and one profile.
+    `before` runs ahead of every call and fills the cache with other data. Cases of one shape come
+    together and share the cache and one profile.
     """
     for _, group in groupby(cases, key=_shape):
         same = list(group)
@@ -99,18 +126,23 @@ def grid_rows(
         for case, row in zip(same, found, strict=True):
             fraction = 1.0 if case.dense == "all" else case.tokens / case.context
             sparse = KV_HEADS - int(case.dense_heads().sum()) // case.batch
-            heads = {"sparse_heads": sparse, "fraction": fraction}  # of each row; what they attend to
+            heads = {
+                "sparse_heads": sparse,
+                "fraction": fraction,
+            }  # of each row; what they attend to
             row = {"case": case.name, **heads, "bytes": case.bytes, "crosses": "memory", **row}
             yield _finished({**_shape(case), **row}, rate)
 
 
 def grid_contender(implementation: str) -> Contender:
-    """What runs all cases of the grid."""
+    """Returns the contender that runs all cases of the grid."""
     return in_turn(attention_op(Attention("", 1, 16), implementation))
 
 
 def _shape(case: Attention | None) -> dict[str, int]:
-    return {} if case is None else {"heads": case.heads, "batch": case.batch, "context": case.context}
+    return (
+        {} if case is None else {"heads": case.heads, "batch": case.batch, "context": case.context}
+    )
 
 
 def _profiles(programs: Sequence[Program], before: Program, runs: int) -> list[dict[str, Any]]:
@@ -121,12 +153,16 @@ def _profiles(programs: Sequence[Program], before: Program, runs: int) -> list[d
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """An op refuses what it cannot do by a ValueError; one case that fails costs no other its row."""
-    return {"refused" if isinstance(error, ValueError) else "error": f"{type(error).__name__}: {str(error)[:400]}"}
+    """Returns the row of a case that failed, so that the others keep theirs.
+
+    An op refuses what it cannot do with a ValueError.
+    """
+    kind = "refused" if isinstance(error, ValueError) else "error"
+    return {kind: f"{type(error).__name__}: {str(error)[:400]}"}
 
 
 def _finished(row: dict[str, Any], rate: Bandwidth) -> dict[str, Any]:
-    """With floors; `us` is what the device took, and where a profile does not say, the host's clock."""
+    """Adds floors; `us` is the device's time, or the host's where there is no profile."""
     row["floor_us"] = row["bytes"] / getattr(rate, row["crosses"]) * 1e6
     row["floor_at_4400_us"] = row["bytes"] / READ_BANDWIDTH * 1e6
     us = row.get("device") or row.get("wall")

@@ -1,6 +1,7 @@
-"""The attention cases that bench.kernels times, in NumPy alone, so that every contender builds the same work.
+"""Defines the attention cases of bench.kernels in NumPy alone, so that contenders share them.
 
-The attention of Llama 3.1 8B unless said: 32 query heads, 8 KV heads of 128 channels, bf16, pages of 16 tokens.
+Unless a case differs, they have the attention of Llama 3.1 8B: 32 query heads, 8 KV heads of 128
+channels, bf16, pages of 16 tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 KV_HEADS, HEAD_DIM, ITEM_BYTES = 8, 128, 2
-ROTATED_BYTES = 256_000_000  # what consecutive calls read together: several times an H200's L2 of 60 MB
+ROTATED_BYTES = 256_000_000  # read by consecutive calls: several times an H200's L2 of 60 MB
 BATCHES, CONTEXTS = (1, 4, 8, 16), (8192, 16384, 32768, 65536, 131072)
 FRACTIONS = (0.5, 0.25, 0.1, 0.05, 0.02)
 HYBRID_BATCHES, HYBRID_CONTEXTS = (1, 2, 4, 8), (16384, 32768, 65536, 131072)
@@ -20,17 +21,18 @@ SPARSE_HEADS = (4, 6, 7, 8)
 
 @dataclass(frozen=True)
 class Attention:
-    """One case; letters as in jsparse.shapes.
+    """One case of attention; letters are those of jsparse.shapes.
 
     Attributes:
-        context: tokens that every head holds.
-        tokens: of them a head lists, at random, the newest among them.
-        fewest: where heads differ: counts spread log-uniformly from it to `tokens`.
-        dense: heads that attend to everything instead; a number: so many of each row's KV heads.
-        page: P. `lists` is what ids count.
+        context: the number of tokens that every head holds.
+        tokens: the number of them that a head lists, chosen at random, the newest always included.
+        fewest: if heads differ, their counts spread log-uniformly from this number to `tokens`.
+        dense: the heads that attend to everything instead; an int is their number per row.
+        page: P.
+        lists: what an id stands for.
         heads: N.
-        capacity: C, in ids; None is the longest list.
-        flags: heads carry a flag of being dense though none is.
+        capacity: C, in ids; None is the length of the longest list.
+        flags: heads carry the flag that says which are dense, even if none is.
         small: the reference is timed too.
     """
 
@@ -52,43 +54,61 @@ class Attention:
 
     @property
     def pairs(self) -> int:
-        """B·K."""
+        """Returns B·K."""
         return self.batch * KV_HEADS
 
     @property
     def num_pages(self) -> int:
-        """M."""
+        """Returns M."""
         return self.context // self.page
 
     @property
     def unit(self) -> int:
-        """Tokens an id stands for."""
+        """Returns the number of tokens per id."""
         return self.page if self.lists == "page" else 1
 
     @property
     def pool_bytes(self) -> int:
-        """K and V."""
+        """Returns the bytes of K and V."""
         return 2 * self.pairs * self.context * HEAD_DIM * ITEM_BYTES
 
     def dense_heads(self, seed: int = 0) -> np.ndarray:
-        """Which of the pairs are dense; the one that is alone changes with the seed, or it would stay in the cache."""
+        """Returns which pairs are dense.
+
+        A single dense pair changes with the seed, or it would stay in the cache.
+        """
         if isinstance(self.dense, int):
             return np.arange(self.pairs) % KV_HEADS < self.dense
         nth = (np.arange(self.pairs) + seed) % self.pairs
-        return {"none": nth < 0, "all": nth >= 0, "alternate": nth % 2 == 1, "one": nth == 0}[self.dense]
+        return {"none": nth < 0, "all": nth >= 0, "alternate": nth % 2 == 1, "one": nth == 0}[
+            self.dense
+        ]
 
     def counts(self, seed: int = 0) -> np.ndarray:
-        """Ids of each pair; none of a dense one."""
+        """Returns the number of ids per pair, 0 for a dense one."""
         tokens = np.full(self.pairs, self.tokens)
         if self.fewest is not None:
-            tokens = np.exp(np.random.default_rng(0).uniform(np.log(self.fewest), np.log(self.tokens), self.pairs))
+            tokens = np.exp(
+                np.random.default_rng(0).uniform(
+                    np.log(self.fewest), np.log(self.tokens), self.pairs
+                )
+            )
         counts = np.maximum(tokens // self.unit, 1 if self.tokens else 0).astype(np.int32)
         return np.where(self.dense_heads(seed), 0, counts)
 
     def ids(self, seed: int) -> np.ndarray:
-        """int32[pairs, C]: ascending random ids, the last one that of the newest token; zeros past the count."""
-        rng, counts, units = np.random.default_rng(seed), self.counts(seed), self.context // self.unit
-        ids = np.zeros((self.pairs, int(counts.max()) if self.capacity is None else self.capacity), np.int32)
+        """Returns int32[pairs, C], random ids in ascending order, zeros past the count.
+
+        The last id is that of the newest token.
+        """
+        rng, counts, units = (
+            np.random.default_rng(seed),
+            self.counts(seed),
+            self.context // self.unit,
+        )
+        ids = np.zeros(
+            (self.pairs, int(counts.max()) if self.capacity is None else self.capacity), np.int32
+        )
         for row, count in zip(ids, counts, strict=True):
             if count:
                 row[: count - 1] = np.sort(rng.choice(units - 1, count - 1, replace=False))
@@ -97,19 +117,19 @@ class Attention:
 
     @property
     def bytes(self) -> int:
-        """What a call must read: K and V of whole pages, ids and bits."""
+        """Returns the bytes that a call must read: K and V of whole pages, ids and bits."""
         counts = self.counts()
         slots = int(np.where(self.dense_heads(), self.context, counts * self.unit).sum())
         return 2 * slots * HEAD_DIM * ITEM_BYTES + int(counts.sum()) * (8 if self.bits else 4)
 
     @property
     def calls(self) -> int:
-        """In one program: as many as keep what is read from lying in a cache."""
+        """Returns the calls per program, enough that what they read does not stay in a cache."""
         return min(max(-(-ROTATED_BYTES // self.bytes), 4), 32)
 
 
 def shrunk(case: Attention) -> Attention:
-    """The same case, small enough for a CPU."""
+    """Returns the case in a size for a CPU."""
     shrink = max(case.context // 256, 1)
     capacity = None if case.capacity is None else max(case.capacity // shrink, 1)
     return replace(
@@ -146,26 +166,33 @@ CASES = (
 
 
 def grid(limit: int) -> list[Attention]:
-    """Dense and each fraction, of every batch and context whose K and V fit into `limit` bytes, by shape."""
+    """Returns dense and each fraction, for shapes whose K and V fit into `limit` bytes."""
     shapes = [(32, batch, context) for batch in BATCHES for context in CONTEXTS]
     shapes += [(64, 8, context) for context in CONTEXTS]
     cases = []
     for heads, batch, context in shapes:
         same = _of_shape(f"{heads} heads b{batch}", heads, batch, context)
-        cases += [replace(same, dense="all")] + [replace(same, tokens=round(context * f)) for f in FRACTIONS]
+        cases += [replace(same, dense="all")] + [
+            replace(same, tokens=round(context * f)) for f in FRACTIONS
+        ]
     return [case for case in cases if case.pool_bytes <= limit]
 
 
 def hybrid(limit: int) -> list[Attention]:
-    """Figure 5 of LycheeDecode: dense, and so many of a row's KV heads sparse, the others dense; by shape, as the grid.
+    """Returns the cases of LycheeDecode's Figure 5: some of a row's KV heads sparse, or none.
 
-    A sparse head lists a tenth of the context, as in the figure (whose pages are of 64 tokens), or 4096 tokens.
+    Cases are ordered by shape, as in the grid. A sparse head lists a tenth of the context, as in
+    the figure (whose pages have 64 tokens), or 4096 tokens.
     """
     cases = []
     for batch, context in product(HYBRID_BATCHES, HYBRID_CONTEXTS):
         for name, tokens in (("10%", round(context * 0.1)), ("4096", 4096)):
-            same = replace(_of_shape(f"{name} listed, batch {batch}", 32, batch, context), tokens=tokens)
-            cases += [replace(same, dense="all")] + [replace(same, dense=KV_HEADS - n) for n in SPARSE_HEADS]
+            same = replace(
+                _of_shape(f"{name} listed, batch {batch}", 32, batch, context), tokens=tokens
+            )
+            cases += [replace(same, dense="all")] + [
+                replace(same, dense=KV_HEADS - n) for n in SPARSE_HEADS
+            ]
     return [case for case in cases if case.pool_bytes <= limit]
 
 
@@ -173,10 +200,15 @@ GRIDS: Mapping[str, Callable[[int], list[Attention]]] = {"grid": grid, "hybrid":
 
 
 def _of_shape(name: str, heads: int, batch: int, context: int) -> Attention:
-    """All of a shape share one program: lists have room for half the pages, and every head a flag of being dense."""
-    return Attention(name, batch, context, heads=heads, capacity=context // Attention.page // 2, flags=True)
+    """Returns the base of a shape's cases, which share one program.
+
+    Lists have room for half the pages, and every head has the flag that says whether it is dense.
+    """
+    return Attention(
+        name, batch, context, heads=heads, capacity=context // Attention.page // 2, flags=True
+    )
 
 
 def dense_shapes(cases: Sequence[Attention]) -> list[tuple[int, int, int]]:
-    """(heads, batch, context) of each, once."""
+    """Returns each (heads, batch, context) once."""
     return list(dict.fromkeys((case.heads, case.batch, case.context) for case in cases))

@@ -1,7 +1,8 @@
-"""Attention as programs of several calls, for bench.kernels and bench.tune.
+"""Builds programs of several calls of attention, for bench.kernels and bench.tune.
 
-A program's calls take turns with their inputs, and each waits for the one before: an optimisation barrier makes its
-inputs depend on the last result, so that XLA neither reorders nor joins anything of two calls.
+A program's calls take turns with their inputs, and each waits for the one before: an optimisation
+barrier makes its inputs depend on the last result, so that XLA neither reorders nor fuses work of
+two calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel_cases import HEAD_DIM, KV_HEADS, Attention
-from bench.kernel_timing import Program
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
 Contender = Callable[[Any, list[Any]], Program]
-PARTS = 64  # of a pool, all alike: quickly made, while attention reads every one of them
+PARTS = 64  # equal parts of a pool: quickly made, and attention reads every one
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Job:
     """One case of an op.
 
     Attributes:
-        bytes: what a call must read, and write where that is as much.
-        build: makes what all calls share, and a list of what each has of its own.
-        contenders: make a program of both; what they compile they keep.
-        crosses: what `bytes` cross: the device's "memory" or the "bus" to the host's.
-        attention: the case, where the op is attention.
+        bytes: the bytes that a call must read, and write where it writes as much.
+        build: makes the inputs that all calls share, and a list of each call's own.
+        contenders: functions that make a program of both; they keep what they compile.
+        crosses: where `bytes` pass: the device's "memory", or the "bus" to the host's.
+        attention: the case, if the op is attention.
     """
 
     case: str
@@ -45,7 +46,7 @@ class Job:
 
 
 def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
-    """A program of one call for each of the sets."""
+    """Returns a maker of programs with one call for each of the sets."""
 
     @jax.jit
     def run(fixed, sets):
@@ -61,31 +62,33 @@ def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Normal numbers, the same in up to PARTS equal parts along the first axis."""
+    """Returns normal numbers, repeated in up to PARTS equal parts along the first axis."""
     parts = min(PARTS, shape[0] & -shape[0])
     part = jax.random.normal(jax.random.key(seed), (shape[0] // parts, *shape[1:]), dtype)
     return jnp.broadcast_to(part, (parts, *part.shape)).reshape(shape)
 
 
 def cache(case: Attention) -> LayerCache:
-    """A full one."""
+    """Returns a full cache."""
     shape = (case.pairs * case.num_pages, case.page, HEAD_DIM)
     bias = jnp.zeros(shape[:2]) if case.bias else None
     return LayerCache(random(0, shape), random(1, shape), lengths(case), bias=bias)
 
 
 def lengths(case: Attention) -> jax.Array:
-    """Of all heads."""
+    """Returns the lengths of all heads."""
     return jnp.full((case.batch, KV_HEADS), case.context, jnp.int32)
 
 
 def inputs(case: Attention, seed: int) -> tuple[jax.Array, jax.Array, Selection]:
-    """What one call has of its own: queries, lengths and selection."""
+    """Returns the inputs of one call: queries, lengths and selection."""
     heads = (case.batch, KV_HEADS)
     ids, dense = case.ids(seed).reshape(*heads, -1), case.dense_heads(seed).reshape(heads)
     bits = None
     if case.bits:
-        bits = np.random.default_rng(seed).integers(1, 2 ** min(case.page, MAX_BITS_PAGE), ids.shape, np.uint32)
+        bits = np.random.default_rng(seed).integers(
+            1, 2 ** min(case.page, MAX_BITS_PAGE), ids.shape, np.uint32
+        )
     selection = Selection(
         jnp.asarray(ids),
         jnp.asarray(case.counts(seed).reshape(heads)),
@@ -98,18 +101,24 @@ def inputs(case: Attention, seed: int) -> tuple[jax.Array, jax.Array, Selection]
 
 
 def attention_op(case: Attention, implementation: str | None):
-    """The op that the case's lists want, as `in_turn` takes it."""
+    """Returns the op for the case's lists, as `in_turn` takes it."""
     op = block_sparse_decode if case.lists == "page" else token_sparse_decode
 
     def attend(layer: LayerCache, one):
         q, held, selection = one
-        return op(q, layer._replace(lengths=held), selection, stats=case.stats, implementation=implementation)
+        return op(
+            q,
+            layer._replace(lengths=held),
+            selection,
+            stats=case.stats,
+            implementation=implementation,
+        )
 
     return attend
 
 
 def attention_job(case: Attention, *, on_gpu: bool, most_calls: int) -> Job:
-    """A case; on a CPU the reference stands for the kernel."""
+    """Returns the job of a case; on a CPU the reference replaces the kernel."""
     kernel = {"page": "mosaic", "token": "triton"}[case.lists]
     names = [kernel] * on_gpu + ["reference"] * (case.small or not on_gpu)
     return Job(

@@ -1,13 +1,17 @@
-"""Attention of one query through PyTorch and FlashInfer, on the cases of bench.kernels; a process of its own.
+"""Times attention of one query through PyTorch and FlashInfer, on the cases of bench.kernels.
+
+It runs in its own process.
 
     torch FA2           scaled_dot_product_attention, FLASH_ATTENTION: dense, whatever the case
     torch cuDNN         the same, CUDNN_ATTENTION
-    FlashInfer CUDA     BatchDecodeWithPagedKVCacheWrapper on CUDA cores; dense cases with all heads of a row in a page,
-                        others with every KV head as a request of its own; the plan is made before
-    FlashInfer tensor   the same on tensor cores. FlashInfer's FA2 kernels: its FA3, which it would choose on Hopper,
-                        does not split a request
+    FlashInfer CUDA     BatchDecodeWithPagedKVCacheWrapper on CUDA cores; dense cases with all heads
+                        of a row in a page, others with every KV head as its own request; the plan
+                        is made before
+    FlashInfer tensor   the same on tensor cores. FlashInfer's FA2 kernels: its FA3, which it would
+                        choose on Hopper, does not split a request
 
-Every time is that of one CUDA graph of calls that take turns with what they read, as bench.kernels has them.
+Every time is that of one CUDA graph of calls that take turns with their inputs, as those of
+bench.kernels do.
 """
 
 import argparse
@@ -27,18 +31,21 @@ from typing import Any
 
 import numpy as np
 
-from bench.children import run_child, spread
-from bench.environment import REPOSITORY
-from bench.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
+from bench.lib.environment import REPOSITORY
+from bench.lib.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
+from bench.lib.subprocesses import run_child, spread
 
 PEERS = ("torch", "flashinfer")
 WORKSPACE_BYTES = 512 << 20
 BUILD_SECONDS, CHILD_SECONDS = 240, 240
-LEAST_CALLS, MOST_REPLAYS, SECONDS = 16, 20, 0.1  # calls of a graph; its replays, and what they may take
+LEAST_CALLS, MOST_REPLAYS, SECONDS = 16, 20, 0.1  # calls of a graph; its replays; their time
 
 
 def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Microseconds a call: the graph holds each of the calls, in turn, LEAST_CALLS or more in all."""
+    """Returns microseconds per call of a graph.
+
+    The graph holds each of the calls in turn, LEAST_CALLS or more in all.
+    """
     import torch
 
     calls = list(calls) * -(-LEAST_CALLS // len(calls))
@@ -68,7 +75,7 @@ def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> dict[str, fl
 
 
 def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator[dict[str, Any]]:
-    """Dense attention of each (heads, batch, context)."""
+    """Yields dense attention of each (heads, batch, context)."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -90,14 +97,14 @@ def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator
 
 
 def flashinfer_rows(cases: Sequence[Attention], repeats: int) -> Iterator[dict[str, Any]]:
-    """Each case that has what FlashInfer knows: no token bits, no bias, no report."""
+    """Yields each case that FlashInfer can run: no token bits, no bias, no report."""
     import torch
 
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     for case in cases:
         if case.bits or case.bias or case.stats:
             continue
-        # all heads of a row in a page, or every head a request with pages of its own
+        # all heads of a row in a page, or every head a request with its own pages
         requests, heads = (case.batch, KV_HEADS) if case.dense == "all" else (case.pairs, 1)
         shape = (requests * case.context // case.unit, 2, case.unit, heads, HEAD_DIM)
         pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -105,22 +112,31 @@ def flashinfer_rows(cases: Sequence[Attention], repeats: int) -> Iterator[dict[s
         q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         for contender, tensor_cores in (("FlashInfer CUDA", False), ("FlashInfer tensor", True)):
             row = {"contender": contender, "case": case.name}
-            yield row | attempt(partial(_time_flashinfer, case, workspace, q, pool, tensor_cores, repeats))
+            yield row | attempt(
+                partial(_time_flashinfer, case, workspace, q, pool, tensor_cores, repeats)
+            )
         del q, pool
         torch.cuda.empty_cache()
 
 
-def _time_flashinfer(case: Attention, workspace, q, pool, tensor_cores: bool, repeats: int) -> dict[str, Any]:
+def _time_flashinfer(
+    case: Attention, workspace, q, pool, tensor_cores: bool, repeats: int
+) -> dict[str, Any]:
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     calls = []
     for seed in range(1 if case.dense == "all" else case.calls):
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=tensor_cores, backend="fa2" if tensor_cores else "auto"
+            workspace,
+            "NHD",
+            use_tensor_cores=tensor_cores,
+            backend="fa2" if tensor_cores else "auto",
         )
         ends, pages, last = (torch.from_numpy(array) for array in _requests(case, seed, len(q)))
-        plan = partial(wrapper.plan, ends, pages.cuda(), last, q.shape[1], pool.shape[3], HEAD_DIM, case.unit)
+        plan = partial(
+            wrapper.plan, ends, pages.cuda(), last, q.shape[1], pool.shape[3], HEAD_DIM, case.unit
+        )
         plan = partial(plan, pos_encoding_mode="NONE", q_data_type=q.dtype, kv_data_type=pool.dtype)
         plan()
         calls.append(partial(wrapper.run, q, pool))
@@ -132,8 +148,13 @@ def _time_flashinfer(case: Attention, workspace, q, pool, tensor_cores: bool, re
     return {"us": time_graph(calls, repeats), "plan_us": planned}
 
 
-def _requests(case: Attention, seed: int, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the pages of each request end, the pages, and the tokens in each one's last; all are full."""
+def _requests(
+    case: Attention, seed: int, requests: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the ends of the requests' pages, the pages, and the tokens in each last page.
+
+    All pages are full.
+    """
     units = case.context // case.unit
     lists = [np.arange(units)] * requests
     if requests != case.batch:
@@ -146,18 +167,22 @@ def _requests(case: Attention, seed: int, requests: int) -> tuple[np.ndarray, np
 
 
 def present(wanted: Sequence[str], left_out: dict[str, str], *, on_gpu: bool) -> list[str]:
-    """Who of those can run here; of the others `left_out` says why not."""
+    """Returns those peers that can run here; `left_out` gets the reason for each of the others."""
     here = [name for name in wanted if on_gpu and find_spec(name) is not None]
-    left_out |= {name: "not installed" if on_gpu else "needs a GPU" for name in wanted if name not in here}
+    left_out |= {
+        name: "not installed" if on_gpu else "needs a GPU" for name in wanted if name not in here
+    }
     return here
 
 
 @contextmanager
 def building(left_out: dict[str, str]) -> Iterator[None]:
-    """FlashInfer's kernels are compiled meanwhile, by another process, and are there at the end."""
+    """Compiles FlashInfer's kernels in another process, meanwhile; they are ready at the end."""
     with TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "bench.peers", "--build"]
-        child = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
+        command = [sys.executable, "-m", "bench.lib.peers", "--build"]
+        child = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             yield
             child.wait(BUILD_SECONDS)
@@ -179,21 +204,25 @@ def from_child(
     repeats: int,
     left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """The rows of those that are not left out; PyTorch's of the grids' (heads, batch, context) too."""
+    """Returns the rows of those that are not left out; PyTorch's include the grids' shapes."""
     names = [name for name in names if name not in left_out]
     if not names:
         return []
     shapes = ["x".join(map(str, shape)) for shape in grids]
     arguments = ["--peers", *names, "--grids", *shapes, "--repeats", str(repeats)]
     try:
-        return run_child("bench.peers", arguments + (["--only", *only] if only else []), timeout_s=CHILD_SECONDS)
+        return run_child(
+            "bench.lib.peers",
+            arguments + (["--only", *only] if only else []),
+            timeout_s=CHILD_SECONDS,
+        )
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         left_out |= dict.fromkeys(names, str(error)[-600:])
         return []
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was measured, or the error: one contender that cannot run costs no other its row."""
+    """Returns the measurement or its error, so that the other contenders keep their rows."""
     try:
         return measure()
     except Exception as error:
@@ -201,37 +230,55 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(shape: str) -> list[int]:
-    """Of a text such as 32x8x4096."""
+    """Parses a text such as 32x8x4096."""
     return [int(number) for number in shape.split("x")]
 
 
 def _of_shapes(shapes: Sequence[str]) -> list[Attention]:
-    return [Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, shapes)]
+    return [
+        Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, shapes)
+    ]
 
 
 def build() -> None:
-    """Compiles what `flashinfer_rows` uses, both parts at once; FlashInfer keeps it for later processes."""
-    os.nice(10)  # others compile meanwhile
+    """Compiles both modules of `flashinfer_rows` at once; FlashInfer keeps them for later."""
+    os.nice(10)  # jsparse compiles meanwhile
     import torch
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
     types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
     options = (HEAD_DIM, HEAD_DIM, 0, False, False)  # no position encoding, window or soft cap
-    parts = [gen_batch_decode_module(*types, *options), gen_batch_prefill_module("fa2", *types, *options, False)]
+    parts = [
+        gen_batch_decode_module(*types, *options),
+        gen_batch_prefill_module("fa2", *types, *options, False),
+    ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.build(verbose=False), parts))
 
 
 def main() -> None:
-    """Prints a line of JSON: the rows of everyone asked for."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Time PyTorch and FlashInfer.")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
-    parser.add_argument(
-        "--grids", nargs="*", metavar="SHAPE", default=(), help="heads x batch x context, for PyTorch too"
+    """Prints the rows of the requested peers as a line of JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.lib.peers", description="Time PyTorch and FlashInfer."
     )
-    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="these alone: dense, PyTorch alone")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="default all")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="only cases whose name contains one of these"
+    )
+    parser.add_argument(
+        "--grids",
+        nargs="*",
+        metavar="SHAPE",
+        default=(),
+        help="also time PyTorch on these: heads x batch x context",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help="time only these, with PyTorch's dense attention",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of measurements (default 5)")
     parser.add_argument("--build", action="store_true", help="only compile FlashInfer's kernels")
     args = parser.parse_args()
     if args.build:
@@ -240,7 +287,9 @@ def main() -> None:
     if args.shapes:
         print(json.dumps(list(torch_rows(dense_shapes(_of_shapes(args.shapes)), args.repeats))))
         return
-    cases = [case for case in CASES if args.only is None or any(name in case.name for name in args.only)]
+    cases = [
+        case for case in CASES if args.only is None or any(name in case.name for name in args.only)
+    ]
     rows = []
     if "torch" in args.peers:
         rows += torch_rows(dense_shapes([*cases, *_of_shapes(args.grids)]), args.repeats)

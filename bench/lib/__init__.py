@@ -1,0 +1,1 @@
+"""Holds what the scripts share: cases, clocks, contenders, and the record of a run."""

@@ -1,0 +1,54 @@
+"""Replays the numbers of pages that bench.twilight_trace recorded on SmolLM2."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from bench.lib.environment import REPOSITORY
+from jsparse.cache import KVCache
+from jsparse.policies import expressions
+from jsparse.policy import Policy, State
+
+TRACE = REPOSITORY / "bench/results/twilight_trace/cpu.json"
+
+
+@cache
+def pages_kept(context: int) -> np.ndarray:
+    """Returns the counts recorded at the longest context up to this one, or at the shortest."""
+    traces = json.loads(TRACE.read_text(encoding="utf-8"))["traces"]
+    shorter = [trace for trace in traces if trace["length"] <= context]
+    return np.array((shorter or traces[:1])[-1]["pages"])
+
+
+def replayed(policy: Policy, context: int) -> Policy:
+    """Returns `policy` with heads that keep only as many of their pages as heads of the trace.
+
+    A head keeps the first of its pages. Counts are spread evenly over the trace's and dealt to the
+    heads by layer. Everything that `policy` computes is still computed, plus one small kernel.
+    """
+    recorded = pages_kept(context)
+
+    def select(state: State, layer: int, q: Array, cache: KVCache):
+        chosen, summary, state = policy.select(state, layer, q, cache)
+        dealt = jnp.asarray(spread_evenly(recorded, layer, chosen.count.shape), jnp.int32)
+        return replace(chosen, count=jnp.minimum(chosen.count, dealt)), summary, state
+
+    return policy._replace(select=select, name=f"replayed({policy.name})")
+
+
+def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns recorded counts in this shape, at equal steps of their rank, shuffled by `seed`."""
+    number = int(np.prod(shape))
+    ranks = (np.random.default_rng(seed).permutation(number) + 0.5) / number
+    return np.quantile(recorded, ranks, method="nearest").reshape(shape)
+
+
+def parse(text: str, context: int) -> Policy:
+    """Parses a policy's expression; replayed(…) around it replays the counts of that context."""
+    if text.startswith("replayed(") and text.endswith(")"):
+        return replayed(expressions.parse(text[len("replayed(") : -1]), context)
+    return expressions.parse(text)
