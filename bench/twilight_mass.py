@@ -120,7 +120,7 @@ def measure(
 ) -> list[dict]:
     """Returns a row for each way of pruning and p."""
     prompts, steps = given["prompts"], given["steps"]
-    cases = [(prune, p) for prune in prunes for p in thresholds]
+    cases: list[tuple[Prune, float]] = [(prune, p) for prune in prunes for p in thresholds]
     policies = [
         watched(parse(base), twilight(parse(base), p=p, prune=prune), p, steps)
         for prune, p in cases

@@ -1,18 +1,31 @@
-"""What all tests share: array shapes are checked against their annotations, and hypothesis is
-repeatable.
+"""Configures all tests: one compilation cache, warnings as errors, hypothesis repeatable.
+
+With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their annotations.
 """
 
 import os
-import tempfile
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# One cache of compiled programs for all workers and for the next run; jax reads these when imported.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Several processes share a GPU, if there is one. On a CPU, most of a test's time is compilation:
+# LLVM need not optimise, while XLA's own passes stay as users have them.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    )
 
 import jax
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# The modules that take arrays. The others take what users write, and say themselves what is wrong
-# with it.
+# The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
     "cache",
     "models.layers",
@@ -45,12 +58,8 @@ ARRAY_MODULES = (
     "train.lagrangian",
     "train.stretch_and_rectify",
 )
-# several processes share a GPU, if there is one
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# compilations of tests are no use to the next run, and not to be left in the user's folder
-os.environ["JSPARSE_CACHE_DIR"] = tempfile.mkdtemp(prefix="jsparse-tests-")
-
-install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
+if os.environ.get("JSPARSE_CHECK_TYPES"):
+    install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
 
 MAPS, MOST_MAPS = Path("/proc/self/maps"), 30000
 
@@ -59,7 +68,7 @@ settings.load_profile("jsparse")
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of the mark `gpu` need one."""
+    """Skip tests marked gpu where there is none."""
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -74,8 +83,9 @@ def _forget_compilations():
 
 @pytest.fixture(autouse=True)
 def _stay_below_the_maps_of_a_process():
-    """Compiled programs of many tests use up the memory maps of a process (65530), and the compiler
-    segfaults.
+    """Forget compiled programs before they use up a process's 65530 memory maps.
+
+    The compiler segfaults then.
     """
     yield
     if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MOST_MAPS:
@@ -84,7 +94,7 @@ def _stay_below_the_maps_of_a_process():
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What matplotlib saves, as objects, too."""
+    """Return the list of figures that matplotlib saves, as objects."""
     from matplotlib.figure import Figure
 
     saved = []
