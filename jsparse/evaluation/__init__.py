@@ -1,3 +1,4 @@
-"""What a policy costs in quality: closeness to dense attention, tasks of long context, attention on
-real queries.
+"""Measures what a policy costs in quality.
+
+It compares closeness to dense attention, tasks of long context, and attention on real queries.
 """

@@ -1,10 +1,10 @@
-"""What a policy's selections miss, layer by layer and head by head, on the queries of real text.
+"""Measures what a policy's selections miss, by layer and head, on the queries of real text.
 
 `measured` wraps a policy: it decodes as before, and its state also sums up how each selection
-compares with dense attention on the same query and cache. The decode step knows nothing of it.
+compares with dense attention on the same query and cache. The decode step does not know of it.
 
-forcing = force(params, [measured("streaming(sink=4, recent=512)")], prompts, max_new_tokens=64)
-print(attention_metrics(forcing)[0].heads.recall.mean())
+    forcing = force(params, [measured("streaming(sink=4, recent=512)")], prompts, max_new_tokens=64)
+    print(attention_metrics(forcing)[0].heads.recall.mean())
 """
 
 from collections import deque
@@ -28,23 +28,28 @@ from jsparse.threshold import top_k_mask
 
 
 class HeadMetrics(NamedTuple):
-    """How a selection compares with dense attention on the same queries and cache, per row and KV
-    head.
+    """Compares a selection with dense attention on the same queries and cache, by row and KV head.
 
-    Mass and errors are means over the group of query heads that a KV head serves. The newest token
-    is attended by every policy and counts for recall neither way.
+    Mass and errors are means over the group of query heads that a KV head serves. Every policy
+    attends
+    to the newest token, which does not count for recall.
 
     Attributes:
-        recall: share of the k tokens of largest weight that the selection covers; k is asked for,
-            or what is attended. A token's weight is the largest in the group, as for oracle_top_k;
-            ties go to the oldest.
-        mass: share of the exact softmax's mass that the selection covers; a summary covers none.
-        output_error: ‖o - ô‖ / ‖o‖, the summary merged into ô.
-        lse_error: |lse - lŝe| in nats, the summary merged; infinite where nothing at all was
+        recall: the share of the k tokens of largest weight that the selection covers; k is `top_k`
+            of
+            `measured`, or the number of tokens attended. A token's weight is the largest in the
+            group,
+            as for oracle_top_k; ties go to the oldest.
+        mass: the share of the exact softmax's mass that the selection covers; a summary covers
+            none.
+        output_error: ‖o - ô‖ / ‖o‖, with the summary merged into ô.
+        lse_error: |lse - lŝe| in nats, with the summary merged; infinite where nothing at all was
             attended.
-        attended: tokens attended over positions so far.
-        pages: pages of which anything is attended, over those that the head holds.
-        bytes_read: of K and V, as whole pages; not what the policy reads to select.
+        attended: the tokens attended over the positions so far.
+        pages: the pages of which anything is attended, over those that the head holds.
+        bytes_read: the bytes of K and V that are read, as whole pages; what the policy reads to
+            select
+            is not included.
     """
 
     recall: Float32[Array, "B K"]
@@ -57,7 +62,7 @@ class HeadMetrics(NamedTuple):
 
 
 class AttentionMetrics(NamedTuple):
-    """Means over decode steps.
+    """Holds means over decode steps.
 
     Attributes:
         heads: HeadMetrics of float32[L, B, K] arrays; NaN for a layer in which nothing was
@@ -71,14 +76,14 @@ class AttentionMetrics(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One layer's sums over the steps so far, and their number."""
+    """Holds one layer's sums over the steps so far, and their number."""
 
     heads: HeadMetrics
     steps: Int32[Array, ""]
 
 
 class MeasuredState(NamedTuple):
-    """The wrapped policy's state, and one Sums a layer."""
+    """Holds the wrapped policy's state, and one Sums per layer."""
 
     policy: State
     sums: tuple[Sums, ...]
@@ -86,11 +91,11 @@ class MeasuredState(NamedTuple):
 
 @builder
 def measured(policy: Policy | str, top_k: int = 0) -> Policy:
-    """A policy, with HeadMetrics of every selection summed up in its state.
+    """Wraps a policy so that its state sums up HeadMetrics of every selection.
 
     Args:
-        policy: what decodes: a policy or its expression.
-        top_k: k of the recall; 0: as many as the head attends to, at least 1.
+        policy: the policy that decodes, or its expression.
+        top_k: k of the recall; 0 means as many as the head attends to, at least 1.
     """
     whole_number("top_k", top_k, 0)
     base = as_policy(policy)
@@ -138,16 +143,15 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 
 
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
-    """Each measured policy's selections against dense attention, while it decodes what it is forced
-    to.
+    """Compares each measured policy's selections with dense attention under teacher forcing.
 
-    The queries are those of the policy's own run, so what earlier layers missed is in them.
+    The queries are those of the policy's own run, so they carry what earlier layers missed.
 
     Args:
-        forcing: what `force` returned for policies all of which are `measured`.
+        forcing: the result of `force` for policies all of which are `measured`.
 
     Returns:
-        One for each of them, in their order; dense attention, the forcing's reference, has none.
+        One entry per policy, in their order; dense attention, the forcing's reference, has none.
 
     Raises:
         ValueError: a policy is not measured.
@@ -178,7 +182,7 @@ def _head_metrics(
     summary: Partial | None,
     top_k: int,
 ) -> HeadMetrics:
-    """One step's, in plain jnp: everything the head holds is read."""
+    """Computes one step's metrics in plain jnp: everything the head holds is read."""
     logits, values = attention_logits(q, held), read_heads(held.v, held).astype(jnp.float32)
     mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
     exact_o, exact_lse = _attend(logits, values)
@@ -203,7 +207,7 @@ def _head_metrics(
 def _attend(
     logits: Float32[Array, "B K G S"], values: Float32[Array, "B K S H"]
 ) -> tuple[Float32[Array, "B K G H"], Float32[Array, "B K G"]]:
-    """(o, lse) in float32."""
+    """Returns (o, lse) in float32."""
     weights, total, lse = softmax_partial(logits)
     o = jnp.einsum("bkgs,bksh->bkgh", weights, values, precision="highest")
     return o / jnp.where(total == 0, 1.0, total)[..., None], lse

@@ -1,12 +1,11 @@
-"""How close a policy is to dense attention, token by token: KL divergence, top-1 agreement,
-likelihood of a text.
+"""Measures how close a policy is to dense attention, token by token.
 
-Every policy decodes the same tokens after the same densely read prompt
-(jsparse.evaluation.forcing), so its whole distribution can be compared with dense attention's at
-each step.
+It compares by KL divergence, top-1 agreement and likelihood of a text. Every policy decodes the
+same tokens after the same densely read prompt (jsparse.evaluation.teacher_forcing), so its whole
+distribution can be compared with dense attention's at each step.
 
-result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
-print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
+    result = closeness(force(params, ["streaming(sink=4, recent=512)"], prompts, max_new_tokens=64))
+    print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from jsparse.shapes import Rows
 
 
 class Closeness(NamedTuple):
-    """The comparison with dense attention, of R policies and n steps; R counts dense() itself,
-    which comes first.
+    """Holds the comparison of R policies with dense attention over n steps.
+
+    R counts dense() itself, which comes first.
 
     Attributes:
         policies: the names of the R policies.
@@ -46,12 +46,13 @@ class Closeness(NamedTuple):
 
 
 def closeness(forcing: Forcing) -> Closeness:
-    """Runs the policies and compares them with dense attention, whose row is the comparison with
-    itself.
+    """Runs the policies and compares them with dense attention.
 
-    Nothing of the vocabulary's size comes to the host. Many prompts are several forcings, one batch
-    each: with one `max_length` and one number of prompts all of them run the same compiled
-    programs, and the results are joined along their axis B.
+    Dense attention's row is the comparison with itself. Nothing of the vocabulary's size comes to
+    the
+    host. Many prompts are several forcings, one per batch: with the same `max_length` and number of
+    prompts all of them run the same compiled programs, and the results are joined along their axis
+    B.
     """
     names = tuple(map(str, forcing.shared.policies))
     tokens = np.stack(jax.device_get(forcing.tokens), axis=-1)
@@ -60,23 +61,22 @@ def closeness(forcing: Forcing) -> Closeness:
 
 
 def perplexity(logprob: Float32[np.ndarray, "*axes B n"]) -> Float32[np.ndarray, "*axes"]:
-    """The exponential of the mean negative log-probability over rows and steps."""
+    """Returns the exponential of the mean negative log-probability over rows and steps."""
     return np.exp(-np.mean(logprob, axis=(-2, -1)))
 
 
 def windows(
     tokens: Sequence[int], length: int, scored: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cuts a text into prompts and continuations for `closeness`, to score it token by token
-    through the decode step.
+    """Cuts a text into prompts and continuations for `closeness` to score token by token.
 
     Each window of `length` tokens, one after the other, becomes a prompt and a continuation of
     `scored` + 1 tokens, the last `scored` of which are scored, each by a decode step of its own; a
-    rest that fills no window is left out.
+    remainder that fills no window is left out.
 
     Quest (Tang et al., arXiv:2406.10774) scores PG-19 token by token through its decode step. Here
-    what comes before the scored tokens is read densely, as `generate` reads a prompt, and every
-    window's scored tokens stand at the same distance from its beginning.
+    the tokens before the scored ones are read densely, as `generate` reads a prompt, and every
+    window's scored tokens are at the same distance from its beginning.
 
     Raises:
         ValueError: `scored` leaves no prompt, or there is no whole window.
@@ -93,8 +93,9 @@ def windows(
 
 
 def _compare(forcing: Forcing, index: int) -> list[np.ndarray]:
-    """kl, agreement, logprob, attended and read of one policy, [B, n] each; the host waits once, at
-    the end.
+    """Returns kl, agreement, logprob, attended and read of one policy, [B, n] each.
+
+    The host waits once, at the end.
     """
     pairs = zip(forcing.reference, forcing.steps(index), strict=True)
     compared = [
@@ -107,7 +108,7 @@ def _compare(forcing: Forcing, index: int) -> list[np.ndarray]:
 def _measure(
     exact: Float32[Array, "B V"], logits: Float32[Array, "B V"], target: Rows
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"], Float32[Array, "B"]]:
-    """KL, agreement and the target's log-probability."""
+    """Returns KL, agreement and the target's log-probability."""
     p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
     agreement = jnp.argmax(exact, -1) == jnp.argmax(logits, -1)

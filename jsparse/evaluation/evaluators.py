@@ -1,6 +1,4 @@
-"""What is measured of a batch of samples: how policies differ from dense attention, or how well
-they answer.
-"""
+"""Measures batches of samples: how policies differ from dense attention or how well they answer."""
 
 import random
 from collections.abc import Sequence
@@ -29,13 +27,13 @@ Measured = list[list[Values]]
 
 
 class Comparison:
-    """Of policies with dense attention, all of them fed the same tokens.
+    """Compares policies with dense attention, all of them fed the same tokens.
 
     "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows
-    side by side; "attention": as "kl", but what is compared are the selections.
+    one after the other; "attention": like "kl", but the selections are compared.
 
     Attributes:
-        samples: how many there are; None: any number.
+        samples: the number of samples there are; None means any number.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Comparison:
         self.samples = None if self._windows is None else len(self._windows[0])
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
-        """Means over each sample's steps."""
+        """Returns the means over each sample's steps."""
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
             prompts = [self._excerpt(index) for index in filled]
@@ -83,7 +81,7 @@ class Comparison:
         ]
 
     def _excerpt(self, index: int) -> list[int]:
-        """A part of the text, from a place of the sample's own on."""
+        """Returns an excerpt of the text that begins at the sample's own place."""
         start = random.Random(f"{SEED} {self._length} {index}").randint(
             0, len(self._text) - self._length
         )
@@ -91,9 +89,9 @@ class Comparison:
 
 
 class Answers:
-    """What policies answer, greedily, and how that scores.
+    """Scores what policies answer, greedily.
 
-    Of a chat model the length includes the chat's template, unlike RULER's own.
+    For a chat model the length includes the chat's template, unlike in RULER itself.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class Answers:
         self._room = length - len(self._ids(Sample("", "", (), 0, {})))
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
-        """Scores and what was attended; the answers beside."""
+        """Returns scores and attended shares, with the answers in meta."""
         samples = [self._task.sample(self._encode, self._room, index) for index in indices]
         made = generate(
             self._params,
@@ -134,7 +132,7 @@ class Answers:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, sample: Sample) -> list[int]:
-        """The prompt, in the chat's template if wanted, and behind it the answer's beginning."""
+        """Encodes the prompt, in the chat's template if wanted, then the answer's beginning."""
         if not self._chat or not sample.meta.get("chat_template", True):
             return self._tokenizer.encode(sample.prompt + sample.prefix)
         turn = [{"role": "user", "content": sample.prompt}]
@@ -143,7 +141,10 @@ class Answers:
 
 
 def _of_heads(heads: HeadMetrics, row: int) -> Values:
-    """One sample's means over the layers and heads that selected, and what each head attended to."""
+    """Averages one sample over the layers and heads that selected.
+
+    Its meta says how much each head attended to.
+    """
     values = {}
     for name in ("recall", "mass", "output_error", "attended", "pages", "bytes_read"):
         of_row = getattr(heads, name)[:, row]
@@ -158,7 +159,7 @@ def _of_heads(heads: HeadMetrics, row: int) -> Values:
 
 
 def _filled(items: Sequence[Any], size: int) -> list[Any]:
-    """As many as a batch has, by repetition of the last: one number of rows compiles once."""
+    """Fills a batch by repeating its last item: one number of rows compiles once."""
     return [*items, *[items[-1]] * (size - len(items))]
 
 

@@ -1,18 +1,19 @@
-"""jsparse as a model of EleutherAI's lm-evaluation-harness, registered as `jsparse` when this
-module is imported.
+"""Registers jsparse on import as the model `jsparse` of EleutherAI's lm-evaluation-harness.
 
-import jsparse.evaluation.lm_eval
-lm_eval.simple_evaluate(
-    model="jsparse", model_args={"pretrained": "smollm2", "policy": "streaming(sink=4,
-    recent=512)"}, tasks=["gsm8k"]
-)
+    import jsparse.evaluation.lm_eval
+    lm_eval.simple_evaluate(
+        model="jsparse",
+        model_args={"pretrained": "smollm2", "policy": "streaming(sink=4, recent=512)"},
+        tasks=["gsm8k"],
+    )
 
-The harness finds no models of other packages, so in the shell `python -m
-jsparse.evaluation.lm_eval` stands for its command `lm_eval`. Needs the package lm-eval; the
-harness' RULER also needs transformers, for a tokenizer that `metadata={"tokenizer": …}` names.
+The harness does not find models of other packages, so in the shell use `python -m
+jsparse.evaluation.lm_eval` in place of its command `lm_eval`. This module needs the package
+lm-eval; the harness' RULER also needs transformers, for a tokenizer that
+`metadata={"tokenizer": …}` names.
 
-Only generation decodes, so only `generate_until` knows policies: log-likelihoods are one dense pass
-over a text, whatever the policy, and the results' config says so.
+Only generation decodes, so policies apply to `generate_until` alone: log-likelihoods are one dense
+pass over a text, whatever the policy, and the results' config says so.
 """
 
 import itertools
@@ -42,21 +43,21 @@ from jsparse.runtime.sampling import Sampling
 _log = logging.getLogger(__name__)
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request's texts, None for a window of one, and the ids of context and continuation."""
+"""A request's texts (None for a window of a text), and the ids of context and continuation."""
 
 
 @register_model("jsparse")
 class JSparseLM(TemplateLM):
-    """A model that reads prompts densely and decodes with a policy.
+    """Reads prompts densely and decodes with a policy.
 
     Texts that are too long are cut from the left, with a warning that says by how much.
 
     Attributes:
-        tokenizer: the model's, which the harness asks for its chat template.
-        policy: what is attended to in `generate_until`.
-        max_length: tokens of context and answer together.
-        batch_size: texts side by side.
-        max_gen_toks: new tokens where a request does not say how many.
+        tokenizer: the model's tokenizer, which the harness asks for its chat template.
+        policy: the policy that `generate_until` decodes with.
+        max_length: the most tokens that context and answer may have together.
+        batch_size: the number of texts in a batch.
+        max_gen_toks: the number of new tokens for requests that do not give one.
     """
 
     def __init__(
@@ -76,19 +77,20 @@ class JSparseLM(TemplateLM):
         Args:
             pretrained: smollm2, a folder, a .gguf file, or a Hub id.
             policy: a policy or its expression.
-            dtype: float32, bfloat16 or float16; None: bfloat16 on a GPU, float32 elsewhere.
+            dtype: float32, bfloat16 or float16; None means bfloat16 on a GPU and float32 elsewhere.
             revision: a branch, tag or commit of a Hub id.
-            max_length: at most the model's maximum, which is what None means.
+            max_length: an integer, at most the model's maximum, which None means.
             batch_size: an integer, also as text.
-            max_gen_toks: an integer, less than max_length.
-            page_size: tokens a page, one of 8, 16, 32, 64.
-            device: plays no part, jax chooses; but the harness' command always names one.
+            max_gen_toks: an integer less than max_length.
+            page_size: tokens per page, one of 8, 16, 32, 64.
+            device: a name that is ignored, since jax chooses; the harness' command always gives
+                one.
 
         Raises:
             ValueError: an argument is out of its range, or the model has no tokenizer.
         """
         super().__init__()
-        _log.info("device=%s plays no part: jax runs on %s", device, jax.local_devices()[0])
+        _log.info("device=%s is ignored: jax runs on %s", device, jax.local_devices()[0])
         self.policy = as_policy(policy)
         self.batch_size = _count("batch_size", batch_size)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
@@ -107,7 +109,7 @@ class JSparseLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The first of the tokens that end a text."""
+        """Returns the first of the tokens that end a text."""
         ends = self.tokenizer.eos_token_ids
         if not ends:
             raise ValueError(
@@ -118,22 +120,25 @@ class JSparseLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: the beginning of a sequence, where there is
-        such a token.
+        """Returns the token that stands before a text without a context.
+
+        This is the beginning of a sequence, where the tokenizer has such a token.
         """
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's name, as a part of file names."""
+        """Returns the model's name as a part of file names."""
         return self._pretrained.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; None adds special tokens unless the text begins with one, as chat templates
-        write it.
+        """Encodes a text.
+
+        With add_special_tokens=None, special tokens are added unless the text begins with one, as
+        chat templates write it.
         """
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token_id
@@ -146,8 +151,9 @@ class JSparseLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without a generation prompt its last message stays open, to
-        be continued.
+        """Returns the text of a conversation.
+
+        Without a generation prompt the last message stays open, to be continued.
 
         Raises:
             ValueError: there is no template, it fails, or it changes a message that is to be
@@ -167,8 +173,9 @@ class JSparseLM(TemplateLM):
         return before + last
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results' config says of the model, with the mean share of tokens that generation
-        attended to.
+        """Returns what the results' config says about the model.
+
+        It includes the mean share of tokens that generation attended to.
         """
         return {
             "policy": self.policy.name,
@@ -180,9 +187,9 @@ class JSparseLM(TemplateLM):
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, decoded with the policy; greedy unless a request asks for sampling.
+        """Decodes answers with the policy, greedily unless a request asks for sampling.
 
-        The model's own sampling defaults play no part. Requests of equal arguments share batches,
+        The model's own sampling defaults are ignored. Requests with equal arguments share batches,
         the longest first.
 
         Raises:
@@ -201,7 +208,7 @@ class JSparseLM(TemplateLM):
                 [rows[place] for place in places],
                 policy=self.policy,
                 page_size=self._page_size,
-                seed=nth,  # else repeats of a prompt would draw the same in every batch
+                seed=nth,  # otherwise repeats of a prompt would draw the same in every batch
                 **options[places[0]],
             )
             for place, out in dict(zip(places, made, strict=True)).items():
@@ -214,8 +221,9 @@ class JSparseLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, in windows of max_length tokens. Dense, whatever the
-        policy.
+        """Computes log-likelihoods of whole texts, in windows of max_length tokens.
+
+        They are dense, whatever the policy.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         found = iter(self._loglikelihood_tokens(list(itertools.chain(*windows)), disable_tqdm))
@@ -227,16 +235,16 @@ class JSparseLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether dense greedy decoding gives them. Dense,
-        whatever the policy.
+        """Computes log-likelihoods of continuations, and whether dense greedy decoding gives them.
+
+        They are dense, whatever the policy.
 
         Raises:
             ValueError: a continuation is empty, or alone exceeds max_length.
         """
         _log.warning(
             "log-likelihoods are dense: one pass over each text, without decoding, so policy=%s "
-            "has no part in them. "
-            "Generation tasks measure it, and so does `jsparse eval`.",
+            "has no part in them. Generation tasks measure it, and so does `jsparse eval`.",
             self.policy.name,
         )
         counts = [len(continuation) for _, _, continuation in requests]
@@ -260,9 +268,7 @@ class JSparseLM(TemplateLM):
         return answers
 
     def _scores(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Of each row's last `counts` tokens: the log-likelihood, and whether each is the
-        likeliest.
-        """
+        """Scores each row's last `counts` tokens: log-likelihood, and whether all are likeliest."""
         longest = max(map(len, rows)) - 1
         width = min(
             capacity.bucket(longest, self._page_size), self._params.config.max_position_embeddings
@@ -277,7 +283,7 @@ class JSparseLM(TemplateLM):
         return list(zip(values.tolist(), greedy.tolist(), strict=True))
 
     def _windows(self, text: str) -> list[Scored]:
-        """Disjoint windows of a text, each of its tokens in the continuation of one."""
+        """Cuts a text into disjoint windows; each token is in the continuation of one."""
         ids = self.tok_encode(text, add_special_tokens=False)
         windows = get_rolling_token_windows(
             ids, self.prefix_token_id, self.max_length, context_len=1
@@ -285,7 +291,7 @@ class JSparseLM(TemplateLM):
         return [(None, *make_disjoint_window(window)) for window in windows]
 
     def _arguments(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Those of `jsparse.generate` for a request's; what it does not ask for is off."""
+        """Converts a request's arguments to those of `jsparse.generate`; what it omits is off."""
         given: dict[str, Any] = {**normalize_gen_kwargs(asked, self.max_gen_toks)}
         del given["do_sample"]  # it has set the temperature
         stop = [text for text in given.pop("until") if text]
@@ -307,18 +313,17 @@ class JSparseLM(TemplateLM):
         }
 
     def _control_tokens(self, texts: list[str]) -> set[int]:
-        """Those of the texts that are one control token, which never shows in generated text."""
+        """Returns the ids of texts that are one control token, which generated text never shows."""
         encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
         return {ids[0] for ids in encoded if len(ids) == 1 and not self.tokenizer.decode(ids)}
 
     def _cut(self, rows: list[list[int]], rooms: list[int]) -> list[list[int]]:
-        """Each row's last tokens, as many as there is room for."""
+        """Keeps the last tokens of each row that there is room for."""
         lost = [len(ids) - room for ids, room in zip(rows, rooms, strict=True) if len(ids) > room]
         if lost:
             _log.warning(
                 "%d of %d texts do not fit in max_length=%d and are cut from the left: %d tokens "
-                "are lost, up to %d "
-                "of a text",
+                "are lost, up to %d of a text",
                 *(len(lost), len(rows), self.max_length, sum(lost), max(lost)),
             )
         return [ids[-room:] for ids, room in zip(rows, rooms, strict=True)]
@@ -326,8 +331,9 @@ class JSparseLM(TemplateLM):
     def _batches(
         self, rows: list[list[int]], options: list[Any], what: str, disable_tqdm: bool
     ) -> Iterator[list[int]]:
-        """Indices of rows of equal options, the longest first; all of one number, the last filled
-        by repetition.
+        """Yields the indices of rows with equal options, the longest first.
+
+        All batches have the same size; the last is filled by repetition.
         """
         size = min(self.batch_size, len(rows))
         names = [repr(given) for given in options]
@@ -343,9 +349,7 @@ class JSparseLM(TemplateLM):
 def _log_likelihoods(
     logits: Float32[Array, "B T V"], targets: Int32[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
-    """Of the scored targets of each row: the sum of their log-probabilities, and whether each is
-    the likeliest.
-    """
+    """Sums the log-probabilities of each row's scored targets, and says if all are likeliest."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     log_probs = picked - jax.nn.logsumexp(logits, axis=-1)
     greedy = jnp.argmax(logits, axis=-1) == targets
@@ -353,7 +357,7 @@ def _log_likelihoods(
 
 
 def _count(name: str, value: int | str) -> int:
-    """A positive integer, which the harness' command passes as text."""
+    """Checks a positive integer, which the harness' command passes as text."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{name}={value!r}: must be an integer of at least 1")

@@ -1,5 +1,6 @@
-"""Runs the evaluation: for every task and length batches of samples, each prompt read once for all
-policies.
+"""Runs the evaluation: batches of samples for every task and length.
+
+Each prompt is read once for all policies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +18,18 @@ Report = Callable[[int, int, str], Any]
 
 
 class Plan(NamedTuple):
-    """What is to be measured.
+    """Lists what to measure.
 
     Attributes:
-        policies: expressions; dense() is the reference and comes first.
-        tasks: names, of `MEASURES` or of `tasks.TASKS`.
-        lengths: in tokens, of prompt and new tokens together.
-        samples: of each task and length.
-        batch: prompts side by side.
-        steps: decode steps of a sample of a measure.
+        policies: expressions of policies; dense() is the reference and comes first.
+        tasks: names from `MEASURES` or `tasks.TASKS`.
+        lengths: numbers of tokens, of prompt and new tokens together.
+        samples: the number of samples per task and length.
+        batch: the number of prompts in a batch.
+        steps: the number of decode steps per sample of a measure.
         chat: whether a task's prompt is put as a user's message to a chat model.
-        text: UTF-8 text that measures read; None: the one that ships.
-        files: the folder of what some tasks need; see `tasks.parse`.
+        text: the UTF-8 text that measures read; None means the one that ships.
+        files: the folder of the files that some tasks need; see `tasks.parse`.
     """
 
     policies: tuple[str, ...]
@@ -45,10 +46,10 @@ class Plan(NamedTuple):
 def plan(
     policies: Sequence[str], names: Sequence[str], lengths: Sequence[int], samples: int, **more: Any
 ) -> Plan:
-    """A plan, checked: policies by their full names, dense() first.
+    """Builds a checked plan: policies by their full names, dense() first.
 
     Raises:
-        ValueError: something is unknown, there twice or out of its range.
+        ValueError: a name is unknown or given twice, or a value is out of its range.
     """
     chosen = dict.fromkeys([parse("dense").name, *(parse(policy).name for policy in policies)])
     made = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
@@ -62,21 +63,21 @@ def plan(
     known = [*MEASURES, *tasks.TASKS]
     for i, name in enumerate(made.tasks):
         if name not in known or name in made.tasks[:i]:
-            raise ValueError(f"task {name!r}: must be one of {', '.join(known)}, and there once")
+            raise ValueError(f"task {name!r}: must be one of {', '.join(known)}, given once")
     return made
 
 
 def run(params: Params, plan: Plan, store: Store, report: Report = lambda *_: None) -> None:
-    """Measures what the store lacks, batch by batch; what is done is on disk.
+    """Measures what the store lacks, batch by batch; each finished batch is on disk.
 
     Args:
-        params: the model; it needs a tokenizer.
+        params: the model, which needs a tokenizer.
         plan: what to measure.
-        store: takes the entries.
-        report: called with the number of entries done and wanted, and what is measured now.
+        store: the store that receives the entries.
+        report: a callback with the number of entries done and wanted, and what is measured now.
 
     Raises:
-        ValueError: a length exceeds the model's, or what a task needs is missing.
+        ValueError: a length exceeds the model's maximum, or what a task needs is missing.
     """
     most = params.config.max_position_embeddings
     for length in plan.lengths:
@@ -104,7 +105,7 @@ def run(params: Params, plan: Plan, store: Store, report: Report = lambda *_: No
 
 
 class Part(NamedTuple):
-    """One task at one length: how many samples there are, and (policies, indices) -> Measured."""
+    """Holds one task at one length: its number of samples, and (policies, indices) -> Measured."""
 
     task: str
     length: int

@@ -1,10 +1,9 @@
-"""One prefill for many policies: the prompt is read densely whatever the policy, so all of them can
-share it.
+"""Reads prompts once for several policies: prefill is dense whatever the policy, so they share it.
 
-Each policy's `prefill` hooks run over the one pass; each then decodes from its own copy of the
-cache, with its own state, as if it had been alone: it sees the last W queries that it asked for and
-the cache fields that it needs, however much the others want. One copy of the cache exists besides
-the shared one while a policy decodes.
+Each policy's `prefill` hooks run over that one pass. Each policy then decodes from its own copy of
+the cache, with its own state, as if it had been alone: it sees the last W queries that it asked for
+and the cache fields that it needs, however much the others want. One copy of the cache exists
+besides the shared one while a policy decodes.
 """
 
 import functools
@@ -29,13 +28,13 @@ from jsparse.text_stream import TextStream
 
 
 class Shared(NamedTuple):
-    """The prompts taken in for several policies.
+    """Holds prompts that were read for several policies.
 
     Attributes:
-        policies: in the order of `states`.
-        logits: those that follow the prompts, dense ones.
-        cache: with every field that any policy needs.
-        states: each policy's.
+        policies: the policies, in the order of `states`.
+        logits: the dense logits that follow the prompts.
+        cache: the cache, with every field that any policy needs.
+        states: the state of each policy.
     """
 
     policies: tuple[Policy, ...]
@@ -44,13 +43,17 @@ class Shared(NamedTuple):
     states: tuple[State, ...]
 
     def primed(self, index: int) -> session.Primed:
-        """What policy `index` decodes from: copies, since decoding donates them."""
+        """Returns what policy `index` decodes from: copies, since decoding donates them."""
         own = _with_fields(self.cache, self.policies[index].needs), self.states[index]
         return session.Primed(self.logits, *jax.tree.map(jnp.copy, own))
 
 
 def as_policies(policies: Sequence[Policy | str]) -> tuple[Policy, ...]:
-    """Policies or their expressions; ValueError for none, or for one that is not in a list."""
+    """Returns the policies of a list of policies or their expressions.
+
+    Raises:
+        ValueError: the list is empty, or a policy is not in a list.
+    """
     if isinstance(policies, str | Policy) or not policies:
         raise ValueError(f"policies={policies!r}: must be a list of at least one policy")
     return tuple(map(as_policy, policies))
@@ -63,7 +66,7 @@ def prime(
     spec: CacheSpec,
     report: OnProgress,
 ) -> Shared:
-    """Reads the prompts once for all policies, all rows side by side.
+    """Reads the prompts once for all policies, with all rows in one batch.
 
     Raises:
         ValueError: the cache and all states do not fit in memory.
@@ -77,8 +80,9 @@ def prime(
 
 @functools.cache
 def bundle(policies: tuple[Policy, ...]) -> Policy:
-    """The policy whose state is the tuple of all policies' states. It reads prompts; decoding is
-    for each alone.
+    """Builds the policy whose state is the tuple of all policies' states.
+
+    It only reads prompts; each of the policies decodes alone.
     """
 
     def init(spec: CacheSpec) -> State:
@@ -114,14 +118,15 @@ def generate(
     page_size: int = 16,
     on_progress: OnProgress | None = None,
 ) -> list[list[Generation]]:
-    """`jsparse.generate` for several policies, greedily: the prompts are read once.
+    """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
 
-    Arguments and errors are those of `jsparse.generate`, without sampling and streamers. "decode"
-    is reported for each policy anew.
+    Arguments and errors are those of `jsparse.generate`, without sampling and streamers. Progress
+    of
+    "decode" starts again for each policy.
 
     Returns:
-        [policy][prompt]; `prefill_seconds` is until the first token, as if each policy had read the
-        prompt itself.
+        [policy][prompt]; `prefill_seconds` is the time until the first token, as if each policy had
+        read the prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
     stop, ends = generation.stop_strings(params, stop), generation.end_tokens(params, eos_token_id)
@@ -152,7 +157,7 @@ def _ignore(piece: str) -> None:
 
 
 def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
-    """The view as the policy would have it alone."""
+    """Returns the view that the policy would have alone."""
     return view._replace(
         cache=_with_fields(view.cache, policy.needs),
         q_window=view.q_window[:, view.q_window.shape[1] - policy.window :],
@@ -161,6 +166,6 @@ def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
 
 
 def _with_fields(cache: KVCache, fields: tuple[str, ...]) -> KVCache:
-    """The cache without the optional fields that are not among `fields`."""
+    """Returns the cache without the optional fields that are not among `fields`."""
     others = dict.fromkeys(name for name in OPTIONAL_FIELDS if name not in fields)
     return cache._replace(layers=tuple(layer._replace(**others) for layer in cache.layers))

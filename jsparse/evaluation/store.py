@@ -1,8 +1,7 @@
-"""The record of a run: a journal that survives being killed, and the JSON file that it becomes at
-the end.
+"""Records a run in a journal that survives being killed, and in a JSON file at the end.
 
-Beside OUT.json lies OUT.partial.jsonl while the run goes on: a line with the settings, then a line
-for each entry. A run that is started again with the same settings reads it and measures what is
+While the run goes on, OUT.partial.jsonl lies beside OUT.json: one line with the settings, then one
+line per entry. A run that is started again with the same settings reads it and measures what is
 missing.
 """
 
@@ -18,8 +17,9 @@ from jsparse.evaluation.report.statistics import averages, summarize
 
 
 class Cell(NamedTuple):
-    """What samples are summarised over: a policy's expression, a task, a length in tokens; the
-    model is the run's.
+    """Identifies the samples that are summarised together.
+
+    It has a policy's expression, a task, and a length in tokens; the model is that of the run.
     """
 
     policy: str
@@ -28,10 +28,10 @@ class Cell(NamedTuple):
 
 
 class Entry(TypedDict):
-    """One sample of a cell.
+    """Holds one sample of a cell.
 
     `values` are finite numbers: score, kl, agreement, logprob (mean over the sample's tokens),
-    attended, read, … `meta` is what else is worth keeping. The heat maps read two of its keys:
+    attended, read, … `meta` holds what else is worth keeping. The heat maps read two of its keys:
     depth (of the needle, 0 … 1) and attended_heads (fractions, [layers][KV heads], null where
     nothing was selected).
     """
@@ -48,21 +48,21 @@ Key = tuple[Cell, int]
 
 
 class Store:
-    """Takes a run's entries, so that a killed run loses none that `add` returned from, and doubles
-    none.
+    """Stores a run's entries: a killed run loses none that `add` returned from, and repeats none.
 
     One process at a time may write a run.
 
     Args:
-        path: of the JSON file that `finish` writes; the journal lies beside it, with the suffix
+        path: the JSON file that `finish` writes; the journal lies beside it, with the suffix
             .partial.jsonl.
-        settings: all that the entries depend on, of JSON values: model, policies, tasks, lengths,
-            samples (a cell), seed, dtype, versions.
-        resume: go on with the journal, if there is one.
+        settings: everything that the entries depend on, as JSON values: model, policies, tasks,
+            lengths,
+            samples (per cell), seed, dtype, versions.
+        resume: whether to go on with the journal, if there is one.
 
     Raises:
-        ValueError: `path` is there already; so is its journal, and `resume` is False or its
-            settings differ; the journal was not written by a `Store`.
+        ValueError: `path` already exists; its journal does, and `resume` is False or the settings
+            differ; or the journal was not written by a `Store`.
     """
 
     def __init__(
@@ -75,29 +75,32 @@ class Store:
         if self.journal.exists():
             self._read(resume)
         elif self.path.exists():
-            raise ValueError(f"{self.path} is there already: must be a new file, or one to resume")
+            raise ValueError(f"{self.path} already exists: must be a new file, or one to resume")
         else:
             _replace(self.journal, _line({"settings": self.settings}))
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries so far, in the order in which they came."""
+        """Returns all entries so far, in the order in which they came."""
         return list(self._entries.values())
 
     def missing(self, cell: Cell, samples: int | None = None) -> list[int]:
-        """The indices below `samples` (the settings' number, unless given) that the cell has no
-        entry of.
+        """Returns the indices below `samples` for which the cell has no entry.
+
+        `samples` is the settings' number unless given.
         """
         wanted = range(self.settings["samples"] if samples is None else samples)
         return [index for index in wanted if (cell, index) not in self._entries]
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Writes a batch of entries; when it returns, they are on disk. Those already there are
-        left out.
+        """Writes a batch of entries; when it returns, they are on disk.
+
+        Entries that are already stored are left out.
 
         Raises:
-            ValueError: an entry lacks a key or has another, a value is not finite, or differs from
-                the one that is there for the same sample; nothing of the batch is written then.
+            ValueError: an entry lacks a key or has another, a value is not finite, or it differs
+                from
+                the stored one of the same sample; then nothing of the batch is written.
         """
         new = self._new(map(_checked, entries))
         with open(self.journal, "ab") as file:
@@ -107,8 +110,7 @@ class Store:
         self._entries |= new
 
     def finish(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the JSON file, whole or not at all, removes the journal, and returns what was
-        written.
+        """Writes the JSON file, whole or not at all, removes the journal and returns the report.
 
         Keys: timestamp, environment, settings, cells (see `statistics.summarize`) and averages (see
         `statistics.averages`).
@@ -126,7 +128,7 @@ class Store:
         return report
 
     def _read(self, resume: bool) -> None:
-        """Takes what whole lines hold and cuts off a torn last one."""
+        """Takes the entries of whole lines and cuts off a torn last line."""
         data = self.journal.read_bytes()
         end = data.rfind(b"\n") + 1
         header, *lines = data[:end].split(b"\n")
@@ -134,7 +136,7 @@ class Store:
         if not resume:
             raise ValueError(
                 f"{self.journal} holds an unfinished run: must be resumed (--resume), or removed "
-                "to begin anew"
+                "to start again"
             )
         self._entries = self._new(
             self._parsed(number, line) for number, line in enumerate(lines[:-1], 2)
@@ -166,7 +168,7 @@ class Store:
             raise ValueError(f"{self.journal}, line {number}: {error}") from None
 
     def _new(self, entries: Iterable[Entry]) -> dict[Key, Entry]:
-        """Those not there yet, each once."""
+        """Returns the entries that are not stored yet, each once."""
         new: dict[Key, Entry] = {}
         for entry in entries:
             key = Cell(entry["policy"], entry["task"], entry["length"]), entry["index"]
@@ -174,14 +176,13 @@ class Store:
             if known["values"] != entry["values"]:
                 raise ValueError(
                     f"sample {key[1]} of {tuple(key[0])} has the values {known['values']} and "
-                    f"{entry['values']}: "
-                    "must be measured once"
+                    f"{entry['values']}: must be measured once"
                 )
         return new
 
 
 def _checked(entry: Entry) -> Entry:
-    """A copy as JSON gives it back."""
+    """Checks an entry and returns a copy as JSON gives it back."""
     if entry.keys() != Entry.__annotations__.keys():
         raise ValueError(
             f"an entry has the keys {', '.join(entry)}: must be {', '.join(Entry.__annotations__)}"

@@ -1,9 +1,8 @@
-"""Teacher forcing: dense attention continues a prompt, and every policy is fed the same tokens, one
-decode step each.
+"""Feeds every policy the tokens with which dense attention continues a prompt.
 
-With n steps a continuation has n + 1 tokens. Its first follows from the prefill's logits, which are
-dense for every policy, so it is only fed; each of the others is what one decode step had to
-predict.
+This is teacher forcing: each decode step takes one of the tokens. With n steps a continuation has
+n + 1 tokens. Its first follows from the prefill's logits, which are dense for every policy, so it
+is only fed; each of the others is what one decode step had to predict.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,13 @@ from jsparse.shapes import Rows
 
 
 class ForcedStep(NamedTuple):
-    """One decode step, on the device.
+    """Holds one decode step, on the device.
 
     Attributes:
-        logits: after the token that was fed.
+        logits: the logits after the token that was fed.
         target: the token that really follows; it is fed next.
-        stats: what was attended and read.
-        state: the policy's; the next step takes it.
+        stats: how much was attended and read.
+        state: the policy's state, which the next step takes.
     """
 
     logits: Float32[Array, "B V"]
@@ -41,14 +40,14 @@ class ForcedStep(NamedTuple):
 
 
 class Forcing(NamedTuple):
-    """Prompts read once, and the tokens that every policy is fed.
+    """Holds prompts that were read once, and the tokens that every policy is fed.
 
     Attributes:
         params: the model.
-        shared: the prompts taken in, by dense() and after it the policies.
+        shared: the prompts read by dense() and, after it, the policies.
         reference: dense attention's steps. Their logits stay on the device: steps · B · V float32.
         tokens: the continuation, n + 1 arrays.
-        report: progress.
+        report: the callback for progress.
     """
 
     params: Params
@@ -58,8 +57,9 @@ class Forcing(NamedTuple):
     report: OnProgress
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
-        """The steps of policy `index` of `shared`, dispatched one by one as they are asked for; 0
-        is the reference.
+        """Iterates over the steps of policy `index` of `shared`, dispatched as they are asked for.
+
+        Index 0 is the reference.
         """
         if index == 0:
             return iter(self.reference)
@@ -96,15 +96,17 @@ def force(
     two caches while a policy decodes.
 
     Args:
-        params: what `jsparse.load` returned.
+        params: the model that `jsparse.load` returned.
         policies: policies or their expressions; dense() is put before them and need not be named.
-        prompt: whatever `jsparse.generate` takes; the prompts may differ in length.
-        max_new_tokens: n, the decode steps. Nothing ends a continuation early, end tokens neither.
-        continuation: tokens to force, integers [B, n + 1]; None: dense attention's own, greedily.
+        prompt: a prompt as `jsparse.generate` takes it; prompts may differ in length.
+        max_new_tokens: n, the number of decode steps; nothing ends a continuation early, not even
+            end tokens.
+        continuation: the tokens to force, integers [B, n + 1]; None means dense attention's own,
+            greedily.
         max_length: the cache's capacity in tokens, as in `jsparse.generate`.
-        page_size: tokens a page.
-        on_progress: called with ("prefill" | "decode", done, total): tokens of the prompt, steps of
-            all policies.
+        page_size: tokens per page.
+        on_progress: a callback with ("prefill" | "decode", done, total), which count tokens of the
+            prompt and steps of all policies.
 
     Raises:
         ValueError: an argument is out of its range, or prompt, steps and dense's logits do not fit.
@@ -122,9 +124,8 @@ def force(
     if needed + 2 * spec.nbytes > there:
         raise ValueError(
             f"max_new_tokens={max_new_tokens} for {len(rows)} prompt(s) takes "
-            f"{memory.size(needed)} of dense logits "
-            f"and two caches of {memory.size(spec.nbytes)}: must fit in the {memory.size(there)} "
-            "that are free"
+            f"{memory.size(needed)} of dense logits and two caches of "
+            f"{memory.size(spec.nbytes)}: must fit in the {memory.size(there)} that are free"
         )
     report = on_progress or (lambda *_: None)
     shared = prime(params, chosen, rows, spec, report)
@@ -143,8 +144,9 @@ def _decode(
     choose: Callable[[int, Array], Rows],
     steps: int,
 ) -> Iterator[ForcedStep]:
-    """Decodes, maintenance and corrections included; `choose(i, logits)` is the continuation's
-    token i.
+    """Decodes, with maintenance and corrections.
+
+    `choose(i, logits)` is the continuation's token i.
     """
     logits, cache, state = primed
     recent, tokens = session.recent_tokens(policy), choose(0, logits)
@@ -169,8 +171,10 @@ def _greedy(i: int, logits: Float32[Array, "B V"]) -> Rows:
 
 
 def _given(params: Params, continuation: Any, batch: int, steps: int) -> Int32[Array, "n B"]:
-    """The tokens to force, by step; ValueError unless they are ids of the vocabulary of the right
-    number.
+    """Returns the tokens to force, by step.
+
+    Raises:
+        ValueError: they are not ids of the vocabulary, or not of the right number.
     """
     try:
         ids = np.asarray(continuation)
@@ -181,8 +185,8 @@ def _given(params: Params, continuation: Any, batch: int, steps: int) -> Int32[A
     if ids.shape != (batch, steps + 1) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
             f"continuation of shape {ids.shape} and type {ids.dtype}: must be integers "
-            f"{(batch, steps + 1)}, "
-            f"one token more than max_new_tokens={steps} for each of the {batch} prompt(s)"
+            f"{(batch, steps + 1)}, one token more than max_new_tokens={steps} for each of the "
+            f"{batch} prompt(s)"
         )
     if ids.min() < 0 or ids.max() >= params.config.vocab_size:
         raise ValueError(

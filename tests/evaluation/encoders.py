@@ -1,4 +1,4 @@
-"""Tokenizers to size texts with: SmolLM2's own, and two toys."""
+"""Provides tokenizers to size texts with: SmolLM2's own, and two toys."""
 
 import functools
 import importlib.util

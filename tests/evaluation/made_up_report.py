@@ -1,4 +1,4 @@
-"""A result that nobody measured: what tables and plots are drawn from."""
+"""Makes up a result that nobody measured, for tables and plots to draw."""
 
 from jsparse.evaluation.report.statistics import averages, summarize
 
@@ -18,8 +18,9 @@ def entry(policy, task, length, index, meta=None, **values):
 
 
 def entries(tasks=("niah_grid", "vt"), lengths=(1024, 4096), samples=8):
-    """Dense is right in every sample of all tasks but vt, where it is never; the policies miss more
-    and more.
+    """Makes dense right in every sample of all tasks but vt, where it never is.
+
+    The policies miss more and more.
     """
     for at, policy in enumerate(POLICIES):
         for length in lengths:

@@ -1,4 +1,4 @@
-"""Attention-level metrics against sums over lists in numpy, and on the engine's own queries."""
+"""Tests attention-level metrics against sums over lists in numpy, on the engine's own queries."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ TOYS = (bypass(), shrink(period=3), inherit()._replace(correct_every=3))
 
 
 def ids(*rows):
-    """ids[B, K, C] and count from lists of one head each."""
+    """Returns ids[B, K, C] and count from lists of one head each."""
     width = max(map(len, rows))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
     return jnp.asarray(padded.reshape(BATCH, HEADS, -1)), jnp.asarray(
@@ -52,7 +52,7 @@ SELECTIONS = {
 
 
 def drawn(seed=0, bias=False):
-    """Queries and one layer that holds LENGTHS tokens."""
+    """Draws queries and one layer that holds LENGTHS tokens."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -66,7 +66,7 @@ def drawn(seed=0, bias=False):
 
 
 def slots_of(selection, at, length):
-    """What a head attends to, in order."""
+    """Lists the slots that a head attends to, in order."""
     if selection.dense is not None and selection.dense[at]:
         return list(range(length))
     slots = set()
@@ -83,7 +83,7 @@ def slots_of(selection, at, length):
 
 
 def bytes_of(selection, at, length):
-    """Rows of K and of V that are read, times their bytes: of a page every row that the head holds."""
+    """Counts the bytes of K and V that are read: every row of a page that the head holds."""
     if selection.dense is not None and selection.dense[at]:
         rows = length
     else:
@@ -95,7 +95,7 @@ def bytes_of(selection, at, length):
 
 
 def attend(logits, values):
-    """o and lse over lists."""
+    """Computes o and lse over lists."""
     if len(logits) == 0:
         return np.zeros(HEAD_DIM), -np.inf
     weights = np.exp(logits)
@@ -149,7 +149,10 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
 @pytest.mark.parametrize(("summed", "bias"), [(False, False), (True, True)])
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_metrics_equal_slow_sums(name, summed, bias):
-    """Of two steps over different queries and caches; k that is asked for and k that is attended."""
+    """Two steps have different queries and caches.
+
+    k is given, or is the number of tokens attended.
+    """
     chosen, rng = SELECTIONS[name], np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
     summary = (
@@ -178,15 +181,16 @@ def test_metrics_equal_slow_sums(name, summed, bias):
 
 @pytest.mark.parametrize("budget", [1, 7, 30])
 def test_the_oracle_recalls_everything(budget):
-    """Whether its budget covers the newest token or that comes on top; also with fewer asked for."""
+    """It does so whether its budget covers the newest token or that comes on top.
+
+    It does so too where fewer tokens are asked for.
+    """
     q, layer = drawn(7)
     cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), jnp.bool_(False))
     for top_k in (0, max(budget - 1, 1)):
         policy = measured(oracle_top_k(budget), top_k)
         heads = policy.select(policy.init(SPEC), 0, q, cache)[2].sums[0].heads
-        if (
-            budget > 1
-        ):  # a budget of 1 may be the newest token, and then nothing else is there to recall
+        if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
             np.testing.assert_array_equal(heads.recall, 1)
         assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
 
@@ -225,14 +229,17 @@ def test_on_the_models_own_queries(forcing):
     assert recent.heads.recall.mean() < 0.7
     assert recent.heads.mass.mean() < oracle.heads.mass.mean() < 1
     assert recent.heads.output_error.mean() > oracle.heads.output_error.mean() > 0.01
-    # without a summary what is missing of the mass is what is missing of the lse; the mean of -log
-    # is above its log
+    # without a summary the lse lacks what the mass lacks; the mean of -log is at
+    # least -log of the mean
     assert (oracle.heads.lse_error >= -np.log(oracle.heads.mass) - 1e-5).all()
     assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
 
 
 def test_measuring_changes_nothing(forcing):
-    """States, maintenance and corrections included; what was attended is what the step says."""
+    """States, maintenance and corrections are included.
+
+    What was attended is what the step says.
+    """
     watched = closeness(forcing)
     alone = closeness(force(params(), TOYS, PROMPTS, max_new_tokens=STEPS, page_size=8))
     np.testing.assert_array_equal(watched.attended[-3:], alone.attended[1:])

@@ -1,5 +1,6 @@
-"""Closeness against slow arithmetic on the engine's own logits; policies that share a prefill
-against each alone.
+"""Tests closeness against slow arithmetic on the engine's own logits.
+
+Policies that share a prefill are compared with each alone.
 """
 
 import jax.numpy as jnp
@@ -34,8 +35,9 @@ def params():
 
 @builder
 def newest_queries(window: int = 2) -> Policy:
-    """Dense attention, and the sum of what it is shown of the prompt's last queries; refuses fields
-    not asked for.
+    """Builds dense attention that sums what it sees of the prompt's last queries.
+
+    It refuses fields that it did not ask for.
     """
 
     def prefill(state, layer, view):
@@ -62,7 +64,7 @@ def run(policies, prompt=PROMPTS, steps=STEPS, **options):
 
 @pytest.fixture(scope="module")
 def chunked():
-    """All policies along random tokens, their prompts read in pieces."""
+    """Runs all policies along random tokens, with their prompts read in pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
         return run(POLICIES, continuation=FORCED)
@@ -76,8 +78,9 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("index", range(len(POLICIES) + 1))
 def test_every_policy_is_measured_as_if_it_had_been_alone(chunked, index):
-    """Sidecars, windows of queries, cache fields, maintenance and corrections: the engine's logits,
-    and slow sums.
+    """The engine's logits and slow sums agree with sidecars, windows of queries and cache fields.
+
+    They agree with maintenance and corrections too.
     """
     exact = log_softmax(engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE))[1:]
     policy = as_policy((dense(), *POLICIES)[index])
@@ -96,7 +99,7 @@ def test_every_policy_is_measured_as_if_it_had_been_alone(chunked, index):
 
 
 def test_a_shared_prefill_changes_no_bit(chunked):
-    """A window of queries among wider and none, without and with bias."""
+    """Its window of queries is among wider ones and none, without and with bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
         alone = run([bypass()], continuation=FORCED)
@@ -117,7 +120,7 @@ def test_policies_see_their_own_window_and_fields(monkeypatch):
 
 
 def test_dense_is_itself_and_full_budgets_are_dense():
-    """And dropping all but the newest token is not."""
+    """Dropping all but the newest token is not dense."""
     result = run(["dense", "oracle_top_k(budget=1073741824)", NEWEST])
     assert result.policies[0] == "dense()"
     assert len(result.policies) == 3
@@ -167,7 +170,7 @@ def test_perplexity_of_a_text_is_that_of_plain_passes():
 
 
 def test_generating_together_is_generating_alone(monkeypatch):
-    """With one prefill for all."""
+    """One prefill serves all policies."""
     chunks = []
     real = prefill.prefill_chunk
     monkeypatch.setattr(

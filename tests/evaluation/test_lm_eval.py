@@ -1,5 +1,6 @@
-"""The harness' model class against jsparse.generate and jsparse.logits, and the harness' own RULER
-with it.
+"""Tests the harness' model class against jsparse.generate and jsparse.logits.
+
+The harness' own RULER runs with it.
 """
 
 import json
@@ -25,7 +26,10 @@ from jsparse.evaluation import lm_eval as adapter  # noqa: E402
 
 TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 POLICY = "streaming(sink=1, recent=2)"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 PROMPTS = ["the cat sat on the mat and the dog", "a bird", "one two three four five six"]
 GREEDY = {"do_sample": False, "temperature": 0.0, "until": [], "max_gen_toks": 12}
 
@@ -54,13 +58,13 @@ def expected(params, ids, policy=POLICY, **options):
 
 
 def log_probs(params, ids):
-    """After every token, in float64."""
+    """Returns log-probabilities after every token, in float64."""
     logits = np.asarray(jsparse.logits(params, ids)[0], np.float64)
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
 def scored(params, context, continuation):
-    """Slowly, one row: the log-likelihood, and whether it is the likeliest."""
+    """Scores one row slowly: the log-likelihood, and whether it is the likeliest."""
     found = log_probs(params, [*context, *continuation])[len(context) - 1 : -1]
     return sum(row[i] for row, i in zip(found, continuation, strict=True)), found.argmax(
         -1
@@ -289,7 +293,7 @@ def test_continuations_out_of_range():
 
 
 class AutoTokenizer:
-    """What RULER's generators want of transformers': they count with jsparse's tokenizer."""
+    """Stands in for transformers' tokenizer: RULER's generators count with jsparse's."""
 
     def __call__(self, text):
         return types.SimpleNamespace(input_ids=smollm2(text))
@@ -302,8 +306,11 @@ class AutoTokenizer:
 
 @pytest.fixture
 def offline_ruler(monkeypatch):
-    """RULER's generators want a tokenizer of transformers, which is no dependency, and data for
-    splitting sentences that only its essays need; nothing is fetched.
+    """Lets RULER's generators run offline; nothing is fetched.
+
+    They want a tokenizer of transformers, which is no dependency, and data for splitting sentences
+    that
+    only its essays need.
     """
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("wonderwords")

@@ -1,5 +1,6 @@
-"""A killed run goes on where it was: nothing lost, nothing doubled, and never on top of another
-one.
+"""A killed run goes on where it was: nothing is lost and nothing is doubled.
+
+It never writes on top of another run.
 """
 
 import json
@@ -28,7 +29,10 @@ CELLS = [Cell(DENSE, task, 64) for task in SETTINGS["tasks"]]
 
 
 def measure(cell, index):
-    """Always the same, as a run's samples are; text of several bytes a letter."""
+    """Returns the same values at every call, as a run's samples do.
+
+    Its text has several bytes per letter.
+    """
     return entry(
         *cell, index=index, meta={"text": "né\n→", "depth": index / 3}, score=index / 7, attended=1
     )
@@ -62,7 +66,7 @@ LAST_TWO = DATA[: DATA[:-1].rindex(b"\n")].rindex(b"\n") + 1
 
 @contextmanager
 def killed_run(cut):
-    """The path of a run whose journal ends after so many bytes."""
+    """Yields the path of a run whose journal ends after `cut` bytes."""
     with TemporaryDirectory() as folder:
         Path(folder, "out.partial.jsonl").write_bytes(DATA[:cut])
         yield f"{folder}/out.json"
@@ -169,7 +173,7 @@ def test_an_unfinished_run_is_not_begun_anew_unasked(path):
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_finished_run_is_not_overwritten(path, resume):
     Store(path, SETTINGS).finish({})
-    with pytest.raises(ValueError, match=r"out\.json is there already"):
+    with pytest.raises(ValueError, match=r"out\.json already exists"):
         Store(path, SETTINGS, resume=resume)
 
 

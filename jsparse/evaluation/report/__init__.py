@@ -1,1 +1,1 @@
-"""What becomes of a run's result: statistics, tables, plots."""
+"""Turns the result of a run into statistics, tables and plots."""

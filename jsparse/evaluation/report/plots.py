@@ -1,7 +1,6 @@
-"""Plots of a run's result out of its JSON alone: quality over attended fraction, needle and head
-heat maps.
+"""Plots a run's result from its JSON: quality over attended fraction, needle and head heat maps.
 
-They need matplotlib, and leave its settings and windows alone.
+Plots need nothing but that JSON and matplotlib, whose settings and windows they leave alone.
 """
 
 import textwrap
@@ -18,13 +17,13 @@ QUALITY = ("kl", "agreement", "score")
 COLUMNS, DPI = 4, 120
 PANEL = (4.0, 3.6)  # inches
 HEADING = 1.0  # inches for title and legend
-STEP = 0.05  # of the depths that one row of the needle's map holds
+STEP = 0.05  # the range of depths in one row of the needle's map
 
 Draw = Callable[[Any], Any]
 
 
 class Point(NamedTuple):
-    """A policy's place in the plot of quality."""
+    """Places a policy in the plot of quality."""
 
     policy: str
     attended: float
@@ -32,8 +31,9 @@ class Point(NamedTuple):
 
 
 def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
-    """KL, agreement and score over the attended fraction: a panel a metric and length, a line a
-    family of policies.
+    """Plots KL, agreement and score over the attended fraction.
+
+    There is one panel per metric and length, with one line per family of policies.
     """
     families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
     lengths = sorted({cell["length"] for cell in report["cells"]})
@@ -47,8 +47,9 @@ def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
 
 
 def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_grid") -> None:
-    """Mean score over depth and length: a panel a policy. A row holds the depths that round to it,
-    in steps of 5 %.
+    """Plots the mean score over depth and length, one panel per policy.
+
+    A row holds the depths that round to it, in steps of 5 %.
     """
     scores: dict[str, dict[tuple[float, int], list[float]]] = {}
     for cell, sample in _samples(report, "depth"):
@@ -62,7 +63,10 @@ def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_gri
 
 
 def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
-    """Attended fraction of each layer and KV head, mean over samples: a panel a policy and length."""
+    """Plots the attended fraction of each layer and KV head, mean over samples.
+
+    There is one panel per policy and length.
+    """
     heads: dict[str, list[Any]] = {}
     for cell, sample in _samples(report, "attended_heads"):
         title = f"{cell['policy']}, {tokens(cell['length'])} tokens"
@@ -72,8 +76,9 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
 
 
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
-    """Each family's points, by attended fraction: means over the tasks that have the metric; of
-    score, the averaged.
+    """Returns each family's points, by attended fraction.
+
+    Points are means over the tasks that have the metric; for score, over the averaged tasks.
     """
     averaged = {(row["policy"], row["length"]): row["tasks"] for row in report["averages"]}
     measured: dict[str, list[tuple[float, float]]] = {}
@@ -128,7 +133,7 @@ def _needles(scores: Mapping[tuple[float, int], list[float]]) -> Draw:
 
 
 def _heads(fractions: np.ndarray) -> Draw:
-    """Of fractions [samples, L, K]."""
+    """Returns the drawing of fractions [samples, L, K]."""
     means = np.ma.masked_invalid(fractions).mean(axis=0)
 
     def draw(axis: Any) -> None:
@@ -141,7 +146,7 @@ def _heads(fractions: np.ndarray) -> Draw:
 
 
 def _image(axis: Any, grid: np.ndarray, colours: str, gamma: float) -> None:
-    """Numbers from 0 to 1 as colours; gamma below 1 spreads the small ones."""
+    """Draws numbers from 0 to 1 as colours; gamma below 1 spreads the small ones."""
     from matplotlib.colors import PowerNorm
 
     image = axis.imshow(
@@ -153,7 +158,7 @@ def _image(axis: Any, grid: np.ndarray, colours: str, gamma: float) -> None:
 def _samples(
     report: Mapping[str, Any], key: str
 ) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The samples that have this in their meta, each after its cell."""
+    """Yields the samples that have `key` in their meta, each after its cell."""
     return (
         (cell, sample)
         for cell in report["cells"]
@@ -169,7 +174,7 @@ def _save(
     needed: str,
     columns: int = COLUMNS,
 ) -> None:
-    """Draws panels of a size each, by their titles, under a heading that says what was run where."""
+    """Draws equally large panels by title, under a heading that says what was run where."""
     if not panels:
         raise ValueError(f"nothing to draw for {path}: the result must hold {needed}")
     try:
@@ -200,4 +205,7 @@ def _heading(report: Mapping[str, Any]) -> str:
     settings, environment = report["settings"], report["environment"]
     devices = ", ".join(dict.fromkeys(gpu["name"] for gpu in environment.get("gpus", ()))) or "CPU"
     revision = (environment.get("git_revision") or "unknown")[:10]
-    return f"{settings['model']}, {settings['dtype']}, {devices}, {report['timestamp'][:10]}, revision {revision}"
+    return (
+        f"{settings['model']}, {settings['dtype']}, {devices}, {report['timestamp'][:10]}, "
+        f"revision {revision}"
+    )

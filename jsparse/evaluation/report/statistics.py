@@ -1,5 +1,6 @@
-"""Means of cells, and what they differ from dense by: paired bootstrap over the samples that both
-have.
+"""Computes means of cells and their differences from dense, with a paired bootstrap.
+
+It pairs the samples that both have.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,29 +10,32 @@ from typing import Any
 import numpy as np
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95
-FLOOR = 0.30  # a task that dense itself fails says nothing of a policy
+FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
 
 Transform = Callable[[Any], Any]
 Column = dict[int, float]  # a metric's values by the sample's index
 
 
 def family(policy: str) -> str:
-    """The name of a policy's expression, without its arguments."""
+    """Returns the name of a policy's expression, without its arguments."""
     return policy.partition("(")[0]
 
 
 def is_dense(policy: str) -> bool:
-    """Whether an expression names dense attention, with or without parentheses."""
+    """Tells whether an expression names dense attention, with or without parentheses."""
     return family(policy) == "dense"
 
 
 def mean(average: Any) -> Any:
-    """What most metrics are reported as: the average over the samples itself."""
+    """Returns the average over the samples itself, as most metrics are reported."""
     return average
 
 
 def perplexity(average: Any) -> Any:
-    """The perplexity of samples, such as documents, of this average log-probability a token."""
+    """Returns the perplexity for an average log-probability per token.
+
+    The average is over samples, such as documents.
+    """
     return np.exp(-average)
 
 
@@ -40,24 +44,26 @@ DERIVED: dict[str, tuple[str, Transform]] = {"perplexity": ("logprob", perplexit
 
 
 def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> list[float] | None:
-    """The percentile bootstrap's 95 % interval of transform(mean(policy)) - transform(mean(dense)).
+    """Returns the percentile bootstrap's 95 % interval of a policy's difference from dense.
+
+    The difference is transform(mean(policy)) - transform(mean(dense)).
 
     Args:
-        policy: [n] values of its samples.
-        dense: [n] values of dense on the same samples in the same order; each is drawn together
+        policy: the [n] values of the policy's samples.
+        dense: the [n] values of dense on the same samples in the same order; each is drawn together
             with the policy's.
-        transform: of the mean; takes arrays.
+        transform: a function of the mean, which takes arrays.
 
     Returns:
         [low, high]; None for fewer than two samples.
 
     Raises:
-        ValueError: the shapes are not [n] both, or a value is not finite.
+        ValueError: the shapes are not both [n], or a value is not finite.
     """
     pairs = np.array(policy, np.float64), np.array(dense, np.float64)
     if pairs[0].ndim != 1 or pairs[0].shape != pairs[1].shape:
         raise ValueError(
-            f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must be [n] both"
+            f"policy and dense of shapes {pairs[0].shape} and {pairs[1].shape}: must both be [n]"
         )
     if not np.isfinite(pairs).all():
         raise ValueError("policy and dense: must be finite")
@@ -65,14 +71,15 @@ def paired_bootstrap(policy: Any, dense: Any, transform: Transform = mean) -> li
 
 
 def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A dict for each cell, in the order in which the cells first occur.
+    """Returns one dict per cell, in the order in which the cells first occur.
 
-    Keys: policy, task, length; metrics, and for each of them mean, samples, difference (to dense's
-        mean over the pairs,
-    the samples that both have), interval (its 95 % interval), pairs; samples, of index, values and
-    meta. Difference and interval are None where there are no pairs, and for dense itself. Where
-    logprob was recorded there is a perplexity: of the mean over samples, each of which weighs the
-    same.
+    Keys: policy, task, length; metrics, with mean, samples, difference (from dense's mean over the
+    pairs, the samples that both have), interval (its 95 % interval) and pairs for each of them;
+    samples, with index, values and meta. Difference and interval are None where there are no pairs,
+    and
+    for dense itself. Where logprob was recorded there is a perplexity: of the mean over samples,
+    each
+    of which weighs the same.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -95,12 +102,11 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The average score over tasks, a dict for each policy and length that has scores.
+    """Averages scores over tasks: returns one dict for each policy and length that has scores.
 
     Keys: policy, length; tasks, those averaged, in which dense scores at least 30 %; left_out, the
-        others; and mean,
-    difference, interval as in `summarize`, None where no task is averaged. Resamples draw the
-    samples of one index in all tasks together.
+    others; and mean, difference and interval as in `summarize`, None where no task is averaged.
+    Resamples draw the samples of one index in all tasks together.
     """
     scored = {(c["policy"], c["task"], c["length"]): c for c in cells if "score" in c["metrics"]}
     kept = {
@@ -130,7 +136,7 @@ def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _columns(samples: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """The values of each metric by the sample's index."""
+    """Returns the values of each metric by the sample's index."""
     columns: dict[str, Column] = {}
     for sample in samples:
         for metric, value in sample["values"].items():
@@ -150,8 +156,9 @@ def _metrics(columns: dict[str, Column], dense: dict[str, Column]) -> dict[str, 
 
 
 def _compared(columns: list[Column], dense: list[Column], transform: Transform) -> dict[str, Any]:
-    """Mean, difference, interval of the average over columns, and the fewest pairs that one of them
-    has.
+    """Returns mean, difference and interval of the average over columns.
+
+    `pairs` is the fewest that one of the columns has.
     """
     pairs = [_paired(column, base) for column, base in zip(columns, dense, strict=True)]
     fewest = min((len(ours) for ours, _ in pairs), default=0)
@@ -178,7 +185,7 @@ def _paired(column: Column, dense: Column) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transform) -> list[float]:
-    """Of the average over pairs of columns, each [n]."""
+    """Returns the interval of the average over pairs of columns, each [n]."""
     differences = [
         transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
         for ours, theirs in pairs
@@ -189,8 +196,9 @@ def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transfo
 
 @lru_cache(maxsize=2)
 def _weights(n: int) -> np.ndarray:
-    """How often each of n samples is drawn, over n: [RESAMPLES, n], the same at every call; 80 kB a
-    sample.
+    """Returns how often each of n samples is drawn, over n: [RESAMPLES, n], the same at every call.
+
+    It takes 80 kB per sample.
     """
     places = (
         np.random.default_rng(SEED).integers(n, size=(RESAMPLES, n))

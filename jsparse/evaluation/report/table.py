@@ -1,4 +1,4 @@
-"""A run's result as tables for the terminal and for Markdown, out of its JSON alone."""
+"""Renders a run's result as tables for the terminal and for Markdown, from its JSON alone."""
 
 from collections.abc import Mapping, Sequence
 from itertools import batched, chain
@@ -21,14 +21,15 @@ FORMATS = {
 METRICS = tuple(FORMATS)
 AVERAGE = "average"
 NOTE = (
-    "In brackets: difference to dense and its 95 % interval (paired bootstrap). KL in nats a token."
+    "In brackets: difference to dense and its 95 % interval (paired bootstrap). "
+    "KL in nats per token."
 )
 MARKED = "† dense scores under 30 %: listed, not averaged."
 KIB = 1024
 
 
 class Column(NamedTuple):
-    """A metric of a task, or of the average over tasks, at one length."""
+    """Names a metric of a task, or of the average over tasks, at one length."""
 
     task: str
     metric: str
@@ -39,7 +40,7 @@ Measured = Mapping[tuple[str, Column], Mapping[str, Any]]  # by policy and colum
 
 
 class Grid(NamedTuple):
-    """One table's texts; in a text, lines stand one below the other."""
+    """Holds one table's texts; lines of a text stand one below the other."""
 
     title: str
     header: list[str]
@@ -50,24 +51,25 @@ class Grid(NamedTuple):
 def tables(
     report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4
 ) -> list[Table]:
-    """The result as rich tables of a row a policy; see `grids`."""
+    """Returns the result as rich tables with one row per policy; see `grids`."""
     return [_rich(grid) for grid in grids(report, metrics, columns)]
 
 
 def markdown(report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4) -> str:
-    """The same tables in Markdown."""
+    """Returns the same tables in Markdown."""
     return "\n".join(map(_markdown, grids(report, metrics, columns)))
 
 
 def grids(
     report: Mapping[str, Any], metrics: Sequence[str] = METRICS, columns: int = 4
 ) -> list[Grid]:
-    """The texts of the tables.
+    """Returns the texts of the tables.
 
     There is a column for each task, length and one of `metrics` that was measured, and for the
-    average score over tasks where there are several. One table holds them all, or, where they are
-    more than `columns`, tables of one length, of so many columns each at most: four fit into 120
-    characters. A number is followed by its difference to dense and that one's 95 % interval, as in
+    average score over tasks where there are several. One table holds them all, or, where there are
+    more than `columns`, each table has one length and at most that many columns: four fit into 120
+    characters. A number is followed by its difference from dense and the 95 % interval of that, as
+    in
     "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
     mean over all tasks.
     """
@@ -89,13 +91,14 @@ def grids(
 
 
 def tokens(length: int) -> str:
-    """A number of tokens in short: 4K, 1500."""
+    """Returns a number of tokens in short: 4K, 1500."""
     return str(length) if length % KIB else f"{length // KIB}K"
 
 
 def number(value: Mapping[str, Any] | None, metric: str) -> str:
-    """A metric's mean, and as far as they are there its difference to dense and, in a second line,
-    the interval.
+    """Returns a metric's mean, with its difference from dense and the interval where there are any.
+
+    The interval is on a second line.
     """
     if value is None:
         return "-"
@@ -119,8 +122,8 @@ def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], 
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
     header = [
-        f"{column.task}{'†' * (column in left_out)}\n{FORMATS.get(column.metric, (column.metric,))[0]}"
-        + where.format(tokens(column.length))
+        f"{column.task}{'†' * (column in left_out)}\n"
+        f"{FORMATS.get(column.metric, (column.metric,))[0]}" + where.format(tokens(column.length))
         for column in columns
     ]
     rows = [

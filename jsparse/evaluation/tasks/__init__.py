@@ -1,23 +1,23 @@
-"""The tasks of long context that are generated or read, for any tokenizer and length.
+"""Generates or reads the tasks of long context, for any tokenizer and length.
 
 RULER's tasks have NVIDIA's templates, needles, numbers of keys, values, queries and hops,
 frequencies, generated tokens (niah 128, vt 30, cwe 120, fwe 50, qa 32), answer prefixes, scoring
 and definition of length (prompt, prefix and generated tokens, without a chat template). In all of
 them we differ in three things: a sample has a random generator of its own, seeded by (42, task,
 length, index), where theirs has one for the run and shuffles every sample alike; its filler is
-sized for itself to the last unit that fits, where theirs is sized once, and cut by 5 to 500 units
-where it does not fit; prompt and prefix are counted each alone. Word lists are those of the
+sized for that sample, to the last unit that fits, where theirs is sized once, and cut by 5 to 500
+units where it does not fit; prompt and prefix are counted separately. Word lists are those of the
 installed wonderwords.
 
-What is NVIDIA's in each, and after "here" where we differ further:
+The list says what is NVIDIA's in each task and, after "here", where we differ further:
 
 - niah_single_1: one key (adjective-noun) with a number of 7 digits among lines of noise.
 - niah_single_2, niah_single_3: the same in essays; in the latter the value is a UUID. Here
-  sentences end at . ! or ? before a space, where NVIDIA asks nltk.
+  sentences end at . ! or ? before a space, where NVIDIA uses nltk.
 - niah_multikey_1, niah_multivalue, niah_multiquery: four keys of which one is asked for, four
-  values of a key, four keys asked for; in essays. Here as niah_single_2.
+  values of a key, four keys asked for; in essays. Here they differ as niah_single_2 does.
 - niah_multikey_2, niah_multikey_3: the haystack is other needles; in the latter keys and values are
-  UUIDs. Here no key or value is there twice.
+  UUIDs. Here no key or value occurs twice.
 - vt: one chain of five variables (four hops) in noise, after an example of at most 500 tokens. Here
   every sample has an example of its own, where NVIDIA renames the variables of one.
 - cwe: ten words 30 times and others 3 times (6 times and once in budgets below 4096 tokens), after
@@ -27,8 +27,8 @@ What is NVIDIA's in each, and after "here" where we differ further:
   dots, does not count. Here the third answer is always more frequent than the next word.
 - qa_1, qa_2: questions of SQuAD and HotpotQA about documents among others; any answer counts.
 
-`passkey` and `niah_grid` are described in `jsparse.evaluation.passkey`, `longbench_...` in
-`jsparse.evaluation.longbench`.
+`passkey` and `niah_grid` are described in `jsparse.evaluation.tasks.passkey`, `longbench_...` in
+`jsparse.evaluation.tasks.longbench`.
 """
 
 import os
@@ -43,7 +43,7 @@ TASKS = {**ruler.TASKS, **passkey.TASKS, **longbench.TASKS}
 
 
 def parse(names: str, files: str | os.PathLike[str] | None = None) -> list[Task]:
-    """The tasks of a list of names.
+    """Returns the tasks of a list of names.
 
     Args:
         names: names of `TASKS`, with commas between them.
@@ -51,13 +51,13 @@ def parse(names: str, files: str | os.PathLike[str] | None = None) -> list[Task]
             NAME.jsonl and v2's data.json. Without it, LongBench is read from the Hub.
 
     Raises:
-        ValueError: a name is unknown or there twice, or what the task needs is missing.
+        ValueError: a name is unknown or given twice, or what the task needs is missing.
     """
     listed = [name.strip() for name in names.split(",")]
     for i, name in enumerate(listed):
         if name not in TASKS:
             raise ValueError(f"task {name!r} is unknown: must be one of {', '.join(TASKS)}")
         if name in listed[:i]:
-            raise ValueError(f"task {name!r} is there twice: must be there once")
+            raise ValueError(f"task {name!r} is given twice: must be given once")
     folder = None if files is None else Path(files)
     return [TASKS[name](name, folder) for name in listed]

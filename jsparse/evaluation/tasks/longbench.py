@@ -1,12 +1,12 @@
-"""LongBench and LongBench v2, from a local copy or the Hub.
+"""Reads LongBench and LongBench v2 from a local copy or the Hub.
 
 Papers: "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (Bai et al.),
-    arXiv:2308.14508, and
-"LongBench v2" (Bai et al.), arXiv:2412.15204. Prompts, numbers of generated tokens and metrics are
-those of github.com/THUDM/LongBench. Where we differ: over-long prompts are cut in the middle as
-there, but by characters, so that both halves have as many of them (LongBench halves the tokens, and
-needs a decoder for that); v2 is answered greedily, without a chain of thought. Left out: the
-Chinese tasks whose metric needs a word segmenter (multifieldqa_zh, dureader, vcsum).
+arXiv:2308.14508, and "LongBench v2" (Bai et al.), arXiv:2412.15204. Prompts, numbers of generated
+tokens and metrics are those of github.com/THUDM/LongBench. Where we differ: prompts that are too
+long are cut in the middle as there, but by characters, so that both halves have the same number of
+them (LongBench halves the tokens, and needs a decoder for that); v2 is answered greedily, without a
+chain of thought. Left out: the Chinese tasks whose metric needs a word segmenter (multifieldqa_zh,
+dureader, vcsum).
 """
 
 import json
@@ -23,14 +23,14 @@ LEAST_PROMPT = 64  # tokens
 
 
 class Dataset(NamedTuple):
-    """How the rows of one data set are asked and scored.
+    """Describes how the rows of one data set are asked and scored.
 
     Attributes:
-        prompt: with the names of a row's fields in braces.
-        max_new_tokens: how many tokens may be generated.
+        prompt: a text with the names of a row's fields in braces.
+        max_new_tokens: the most tokens that may be generated.
         metric: (text, answer, classes) -> a score from 0 to 1; the best over the answers counts.
-        plain: the prompt is to be continued, without a chat template.
-        first_line: the first line of the text alone counts.
+        plain: whether the prompt is to be continued, without a chat template.
+        first_line: whether the first line of the text alone counts.
     """
 
     prompt: str
@@ -40,17 +40,21 @@ class Dataset(NamedTuple):
     first_line: bool = False
 
 
-# "asconcisely" is what the published numbers were asked with
+# the published numbers were measured with "asconcisely"
 _PHRASE = (
     "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
 )
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question "
     "cannot be answered based "
-    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    'on the information in the article, write "unanswerable". If the question is a yes/no '
+    'question, answer "yes", '
     '"no", or "unanswerable". Do not provide any explanation.\n\n'
 )
-_ONLY = "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+_ONLY = (
+    "Answer the question based on the given passages. Only give me the answer and do not output "
+    "any other words.\n\n"
+)
 _PASSAGES = (
     f"{_ONLY}The following are given passages.\n{{context}}\n\n{_ONLY}Question: {{input}}\nAnswer:"
 )
@@ -154,7 +158,8 @@ DATASETS = {
         "paragraph the abstract "
         "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the "
         "number of the paragraph "
-        'that the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\n'
+        'that the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", '
+        "etc.\n\n"
         "The answer is: ",
         32,
         metrics.retrieval,
@@ -195,13 +200,11 @@ def _download(repo_id: str, name: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, repo_type="dataset"))
-    except (
-        Exception
-    ) as error:  # those of the HTTP client below it are no part of the library's interface
+    except Exception as error:  # the HTTP client's errors are no part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"files=None: {name} of {repo_id} cannot be had from the Hub ({reason}), give the "
-            "folder that holds it"
+            f"files=None: {name} of {repo_id} cannot be downloaded from the Hub ({reason}), give "
+            "the folder that holds it"
         ) from error
 
 
@@ -216,8 +219,9 @@ def _read(dataset: str, files: Path | None) -> str:
 
 
 def longbench(name: str, files: Path | None) -> Task:
-    """A data set of LongBench: NAME.jsonl of the folder, or from the Hub id THUDM/LongBench where
-    `files` is None.
+    """Builds the task of a data set of LongBench.
+
+    Its rows are NAME.jsonl of the folder, or of the Hub id THUDM/LongBench if `files` is None.
     """
     dataset = name.removeprefix("longbench_")
     return _task(
@@ -228,8 +232,9 @@ def longbench(name: str, files: Path | None) -> Task:
 
 
 def longbench_v2(name: str, files: Path | None) -> Task:
-    """LongBench v2: data.json of the folder, or from the Hub id THUDM/LongBench-v2 where `files` is
-    None.
+    """Builds the task of LongBench v2.
+
+    Its rows are data.json of the folder, or of the Hub id THUDM/LongBench-v2 if `files` is None.
     """
     repo_id = "THUDM/LongBench-v2"
     file = (

@@ -1,5 +1,6 @@
-"""Needles in a haystack, as RULER words them: sentences with values of keys, in noise, in essays or
-in more of them.
+"""Hides needles in a haystack, as RULER words them: sentences with values of keys.
+
+The haystack is noise, essays or more needles.
 """
 
 import functools
@@ -28,7 +29,7 @@ PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provid
 
 @functools.cache
 def word_list(kind: Literal["noun", "adjective", "verb"]) -> list[str]:
-    """The words of wonderwords.
+    """Returns the words of wonderwords.
 
     Raises:
         ValueError: wonderwords is not installed.
@@ -58,7 +59,7 @@ DRAW = {"numbers": _number, "words": _word, "uuids": _uuid}
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """What is drawn, without what was drawn before."""
+    """Yields what is drawn, without what was drawn before."""
     seen: set[str] = set()
     while True:
         item = draw()
@@ -68,7 +69,7 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 
 
 def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
-    """The lines with the items before some of them, in the order of the items."""
+    """Puts the items before some of the lines, in the order of the items."""
     placed = list(lines)
     positions = sorted(rng.sample(range(len(lines)), len(items)))
     for before, (position, item) in enumerate(zip(positions, items, strict=True)):
@@ -77,8 +78,9 @@ def among_lines(rng: random.Random, lines: list[str], items: list[str]) -> str:
 
 
 def ask(kind: str, values: dict[str, list[str]], asked: list[str], context: str) -> Sample:
-    """Asks for the values of the keys `asked`; meta's depth is where the first answer stands, from
-    0 to 1.
+    """Asks for the values of the keys `asked`.
+
+    Its meta's depth is where the first answer stands, from 0 to 1.
     """
     answers = tuple(value for key in asked for value in values[key])
     template, prefix = TEMPLATE, PREFIX
@@ -97,7 +99,10 @@ def ask(kind: str, values: dict[str, list[str]], asked: list[str], context: str)
 
 @dataclass(frozen=True)
 class Niah:
-    """A needle task. RULER's names: num_needle_k, num_needle_v, num_needle_q."""
+    """Describes a needle task.
+
+    RULER's names of the numbers: num_needle_k, num_needle_v, num_needle_q.
+    """
 
     haystack: Literal["noise", "needle", "essay"]
     key: Literal["words", "uuids"] = "words"
@@ -107,7 +112,11 @@ class Niah:
     num_queries: int = 1
 
     def task(self, name: str, files: Path | None) -> Task:
-        """The task of that name; ValueError where the word lists or the essays are missing."""
+        """Builds the task of that name.
+
+        Raises:
+            ValueError: the word lists or the essays are missing.
+        """
         essay = essay_words(name, files) if self.haystack == "essay" else []
         if self.key == "words":
             word_list("noun")
@@ -135,5 +144,5 @@ class Niah:
         return filled(name, make, least=1)
 
     def needle(self, key: str, value: str) -> str:
-        """The sentence that says it."""
+        """Returns the sentence that gives the key's value."""
         return NEEDLE.format(type_needle_v=self.value, key=key, value=value)

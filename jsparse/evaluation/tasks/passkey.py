@@ -1,10 +1,9 @@
-"""A pass key in repeated filler, and a needle at given depths.
+"""Hides a pass key in repeated filler, and a needle at given depths.
 
 Passkey: "Landmark Attention: Random-Access Infinite Context Length for Transformers" (Mohtashami
-    and Jaggi),
-arXiv:2305.16300. Where we differ: the key has five digits and stands in the text once (theirs is
-from 1 to 50000 and said twice), its place is uniform over the gaps between fillers, and the
-question's end begins the answer.
+and Jaggi), arXiv:2305.16300. Where we differ: the key has five digits and stands in the text once
+(theirs is from 1 to 50000 and said twice), its place is uniform over the gaps between fillers, and
+the question's end begins the answer.
 """
 
 import random
@@ -29,7 +28,7 @@ def _hide(item: str, depth: float, size: int, joint: str) -> str:
 
 
 def passkey(name: str, files: Path | None) -> Task:
-    """A number of five digits, asked for at the end."""
+    """Builds the task of a number of five digits, asked for at the end."""
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
         key, depth = str(rng.randint(10000, 99999)), round(rng.random(), 3)
@@ -41,8 +40,9 @@ def passkey(name: str, files: Path | None) -> Task:
 
 
 def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPTHS) -> Task:
-    """RULER's niah_single_1 at given depths: sample `i` at depths[i % len(depths)], in fillers
-    before it / fillers.
+    """Builds RULER's niah_single_1 at given depths: sample `i` is at depths[i % len(depths)].
+
+    A depth is the share of the fillers that come before the needle.
 
     Raises:
         ValueError: a depth is outside [0, 1], there is none, or wonderwords is not installed.

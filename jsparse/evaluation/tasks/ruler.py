@@ -1,9 +1,8 @@
-"""RULER: needles, chains of variables and frequent words in texts of any length.
+"""Generates RULER's texts of any length: needles, chains of variables and frequent words.
 
 Paper: "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al.),
-    arXiv:2404.06654.
-Templates, counts and numbers of generated tokens are those of github.com/NVIDIA/RULER;
-`jsparse.evaluation.tasks` says where the generators differ.
+arXiv:2404.06654. Templates, counts and numbers of generated tokens are those of
+github.com/NVIDIA/RULER; `jsparse.evaluation.tasks` says where the generators differ.
 """
 
 import functools
@@ -56,7 +55,7 @@ def _letters(rng: random.Random, alphabet: str, count: int) -> Callable[[], str]
 
 
 def _chain(rng: random.Random, name_len: int, size: int) -> tuple[str, str, list[str]]:
-    """Prompt, prefix and variables of one chain of assignments among `size` lines of noise."""
+    """Returns prompt, prefix and variables of one chain of assignments in `size` lines of noise."""
     names = distinct(_letters(rng, string.ascii_uppercase, name_len))
     variables = list(itertools.islice(names, NUM_HOPS + 1))
     value = str(rng.randrange(10000, 99999))
@@ -70,7 +69,7 @@ def _chain(rng: random.Random, name_len: int, size: int) -> tuple[str, str, list
 
 
 def vt(name: str, files: Path | None) -> Task:
-    """Variable tracking: one chain of five variables, after an example of at most 500 tokens."""
+    """Builds variable tracking: a chain of five variables, after an example of up to 500 tokens."""
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
         seed = rng.random()
@@ -90,7 +89,7 @@ def vt(name: str, files: Path | None) -> Task:
 
 @functools.cache
 def all_words() -> tuple[str, ...]:
-    """Every word of wonderwords once."""
+    """Returns every word of wonderwords once."""
     return tuple(sorted({*word_list("noun"), *word_list("adjective"), *word_list("verb")}))
 
 
@@ -101,8 +100,9 @@ def _numbered(words: list[str]) -> str:
 def _common(
     rng: random.Random, num_words: int, common: int, uncommon: int
 ) -> tuple[str, list[str]]:
-    """A prompt with `num_words` words, the first ten `common` times and the others `uncommon`
-    times, and those ten.
+    """Returns a prompt with `num_words` words, and the ten common ones.
+
+    The first ten occur `common` times and the others `uncommon` times.
     """
     words = rng.sample(all_words(), len(all_words()))[:num_words]
     listed = words[:NUM_COMMON] * common + words[NUM_COMMON:] * uncommon
@@ -111,8 +111,9 @@ def _common(
 
 
 def cwe(name: str, files: Path | None) -> Task:
-    """Common words extraction: ten words 30 times among words 3 times (6 and 1 in budgets below
-    4096 tokens).
+    """Builds common words extraction: ten words 30 times among words 3 times.
+
+    In budgets below 4096 tokens it is 6 times and once.
     """
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
@@ -127,11 +128,11 @@ def cwe(name: str, files: Path | None) -> Task:
 
 
 def fwe(name: str, files: Path | None) -> Task:
-    """Frequent words extraction: coded words as often as Zipf's law (alpha 2) says; the most
-    frequent are dots.
+    """Builds frequent words extraction: coded words as often as Zipf's law (alpha 2) says.
 
-    A size is the number of words that the whole law would spread; from 74 on, the third answer is
-    more frequent than the word after it.
+    The most frequent are dots. A size is the number of words that the whole law would spread; from
+    74
+    on, the third answer is more frequent than the word after it.
     """
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:

@@ -1,8 +1,7 @@
-"""The tasks of RULER that need files: Paul Graham's essays for haystacks, SQuAD and HotpotQA for
-questions.
+"""Reads the files of RULER's tasks: Paul Graham's essays for haystacks, SQuAD and HotpotQA.
 
-The files are those that RULER's scripts/data/synthetic/json/ downloads, under the names it gives
-them.
+The latter two have the questions. The files are those that RULER's scripts/data/synthetic/json/
+downloads, under the names it gives them.
 """
 
 import functools
@@ -17,17 +16,23 @@ from typing import Any, NamedTuple
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled, score_any
 
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent
-_ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-QA = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"
+_ONLY = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words."
+)
+QA = (
+    f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\n"
+    "Question: {query}"
+)
 QA_PREFIX = " Answer:"
 
 
 def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
-    """The file `name` of the folder `files`.
+    """Returns the path of the file `name` of the folder `files`.
 
     Raises:
-        ValueError: it is not there; the message names the task that needs it, where it is looked
-            for and where it comes from.
+        ValueError: it is missing; the message names the task that needs it, where it is looked for
+            and where it comes from.
     """
     if files is None:
         raise ValueError(
@@ -42,7 +47,11 @@ def find_file(task: str, name: str, files: Path | None, source: str) -> Path:
 
 @functools.cache
 def read_json(file: Path) -> Any:
-    """What the file holds; ValueError where it is no JSON."""
+    """Returns what the JSON file holds.
+
+    Raises:
+        ValueError: the file is not JSON.
+    """
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
@@ -50,7 +59,11 @@ def read_json(file: Path) -> Any:
 
 
 def essay_words(task: str, files: Path | None) -> list[str]:
-    """The words of Paul Graham's essays; ValueError where the file is missing."""
+    """Returns the words of Paul Graham's essays.
+
+    Raises:
+        ValueError: the file is missing.
+    """
     file = find_file(
         task, "PaulGrahamEssays.json", files, "RULER's download_paulgraham_essay.py writes it"
     )
@@ -58,7 +71,7 @@ def essay_words(task: str, files: Path | None) -> list[str]:
 
 
 def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) -> str:
-    """The words, with the items between sentences at some of the DEPTHS, in the order of the items."""
+    """Puts the items between sentences at some of the DEPTHS, in the order of the items."""
     sentences = re.split(r"(?<=[.!?]) ", " ".join(words))
     depths = sorted(rng.sample(DEPTHS, len(items)))
     cuts = [0, *(len(sentences) * depth // 100 for depth in depths), len(sentences)]
@@ -68,8 +81,9 @@ def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) 
 
 
 class Question(NamedTuple):
-    """A question with the numbers of its documents: `gold` ones are always shown, `near` ones
-    before any others.
+    """Holds a question with the numbers of its documents.
+
+    `gold` documents are always shown, `near` ones before any others.
     """
 
     text: str
@@ -79,7 +93,10 @@ class Question(NamedTuple):
 
 
 def squad(data: Any) -> tuple[list[str], list[Question]]:
-    """Documents and answerable questions of SQuAD 2.0; the other paragraphs of an article are near."""
+    """Returns documents and answerable questions of SQuAD 2.0.
+
+    The other paragraphs of an article are near.
+    """
     articles = [article["paragraphs"] for article in data["data"]]
     documents = sorted(
         {paragraph["context"] for paragraphs in articles for paragraph in paragraphs}
@@ -99,7 +116,10 @@ def squad(data: Any) -> tuple[list[str], list[Question]]:
 
 
 def hotpotqa(data: Any) -> tuple[list[str], list[Question]]:
-    """Documents and questions of HotpotQA; all the paragraphs of a question are gold."""
+    """Returns documents and questions of HotpotQA.
+
+    All the paragraphs of a question are gold.
+    """
     texts = [
         tuple(f"{title}\n{''.join(lines)}" for title, lines in asked["context"]) for asked in data
     ]
@@ -124,7 +144,11 @@ QA_FILES = {
 
 
 def qa(name: str, files: Path | None) -> Task:
-    """Questions about documents among others; ValueError where the file is missing."""
+    """Builds questions about documents that are among others.
+
+    Raises:
+        ValueError: the file is missing.
+    """
     file, read, source = QA_FILES[name]
     documents, questions = read(read_json(find_file(name, file, files, source)))
 

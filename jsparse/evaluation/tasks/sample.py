@@ -1,7 +1,7 @@
-"""One sample of a task, and how long its text may be.
+"""Makes one sample of a task, and finds how long its text may be.
 
 Every text is made from a generator of its own, so that a sample depends on its task, length and
-number alone: not on those made before it, and a run that goes on makes the same ones.
+number alone, not on those made before it, and a run that goes on makes the same ones.
 """
 
 import math
@@ -17,14 +17,14 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class Sample(NamedTuple):
-    """What a model is asked, and what it should say.
+    """Holds what a model is asked, and what it should say.
 
     Attributes:
         prompt: the user's message.
         prefix: the beginning of the answer, which follows the opening of the assistant's turn; ""
             where there is none.
-        answers: what is looked for in the generated text.
-        max_new_tokens: how many tokens may be generated.
+        answers: the texts that are looked for in the generated text.
+        max_new_tokens: the most tokens that may be generated.
         meta: plain JSON values: context_tokens (those of prompt and prefix) and what the task adds.
     """
 
@@ -37,16 +37,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A source of samples and their scoring.
+    """Describes a source of samples and their scoring.
 
     Attributes:
-        name: as in `jsparse.evaluation.tasks.parse`.
+        name: the name in `jsparse.evaluation.tasks.parse`.
         sample: (encode, length, index) -> Sample. `length` is the budget in tokens for prompt,
             prefix and generated tokens together (without a chat template, as in RULER); `index`
             from 0 is the number of the sample. Raises ValueError where `length` is too small, or
             there is no sample of that number.
         score: (generated text, Sample) -> a score from 0 to 1.
-        num_samples: how many samples there are; None: any number.
+        num_samples: the number of samples there are; None means any number.
     """
 
     name: str
@@ -62,15 +62,17 @@ lacks context_tokens.
 
 
 def score_all(text: str, sample: Sample) -> float:
-    """The share of the answers that stand in the text, whatever their case: RULER's
-    string_match_all.
+    """Returns the share of the answers that stand in the text, whatever their case.
+
+    This is RULER's string_match_all.
     """
     return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
 
 
 def score_any(text: str, sample: Sample) -> float:
-    """1 where any of the answers stands in the text, whatever its case, else 0: RULER's
-    string_match_part.
+    """Returns 1 where any of the answers stands in the text, whatever its case, else 0.
+
+    This is RULER's string_match_part.
     """
     return float(any(answer.lower() in text.lower() for answer in sample.answers))
 
@@ -84,15 +86,15 @@ def filled(
     score: Callable[[str, Sample], float] = score_all,
     num_samples: int | None = None,
 ) -> Task:
-    """A task whose texts are as long as the budget allows.
+    """Builds a task whose texts are as long as the budget allows.
 
     Args:
-        name: of the task.
-        make: makes a sample with that much filler.
+        name: the task's name.
+        make: a function that makes a sample with that much filler.
         least: the smallest size that `make` takes.
-        most: the largest; None: any.
-        score: as in `Task`.
-        num_samples: as in `Task`.
+        most: the largest size; None means any.
+        score: the scoring, as in `Task`.
+        num_samples: the number of samples, as in `Task`.
     """
 
     def sample(encode: Encode, length: int, index: int) -> Sample:
@@ -126,29 +128,32 @@ def filled(
 
 
 def check_index(name: str, index: int, num_samples: int | None) -> None:
-    """ValueError where there is no sample of that number."""
+    """Raises ValueError where there is no sample of that number."""
     if index < 0 or (num_samples is not None and index >= num_samples):
         held = "any number of" if num_samples is None else num_samples
         raise ValueError(f"index={index}: must be from 0, {name} has {held} samples")
 
 
 def count_tokens(encode: Encode, sample: Sample) -> int:
-    """The tokens of prompt and prefix, each encoded alone: a chat template stands between them."""
+    """Counts the tokens of prompt and prefix.
+
+    Each is encoded alone: a chat template stands between them.
+    """
     return len(encode(sample.prompt)) + len(encode(sample.prefix))
 
 
 def largest(cost: Callable[[int], int], budget: int, least: int, most: int | None = None) -> int:
-    """The largest size from `least` to `most` that costs no more than the budget.
+    """Returns the largest size from `least` to `most` that costs no more than the budget.
 
     RULER bisects; this draws a straight line through the costs seen, which takes about four of
     them. Costs may grow unevenly, or fall back a little: the result then fits, and the next size
     does not.
 
     Args:
-        cost: of a size. It must grow without bounds where `most` is None.
-        budget: what may be spent; `least` must fit.
+        cost: the cost of a size. It must grow without bounds where `most` is None.
+        budget: the most that may be spent; `least` must fit.
         least: the smallest size.
-        most: the largest.
+        most: the largest size; None means any.
     """
     fits, spent = least, cost(least)
     fails = math.inf if most is None else most + 1

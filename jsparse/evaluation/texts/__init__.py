@@ -1,6 +1,7 @@
-"""The text that ships, for what needs any: the article Shakespeare of the Encyclopaedia Britannica.
+"""Ships a text for measures that need one: Shakespeare, from the Encyclopaedia Britannica.
 
-11th edition, 1911, which is in the public domain: without its bibliography, as it was scanned.
+The article is that of the 11th edition, 1911, which is in the public domain: without its
+bibliography, as it was scanned.
 """
 
 from importlib.resources import files
@@ -8,7 +9,7 @@ from pathlib import Path
 
 
 def read(path: Path | None) -> str:
-    """The file's text, or that which ships.
+    """Reads the file, or the text that ships if `path` is None.
 
     Raises:
         ValueError: the file is not UTF-8.

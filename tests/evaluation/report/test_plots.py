@@ -32,7 +32,7 @@ def made():
 
 
 def panels(figure):
-    """The axes by title; colour bars and empty places have none."""
+    """Returns the axes by title; colour bars and empty places have none."""
     return {axis.get_title().replace("\n", " "): axis for axis in figure.axes if axis.get_title()}
 
 
@@ -184,6 +184,9 @@ def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot,
 
 
 def test_the_output_side_loads_without_jax_and_matplotlib():
-    loaded = "import sys, jsparse.evaluation.results, jsparse.evaluation.table, jsparse.evaluation.plots\n"
+    loaded = (
+        "import sys, jsparse.evaluation.results, jsparse.evaluation.table, "
+        "jsparse.evaluation.plots\n"
+    )
     check = loaded + "assert not {'jax', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

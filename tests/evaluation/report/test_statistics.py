@@ -1,4 +1,4 @@
-"""Intervals against a slow bootstrap and by hand; what is averaged and what is only listed."""
+"""Tests intervals against a slow bootstrap and by hand, and what is averaged or only listed."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def interval(*args) -> list[float]:
 
 
 def slow_bootstrap(policy, dense, transform):
-    """One resample at a time, from the same draws."""
+    """Takes one resample at a time, from the same draws."""
     rng = np.random.default_rng(SEED)
     differences = []
     for _ in range(RESAMPLES):
@@ -97,8 +97,8 @@ def test_one_sample_has_no_interval():
     [
         ([1, np.nan], [0, 0], "must be finite"),
         ([1, 2], [0, np.inf], "must be finite"),
-        ([1, 2], [0, 1, 2], r"shapes \(2,\) and \(3,\): must be \[n\] both"),
-        ([[1, 2]], [[0, 1]], r"must be \[n\] both"),
+        ([1, 2], [0, 1, 2], r"shapes \(2,\) and \(3,\): must both be \[n\]"),
+        ([[1, 2]], [[0, 1]], r"must both be \[n\]"),
     ],
 )
 def test_wrong_values_are_refused(policy, dense, rule):
@@ -170,7 +170,7 @@ def test_perplexity_is_that_of_the_mean_and_resamples_documents():
 
 
 def scores(**tasks):
-    """Of dense and a policy, [scores] each, at length 64."""
+    """Draws [scores] of dense and of a policy, at length 64."""
     return summarize(
         entry(policy, task, 64, i, score=score)
         for task, pair in tasks.items()

@@ -1,4 +1,4 @@
-"""Tables for the terminal and for Markdown: all numbers, the marks, and 120 columns."""
+"""Tests tables for the terminal and for Markdown: all numbers, the marks, and 120 columns."""
 
 import io
 import re

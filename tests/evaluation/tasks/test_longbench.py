@@ -1,4 +1,4 @@
-"""LongBench: prompts and metrics against the originals' facts, cuts, and where rows come from."""
+"""Tests LongBench: prompts and metrics against the originals' facts, cuts, and rows' origins."""
 
 import hashlib
 import json
@@ -34,8 +34,8 @@ PROMPTS = {
     "musique": "9ec4ae308865bd0c",
 }
 V2_ROW = {
-    "_id": "v2", "question": " Which? ", "choice_A": "a1", "choice_B": "b1 ", "choice_C": "c1", "choice_D": "d1",
-    "answer": "B", "context": "\nA long story. " * 40, "length": "short",
+    "_id": "v2", "question": " Which? ", "choice_A": "a1", "choice_B": "b1 ", "choice_C": "c1",
+    "choice_D": "d1", "answer": "B", "context": "\nA long story. " * 40, "length": "short",
 }  # fmt: skip
 
 
@@ -163,7 +163,8 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
     with pytest.raises(
-        ValueError, match=r"data.zip of THUDM/LongBench cannot be had from the Hub \(no network\)"
+        ValueError,
+        match=r"data.zip of THUDM/LongBench cannot be downloaded from the Hub \(no network\)",
     ):
         parse("longbench_lcc")
 

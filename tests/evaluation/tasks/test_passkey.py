@@ -1,4 +1,4 @@
-"""The pass key and the grid of needles: once in the text, where meta says."""
+"""Tests the pass key and the grid of needles: once in the text, where meta says."""
 
 import re
 

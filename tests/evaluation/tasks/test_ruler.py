@@ -1,4 +1,4 @@
-"""RULER's generators against NVIDIA's facts: templates, counts, forms of keys and values, places."""
+"""Tests RULER's generators against NVIDIA's facts: templates, counts, forms and places."""
 
 import hashlib
 import json

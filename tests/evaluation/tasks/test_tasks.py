@@ -1,4 +1,4 @@
-"""What all generated tasks have in common, and their names."""
+"""Tests what all generated tasks have in common, and their names."""
 
 import random
 import string
@@ -99,8 +99,9 @@ def test_scores_by_hand():
     st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 5), st.integers(0, 500)
 )
 def test_the_largest_size_fits_and_the_next_does_not(costs, least, spare):
-    """The costs are of units, so that those of sizes grow unevenly; past the last unit they grow by
-    one each.
+    """The costs are those of units, so that those of sizes grow unevenly.
+
+    Past the last unit they grow by one each.
     """
 
     def cost(size):
@@ -146,5 +147,5 @@ def test_unknown_names_list_the_known(name):
 
 
 def test_a_name_twice_is_refused():
-    with pytest.raises(ValueError, match="task 'vt' is there twice"):
+    with pytest.raises(ValueError, match="task 'vt' is given twice"):
         parse("vt,cwe,vt")
