@@ -1,3 +1,1 @@
-"""What trains methods: gates that tell retrieval heads from the others (LycheeDecode,
-DuoAttention).
-"""
+"""Trains gates that tell retrieval heads from the others (LycheeDecode, DuoAttention)."""

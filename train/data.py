@@ -1,4 +1,4 @@
-"""Batches to train on: contexts, and what follows them.
+"""Draws batches to train on: contexts, and what follows them.
 
 A batch depends on the seed of its source, its step and its size alone, so that training that goes
 on sees the same ones. Rows are padded to few widths, so that few shapes are compiled.
@@ -18,12 +18,12 @@ Ids = Int32[np.ndarray, " n"]
 
 
 class Batch(NamedTuple):
-    """What a step of training takes.
+    """Holds what a step of training takes.
 
     Attributes:
         context: token ids, padded at the end with 0.
-        length: how many of them count, at least 1.
-        target: what follows the context, fed to the model whatever it would say; padded with 0.
+        length: the number of them that count, at least 1.
+        target: the tokens after the context, fed to the model whatever it would say; padded with 0.
         scored: the tokens of the answer: the loss is taken on these alone.
     """
 
@@ -34,8 +34,9 @@ class Batch(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """A row of a batch, not padded: the ids of context and target, and which of the target's tokens
-    are scored.
+    """Holds a row of a batch, not padded.
+
+    It has the ids of context and target, and says which of the target's tokens are scored.
     """
 
     context: Ids
@@ -45,13 +46,13 @@ class TrainingSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where batches come from.
+    """Describes where batches come from.
 
     Attributes:
         draw: (step, size) -> the samples of a step; a pure function.
         target_tokens: T, the width of targets: the longest there can be.
         buckets: the widths that contexts are padded to, ascending.
-        settings: plain JSON values that say what is drawn from.
+        settings: plain JSON values that describe what is drawn from.
     """
 
     draw: Callable[[int, int], Sequence[TrainingSample]] = field(repr=False)
@@ -60,8 +61,9 @@ class Source:
     settings: dict[str, Any]
 
     def batch(self, step: int, size: int) -> Batch:
-        """The batch of a step, B = size rows; S is the smallest bucket that holds the longest
-        context.
+        """Returns the batch of a step, with B = size rows.
+
+        S is the smallest bucket that holds the longest context.
 
         Raises:
             ValueError: `step` is below 0, or `size` below 1.
@@ -79,7 +81,7 @@ class Source:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What was drawn from and how, as plain JSON values, for the record."""
+        """Returns what was drawn from and how, as plain JSON values, for the record."""
         return {**self.settings, "buckets": list(self.buckets), "target_tokens": self.target_tokens}
 
 
@@ -88,14 +90,16 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
 
 
 def check_at_least(least: int, **arguments: int) -> None:
-    """ValueError where one of the arguments is less."""
+    """Raises ValueError where one of the arguments is below `least`."""
     for name, value in arguments.items():
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}")
 
 
 def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
-    """The buckets of contexts of up to `max_length` tokens; None: half of it, and all.
+    """Returns the buckets of contexts of up to `max_length` tokens.
+
+    None means two: half of it, and all.
 
     Raises:
         ValueError: they do not ascend from 1, or none holds `max_length`.
@@ -113,8 +117,9 @@ def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
 
 
 def continued(tokenizer: Tokenizer, text: str) -> Ids:
-    """The ids of `text` as it follows a word: without special tokens, or a space that is put before
-    a whole text.
+    """Returns the ids of `text` as it follows a word.
+
+    They have no special tokens, nor a space that is put before a whole text.
 
     Raises:
         ValueError: the tokenizer joins the beginning of `text` with the word.

@@ -1,4 +1,4 @@
-"""DuoAttention's gates: one number α a head, learned as it is and rounded in the end.
+"""Implements DuoAttention's gates: one number α per head, learned as it is and rounded in the end.
 
 DuoAttention (Xiao et al., arXiv:2410.10819), section 2.2. α is clipped after each step rather than
 in use, as a clip halves the gradient at the bounds, and 1 is where every gate starts.
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 
 
 def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
-    """All retrieval: α = 1."""
+    """Makes every head a retrieval head: α = 1."""
     return jnp.ones(shape, jnp.float32)
 
 
@@ -21,11 +21,11 @@ def project(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
 def sample(
     alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
 ) -> Float32[Array, "*gates"]:
-    """α, whatever the noise."""
+    """Returns α, whatever the noise."""
     del u
     return alpha
 
 
 def expected(alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """α: the gate's mean, what decides, and what the L1 penalty sums."""
+    """Returns α: the gate's mean, what decides, and what the L1 penalty sums."""
     return alpha

@@ -1,17 +1,17 @@
-"""Distillation: how far is the model with gated heads from itself?
+"""Measures how far the model with gated heads is from itself, by distillation.
 
 LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely; the tokens behind
 it, whose predictions are compared, then run twice over its K and V: densely, as teacher, and with
 every KV head a mixture
 
-    z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer
-    above)
+    z · (attention over everything)
+    + (1 - z) · (attention over the set inherited from the layer above)
 
 of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its
 group's mean query, for the head of its index in the next layer. Where sets are "handed_on", a head
 whose gate is below one half passes on what it inherited instead, as a sparse head does in decoding;
 where they are "refreshed", every head picks, as in the paper's training. Only rows of attention of
-those tokens ever exist, and the backward pass computes them anew.
+those tokens ever exist, and the backward pass recomputes them.
 """
 
 from functools import partial
@@ -36,14 +36,15 @@ KV = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
 
 
 class TeacherCache(NamedTuple):
-    """What the dense model says of a batch, whatever the gates.
+    """Holds what the dense model says about a batch, whatever the gates.
 
     Attributes:
-        context: K and V of everything before the first of `tokens`, a layer.
-        held: how much of that counts.
-        tokens: those that predict the targets: the context's last and all targets but the last.
-        outputs: what the dense model makes of them.
-        scored: which count.
+        context: K and V of everything before the first of `tokens`, per layer.
+        held: the number of context tokens that count.
+        tokens: the tokens that predict the targets: the context's last and all targets but the
+            last.
+        outputs: the dense model's outputs for them.
+        scored: which of them count.
     """
 
     context: tuple[KV, ...]
@@ -66,7 +67,7 @@ def teacher_cache(decoder: Decoder, weights: Weights, batch: Batch, match: Match
 
 
 def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
-    """K and V of the first `held` tokens, from the engine's own prefill."""
+    """Returns K and V of the first `held` tokens, from the engine's own prefill."""
     config, (rows, size) = decoder.config, context.shape
     sizes = prefill.chunk_sizes(size, prefill.chunk_tokens(decoder, rows))
     shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -96,7 +97,10 @@ def predictions(
     keep: float = 1.0,
     sets: Sets = "handed_on",
 ) -> Float32[Array, "B T out"]:
-    """Logits of the teacher cache's tokens, or their last hidden states; `gates` None: dense."""
+    """Returns logits of the teacher cache's tokens, or their last hidden states.
+
+    `gates=None` is the dense model.
+    """
     steps = jnp.arange(given.tokens.shape[1], dtype=jnp.int32)
     inherited = None
 
@@ -108,7 +112,7 @@ def predictions(
         )
         if gates is None:
             return attention(q, *joined, given.held, None, None, None)[0]
-        # nothing is handed to the first layer, nor does anyone inherit from the last
+        # the first layer inherits nothing, and no layer inherits from the last
         picks = keep if layer + 1 < gates.shape[0] else None
         z = None if inherited is None else gates[layer]
         o, picked = attention(q, *joined, given.held, z, inherited, picks)
@@ -131,10 +135,11 @@ def attention(
     inherited: Bool[Array, "B K T slots"] | None,
     keep: float | None,
 ) -> tuple[Float[Array, "B T N H"], Bool[Array, "B K T slots"] | None]:
-    """A layer's mixture, and the set that it hands on: of each token the best `keep` of what it
-    sees, and itself.
+    """Returns a layer's mixture, and the set that it hands on.
 
-    The last T slots are the tokens' own; of those before, `held` count.
+    The set has for each token the best `keep` of what it sees, and the token itself. The last T
+    slots
+    are the tokens' own; of those before, `held` count.
     """
     batch, tokens, heads, head_dim = q.shape
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)
@@ -163,8 +168,9 @@ def attention(
 
 
 def distance(outputs: Float32[Array, "B T out"], given: TeacherCache) -> Float32[Array, ""]:
-    """The squared difference to the teacher at scored tokens, as a share of the teacher's variance;
-    mean over rows.
+    """Returns the squared difference to the teacher as a share of the teacher's variance.
+
+    It is taken at scored tokens; mean over rows.
     """
     scored = given.scored[..., None]
     count = jnp.maximum(jnp.sum(given.scored, axis=1), 1) * outputs.shape[-1]

@@ -1,5 +1,6 @@
-"""What makes KV heads retrieval or sparse while the model stays as it is: families of gates z in
-[0, 1], one a head.
+"""Defines families of gates z in [0, 1], one per KV head.
+
+They make KV heads retrieval or sparse while the model stays as it is.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,17 @@ NOISE = 1e-3, 1 - 1e-3
 
 
 class Gates(NamedTuple):
-    """A family of gates. Its functions are pure, keep the gates' shape, and compute in float32.
+    """Describes a family of gates.
+
+    Its functions are pure, keep the gates' shape, and compute in float32.
 
     Attributes:
-        init: a shape, to parameters: a pytree of arrays of that shape.
-        sample: parameters and noise u of (0, 1), to z in [0, 1]; differentiable in the parameters
-            at fixed noise.
-        project: applied after every step of the optimiser; the others want parameters that it
-            leaves alone.
+        init: (shape) -> parameters, a pytree of arrays of that shape.
+        sample: (parameters, noise u of (0, 1)) -> z in [0, 1]; differentiable in the parameters at
+            fixed noise.
+        project: a function applied after every step of the optimiser; the others want parameters
+            that
+            it leaves alone.
         active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself, which its L1
             penalty sums.
         mean: E[z] of each gate.
@@ -69,25 +73,25 @@ FAMILIES = {
 
 
 def noise(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """u, uniform on (0.001, 0.999): in training no sample comes from nearer the ends (LycheeDecode,
-    section 3.2).
+    """Draws u, uniform on (0.001, 0.999).
+
+    In training no sample comes from nearer the ends (LycheeDecode, section 3.2).
     """
     return jax.random.uniform(key, shape, jnp.float32, *NOISE)
 
 
 def one_in_eight(layers: int, heads: int) -> int:
-    """How many retrieval heads are usual: an eighth of all KV heads, and layer 0's at least."""
+    """Returns the usual number of retrieval heads: an eighth of all, and layer 0's at least."""
     return max(round(layers * heads / 8), heads)
 
 
 def hardened(scores: Float32[Array, "L K"], count: int) -> Bool[Array, "L K"]:
-    """Marks exactly `count` retrieval heads: all of layer 0, and those of the others that score
-    highest.
+    """Marks exactly `count` retrieval heads: all of layer 0, and the others that score highest.
 
     Ties go to the lowest index. Layer 0's scores do not matter; the others must be finite.
 
     Raises:
-        ValueError: a count below layer 0's heads, or above all heads.
+        ValueError: `count` is below layer 0's heads, or above all heads.
     """
     heads = scores.shape[1]
     if not heads <= count <= scores.size:

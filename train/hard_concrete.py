@@ -1,12 +1,9 @@
-"""Hard Concrete gates: a logistic variable through a sigmoid of temperature 2/3, stretched and
-clipped.
+"""Implements Hard Concrete gates: a logistic variable through a sigmoid, stretched and clipped.
 
-"Learning Sparse Neural Networks through L0 Regularization" (Louizos et al., arXiv:1712.01312),
-section 2.3. Where we
-differ: a gate starts with the P(z ≠ 0) at which HardKuma starts, so that one target of E[L0] is as
-    far from both, and
-what decides is E[s], as for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders
-gates alike.
+The sigmoid's temperature is 2/3. "Learning Sparse Neural Networks through L0 Regularization"
+(Louizos et al., arXiv:1712.01312), section 2.3. Where we differ: a gate starts with the P(z ≠ 0) at
+which HardKuma starts, so that one target of E[L0] is as far from both, and what decides is E[s], as
+for HardKuma; it is above 0.5 where their sigmoid(log α) is, and orders gates alike.
 """
 
 from functools import partial
@@ -22,7 +19,7 @@ BETA = 2 / 3
 
 
 def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
-    """Where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
+    """Starts gates where P(z ≠ 0) = 11/12: log α = (1 - β) log(-r/l) = 0.799."""
     return jnp.full(
         shape,
         (1 - BETA) * jnp.log(-stretch_and_rectify.HIGH / stretch_and_rectify.LOW),
@@ -31,32 +28,32 @@ def init(shape: tuple[int, ...]) -> Float32[Array, "*gates"]:
 
 
 def project(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """As it is: log α has no bounds."""
+    """Returns log α as it is: it has no bounds."""
     return log_alpha
 
 
 def sample(
     log_alpha: Float32[Array, "*gates"], u: Float32[Array, "*gates"]
 ) -> Float32[Array, "*gates"]:
-    """The gate z out of noise u on (0, 1)."""
+    """Returns the gate z for noise u on (0, 1)."""
     return stretch_and_rectify.rectify(sigmoid((logit(u) + log_alpha) / BETA))
 
 
 def tail(log_alpha: Float32[Array, "..."], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """P(s > x), for x on (0, 1)."""
+    """Returns P(s > x), for x on (0, 1)."""
     return sigmoid(log_alpha - BETA * logit(x))
 
 
 def active(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """P(z ≠ 0) = sigmoid(log α - β log(-l/r)), a gate's term of E[L0]."""
+    """Returns P(z ≠ 0) = sigmoid(log α - β log(-l/r)), a gate's term of E[L0]."""
     return tail(log_alpha, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def mean(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """E[z]."""
+    """Returns E[z]."""
     return stretch_and_rectify.mean(partial(tail, log_alpha))
 
 
 def score(log_alpha: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """E[s]."""
+    """Returns E[s]."""
     return stretch_and_rectify.score(partial(tail, log_alpha))

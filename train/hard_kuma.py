@@ -1,9 +1,9 @@
-"""HardKuma gates: a Kumaraswamy distribution of learned shape, stretched and clipped, so that 0 and
-1 have mass.
+"""Implements HardKuma gates: a Kumaraswamy distribution of learned shape, stretched and clipped.
 
-LycheeDecode (Lin et al., arXiv:2602.04541), section 3.2 and appendix A; the distribution is that of
-Bastings et al., arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b are taken through log(1 -
-e^-y), so that values and gradients stay finite in float32 at any a and b within the clamp.
+So 0 and 1 have mass. LycheeDecode (Lin et al., arXiv:2602.04541), section 3.2 and appendix A; the
+distribution is that of Bastings et al., arXiv:1905.08160. The clamp is ours. x^a and (1 - x^a)^b
+are taken through log(1 - e^-y), so that values and gradients stay finite in float32 at any a and b
+within the clamp.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ CLAMP = 1e-6, 100.0
 
 
 class Kuma(NamedTuple):
-    """The shapes a and b of F(x) = 1 - (1 - x^a)^b."""
+    """Holds the shapes a and b of F(x) = 1 - (1 - x^a)^b."""
 
     a: Float32[Array, "*gates"]
     b: Float32[Array, "*gates"]
 
 
 def init(shape: tuple[int, ...]) -> Kuma:
-    """Uniform s: a = b = 1."""
+    """Starts gates with uniform s: a = b = 1."""
     return Kuma(jnp.ones(shape, jnp.float32), jnp.ones(shape, jnp.float32))
 
 
@@ -38,53 +38,53 @@ def project(kuma: Kuma) -> Kuma:
 
 
 def sample(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """The gate z out of noise u on (0, 1): section 3.2's three steps."""
+    """Returns the gate z for noise u on (0, 1), in section 3.2's three steps."""
     return stretch_and_rectify.rectify(quantile(kuma, u))
 
 
 def quantile(kuma: Kuma, u: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """Where F(s) = u: s = (1 - (1 - u)^(1/b))^(1/a)."""
+    """Returns where F(s) = u: s = (1 - (1 - u)^(1/b))^(1/a)."""
     return jnp.exp(log1mexp(-jnp.log1p(-u) / kuma.b) / kuma.a)
 
 
 def cdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """F(x) = P(s ≤ x), equation 11, for x on (0, 1)."""
+    """Returns F(x) = P(s ≤ x), equation 11, for x on (0, 1)."""
     return -jnp.expm1(_log_tail(kuma, x))
 
 
 def tail(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """1 - F(x) = P(s > x), for x on (0, 1)."""
+    """Returns 1 - F(x) = P(s > x), for x on (0, 1)."""
     return jnp.exp(_log_tail(kuma, x))
 
 
 def pdf(kuma: Kuma, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """F's density, equation 9: a b x^(a-1) (1 - x^a)^(b-1), for x on (0, 1)."""
+    """Returns F's density, equation 9: a b x^(a-1) (1 - x^a)^(b-1), for x on (0, 1)."""
     a, b = kuma
     return a * b * jnp.exp((a - 1) * jnp.log(x) + (b - 1) * log1mexp(-a * jnp.log(x)))
 
 
 def p_zero(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """P(z = 0), equation 14."""
+    """Returns P(z = 0), equation 14."""
     return cdf(kuma, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def p_one(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """P(z = 1), equation 15."""
+    """Returns P(z = 1), equation 15."""
     return tail(kuma, jnp.float32(stretch_and_rectify.ONE))
 
 
 def active(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """P(z ≠ 0), a gate's term of E[L0] in equation 8; 11/12 at the start."""
+    """Returns P(z ≠ 0), a gate's term of E[L0] in equation 8; it is 11/12 at the start."""
     return tail(kuma, jnp.float32(stretch_and_rectify.ZERO))
 
 
 def mean(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """E[z]."""
+    """Returns E[z]."""
     return stretch_and_rectify.mean(partial(tail, kuma))
 
 
 def score(kuma: Kuma) -> Float32[Array, "*gates"]:
-    """E[s] = b B(1 + 1/a, b): above 0.5 a head is one of retrieval, in the paper."""
+    """Returns E[s] = b B(1 + 1/a, b): above 0.5 a head is one of retrieval, in the paper."""
     a, b = kuma
     return jnp.exp(jnp.log(b) + betaln(1 + 1 / a, b))
 

@@ -1,5 +1,4 @@
-"""Gates at the least distance whose expected number is a target: a problem against a Lagrange
-multiplier.
+"""Finds the gates of least distance whose expected number is a target, by a Lagrange multiplier.
 
 LycheeDecode (arXiv:2602.04541), equations 7 and 8. Gates descend on, and the multiplier ascends on,
 
@@ -24,11 +23,11 @@ Penalty = Literal["ascent", "exponential", "fixed"]
 
 
 class LagrangianState(NamedTuple):
-    """What training changes; `gates` and `multiplier` are what the optimiser sees.
+    """Holds what training changes; the optimiser sees `gates` and `multiplier`.
 
     Attributes:
         gates: the family's parameters, [seeds, layers but the first, KV heads].
-        multiplier: one a seed, at least 0.
+        multiplier: one value per seed, at least 0.
         optimiser: optax's state.
     """
 
@@ -38,12 +37,12 @@ class LagrangianState(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """One step, by seed.
+    """Reports one step, by seed.
 
     Attributes:
-        distance: of the model with sampled gates from the dense one.
+        distance: the distance of the model with sampled gates from the dense one.
         active: E[L0], the expected number of retrieval heads, layer 0's counted.
-        multiplier: before the step.
+        multiplier: the multiplier before the step.
     """
 
     distance: Float32[Array, "seeds"]
@@ -52,24 +51,25 @@ class Progress(NamedTuple):
 
 
 class Lagrangian(NamedTuple):
-    """The rules, all static.
+    """Holds the rules of a training, all static.
 
     Attributes:
         gates: the family.
-        shape: layers and KV heads, the first layer counted.
-        target: retrieval heads wanted, the first layer's counted.
-        steps: of the whole training.
-        rate: AdamW's, reached after a fifth of the steps and left in the last fifth.
+        shape: the numbers of layers and KV heads, the first layer counted.
+        target: the number of retrieval heads wanted, the first layer's counted.
+        steps: the number of steps of the whole training.
+        rate: AdamW learning rate, reached after a fifth of the steps and left in the last fifth.
         penalty: "ascent": the multiplier ascends by gradient, of one head's surplus at most, so
             that it cannot run ahead of gates that are under way; "exponential": by a power of e, as
             LycheeDecode's public code has it, and never falls; "fixed": it stays as it starts, a
             plain L1 penalty as DuoAttention has it.
-        penalty_rate: its rate of ascent.
-        penalty_start: what it starts from.
-        anneal: share of the steps over which the wanted number falls from all heads to the target;
-            0: the target is wanted from the start, as in the paper.
-        damping: weight of the squared surplus in the augmented Lagrangian; 0: the plain one, as in
-            the paper.
+        penalty_rate: the multiplier's rate of ascent.
+        penalty_start: the multiplier's value at the start.
+        anneal: the share of the steps over which the wanted number falls from all heads to the
+            target; 0 means that the target is wanted from the start, as in the paper.
+        damping: the weight of the squared surplus in the augmented Lagrangian; 0 means the plain
+            one,
+            as in the paper.
     """
 
     gates: Gates
@@ -84,8 +84,9 @@ class Lagrangian(NamedTuple):
     damping: float = 0.0
 
     def cost(self, multiplier: Array, surplus: Array) -> Array:
-        """What a surplus c costs: λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0
-        leaves λc.
+        """Returns what a surplus c costs.
+
+        It is λc, or with damping ρ (max(0, λ + ρc)² - λ²) / 2ρ, of which ρ → 0 leaves λc.
         """
         if not self.damping:
             return multiplier * surplus
@@ -94,15 +95,16 @@ class Lagrangian(NamedTuple):
         )
 
     def wanted(self, nth: int | Array) -> Float32[Array, ""]:
-        """Retrieval heads wanted at the nth step, from 0 on."""
+        """Returns the number of retrieval heads wanted at the nth step, from 0 on."""
         left = jnp.clip(1 - nth / max(self.anneal * self.steps, 1), 0, 1) if self.anneal else 0.0
         return self.target + (self.shape[0] * self.shape[1] - self.target) * jnp.float32(left)
 
     @property
     def optimiser(self) -> optax.GradientTransformation:
-        """AdamW for the gates, the penalty's rule for the multiplier.
+        """Returns AdamW for the gates, and the penalty's rule for the multiplier.
 
-        Its second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients so
+        AdamW's second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients
+        so
         much smaller than before that they would not move again.
         """
         fifth = max(self.steps // 5, 1)
@@ -124,7 +126,10 @@ class Lagrangian(NamedTuple):
 
 
 def start(problem: Lagrangian, seeds: int) -> LagrangianState:
-    """The first state: equal gates, since only the noise differs between seeds."""
+    """Returns the first state.
+
+    Its gates are equal, since only the noise differs between seeds.
+    """
     layers, heads = problem.shape
     gates = problem.gates.init((seeds, layers - 1, heads))
     multiplier = jnp.full(seeds, problem.penalty_start, jnp.float32)
@@ -140,14 +145,14 @@ def step(
     distance: Callable[[Float32[Array, "L K"]], Array],
     nth: int | Array = 0,
 ) -> tuple[LagrangianState, Progress]:
-    """One step of all seeds.
+    """Takes one step of all seeds.
 
     Args:
         problem: the rules; static.
-        state: so far.
-        keys: of the noise, one a seed.
-        distance: of all gates, layer 0's being 1, to what is to be least.
-        nth: which step it is, from 0 on.
+        state: the state so far.
+        keys: the keys of the noise, one per seed.
+        distance: a function of all gates, layer 0's being 1, whose value is to be least.
+        nth: the number of the step, from 0 on.
     """
 
     def objective(learned: GateParams, key: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -171,12 +176,12 @@ def step(
 
 
 def expected(problem: Lagrangian, gates: GateParams) -> Float32[Array, ""]:
-    """E[L0] of one seed's gates, layer 0's heads counted."""
+    """Returns E[L0] of one seed's gates, layer 0's heads counted."""
     return jnp.sum(problem.gates.active(gates)) + problem.shape[1]
 
 
 def with_first_layer(gates: Float32[Array, "*seeds learned K"]) -> Float32[Array, "*seeds L K"]:
-    """The gates of all layers: those of the first are open."""
+    """Returns the gates of all layers: those of the first are open."""
     return jnp.concatenate([jnp.ones_like(gates[..., :1, :]), gates], axis=-2)
 
 

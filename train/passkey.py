@@ -1,4 +1,4 @@
-"""Pass keys of many words hidden in filler, some of which are to be recited.
+"""Hides pass keys of many words in filler, some of which are to be recited.
 
 "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao et
 al.), arXiv:2410.10819, on whose data "LycheeDecode" trains its gates. Where we differ: some of the
@@ -53,7 +53,10 @@ SHALLOWEST, DEEPEST = 0.05, 0.95
 
 
 class _Pieces(NamedTuple):
-    """Tokens to make samples of. What is said of a pass key stands at its number less 1."""
+    """Holds tokens to make samples of.
+
+    The pieces about a pass key stand at its number less 1.
+    """
 
     introduction: Ids
     filler: Ids
@@ -93,7 +96,7 @@ def _question(pieces: _Pieces, chosen: Sequence[int]) -> Ids:
 
 
 def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Ids, np.ndarray]:
-    """The target, and which of its tokens are words of keys."""
+    """Returns the target, and which of its tokens are words of keys."""
     headings = [pieces.first[chosen[0]], *(pieces.later[number] for number in chosen[1:])]
     spans = [
         span
@@ -108,8 +111,9 @@ def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Id
 def _context(
     pieces: _Pieces, rng: np.random.Generator, keys: list[Ids], question: Ids, length: int
 ) -> Ids:
-    """The keys in random order at depths of their own in as much filler as it takes; more than
-    `length` without any.
+    """Puts the keys in random order at depths of their own, in as much filler as fits.
+
+    The context has `length` tokens, or more where there is no room for filler.
     """
     needles = [
         np.concatenate([pieces.opening[number], keys[number], pieces.closing])
@@ -124,12 +128,12 @@ def _context(
 
 
 def _longest(pieces: Sequence[Ids], count: int = 1) -> int:
-    """The tokens of that many different pieces, at most."""
+    """Returns the most tokens that `count` different pieces can have."""
     return sum(sorted(map(len, pieces), reverse=True)[:count])
 
 
 def _longest_headings(pieces: _Pieces, asked: int) -> int:
-    """The tokens of the headings of that many different pass keys in an answer, at most."""
+    """Returns the most tokens of the headings of `asked` different pass keys in an answer."""
     return max(
         len(first) + _longest(pieces.later[:number] + pieces.later[number + 1 :], asked - 1)
         for number, first in enumerate(pieces.first)
@@ -137,7 +141,7 @@ def _longest_headings(pieces: _Pieces, asked: int) -> int:
 
 
 def _least_length(pieces: _Pieces, words: int, asked: int) -> int:
-    """The tokens of a context without filler whose words are of average length."""
+    """Counts the tokens of a context without filler whose words are of average length."""
     needles = sum(map(len, pieces.opening)) + len(pieces.opening) * len(pieces.closing)
     question = (
         len(pieces.asking)
@@ -161,26 +165,28 @@ def passkeys(
     seed: int = 0,
     buckets: Sequence[int] | None = None,
 ) -> Source:
-    """Contexts of filler with pass keys in it, a question for some of them, and the answer that
-    recites these.
+    """Draws contexts of filler with pass keys in it, a question for some, and the answer.
 
-    The length of a context is uniform in [min_length, max_length]; keys that leave no room in it
-    are drawn anew. A context is put together from pieces that are tokenised each on its own, and
-    ends with the question; only the words of the keys are scored. The depths of the keys are
-    uniform from 0.05 to 0.95 of the filler.
+    The answer recites the keys that are asked for. The length of a context is uniform in
+    [min_length,
+    max_length]; keys that leave no room in it are drawn again. A context is put together from
+    pieces
+    that are tokenised separately, and ends with the question; only the words of the keys are
+    scored.
+    The depths of the keys are uniform from 0.05 to 0.95 of the filler.
 
     Args:
-        tokenizer: the model's.
-        text: the filler; every context has another window of it, whose end is followed by its
+        tokenizer: the model's tokenizer.
+        text: the filler; every context has another window of it, and its end is followed by its
             beginning.
-        min_length: tokens of the shortest context, that of the question and special tokens
+        min_length: the number of tokens of the shortest context, question and special tokens
             included.
-        max_length: tokens of the longest.
-        needles: how many pass keys are hidden; they are numbered from 1.
-        words: how many words a pass key has, each of the 26 equally likely.
-        asked: how many pass keys are asked for.
-        seed: of all draws.
-        buckets: the widths that contexts are padded to; None: max_length // 2 and max_length.
+        max_length: the number of tokens of the longest context.
+        needles: the number of pass keys that are hidden; they are numbered from 1.
+        words: the number of words per pass key, each of the 26 equally likely.
+        asked: the number of pass keys that are asked for.
+        seed: the random seed of all draws.
+        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
 
     Raises:
         ValueError: an argument is out of its range, the text has no tokens, more keys are asked for
@@ -199,8 +205,7 @@ def passkeys(
     if min_length < least:
         raise ValueError(
             f"min_length={min_length}: must be at least {least}, which needles={needles} of "
-            f"words={words} and the "
-            "question take on average"
+            f"words={words} and the question take on average"
         )
 
     def made(rng: np.random.Generator) -> TrainingSample:

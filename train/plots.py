@@ -1,8 +1,7 @@
-"""Plots of how gates part while they are trained: a heat map over the steps, and the densities
-behind two of them.
+"""Plots how gates part in training: a heat map over the steps, and the densities of two of them.
 
-They follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541), need matplotlib, and
-leave its settings and windows alone.
+The plots follow the last figure of LycheeDecode's appendix D (arXiv:2602.04541), need matplotlib,
+and leave its settings and windows alone.
 """
 
 from collections.abc import Sequence
@@ -15,21 +14,22 @@ import numpy as np
 from jsparse.train import hard_kuma, stretch_and_rectify
 
 MOST_STEPS, DPI = 6, 120
-MAP, DENSITY = (2.0, 4.6), (4.8, 3.8)  # inches a panel
+MAP, DENSITY = (2.0, 4.6), (4.8, 3.8)  # inches per panel
 DENSEST = 8.0  # the top of the densities' axis; many are infinite at 0 or 1
 
 
 def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
-    """Mean gate of each layer and KV head: a panel a step, at most six of them, spread from the
-    first to the last.
+    """Plots the mean gate of each layer and KV head, one panel per step.
+
+    At most six steps are shown, spread from the first to the last.
 
     Args:
-        path: where the PNG goes.
-        steps: which steps of the training were kept.
-        values: from 0 (sparse) to 1 (retrieval), [steps, layers, KV heads].
+        path: the PNG file to write.
+        steps: the steps of the training that were kept.
+        values: the mean gates from 0 (sparse) to 1 (retrieval), [steps, layers, KV heads].
 
     Raises:
-        ValueError: values of another shape, or matplotlib is not installed.
+        ValueError: `values` has another shape, or matplotlib is not installed.
     """
     values = np.asarray(values, np.float32)
     if values.ndim != 3 or not values.size or len(values) != len(steps):
@@ -57,20 +57,19 @@ def heat_map(path: Path | str, steps: Sequence[int], values: Any) -> None:
 
 
 def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Sequence[str]) -> None:
-    """The Kumaraswamy densities of the gates whose E[s] ends highest and lowest, at the heat map's
-    steps.
+    """Plots the Kumaraswamy densities of the gates whose E[s] ends highest and lowest.
 
-    Where s lies in a grey margin, the gate is exactly 0 or 1.
+    The steps are those of the heat map. Where s lies in a grey margin, the gate is exactly 0 or 1.
 
     Args:
-        path: where the PNG goes.
-        steps: which steps of the training were kept.
+        path: the PNG file to write.
+        steps: the steps of the training that were kept.
         a: the first shape of each gate, [steps, ...].
-        b: the second, alike.
-        names: of the gates, in the order of a's and b's axes after the first.
+        b: the second shape of each gate, [steps, ...].
+        names: the names of the gates, in the order of a's and b's axes after the first.
 
     Raises:
-        ValueError: a, b or names of another shape, or matplotlib is not installed.
+        ValueError: `a`, `b` or `names` has another shape, or matplotlib is not installed.
     """
     a, b = (np.asarray(shape, np.float32) for shape in (a, b))
     if (
@@ -103,25 +102,28 @@ def densities(path: Path | str, steps: Sequence[int], a: Any, b: Any, names: Seq
 
 
 def _margin(axis: Any, end: float, inner: float, label: str, side: str) -> None:
-    """Where s makes a gate of exactly 0 or 1; the label begins or ends at its inner side."""
+    """Shades where s makes a gate of exactly 0 or 1.
+
+    The label begins or ends at its inner side.
+    """
     axis.axvspan(end, inner, color="0.92", linewidth=0)
     axis.text(inner, 0.95 * DENSEST, label, ha=side, va="center", color="0.4", fontsize=9)
 
 
 def _chosen(count: int) -> list[int]:
-    """At most six of so many places, evenly spread, with the first and the last."""
+    """Returns at most six of `count` places, evenly spread, with the first and the last."""
     return np.linspace(0, count - 1, min(count, MOST_STEPS)).round().astype(int).tolist()
 
 
 def _colours(count: int) -> Any:
-    """So many, from light to dark."""
+    """Returns `count` colours, from light to dark."""
     from matplotlib import colormaps
 
     return colormaps["viridis_r"](np.linspace(0.1, 1, count))
 
 
 def _figure(width: float, height: float) -> Any:
-    """An empty one of this size in inches."""
+    """Returns an empty figure of this size in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

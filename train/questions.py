@@ -1,4 +1,4 @@
-"""Questions about long texts, from a file of JSON lines."""
+"""Reads questions about long texts from a file of JSON lines."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
 def _sample(tokenizer: Tokenizer, line: bytes, max_length: int) -> TrainingSample:
-    """The sample that a line holds; ValueError where it holds none."""
+    """Returns the sample that a line holds; raises ValueError where it holds none."""
     item = json.loads(line)
     if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in FIELDS):
         raise ValueError(f"must be an object that has the strings {', '.join(FIELDS)}")
@@ -39,19 +39,21 @@ def questions(
     seed: int = 0,
     buckets: Sequence[int] | None = None,
 ) -> Source:
-    r"""The questions of a file, every one once an epoch, in an order of that epoch's own.
+    r"""Draws the questions of a file, every one once per epoch, in an order of that epoch's own.
 
-    Every line is an object with the strings context, question and answer, others beside them are
-    left alone. What the model reads is "{context}\n\nQuestion: {question}\nAnswer:", as a text
-    prompt, then " {answer}", all of it scored. An epoch may end within a batch; orders follow each
-    other without a gap as long as all batches are of one size.
+    Every line is an object with the strings context, question and answer; other fields are ignored.
+    The model reads "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then "
+    {answer}",
+    all of which is scored. An epoch may end within a batch; orders follow each other without a gap
+    as
+    long as all batches are of one size.
 
     Args:
-        tokenizer: the model's.
-        path: of the file, in UTF-8.
-        max_length: how many tokens context and question may have, special tokens included.
-        seed: of the orders.
-        buckets: the widths that contexts are padded to; None: max_length // 2 and max_length.
+        tokenizer: the model's tokenizer.
+        path: the file, in UTF-8.
+        max_length: the most tokens that context and question may have, special tokens included.
+        seed: the random seed of the orders.
+        buckets: the widths that contexts are padded to; None means max_length // 2 and max_length.
 
     Raises:
         FileNotFoundError: there is no such file.

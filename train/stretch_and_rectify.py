@@ -1,8 +1,7 @@
-"""What gates out of a distribution on (0, 1) share: its sample s is stretched to (-0.1, 1.1), then
-clipped to [0, 1].
+"""Stretches a sample s of a distribution on (0, 1) to (-0.1, 1.1), then clips it to [0, 1].
 
-So z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and between them it has a gradient. A
-distribution comes in as its tail P(s > x).
+Families of gates share this: z is exactly 0 where s ≤ ZERO, exactly 1 where s ≥ ONE, and between
+them it has a gradient. A distribution comes in as its tail P(s > x).
 """
 
 from collections.abc import Callable
@@ -20,24 +19,25 @@ Tail = Callable[[Array], Array]
 
 
 def rectify(s: Float32[Array, "*gates"]) -> Float32[Array, "*gates"]:
-    """The gate z out of s: equations 12 and 13 of LycheeDecode (arXiv:2602.04541)."""
+    """Returns the gate z for s: equations 12 and 13 of LycheeDecode (arXiv:2602.04541)."""
     return jnp.clip(LOW + (HIGH - LOW) * s, 0.0, 1.0)
 
 
 def mean(tail: Tail) -> Float32[Array, "*gates"]:
-    """E[z] = ∫ P(z > y) dy over [0, 1], which nowhere meets the corners of s at 0 and 1."""
+    """Returns E[z] = ∫ P(z > y) dy over [0, 1], which nowhere meets the corners of s at 0 and 1."""
     return _average(tail, ZERO, ONE)
 
 
 def score(tail: Tail) -> Float32[Array, "*gates"]:
-    """E[s] = ∫ P(s > x) dx over [0, 1]; off by 2e-5 at most for Hard Concrete, whose tail has
-    corners at both ends.
+    """Returns E[s] = ∫ P(s > x) dx over [0, 1].
+
+    It is off by 2e-5 at most for Hard Concrete, whose tail has corners at both ends.
     """
     return _average(tail, 0.0, 1.0)
 
 
 def _average(tail: Tail, start: float, end: float) -> Float32[Array, "*gates"]:
-    """The tail's mean over [start, end], by Gauss and Legendre."""
+    """Returns the tail's mean over [start, end], by Gauss-Legendre quadrature."""
     x = start + (end - start) * (_NODES + 1) / 2
     return jnp.average(
         jax.vmap(tail)(jnp.asarray(x, jnp.float32)),

@@ -1,7 +1,7 @@
-"""The training of head gates: its settings, its loop, what it leaves on disk.
+"""Trains head gates: the settings, the loop, and the files it leaves on disk.
 
-The folder of a run holds `settings.json`, `log.jsonl` (a line a step, and every so often all
-gates), `checkpoints/` and, when it is done, a file of gates a seed (see
+The folder of a run holds `settings.json`, `log.jsonl` (one line per step, and every so often all
+gates), `checkpoints/` and, when it is done, one file of gates per seed (see
 jsparse.policies.head_gates) and `record.json`. A run that was cut off goes on where its last
 checkpoint is, with the same samples and the same noise.
 """
@@ -41,21 +41,22 @@ Report = Callable[[int, int, dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on, besides the model and its data.
+    """Holds what a training depends on, besides the model and its data.
 
     Attributes:
-        target: retrieval heads wanted, layer 0's counted.
+        target: the number of retrieval heads wanted, layer 0's counted.
         family: "hard_kuma", "hard_concrete" or "direct".
         penalty: "ascent", "exponential" or "fixed"; see `lagrangian.Lagrangian`.
-        penalty_rate, penalty_start, damping: None: what suits the penalty.
-        steps, batch: how many, and samples in each.
-        anneal: share of the steps over which the wanted number falls to the target.
-        rate: of AdamW.
+        penalty_rate, penalty_start, damping: settings of the penalty; None means what suits it.
+        steps, batch: the number of steps, and of samples in each.
+        anneal: the share of the steps over which the wanted number falls to the target.
+        rate: AdamW learning rate.
         keep: the share of the context that a sparse head inherits.
         sets: "handed_on" or "refreshed"; see `distill`.
         match: what is compared, "logits" or "hidden".
-        seeds: trained side by side, on the same samples with noise of their own.
-        held_out: batches, after those that are trained on, by which the result is measured.
+        seeds: the number of seeds trained side by side, on the same samples with noise of their
+            own.
+        held_out: the number of batches, after those that are trained on, that measure the result.
     """
 
     target: int
@@ -75,7 +76,7 @@ class Settings:
     held_out: int = 16
 
     def lagrangian(self, layers: int, heads: int) -> Lagrangian:
-        """The rules for a model of so many layers and KV heads.
+        """Returns the rules for a model of these numbers of layers and KV heads.
 
         Raises:
             ValueError: a setting is out of its range.
@@ -129,7 +130,7 @@ class Settings:
 
 
 class Trainer:
-    """One training, in a folder."""
+    """Runs one training, in a folder."""
 
     def __init__(
         self,
@@ -140,11 +141,11 @@ class Trainer:
         *,
         resume: bool = False,
     ):
-        """Begins, or with `resume` goes on.
+        """Begins a training, or with `resume` goes on with one.
 
         Raises:
             ValueError: a setting is out of its range; the folder holds a run, and `resume` is
-                False; it is True, and the folder holds none, or one of other settings.
+                False; or it is True, and the folder holds none, or one of other settings.
         """
         config = params.config
         self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
@@ -170,7 +171,7 @@ class Trainer:
         self._distances = jax.jit(self._measured)
 
     def _check_folder(self, told: dict[str, Any], resume: bool) -> None:
-        """Nothing is there, or with `resume` the same settings."""
+        """Checks that the folder holds no training, or with `resume` one of the same settings."""
         path = self.folder / "settings.json"
         self._told = json.loads(json.dumps(told))
         shown = f"out={str(self.folder)!r}"
@@ -215,7 +216,7 @@ class Trainer:
         )
 
     def _measured(self, weights: Any, gates: Array, given: distill.TeacherCache) -> Array:
-        """The distance of each of several gates [n, L, K], with sets handed on as in decoding."""
+        """Returns the distances of several gates [n, L, K], with sets handed on as in decoding."""
         return jax.lax.map(partial(self._distance, weights, given, "handed_on"), gates)
 
     def _distance(
@@ -227,7 +228,7 @@ class Trainer:
         )
 
     def teach(self, nth: int) -> distill.TeacherCache:
-        """The nth batch, read."""
+        """Reads the nth batch with the dense model."""
         batch = self.source.batch(nth, self.settings.batch)
         return self._teacher_cache(
             self._weights, jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
@@ -236,12 +237,14 @@ class Trainer:
     def run(
         self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50
     ) -> dict[str, Any]:
-        """Trains to the end; returns the record that it writes.
+        """Trains to the end and returns the record that it writes.
 
         Args:
-            report: called after a step with its number, their number, and what the log says of it.
-            save_every: steps between checkpoints.
-            kept: times that all gates are logged, evenly over the training.
+            report: a callback after each step, with its number, the number of steps, and what the
+                log
+                says of it.
+            save_every: the number of steps between checkpoints.
+            kept: the number of times that all gates are logged, evenly over the training.
         """
         from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions
         from orbax.checkpoint.args import StandardRestore, StandardSave
@@ -282,7 +285,7 @@ class Trainer:
         return self._finish(state)
 
     def _gates(self, step: int, state: LagrangianState) -> dict[str, Any]:
-        """A line of the log with every gate, by seed: its mean, and the parameters behind it."""
+        """Returns a line of the log with every gate, by seed: its mean and its parameters."""
         means = lagrangian.with_first_layer(jax.vmap(self.problem.gates.mean)(state.gates))
         leaves = {
             jax.tree_util.keystr(path).lstrip("."): x
@@ -295,7 +298,7 @@ class Trainer:
         }
 
     def _finish(self, state: LagrangianState) -> dict[str, Any]:
-        """Measures what came out, writes the gates and the record."""
+        """Measures what came out, and writes the gates and the record."""
         gates, target = self.problem.gates, self.problem.target
         scores = np.asarray(lagrangian.with_first_layer(jax.vmap(gates.score)(state.gates)))
         soft = lagrangian.with_first_layer(jax.vmap(gates.mean)(state.gates))
@@ -349,7 +352,7 @@ class Trainer:
         return (self.teach(self.settings.steps + i) for i in range(self.settings.held_out))
 
     def _peak_bytes(self) -> int | None:
-        """The most that was in use on a device; None where it does not tell."""
+        """Returns the most bytes in use on a device; None where it does not tell."""
         told = [device.memory_stats() or {} for device in self._mesh.devices.flat]
         return max(
             (stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats),
@@ -358,7 +361,10 @@ class Trainer:
 
 
 class Log:
-    """A file of JSON lines; lines after step `first`, of a run that was cut off, are dropped."""
+    """Writes a file of JSON lines.
+
+    Lines after step `first`, of a run that was cut off, are dropped.
+    """
 
     def __init__(self, path: Path, first: int):
         lines = read_lines(path) if path.exists() and first else []
@@ -382,17 +388,20 @@ class Log:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run's log."""
+    """Returns all lines of a run's log."""
     return read_lines(folder / "log.jsonl")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; one that was cut off while it was written is none."""
+    """Returns the whole lines of a file.
+
+    One that was cut off while it was written is none.
+    """
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """The values of nested dicts by their paths."""
+    """Returns the values of nested dicts by their paths."""
     paths = jax.tree.leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in paths}

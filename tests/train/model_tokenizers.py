@@ -1,4 +1,4 @@
-"""Tokenizers of every kind: SmolLM2's own, and the small ones of tests/fixtures."""
+"""Provides tokenizers of every kind: SmolLM2's own, and the small ones of tests/fixtures."""
 
 import functools
 import importlib.util
@@ -32,6 +32,6 @@ def tokenizer_of(name):
 
 
 def joining():
-    """A tokenizer with a token for the end of "zulu" and the space after it."""
+    """Builds a tokenizer with a token for the end of "zulu" and the space after it."""
     vocab = {token: i for i, token in enumerate("abcdefghijklmnopqrstuvwxyz :.\n")} | {"u ": 30}
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("u", " ")])))

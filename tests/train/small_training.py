@@ -1,4 +1,4 @@
-"""A training that takes seconds: a tiny model, samples of random ids, few steps."""
+"""Builds a training that takes seconds: a tiny model, samples of random ids, few steps."""
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ def model():
 
 
 def trainer(folder, *, resume=False, devices=1, longest=24, params=None, **changes):
-    """On the first so many devices."""
+    """Builds a trainer on the first `devices` devices."""
     keep_compilations()
     usual = {"target": 6, "steps": STEPS, "batch": 2, "seeds": SEEDS, "held_out": 2, "rate": 0.1}
     with pytest.MonkeyPatch.context() as patch:
@@ -55,12 +55,12 @@ def trainer(folder, *, resume=False, devices=1, longest=24, params=None, **chang
 
 
 def timeless(told):
-    """A record, or a line of the log, without what differs from run to run."""
+    """Returns a record, or a line of the log, without what differs from run to run."""
     return {name: value for name, value in told.items() if name not in ("seconds", "peak_bytes")}
 
 
 def left(folder):
-    """What a run has left: the gates files' masks, scores and records, and the log."""
+    """Returns what a run has left: the gates files' masks, scores and records, and the log."""
     files = sorted(folder.glob("gates_*.safetensors"))
     gates = [load(str(file)) for file in files]
     return {

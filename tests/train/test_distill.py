@@ -1,5 +1,6 @@
-"""Distillation: the teacher is the dense model, the mixture that of slow doubles, and the gates'
-gradient true.
+"""Tests distillation: the teacher is the dense model, and the mixture that of slow doubles.
+
+The gates' gradient is true.
 """
 
 import math
@@ -44,7 +45,7 @@ def taught(batch):
 
 @pytest.fixture(scope="module")
 def given():
-    """Contexts are read in three pieces, the last two without tokens of the shorter rows."""
+    """Reads contexts in three pieces, the last two without tokens of the shorter rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, rows: 16)
         return taught(batch_of(40))
@@ -68,7 +69,7 @@ def gradient(gates, given):
 
 
 def assert_rows_close(actual, expected, **at):
-    """Where tokens are scored."""
+    """Compares rows where tokens are scored."""
     for row, answer in enumerate(ANSWERS):
         assert_close(actual[row, :answer], expected[row][:answer], row=row, **at)
 
@@ -119,8 +120,9 @@ def test_heads_that_see_everything_are_at_no_distance(given, keep, gates):
 @pytest.mark.parametrize("ways", ["handed_on", "refreshed"])
 @pytest.mark.parametrize("gates", [GATES, np.round(GATES), np.zeros_like(GATES)])
 def test_predictions_are_those_of_the_slow_model(given, gates, ways):
-    """A head hands on its best of each token; where sets are handed on, one below one half what it
-    inherited.
+    """A head hands on its best of each token.
+
+    Where sets are handed on, a head below one half hands on what it inherited.
     """
     model, keep = SlowModel(PARAMS), 0.3
     outputs = student(gates, given, keep, sets=ways)
@@ -150,7 +152,7 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
 
 
 def best(logits, keep):
-    """The slots of the best ceil(keep · n), the first of equals, and the last slot."""
+    """Returns the slots of the best ceil(keep · n), the first of equals, and the last slot."""
     count = math.ceil(np.float32(keep) * np.float32(len(logits)))
     return sorted(
         {*np.argsort(-np.asarray(logits), kind="stable")[:count].tolist(), len(logits) - 1}
@@ -179,7 +181,7 @@ def test_the_first_layers_gates_do_nothing(given):
 
 
 def test_gradients_are_differences(given):
-    """No set depends on the gates while there are three layers, so that the distance is smooth."""
+    """No set depends on the gates with three layers, so that the distance is smooth."""
     slope, step = gradient(GATES, given), 0.02
     for place in ((1, 0), (1, 1), (2, 0)):
         ends = [distance(moved(place, sign * step), given) for sign in (1, -1)]
@@ -199,7 +201,7 @@ def seen_slots(row, step):
 
 
 def slow_attention(q, k, v, z, inherited, keep):
-    """Output and handed-on mask, one query at a time."""
+    """Returns output and handed-on mask, one query at a time."""
     out, sets = np.zeros((B, T, K * GROUP, H)), np.zeros((B, K, T, S + T), bool)
     for row, step, head in np.ndindex(B, T, K):
         seen = seen_slots(row, step)

@@ -1,5 +1,6 @@
-"""Each family of gates against integrals in float64, against samples, and at the ends of its
-parameters.
+"""Tests each family of gates against integrals in float64 and against samples.
+
+It also tests the ends of its parameters.
 """
 
 from functools import partial
@@ -67,7 +68,7 @@ def slow_cdf(family, params, x):
 
 
 def integral(function, family, params):
-    """Over all noise, cut where the gate's clip has its corners."""
+    """Integrates over all noise, cut where the gate's clip has its corners."""
     cuts = np.array([0, *(slow_cdf(family, params, x) for x in (1 / 12, 11 / 12)), 1])
     pieces = pairwise(cuts)
     return sum(
@@ -78,7 +79,7 @@ def integral(function, family, params):
 
 @pytest.fixture(scope="module")
 def full_noise():
-    """In training u stays within (0.001, 0.999), which would shift every moment."""
+    """Draws from all of (0, 1): training's (0.001, 0.999) would shift every moment."""
     u = np.random.default_rng(0).random(COUNT).astype(np.float32)
     return jnp.clip(u, 1e-7, 1 - 1e-7)
 

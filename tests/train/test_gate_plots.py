@@ -23,8 +23,9 @@ def values():
 
 @pytest.fixture
 def shapes():
-    """Gates [steps, 3, 2] that part: the fourth becomes the clearest of retrieval, the third the
-    sparsest.
+    """Makes gates [steps, 3, 2] that part.
+
+    The fourth becomes the clearest of retrieval, the third the sparsest.
     """
     ends = np.array([[-1, 1], [-2, 3], [0.5, -0.5]])
     logs = np.linspace(0, 1, len(STEPS))[:, None, None] * ends

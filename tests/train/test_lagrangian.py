@@ -1,4 +1,4 @@
-"""The problem on toys whose end is known, step by step where its rules say what a step does."""
+"""Tests the problem on toys whose end is known, and step by step where its rules say the step."""
 
 from functools import cache, partial
 from itertools import pairwise
@@ -33,7 +33,7 @@ def problem_of(
 
 
 def toy(z):
-    """Σ c (1 - z)²; the first layer's gates would cost a lot."""
+    """Returns Σ c (1 - z)²; the first layer's gates would cost a lot."""
     return jnp.sum(COSTS * (1 - z[1:]) ** 2) + 100 * jnp.sum((1 - z[0]) ** 2)
 
 
@@ -50,18 +50,18 @@ def scanned(problem, distance):
 
 
 def played(problem, seeds=(0,), distance=toy):
-    """The end of all steps, and the progress of each [steps, seeds]."""
+    """Returns the end of all steps, and the progress of each [steps, seeds]."""
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
     return scanned(problem, distance)(keys, lagrangian.start(problem, len(seeds)))
 
 
 def solution(multiplier):
-    """Where the gradient of Σ c (1 - z)² + λ/n Σ z vanishes, or its bound."""
+    """Returns where the gradient of Σ c (1 - z)² + λ/n Σ z vanishes, or its bound."""
     return np.clip(1 - multiplier / (2 * COSTS * ALL), 0, 1)
 
 
 def balancing(wanted):
-    """The multiplier at which the solution sums to `wanted`, by bisection."""
+    """Finds the multiplier at which the solution sums to `wanted`, by bisection."""
     low, high = 0.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -84,8 +84,9 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_usual_ends_at_the_target(family):
-    """Gates that vanish at 0 and 1 are hard to hold to a number: 90 of very different worth, 11
-    wanted.
+    """Gates that vanish at 0 and 1 are hard to hold to a number.
+
+    There are 90 of very different worth, and 11 are wanted.
     """
     worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
     problem = Settings(target=11, family=family, penalty="ascent", steps=1000).lagrangian(30, 3)
@@ -99,7 +100,7 @@ def test_what_is_usual_ends_at_the_target(family):
 
 
 def lost(worth, z):
-    """Of what closed gates are worth."""
+    """Returns what the closed gates are worth."""
     return jnp.sum(worth * (1 - z[1:]) ** 2)
 
 
@@ -137,7 +138,10 @@ def test_the_exponential_multiplier_follows_its_formula_and_never_falls():
 
 @pytest.mark.parametrize("damping", [0.0, 0.2])
 def test_ascent_is_by_the_surplus(damping):
-    """By a head's at most; with damping the multiplier falls by no more than its share of λ/ρ."""
+    """It is by one head's surplus at most.
+
+    With damping the multiplier falls by no more than its share of λ/ρ.
+    """
     problem = problem_of("hard_kuma", steps=50, ascent=0.25, anneal=0.5, damping=damping)
     _, progress = played(problem)
     wanted = [problem.target + (ALL - problem.target) * max(1 - nth / 25, 0) for nth in range(50)]

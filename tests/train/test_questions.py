@@ -1,4 +1,4 @@
-"""Questions of a file: every one once an epoch, none cut, and lines that are none refused."""
+"""Tests questions of a file: each once per epoch, none cut, and bad lines refused."""
 
 import json
 

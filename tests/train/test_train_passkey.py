@@ -1,5 +1,6 @@
-"""Pass keys to train on: exact lengths, every key once where it was drawn, only words of the asked
-keys scored.
+"""Tests pass keys to train on: exact lengths, and every key once where it was drawn.
+
+Only words of the asked keys are scored.
 """
 
 import json
@@ -20,7 +21,7 @@ NEEDLE = re.compile(r"^\s*Pass key (\d+) is: ([a-z -]+)\.\n\Z")
 
 
 def rows(source, steps, size=1):
-    """Context, target and scored of every row, without padding of the context."""
+    """Yields context, target and scored of every row, without padding of the context."""
     for step in range(steps):
         batch = source.batch(step, size)
         for context, length, target, scored in zip(*batch, strict=True):
@@ -28,7 +29,10 @@ def rows(source, steps, size=1):
 
 
 def parts(tokenizer, context):
-    """The filler before, between and after the needles, as ids, and the keys by their numbers."""
+    """Returns the filler before, between and after the needles, as ids, and the keys.
+
+    The keys are by their numbers.
+    """
     ids = context[len(tokenizer.encode(INTRODUCTION)) :]
     ends, keys = [], {}
     opening, closing = continued(tokenizer, "\nPass key"), continued(tokenizer, ".\n")

@@ -1,5 +1,6 @@
-"""The training: cut off anywhere it ends as if it had not been, on any devices; and what it
-refuses.
+"""A training that is cut off anywhere ends as if it had not been, on any devices.
+
+Other tests are about what it refuses.
 """
 
 import json
@@ -35,12 +36,12 @@ print(json.dumps(trainer(folder / "run", devices=2).run()))
 
 
 class CutOffError(Exception):
-    """Raised from a report."""
+    """Marks a run that a report cut off."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a training in one piece, and what it returned."""
+    """Trains in one piece; returns the folder and the record."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, trainer(folder).run(save_every=2)
 
@@ -238,7 +239,7 @@ def test_two_devices_do_what_one_does(whole, tmp_path):
 
 
 def table(record):
-    """The numbers that were measured."""
+    """Returns the numbers that were measured."""
     numbers = {
         f"{name} {i}": x for i, seed in enumerate(record["seeds"]) for name, x in seed.items()
     }
@@ -252,8 +253,14 @@ REFUSED = [
     ({"family": "kuma"}, "family='kuma': must be one of hard_kuma, hard_concrete, direct"),
     ({"penalty": "none"}, "penalty='none': must be one of ascent, exponential, fixed"),
     ({"match": "loss"}, "match='loss': must be one of logits, hidden"),
-    *(({name: 0}, f"{name}=0: must be at least 1") for name in ("steps", "batch", "seeds", "held_out")),
-    *(({"target": n}, f"target={n}: must be from 4, layer 0's KV heads, to 8, all of them") for n in (3, 9)),
+    *(
+        ({name: 0}, f"{name}=0: must be at least 1")
+        for name in ("steps", "batch", "seeds", "held_out")
+    ),
+    *(
+        ({"target": n}, f"target={n}: must be from 4, layer 0's KV heads, to 8, all of them")
+        for n in (3, 9)
+    ),
     *(({"keep": x}, f"keep={x}: must be above 0 and at most 1") for x in (0, -0.5, 1.01, math.nan)),
     *(({"rate": x}, f"rate={x}: {ABOVE_0}") for x in (0, -0.5, math.inf, math.nan)),
     *(({"anneal": x}, f"anneal={x}: must be from 0 to 1") for x in (-0.1, 1.1, math.nan)),
