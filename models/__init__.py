@@ -1,3 +1,1 @@
-"""The models jsparse decodes: one decoder, its configurations, and how weights and tokenizers are
-loaded.
-"""
+"""Defines the decoder, its configurations, and how weights and tokenizers are loaded."""

@@ -1,4 +1,4 @@
-"""Chat templates: messages in, the text a model was trained on out.
+"""Renders chat messages as the text that a model was trained on, with its chat template.
 
 A template is code that came with a checkpoint, so it runs in Jinja's sandbox: it sees the variables
 it is given and nothing else.
@@ -20,13 +20,13 @@ def render(
     """Renders `messages` with a Jinja chat template.
 
     Args:
-        template: The template's source, as checkpoints carry it.
-        messages: The conversation so far; each message has a "role" and a "content" string.
-        variables: What else the template may look at, such as add_generation_prompt, bos_token or
+        template: the template's source, as checkpoints carry it.
+        messages: the conversation so far; each message has a "role" and a "content" string.
+        variables: further variables for the template, such as add_generation_prompt, bos_token or
             tools.
 
     Raises:
-        ValueError: If the messages are malformed, or the template is broken, refuses them or leaves
+        ValueError: the messages are malformed, or the template is broken, refuses them or leaves
             the sandbox.
     """
     _check_messages(messages)
@@ -73,7 +73,7 @@ def _compile(template: str) -> "jinja2.Template":
 def _to_json(
     value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any
 ) -> str:
-    """Jinja's own filter escapes <, > and & for HTML, which no model was trained on."""
+    """Writes JSON without escaping <, > and & for HTML, which no model was trained on."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 

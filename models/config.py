@@ -1,4 +1,4 @@
-"""What a decoder is made of: sizes and switches, validated once, hashable, free of I/O."""
+"""Defines a decoder's sizes and switches, which are validated once, hashable and free of I/O."""
 
 import math
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Llama 3.1's frequency scaling (`rope_type: llama3`): long wavelengths are stretched by
-    `factor`.
+    """Scales frequencies as Llama 3.1 does: long wavelengths are stretched by `factor`.
+
+    Configs call it `rope_type: llama3`.
     """
 
     factor: float
@@ -33,15 +34,15 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one decoder.
+    """Holds the sizes and switches of one decoder.
 
     Attributes:
-        family: "llama", "qwen2" or "qwen3"; picks the name maps when loading.
+        family: "llama", "qwen2" or "qwen3", which picks the name maps when loading.
         rope_scaling: Llama 3.1's rule, or None.
         rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store the same
             rule; or None.
-        qkv_bias: the q, k and v projections carry a bias (Qwen2).
-        qk_norm: queries and keys are RMS-normalised per head before RoPE (Qwen3).
+        qkv_bias: whether the q, k and v projections carry a bias (Qwen2).
+        qk_norm: whether queries and keys are RMS-normalised per head before RoPE (Qwen3).
     """
 
     family: str
@@ -84,7 +85,7 @@ class ModelConfig:
             )
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token of one sequence takes over all layers."""
+        """Returns the bytes of K and V that one token of one sequence takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
@@ -106,7 +107,7 @@ def _positive(name: str, value: Any) -> None:
 
 
 def require(config: dict[str, Any], key: str) -> Any:
-    """Returns config[key], or raises a ValueError that says which field a model's config lacks."""
+    """Returns config[key]; raises a ValueError that names the field if the config lacks it."""
     if config.get(key) is None:
         raise ValueError(f"config field {key!r} is missing: every model config must state it")
     return config[key]
@@ -120,7 +121,7 @@ def _count(config: dict[str, Any], key: str) -> int:
 
 
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError where a field asks for something that the decoder does not do."""
+    """Raises ValueError if a field asks for something that the decoder does not support."""
     value = config.get(key)
     if value is not None and value not in allowed:
         raise ValueError(
@@ -129,7 +130,7 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
 
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields that every family's config.json states alike, under ModelConfig's names."""
+    """Returns the fields that every config.json states alike, under ModelConfig's names."""
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "use_sliding_window", (False,))
     for fields in (config, config.get("rope_parameters") or {}):
@@ -154,7 +155,7 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE's fields from either style of config.
+    """Reads RoPE's fields from either style of config.
 
     transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside
     `rope_scaling`.

@@ -1,5 +1,4 @@
-"""What tells one model family from another when loading: its config's fields and its tensors'
-names.
+"""Defines how model families differ when loading: in config fields and tensor names.
 
 Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel"), each with the
 tensors that a checkpoint stores for it, in the order in which they are joined.
@@ -14,15 +13,16 @@ Names = dict[str, tuple[str, ...]]
 
 
 class Family(NamedTuple):
-    """One model family.
+    """Describes one model family.
 
     Attributes:
-        config_from_hf: the ModelConfig of a parsed config.json.
-        config_from_gguf: the ModelConfig of a GGUF file's metadata and tensor names.
-        hf_names, gguf_names: a name or more per weight; those of a tied lm_head or an absent bias
-            are not used.
-        gguf_interleaved: GGUF stores the rows of q and k for a rotation of neighbours, not of
-            halves.
+        config_from_hf: a function from a parsed config.json to its ModelConfig.
+        config_from_gguf: a function from a GGUF file's metadata and tensor names to its
+            ModelConfig.
+        hf_names, gguf_names: one or more names per weight; those of a tied lm_head or an absent
+            bias are not used.
+        gguf_interleaved: whether GGUF stores the rows of q and k for a rotation of neighbours, not
+            of halves.
     """
 
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
@@ -63,9 +63,9 @@ GGUF_NAMES: Names = {
 
 
 def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
-    """The fields that every family's GGUF metadata states alike, under ModelConfig's names.
+    """Returns the fields that all GGUF metadata states alike, under ModelConfig's names.
 
-    Whether the embedding is tied is told by the tensors alone: then there is no `output.weight`.
+    Only the tensors show whether the embedding is tied: then there is no `output.weight`.
     """
     prefix = f"{metadata['general.architecture']}."
     fields = {

@@ -1,4 +1,4 @@
-"""generation_config.json: how a model's authors want it to be sampled."""
+"""Reads and writes generation_config.json: how a model's authors want it to be sampled."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,13 @@ _FILE = "generation_config.json"
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The settings that generating knows, out of generation_config.json; {} where there is no such
-    file.
+    """Reads the settings that `generate` knows; {} if there is no generation_config.json.
 
-    `do_sample` is resolved here: unless it is true the model is to be decoded greedily, so the
-    settings of sampling are left out; if it is true and no temperature is given, that is 1.
+    `do_sample` is resolved here: unless it is true, the model is to be decoded greedily and the
+    sampling settings are left out; if it is true and no temperature is given, the temperature is 1.
 
     Raises:
-        ValueError: If the file is malformed.
+        ValueError: the file is malformed.
     """
     file = folder / _FILE
     if not file.is_file():
@@ -43,7 +42,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def write_generation_config(folder: Path, settings: dict[str, Any]) -> None:
-    """Writes what `read_generation_config` reads back; nothing where there are no settings."""
+    """Writes settings for `read_generation_config`; an empty dict writes no file."""
     if settings:
         text = json.dumps(settings | {"do_sample": "temperature" in settings}, indent=2)
         (folder / _FILE).write_text(text + "\n", encoding="utf-8")

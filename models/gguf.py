@@ -1,8 +1,8 @@
-"""GGUF files: metadata, and tensors of every quantisation that the `gguf` package can undo.
+"""Reads GGUF files: metadata, and tensors of every quantisation that the `gguf` package can undo.
 
 The header is parsed here and not by the package's reader, which trusts counts, lengths and offsets,
-and takes seconds over a vocabulary. Here every number is checked against the file's size before it
-is used.
+and takes seconds to read a vocabulary. Here every number is checked against the file's size before
+it is used.
 """
 
 import math
@@ -32,7 +32,7 @@ _SCALARS = {
     12: "d",
 }
 _MAX_DIMS = 4
-# The least bytes that one metadata entry or one tensor's description takes.
+# The minimum number of bytes that one metadata entry or one tensor's description takes.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 _PLAIN = {
@@ -46,15 +46,14 @@ _KNOWN = (
 )
 # Older releases of the package lack the newest of them.
 QUANTISATIONS = tuple(kind for kind in GGML_QUANT_SIZES if kind.name in _KNOWN.split())
-"""The tensor types that can be loaded; the others hold integers, doubles or intermediate results.
-"""
+"""Tensor types that can be loaded; the others hold integers, doubles or intermediate results."""
 
 _VALUES_AT_ONCE = 1 << 22
-"""Values that are dequantised at a time: the package needs several times their size besides."""
+"""Number of values to dequantise at a time: the package needs several times their size more."""
 
 
 class _Info(NamedTuple):
-    """A tensor as the header describes it."""
+    """Holds a tensor's description in the header."""
 
     name: str
     kind: GGMLQuantizationType
@@ -63,7 +62,7 @@ class _Info(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor, placed in the file."""
+    """Holds a tensor's place in the file."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -72,20 +71,20 @@ class _Tensor(NamedTuple):
 
 
 class GGUFFile:
-    """A GGUF file's metadata and tensors.
+    """Gives access to a GGUF file's metadata and tensors.
 
     Attributes:
         path: the file.
-        metadata: value by key, as Python numbers, strings and lists.
-        shapes: shape by tensor name, [out, in] for a linear map.
+        metadata: the values by key, as Python numbers, strings and lists.
+        shapes: the shapes by tensor name, [out, in] for a linear map.
     """
 
     def __init__(self, path: Path):
         """Reads the header, not the values.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If the header is malformed or lies.
+            FileNotFoundError: the file does not exist.
+            ValueError: the header is malformed or lies.
         """
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
@@ -101,11 +100,11 @@ class GGUFFile:
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def nbytes(self, name: str) -> int:
-        """The tensor's size in the file."""
+        """Returns the tensor's size in the file, in bytes."""
         return self._tensors[name].nbytes
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's values: plain types as they are stored, quantised ones as float32."""
+        """Reads the tensor's values: plain types as they are stored, quantised ones as float32."""
         tensor = self._tensors[name]
         raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
         if raw.size != tensor.nbytes:
@@ -121,14 +120,14 @@ class GGUFFile:
 
 
 class _Header:
-    """A cursor over the header: each step checks that it stays inside the file."""
+    """Moves a cursor over the header; each step checks that it stays inside the file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self._path, self._data, self._size = path, data, len(data)
         self._at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
-        """The metadata and the tensors of the file."""
+        """Returns the metadata and the tensors of the file."""
         if (magic := bytes(self._data[:4])) != b"GGUF":
             raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
         self._at = 4
@@ -154,7 +153,7 @@ class _Header:
         return ValueError(f"{self._path} {what}")
 
     def _take(self, nbytes: int) -> int:
-        """Moves past nbytes and returns where they begin."""
+        """Moves past `nbytes` bytes and returns where they begin."""
         start, self._at = self._at, self._at + nbytes
         if self._at > self._size:
             raise self._error(
@@ -168,7 +167,7 @@ class _Header:
         ]
 
     def _count(self, of_what: str, min_bytes: int) -> int:
-        """A count that the rest of the file has room for."""
+        """Reads a count and checks that the rest of the file has room for it."""
         count = self._scalar("Q")
         if count * min_bytes > self._size - self._at:
             raise self._error(
@@ -204,7 +203,7 @@ class _Header:
         return list(struct.unpack_from(f"<{count}{code}", self._data, start))
 
     def _tensor_info(self) -> _Info:
-        """The next tensor's description, with type and shape checked."""
+        """Reads the next tensor's description and checks its type and shape."""
         name = self._string()
         if not 1 <= (num_dims := self._scalar("I")) <= _MAX_DIMS:
             raise self._error(f"gives {name!r} {num_dims} dimensions: must be 1 to {_MAX_DIMS}")
@@ -222,7 +221,7 @@ class _Header:
         return _Info(name, GGMLQuantizationType(kind), shape, offset)
 
     def _place(self, infos: list[_Info], alignment: int) -> dict[str, _Tensor]:
-        """Where each tensor lies, checked to be inside the file and apart from the others."""
+        """Places each tensor, checking that it is inside the file and overlaps no other."""
         data_start = -(-self._at // alignment) * alignment
         tensors: dict[str, _Tensor] = {}
         for name, kind, shape, offset in infos:

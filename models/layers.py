@@ -1,4 +1,4 @@
-"""The decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
+"""Defines the decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
 
 import flax.linen as nn
 import jax
@@ -10,8 +10,9 @@ from jsparse.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """y = x / rms(x) · scale over the last axis, in float32, cast back before the scale as the
-    published models do.
+    """Computes y = x / rms(x) · scale over the last axis.
+
+    The norm is in float32 and cast back before the scale, as the published models do.
     """
 
     eps: float
@@ -25,8 +26,9 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one matrix, so that a decode step reads it in
-    one product.
+    """Computes down(silu(gate(x)) · up(x)).
+
+    gate and up are one matrix, so that a decode step reads it in one product.
     """
 
     intermediate_size: int
@@ -46,7 +48,7 @@ class MLP(nn.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each rotated pair, float32[H/2].
+    """Returns the angle per position of each rotated pair, float32[H/2].
 
     Llama 3.1's rule (`rope_type: llama3`): pairs whose wavelength exceeds original_max /
     low_freq_factor turn `factor` times slower, those below original_max / high_freq_factor are
@@ -68,7 +70,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 def rope_table(
     positions: Int[Array, "B T"], frequencies: np.ndarray
 ) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
-    """The cos and sin of every position's angles, float32; computed once for all layers."""
+    """Returns cos and sin of every position's angles, float32, computed once for all layers."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -76,7 +78,7 @@ def rope_table(
 def apply_rope(
     x: Float[Array, "B T heads H"], table: tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 ) -> Float[Array, "B T heads H"]:
-    """Rotates the pairs (x[i], x[i + H/2]), the layout of Hugging Face's weights; float32 inside."""
+    """Rotates the pairs (x[i], x[i + H/2]), as Hugging Face's weights are laid out, in float32."""
     cos, sin = (t[:, :, None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and those built alike (SmolLM2): the plain decoder."""
+"""Defines the family of Llama 2 and 3.x and of models built alike (SmolLM2)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_ggu
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json with `model_type: llama`."""
+    """Returns the ModelConfig of a config.json with `model_type: llama`."""
     refuse(config, "attention_bias", (False,))
     refuse(config, "mlp_bias", (False,))
     return ModelConfig(family="llama", **sizes_from_hf(config))
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
-    """The ModelConfig of a GGUF file with `general.architecture: llama`."""
+    """Returns the ModelConfig of a GGUF file with `general.architecture: llama`."""
     return ModelConfig(family="llama", **sizes_from_gguf(metadata, tensor_names))
 
 

@@ -1,7 +1,7 @@
-"""Weights as an orbax checkpoint, the format in which jsparse saves models.
+"""Saves and loads weights as an orbax checkpoint, the format in which jsparse saves models.
 
-orbax is imported where it is used: it takes a second, which loading other formats need not wait
-for.
+orbax is imported where it is used, since its import takes a second, which other formats need not
+wait for.
 """
 
 from pathlib import Path
@@ -30,8 +30,8 @@ def load_weights(
     """Reads the tree of `config` from `folder` to the default device, cast to `dtype`.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If it is no orbax checkpoint, is damaged, or holds other arrays than the config
+        FileNotFoundError: the folder does not exist.
+        ValueError: it is not an orbax checkpoint, is damaged, or holds other arrays than the config
             asks for.
     """
     from orbax.checkpoint import StandardCheckpointer
@@ -58,7 +58,7 @@ def load_weights(
         )
         try:
             weights = checkpointer.restore(folder.absolute(), target)
-        except Exception as error:  # orbax raises bare ones too
+        except Exception as error:  # orbax raises bare exceptions too
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(f"{folder} is damaged: {reason}") from error
     if on_progress is not None:
@@ -68,10 +68,10 @@ def load_weights(
 
 
 def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape by path of the stored arrays."""
+    """Returns the shapes of the stored arrays by path."""
     found = checkpointer.metadata(
         folder.absolute()
-    ).item_metadata  # None where orbax makes nothing of the folder
+    ).item_metadata  # None if orbax cannot read the folder
     params = found.tree.get("params") if found is not None else None
     if params is None:
         raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")

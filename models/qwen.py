@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 (biases on q, k and v) and Qwen3 (queries and keys normalised per head)."""
+"""Defines Qwen2, Qwen2.5 (biases on q, k and v) and Qwen3 (queries and keys normed per head)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,20 +8,19 @@ from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_ggu
 
 
 def qwen2_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json with `model_type: qwen2`, which takes the biases for
-    granted.
-    """
+    """Returns the ModelConfig of a config.json with `model_type: qwen2`, which implies biases."""
     return ModelConfig(family="qwen2", qkv_bias=True, **sizes_from_hf(config))
 
 
 def qwen2_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
-    """The ModelConfig of a GGUF file with `general.architecture: qwen2`."""
+    """Returns the ModelConfig of a GGUF file with `general.architecture: qwen2`."""
     return ModelConfig(family="qwen2", qkv_bias=True, **sizes_from_gguf(metadata, tensor_names))
 
 
 def qwen3_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json with `model_type: qwen3`; its head_dim does not follow from
-    hidden_size.
+    """Returns the ModelConfig of a config.json with `model_type: qwen3`.
+
+    Its head_dim does not follow from hidden_size.
     """
     refuse(config, "attention_bias", (False,))
     require(config, "head_dim")
@@ -29,7 +28,7 @@ def qwen3_from_hf(config: dict[str, Any]) -> ModelConfig:
 
 
 def qwen3_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
-    """The ModelConfig of a GGUF file with `general.architecture: qwen3`."""
+    """Returns the ModelConfig of a GGUF file with `general.architecture: qwen3`."""
     return ModelConfig(family="qwen3", qk_norm=True, **sizes_from_gguf(metadata, tensor_names))
 
 

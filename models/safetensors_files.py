@@ -1,5 +1,6 @@
-"""safetensors checkpoints: one file, or shards behind an index. Every number is checked before it
-is used.
+"""Reads safetensors checkpoints, in one file or in shards with an index.
+
+Every number is checked before it is used.
 """
 
 import json
@@ -16,7 +17,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # as the format's own library has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
 class _Tensor(NamedTuple):
@@ -24,26 +25,25 @@ class _Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    """Byte of the file where the values begin."""
+    """Offset in the file at which the values begin, in bytes."""
 
     nbytes: int
 
 
 class SafetensorsFolder:
-    """The tensors of a folder with model.safetensors, or else with an index and its shards.
+    """Gives access to the tensors in model.safetensors, or else in an index and its shards.
 
     Attributes:
         path: the folder.
-        shapes: shape by tensor name.
+        shapes: the shapes by tensor name.
     """
 
     def __init__(self, folder: Path):
         """Reads the headers, not the values.
 
         Raises:
-            FileNotFoundError: If there is no such file, or a shard is missing.
-            ValueError: If a header is malformed or lies, or the index names what is not in the
-                shards.
+            FileNotFoundError: the file or a shard is missing.
+            ValueError: a header is malformed or lies, or the index names what is not in the shards.
         """
         self.path = folder
         single = folder / "model.safetensors"
@@ -52,14 +52,14 @@ class SafetensorsFolder:
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def nbytes(self, name: str) -> int:
-        """The tensor's size in its file."""
+        """Returns the tensor's size in its file, in bytes."""
         return self._tensors[name].nbytes
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's values, in the dtype they are stored in."""
+        """Reads the tensor's values, in the dtype they are stored in."""
         tensor = self._tensors[name]
-        # Read, not mapped: the copy is ours, so a file that changes later cannot change or crash a
-        # loaded model.
+        # Read, not mapped: with a copy, a file that changes later cannot change or crash a loaded
+        # model.
         raw = np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.start)
         if raw.size != tensor.nbytes:
             raise ValueError(
@@ -69,11 +69,11 @@ class SafetensorsFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is not JSON, or not an object.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not JSON, or does not hold an object.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
@@ -91,7 +91,7 @@ def _json_object(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _read_sharded(folder: Path) -> dict[str, _Tensor]:
-    """All tensors of the index, each out of the shard that the index says."""
+    """Returns all tensors of the index, each from the shard that the index names."""
     index = folder / _INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -119,7 +119,7 @@ def _read_sharded(folder: Path) -> dict[str, _Tensor]:
 
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
-    """The tensors of one file: 8 bytes of header length, a JSON header, then the values."""
+    """Reads the header of one file: 8 bytes of length and a JSON object, before the values."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist")
     file_size = file.stat().st_size
@@ -143,7 +143,7 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
 
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int, file_size: int) -> _Tensor:
-    """One header entry, checked."""
+    """Checks one header entry and returns its tensor."""
     fields = entry if isinstance(entry, dict) else {}
     shape, offsets, dtype = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:

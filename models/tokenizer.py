@@ -1,7 +1,7 @@
-"""Text to token ids and back, for every checkpoint format that is read here.
+"""Turns text into token ids and back, for every checkpoint format that jsparse reads.
 
 `Tokenizer` wraps the Rust `tokenizers` library, which has its own file format (tokenizer.json);
-GGUF metadata is turned into the same thing by `gguf_tokenizer`.
+`gguf_tokenizer` builds the same from GGUF metadata.
 """
 
 import json
@@ -17,13 +17,13 @@ from jsparse.models import gguf_tokenizer
 
 
 class Tokenizer:
-    """Text <-> ids around a `tokenizers.Tokenizer`.
+    """Wraps a `tokenizers.Tokenizer`, which turns text into ids and back.
 
     Attributes:
-        bos_token_id: The beginning-of-sequence id, or None.
-        eos_token_ids: The ids that end a text or a turn; generation stops at any of them.
-        vocab_size: The number of ids it knows. The model's embedding may have more rows (padding).
-        chat_template: The Jinja source of the chat template, or None.
+        bos_token_id: the beginning-of-sequence id, or None.
+        eos_token_ids: the ids that end a text or a turn; generation stops at any of them.
+        vocab_size: the number of ids it knows. The model's embedding may have more rows (padding).
+        chat_template: the Jinja source of the chat template, or None.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
     ):
-        """Wraps `core`; the ids must be ones that it has a token for.
+        """Wraps `core`, which must have a token for each of the ids.
 
         Raises:
-            ValueError: If a special id has no token, or the chat template is not text.
+            ValueError: a special id has no token, or the chat template is not text.
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise ValueError(
@@ -56,18 +56,18 @@ class Tokenizer:
         self._eos_token = next(iter(eos_tokens), None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of `text`. Special tokens written in the text are recognised.
+        """Returns the ids of `text`; special tokens written in the text are recognised.
 
         Bytes that no token stands for (SmolLM2 lacks a few control characters) are left out, as in
         llama.cpp.
 
         Args:
-            text: Any text, the empty one included.
-            add_special_tokens: Put around the text what the checkpoint asks for (usually a
-                beginning-of-sequence).
+            text: any text, including an empty one.
+            add_special_tokens: whether to put around the text what the checkpoint asks for (usually
+                a beginning-of-sequence).
 
         Raises:
-            ValueError: If `text` is not a string, or holds surrogates, which are not characters.
+            ValueError: `text` is not a string, or holds surrogates, which are not characters.
         """
         if not isinstance(text, str):
             raise ValueError(f"text is of type {type(text).__name__}; it must be a string")
@@ -86,11 +86,12 @@ class Tokenizer:
         may be padded) decode to nothing.
 
         Args:
-            ids: A list or a one-dimensional integer array.
-            skip_special_tokens: Leave control tokens, such as the end of a turn, out of the text.
+            ids: a list or a one-dimensional integer array.
+            skip_special_tokens: whether to leave control tokens, such as the end of a turn, out of
+                the text.
 
         Raises:
-            ValueError: If `ids` is not one-dimensional, or holds something else than ids.
+            ValueError: `ids` is not one-dimensional, or holds something other than ids.
         """
         array = np.asarray(ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -109,16 +110,16 @@ class Tokenizer:
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
 
-        The text holds the beginning-of-sequence itself where the template writes it: encode it
+        If the template writes the beginning-of-sequence, the text already holds it: encode it
         without `add_special_tokens` then.
 
         Args:
-            messages: Dicts with a "role" and a "content" string each.
-            add_generation_prompt: End with the opening of the assistant's turn.
-            **extra: Further variables for the template, such as tools or enable_thinking.
+            messages: dicts with a "role" and a "content" string each.
+            add_generation_prompt: whether to end with the opening of the assistant's turn.
+            **extra: further variables for the template, such as tools or enable_thinking.
 
         Raises:
-            ValueError: If there is no template, the messages are malformed or the template fails.
+            ValueError: there is no template, the messages are malformed or the template fails.
         """
         if self.chat_template is None:
             raise ValueError(
@@ -136,15 +137,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where they are there, the files around it.
+        """Reads tokenizer.json and, if they exist, the files around it.
 
         tokenizer_config.json and special_tokens_map.json name the special tokens,
         chat_template.jinja (or the config) holds the chat template, generation_config.json and
         config.json name further ids to stop at.
 
         Raises:
-            FileNotFoundError: If there is no tokenizer.json.
-            ValueError: If a file is malformed, or names a token that is not in the vocabulary.
+            FileNotFoundError: there is no tokenizer.json.
+            ValueError: a file is malformed, or names a token that is not in the vocabulary.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -181,8 +182,7 @@ class Tokenizer:
         """Builds the tokenizer from a GGUF file's metadata; its ids are llama.cpp's.
 
         Raises:
-            ValueError: If the kind of tokenizer is not known, or the metadata is missing something
-                or lies.
+            ValueError: the kind of tokenizer is not known, or the metadata is incomplete or lies.
         """
         core, bos_token_id, eos_token_ids = gguf_tokenizer.build(metadata)
         template = metadata.get("tokenizer.chat_template")
@@ -191,9 +191,7 @@ class Tokenizer:
         )
 
     def to_files(self, path: str | Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json into the folder `path`, for
-        `from_folder`.
-        """
+        """Writes tokenizer.json and tokenizer_config.json into a folder for `from_folder`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self._core.save(str(folder / "tokenizer.json"))
@@ -209,7 +207,7 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def _token(self, name: str, token_id: int | None) -> str | None:
-        """Returns the text of a special token, to put into templates; None for the id None."""
+        """Returns the text of a special token, for templates; None for the id None."""
         if token_id is None:
             return None
         token = (
@@ -226,7 +224,7 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in `file`, an empty one if there is no such file."""
+    """Returns the object in `file`, or an empty one if the file does not exist."""
     if not file.is_file():
         return {}
     try:

@@ -1,11 +1,11 @@
-"""The one decoder: Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3 differ only in its configuration.
+"""Defines the one decoder, whose configuration alone tells the model families apart.
 
-Attention is a callable that is passed in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a
-plain full pass are three such callables; the decoder knows neither the cache nor how much of it is
-read.
+The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. Attention is a callable that is passed
+in: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
+callables; the decoder knows neither the cache nor how much of it is read.
 
-Weights are a plain pytree. The q, k and v projections are one matrix, columns ordered q | k | v,
-and so are gate | up.
+Weights are a plain pytree. The q, k and v projections are one matrix, with columns ordered
+q | k | v, and so are gate | up.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Attend = Callable[
 
 
 class Attention(nn.Module):
-    """Projections and RoPE around the attention that the caller supplies."""
+    """Applies projections and RoPE around the attention that the caller supplies."""
 
     config: ModelConfig
     layer: int
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+    """Applies one layer: attention and MLP, each after its norm and added to the residual."""
 
     config: ModelConfig
     layer: int
@@ -66,11 +66,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states to logits; called through `hidden_states` and `to_logits`.
+    """Turns token ids into hidden states and logits; see `hidden_states` and `to_logits`.
 
     Attributes:
-        config: sizes and switches.
-        dtype: of the weights and of everything between them.
+        config: the sizes and switches.
+        dtype: the type of the weights and of everything between them.
     """
 
     config: ModelConfig
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> Float[Array, "B T D"]:
-        """The last layer's normalised hidden states."""
+        """Returns the last layer's normalised hidden states."""
         x = self.embed[tokens]
         table = rope_table(positions, rope_frequencies(self.config))
         for layer in self.layers:
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         return self.final_norm(x)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """float32 logits of hidden states."""
+        """Returns the float32 logits of hidden states."""
         if self.config.tie_word_embeddings:
             return jnp.einsum(
                 "...d,vd->...v", hidden, self.embed, preferred_element_type=jnp.float32
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         return jnp.einsum("...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend):
-        """logits(hidden(…)): one full pass."""
+        """Returns logits(hidden(…)), a full pass."""
         return self.logits(self.hidden(tokens, positions, attend))
 
 
@@ -115,19 +115,19 @@ def hidden_states(
     positions: Int[Array, "B T"],
     attend: Attend,
 ) -> Float[Array, "B T D"]:
-    """`Decoder.hidden` as a pure function of the weights."""
+    """Calls `Decoder.hidden` as a pure function of the weights."""
     return cast(Array, decoder.apply(weights, tokens, positions, attend, method="hidden"))
 
 
 def to_logits(
     decoder: Decoder, weights: Weights, hidden: Float[Array, "*batch D"]
 ) -> Float32[Array, "*batch V"]:
-    """`Decoder.logits` as a pure function of the weights."""
+    """Calls `Decoder.logits` as a pure function of the weights."""
     return cast(Array, decoder.apply(weights, hidden, method="logits"))
 
 
 def weight_shapes(config: ModelConfig, dtype: Any) -> Weights:
-    """The weights' tree with a jax.ShapeDtypeStruct for each array: what a loader has to fill."""
+    """Returns the tree that a loader must fill, with a jax.ShapeDtypeStruct per array."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens):
@@ -139,8 +139,9 @@ def weight_shapes(config: ModelConfig, dtype: Any) -> Weights:
 
 
 def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> Weights:
-    """Random weights of the true shapes (matrices of deviation 0.02, norms 1), to measure speed and
-    memory with.
+    """Returns random weights of the true shapes, to measure speed and memory with.
+
+    Matrices have a deviation of 0.02, and norms are 1.
     """
     leaves, tree = jax.tree.flatten(weight_shapes(config, dtype))
     keys = jax.random.split(jax.random.key(seed), len(leaves))

@@ -1,10 +1,9 @@
-"""From a checkpoint's tensors to the decoder's tree: which are needed, of what shape, and how they
-are joined.
+"""Turns a checkpoint's tensors into the decoder's tree.
 
-Checkpoints store a linear map as [out, in] and q, k, v (gate, up) apart; the decoder wants [in,
-out], joined. Tensors are checked by name and shape before the first is read, then go to the device
-one weight at a time, where they are joined, transposed and cast: the host never holds more than one
-weight.
+Checkpoints store a linear map as [out, in] and q, k, v (gate, up) separately; the decoder wants
+[in, out], joined. Tensors are checked by name and shape before the first is read, then go to the
+device one weight at a time, where they are joined, transposed and cast: the host never holds more
+than one weight.
 """
 
 import math
@@ -27,22 +26,22 @@ OnProgress = Callable[[int, int], None]
 
 @runtime_checkable
 class TensorStore(Protocol):
-    """Tensors of a checkpoint, by name; opening it has checked that all lie inside their files."""
+    """Gives the tensors of a checkpoint by name, already checked to lie inside their files."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
 
     def nbytes(self, name: str) -> int:
-        """The tensor's size in its file."""
+        """Returns the tensor's size in its file, in bytes."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's values as float32, float16 or bfloat16, in an array of its own."""
+        """Reads the tensor's values as float32, float16 or bfloat16 into a new array."""
         ...
 
 
 class TensorSource(NamedTuple):
-    """A tensor to read; `interleaved_heads` > 0 where its rows stand in llama.cpp's order."""
+    """Names a tensor to read; `interleaved_heads` > 0 if its rows are in llama.cpp's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,8 +49,9 @@ class TensorSource(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One array of the tree: its path below "params", and the tensors it is joined from along their
-    first axis.
+    """Describes one array of the tree by its path below "params" and its source tensors.
+
+    The tensors are joined along their first axis.
     """
 
     path: str
@@ -59,12 +59,12 @@ class Weight(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether it is a linear map, which the decoder wants [in, out]."""
+        """Returns whether it is a linear map, which the decoder wants as [in, out]."""
         return self.path.endswith("kernel") or self.path == "lm_head"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's shape in the tree."""
+        """Returns the array's shape in the tree."""
         joined = (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
         return joined[::-1] if self.transposed else joined
 
@@ -72,17 +72,17 @@ class Weight(NamedTuple):
 def list_weights(
     path: Path, num_tensors: int, config: ModelConfig, names: Names, *, interleaved: bool = False
 ) -> list[Weight]:
-    """Lists a decoder's weights and the tensors they come from; the largest are first.
+    """Lists a decoder's weights and the tensors they come from; the largest come first.
 
     Args:
         path: the checkpoint, for messages.
-        num_tensors: how many tensors it holds, so that an absurd num_layers ends here.
+        num_tensors: the number of tensors it holds, so that an absurd num_layers ends here.
         config: the sizes.
         names: a family's tensor names in the format that is read.
-        interleaved: q and k rows stand in llama.cpp's order, to be undone.
+        interleaved: whether q and k rows are in llama.cpp's order, which is then undone.
 
     Raises:
-        ValueError: If there are fewer tensors than layers.
+        ValueError: there are fewer tensors than layers.
     """
     if config.num_layers > num_tensors:
         raise ValueError(
@@ -101,7 +101,7 @@ def list_weights(
 
 
 def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Per weight, the shapes of its tensors; plain products, so that absurd sizes cost nothing."""
+    """Returns the shapes of each weight's tensors, as plain products: absurd sizes cost nothing."""
     d, f, q, kv = (
         c.hidden_size,
         c.intermediate_size,
@@ -131,12 +131,12 @@ def check_tensors(weights: list[Weight], store: TensorStore, harmless: Collectio
     """Checks that the store holds the tensors of `weights`, of their shapes, and no others.
 
     Args:
-        weights: what will be read.
-        store: where from.
-        harmless: names that may be there without being used.
+        weights: the weights to read.
+        store: the store to read them from.
+        harmless: names that the store may hold without their being used.
 
     Raises:
-        ValueError: naming the tensors that are missing, misshapen or unknown.
+        ValueError: tensors are missing, misshapen or unknown; the message names them.
     """
     wanted = {source.name: source.shape for weight in weights for source in weight.sources}
     if missing := wanted.keys() - store.shapes.keys():
@@ -170,7 +170,7 @@ def read_weights(
     """Reads every tensor and returns the tree on the default device.
 
     Raises:
-        ValueError: If they do not fit in its memory.
+        ValueError: they do not fit in its memory.
     """
     needed = sum(math.prod(weight.shape) for weight in weights) * np.dtype(dtype).itemsize
     if needed > (there := memory.available_bytes()):
@@ -194,7 +194,7 @@ def read_weights(
 
 
 def tree(leaves: Mapping[str, Any]) -> Weights:
-    """The decoder's tree of leaves given by path."""
+    """Builds the decoder's tree from leaves by path."""
     params: Weights = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")

