@@ -1,4 +1,4 @@
-"""`python -m jsparse`, the same as the command `jsparse`."""
+"""Runs the command `jsparse` as `python -m jsparse`."""
 
 from jsparse.cli.app import main
 

@@ -1,1 +1,1 @@
-"""The command line; `app` holds the commands."""
+"""The command line: `app` defines the commands, one module holds each."""

@@ -1,7 +1,7 @@
-"""The command `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
+"""Defines `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
 
-jax and what needs it are imported inside the commands, so that help and mistakes in options come at
-once.
+jax and the modules that need it are imported inside the commands, so that `--help` and errors in
+options appear at once.
 """
 
 from typing import Annotated, Any
@@ -20,8 +20,9 @@ from jsparse.cli.train_gates import train_gates
 
 
 class _Commands(TyperGroup):
-    """Turns what the library refuses into one line on standard error; other exceptions keep their
-    traceback.
+    """Prints the library's refusals as one line on standard error.
+
+    Other exceptions keep their traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -42,7 +43,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command `jsparse`."""
     quiet_jax()
     app(prog_name="jsparse")
 
@@ -58,10 +59,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Sparse-attention decoding of long contexts for Llama and Qwen models."""
+    """Decode long contexts with sparse attention, for Llama and Qwen models."""
 
 
 for _name, _command in {

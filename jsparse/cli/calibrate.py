@@ -1,4 +1,4 @@
-"""`jsparse calibrate-channels`, the command."""
+"""Defines the command `jsparse calibrate-channels`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,17 +10,20 @@ from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_t
 
 
 def calibrate_channels(
-    text: Annotated[Path, Option(help="Read this file, of UTF-8 text such as the model will see.")],
+    text: Annotated[
+        Path, Option(help="UTF-8 text file to calibrate on, similar to what the model will read.")
+    ],
     model: ModelOption = "smollm2",
-    out: Annotated[Path, Option(help="Write the ranking here, over what is there.")] = Path(
-        "double_sparsity.safetensors"
-    ),
-    tokens: Annotated[int, Option(min=1, help="Read no more tokens of the text.")] = 2048,
+    out: Annotated[
+        Path, Option(help="File to write the ranking to; an existing one is overwritten.")
+    ] = Path("double_sparsity.safetensors"),
+    tokens: Annotated[
+        int, Option(min=1, help="Maximum number of tokens to read from the text.")
+    ] = 2048,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Ranks a model's channels for the policy double_sparsity, and prints the expression that uses
-    them.
+    """Rank a model's channels for double_sparsity and print the policy expression to use.
 
     Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
     """

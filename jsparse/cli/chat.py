@@ -1,4 +1,4 @@
-"""`jsparse chat`: turns read from standard input, answers streamed, the conversation kept."""
+"""Defines `jsparse chat`: it reads turns from standard input and streams the answers."""
 
 import sys
 from contextlib import suppress
@@ -16,18 +16,18 @@ Messages = list[dict[str, str]]
 
 
 class Chat:
-    """A conversation with a model. Every turn reads the whole of it anew."""
+    """Holds a conversation with a model; every turn reads the whole conversation again."""
 
     def __init__(
         self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
     ) -> None:
-        """Begins one.
+        """Begins a conversation.
 
         Args:
             params: the model; it must have a chat template.
             arguments: keyword arguments of `jsparse.generate`.
             system: the system message, or None.
-            bars: where progress is shown.
+            bars: the bars that show progress.
 
         Raises:
             ValueError: the model has no chat template.
@@ -41,14 +41,14 @@ class Chat:
         self.messages = list(self._opening)
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Forgets everything but the system message."""
         self.messages = list(self._opening)
 
     def answer(self, text: str) -> None:
-        """Streams the answer to one more message. An interrupted answer counts as far as it came.
+        """Streams the answer to one more message; an interrupted answer is kept as far as it came.
 
         Raises:
-            ValueError: as `jsparse.generate`; the message is then forgotten.
+            ValueError: `jsparse.generate` refused the message, which is then forgotten.
         """
         from jsparse.generation import generate
 
@@ -75,9 +75,13 @@ class Chat:
 @takes_generation_options
 def chat(
     options: GenerationOptions,
-    system: Annotated[str | None, Option(help="A system message to begin with.")] = None,
+    system: Annotated[
+        str | None, Option(help="System message that opens the conversation.")
+    ] = None,
 ) -> None:
-    """Talks with a chat model: a message a line, typed or piped in. /reset begins anew, /exit ends.
+    """Chat with a model, one message per line, typed or piped in.
+
+    /reset starts over, /exit ends the chat.
 
     Example: jsparse chat --system "Answer in one sentence." --temperature 0.7
     """
@@ -90,13 +94,13 @@ def chat(
 
 
 def run(chat: Chat) -> None:
-    """Reads a message a line until the input ends or /exit; /reset begins anew."""
+    """Reads one message per line until /exit or the end of the input; /reset starts over."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  gives input() a history and editing keys
         print(
-            "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C cuts an answer short", file=sys.stderr
+            "/reset starts over, /exit or Ctrl-D ends, Ctrl-C cuts an answer short", file=sys.stderr
         )
     while (line := _read_line(at_terminal)) is not None:
         match line.strip():
@@ -116,7 +120,7 @@ def run(chat: Chat) -> None:
 
 
 def _read_line(at_terminal: bool) -> str | None:
-    """The next line, None at the end of the input."""
+    """Returns the next line, or None at the end of the input."""
     if not at_terminal:
         return sys.stdin.readline() or None
     try:

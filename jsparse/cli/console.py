@@ -1,6 +1,4 @@
-"""What the commands write besides their result: progress bars, errors, the line of statistics, a
-quiet jax.
-"""
+"""Prints what commands show besides their result: progress bars, errors and statistics."""
 
 import logging
 import os
@@ -23,10 +21,9 @@ if TYPE_CHECKING:
 
 
 def quiet_jax() -> None:
-    """Keeps jax's notes on devices and compilation off the terminal, unless the user asked to see
-    them.
+    """Keeps jax's notes on devices and compilation off the terminal, unless the user wants them.
 
-    Only works before jax is imported, whose C++ part reads its log level then.
+    This only works before jax is imported, since its C++ part reads the log level then.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_LOGGING_LEVEL" not in os.environ:
@@ -36,15 +33,15 @@ def quiet_jax() -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Prints `error: …` on standard error, in one line."""
+    """Prints `error: …` on standard error, as one line."""
     print("error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
 
 
 class Bars:
-    """Progress of loading and generating, on standard error; nothing where standard output or error
-    is no terminal.
+    """Shows the progress of loading and generating on standard error.
 
-    One bar is shown at a time and leaves no trace.
+    One bar is shown at a time and leaves no trace. Nothing is shown unless both standard output and
+    standard error are terminals.
     """
 
     def __init__(self) -> None:
@@ -54,20 +51,20 @@ class Bars:
         self._phase = ""
 
     def load(self, done: int, total: int) -> None:
-        """Takes the progress of `jsparse.load`, in bytes."""
+        """Shows the progress of `jsparse.load`, in bytes."""
         self._update("load", done, total)
 
     def generate(self, phase: str, done: int, total: int) -> None:
-        """Takes the progress of `jsparse.generate`, in tokens."""
+        """Shows the progress of `jsparse.generate`, in tokens."""
         self._update(phase, done, total)
 
     def prefill(self, phase: str, done: int, total: int) -> None:
-        """The same where the text is shown as it is made, which needs no bar."""
+        """Shows the progress of prefill alone, for commands that stream the text."""
         if phase == "prefill":
             self._update(phase, done, total)
 
     def close(self) -> None:
-        """Removes the bar, before something else is written or the result is there."""
+        """Removes the bar; call it before anything else is written."""
         if self._progress is not None:
             self._progress.stop()
         self._progress, self._phase = None, ""
@@ -89,10 +86,10 @@ class Bars:
 
 
 class TextOutput:
-    """Writes pieces of text to standard output as they are made; ends them with a line break.
+    """Writes pieces of text to standard output as they arrive and ends with a line break.
 
-    On a terminal the prompt stands before them, dim. It waits for the first piece: bars would wipe
-    it out.
+    On a terminal the dimmed prompt is printed before the first piece, and no earlier, since a bar
+    would erase it.
     """
 
     def __init__(self, bars: Bars, prompt: str = "") -> None:
@@ -108,7 +105,7 @@ class TextOutput:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Ends the text, or an unfinished one."""
+        """Ends the text, finished or not, with a line break."""
         self._begin()
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -129,7 +126,7 @@ class TextOutput:
 
 
 def print_stats(made: "Generation") -> None:
-    """Prints counts and speed in one dim line, if standard error is a terminal."""
+    """Prints counts and speed as one dimmed line, if standard error is a terminal."""
     if not sys.stderr.isatty():
         return
     stats = made.stats

@@ -1,4 +1,4 @@
-"""`jsparse eval`, the command."""
+"""Defines the command `jsparse eval`."""
 
 import sys
 from pathlib import Path
@@ -21,42 +21,50 @@ def evaluate(
     model: ModelOption = "smollm2",
     policy: Annotated[
         list[str] | None,
-        Option(help="What is compared with dense attention; see `jsparse policies`. Repeatable."),
+        Option(
+            help="Policy to compare with dense attention: an expression (see `jsparse policies`), "
+            "or your own as path.py:function or module:function. Repeatable."
+        ),
     ] = None,
     tasks: Annotated[
         str,
         Option(
-            help="With commas: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, …), longbench_…."
+            help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, "
+            "…), longbench_…."
         ),
     ] = DEFAULT_TASKS,
     lengths: Annotated[
-        str, Option(help="With commas: tokens of prompt and answer together.")
+        str, Option(help="Comma-separated lengths in tokens, prompt and answer together.")
     ] = "1024",
-    samples: Annotated[int, Option(help="Of each task and length.")] = 20,
-    batch: Annotated[int, Option(help="Prompts side by side.")] = 4,
-    steps: Annotated[int, Option(help="Decode steps of a sample of kl, ppl and attention.")] = 64,
+    samples: Annotated[int, Option(help="Number of samples per task and length.")] = 20,
+    batch: Annotated[int, Option(help="Number of prompts per batch.")] = 4,
+    steps: Annotated[int, Option(help="Decode steps per sample of kl, ppl and attention.")] = 64,
     chat: Annotated[
-        bool, Option("--chat", help="Put a task's prompt as a user's message to a chat model.")
+        bool, Option("--chat", help="Send each prompt as a user message, for a chat model.")
     ] = False,
     text: Annotated[
-        Path | None, Option(help="UTF-8 text for kl, ppl and attention, instead of the one here.")
+        Path | None,
+        Option(help="UTF-8 text file for kl, ppl and attention, instead of the built-in text."),
     ] = None,
-    files: Annotated[Path | None, Option(help="Folder of the files that some tasks need.")] = None,
+    files: Annotated[
+        Path | None, Option(help="Folder with the files that some tasks need.")
+    ] = None,
     out: Annotated[
-        Path | None, Option("--json", help="Write everything here; beside it what is done so far.")
+        Path | None,
+        Option("--json", help="File to write all results to; partial results are kept beside it."),
     ] = None,
     resume: Annotated[
-        bool, Option("--resume", help="Go on with what an unfinished run with --json left.")
+        bool, Option("--resume", help="Continue an unfinished run that used --json.")
     ] = False,
-    plots: Annotated[Path | None, Option(help="Folder for plots: quality, needles, heads.")] = None,
+    plots: Annotated[
+        Path | None, Option(help="Folder to draw the plots in: quality, needles, heads.")
+    ] = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Measures what policies cost in quality: their closeness to dense attention, and tasks of long
-    context.
+    """Measure the quality of policies: closeness to dense attention and long-context tasks.
 
-    Example: jsparse eval --policy "streaming(sink=4, recent=256)" --tasks kl,passkey --lengths
-        1024,4096
+    Example: jsparse eval --policy "streaming(sink=4, recent=256)" --lengths 1024,4096
     """
     from jsparse.evaluation.plan import plan
 
@@ -89,17 +97,18 @@ def carry_out(
     revision: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Loads the model, measures what is not there yet, with a bar on standard error, and returns
-    the report.
+    """Loads the model, measures what is still missing, and returns the report.
+
+    A bar on standard error shows the progress.
 
     Args:
-        wanted: what to measure.
-        model: as `jsparse.load` takes it.
-        out: where the report and, before, its journal are written; None: nowhere.
-        environment: of the report; its "versions" are part of the settings.
-        dtype: as `jsparse.load` takes it.
-        revision: the same.
-        resume: go on with an unfinished run of the same settings.
+        wanted: the plan of what to measure.
+        model: the model, in any form that `jsparse.load` takes.
+        out: the file for the report and, until then, its journal; None writes neither.
+        environment: the report's environment; its "versions" are part of the settings.
+        dtype: the dtype for `jsparse.load`.
+        revision: the revision for `jsparse.load`.
+        resume: whether to continue an unfinished run of the same settings.
     """
     from tempfile import TemporaryDirectory
 
@@ -134,7 +143,7 @@ def carry_out(
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the tables."""
+    """Prints the tables of a report."""
     from jsparse.evaluation.report.table import tables
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -143,9 +152,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
-    """Draws whatever was measured: quality over what is attended, needles found, what heads attend
-    to.
-    """
+    """Draws what was measured: quality by attended fraction, needles found, attention by head."""
     from jsparse.evaluation.report import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +188,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _progress() -> Progress:
-    """A bar of the samples of all policies, on standard error."""
+    """Returns a bar on standard error that counts the samples of all policies."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`jsparse generate`, the command."""
+"""Defines the command `jsparse generate`."""
 
 import dataclasses
 import json
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 def generate(
     options: GenerationOptions,
     prompt: Annotated[
-        str | None, Argument(help="The text to continue; - reads it from standard input.")
+        str | None, Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
-    file: Annotated[
-        Path | None, Option(help="Read the prompt from this file, of UTF-8 text.")
-    ] = None,
+    file: Annotated[Path | None, Option(help="UTF-8 text file to read the prompt from.")] = None,
     chat: Annotated[
-        bool, Option("--chat", help="Put the prompt as a user's message to a chat model.")
+        bool, Option("--chat", help="Send the prompt as a user message, for a chat model.")
     ] = False,
     logprobs: Annotated[
-        bool, Option("--logprobs", help="With --json: each token's log-probability.")
+        bool, Option("--logprobs", help="Include each token's log-probability; needs --json.")
     ] = False,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
 ) -> None:
-    """Continues a prompt. Of text that is read from a file or standard input, a last line break is
-    left out.
+    """Continue a prompt.
+
+    A final line break is dropped from text that is read from a file or standard input.
 
     Example: jsparse generate "Gravity is" --policy "streaming(sink=4, recent=512)"
     """
@@ -56,7 +55,7 @@ def generate(
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt, from exactly one of its sources."""
+    """Returns the prompt, which must come from exactly one source."""
     if (prompt is None) == (file is None):
         given = "both were given" if file else "none was given"
         raise ValueError(
@@ -70,7 +69,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def _generate_text(
     params: "Params", prompt: Any, shown: str, options: GenerationOptions, bars: Bars
 ) -> None:
-    """Streams the text, as far as it comes."""
+    """Streams the text; after an interrupt it ends where it is."""
     from jsparse.generation import generate
 
     output = TextOutput(bars, shown)
@@ -88,7 +87,7 @@ def _generate_text(
 def _generate_json(
     params: "Params", prompt: Any, options: GenerationOptions, logprobs: bool, bars: Bars
 ) -> None:
-    """Prints the result; of an interrupted run the text so far."""
+    """Prints the result as JSON; an interrupted run gives the text so far."""
     from jsparse.generation import generate
 
     pieces: list[str] = []
@@ -120,7 +119,7 @@ def _result(made: "Generation | None", text: str) -> dict[str, Any]:
 
 
 def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
-    """What made the text: enough to make it again."""
+    """Returns what is needed to generate the same text again."""
     import jax
 
     from jsparse import __version__

@@ -1,4 +1,4 @@
-"""`jsparse info` and `jsparse policies`, the commands."""
+"""Defines the commands `jsparse info` and `jsparse policies`."""
 
 import inspect
 import json
@@ -15,18 +15,25 @@ def info(
     model: Annotated[str, Argument(help=MODEL_HELP)],
     dtype: DtypeOption = None,
     policy: Annotated[
-        str, Option(help="Count what it keeps beside the cache; see `jsparse policies`.")
+        str,
+        Option(
+            help="Policy whose memory beside the cache is counted: an expression (see `jsparse "
+            "policies`), or your own as path.py:function or module:function."
+        ),
     ] = "dense",
     context: Annotated[
-        int | None, Option(help="Tell how many prompts of so many tokens fit.")
+        int | None,
+        Option(
+            help="Length in tokens of the prompts counted for the largest batch; the default is "
+            "the model's maximum."
+        ),
     ] = None,
     revision: RevisionOption = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Tells a model's sizes, what a policy keeps beside the cache, and how much context fits in the
-    free memory.
+    """Show a model's sizes, what a policy keeps, and how much context fits in the free memory.
 
     Example: jsparse info smollm2 --context 4096 --policy "twilight(quest(budget=1024), p=0.95)"
     """
@@ -48,10 +55,11 @@ def info(
 
 
 def policies() -> None:
-    """Lists what --policy can name, with arguments and their defaults.
+    """List the policies that --policy takes, with their arguments and defaults.
 
-    Example: jsparse generate "Gravity is" --policy "keep(oracle_top_k(budget=256), sink=4,
-        recent=64)"
+    A policy of your own is named path.py:function or module:function.
+
+    Example: jsparse chat --policy "keep(oracle_top_k(budget=256), sink=4, recent=64)"
     """
     from jsparse.policies import POLICIES
 

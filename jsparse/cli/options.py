@@ -1,4 +1,4 @@
-"""The options that `jsparse generate` and `jsparse chat` share, stated once."""
+"""Declares the options that several commands share, once."""
 
 import functools
 import inspect
@@ -16,60 +16,66 @@ if TYPE_CHECKING:
 DtypeName = Literal["float32", "bfloat16", "float16"]
 OnBytes = Callable[[int, int], None]
 
-# the options by which every command that loads a model names it
-MODEL_HELP = "smollm2, a folder, a .gguf file, or a Hub id such as org/name."
+# the options with which every command that loads a model names it
+MODEL_HELP = "Model to load: smollm2, a folder, a .gguf file, or a Hub id such as org/name."
 ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
-    DtypeName | None, Option(help="The default is bfloat16 on a GPU, float32 elsewhere.")
+    DtypeName | None,
+    Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
-RevisionOption = Annotated[str | None, Option(help="A branch, tag or commit of a Hub id.")]
+RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
 
 _LOADING = ("model", "dtype", "revision")
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The model to load and the keyword arguments of `jsparse.generate`."""
+    """Holds the model to load and the keyword arguments of `jsparse.generate`."""
 
     model: ModelOption = "smollm2"
     policy: Annotated[
         str,
         Option(
-            help="What is attended to, such as 'streaming(sink=4, recent=512)'; see `jsparse policies`."
+            help="Policy that chooses the tokens each step reads: an expression such as "
+            "'streaming(sink=4, recent=512)' (see `jsparse policies`), or your own as "
+            "path.py:function or module:function."
         ),
     ] = "dense"
-    max_new_tokens: Annotated[int, Option(help="Generate at most so many tokens.")] = 128
+    max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
-        float | None, Option(help="0 is greedy. The default is the model's own, else 0.")
+        float | None,
+        Option(help="Sampling temperature; 0 is greedy. The default is the model's own, else 0."),
     ] = None
-    top_k: Annotated[int | None, Option(help="Keep the k likeliest tokens; 0 is off.")] = None
-    top_p: Annotated[
-        float | None, Option(help="Keep the likeliest tokens that sum to p; 1 is off.")
-    ] = None
-    min_p: Annotated[
-        float | None, Option(help="Drop tokens below min-p times the likeliest; 0 is off.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, Option(help="Make tokens seen before less likely; 1 is off.")
-    ] = None
-    seed: Annotated[int, Option(help="Of the random draws.")] = 0
-    stop: Annotated[list[str] | None, Option(help="A string that ends the text. Repeatable.")] = (
+    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens; 0 is off.")] = (
         None
     )
+    top_p: Annotated[
+        float | None,
+        Option(help="Sample from the likeliest tokens whose probabilities sum to p; 1 is off."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Option(help="Drop tokens less likely than min-p times the likeliest; 0 is off."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Option(help="Make tokens that occurred before less likely; 1 is off.")
+    ] = None
+    seed: Annotated[int, Option(help="Random seed.")] = 0
+    stop: Annotated[list[str] | None, Option(help="String that ends the text. Repeatable.")] = None
     eos_token_id: Annotated[
         list[int] | None,
-        Option(help="A token that ends the text, instead of the model's. Repeatable."),
+        Option(help="Token id that ends the text, instead of the model's own. Repeatable."),
     ] = None
     max_length: Annotated[
         int | None,
-        Option(help="The cache's capacity in tokens; the default fits prompt and new tokens."),
+        Option(help="Capacity of the cache in tokens; the default fits prompt and new tokens."),
     ] = None
-    page_size: Annotated[int, Option(help="Tokens a page of the cache: 8, 16, 32 or 64.")] = 16
+    page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16
     dtype: DtypeOption = None
     revision: RevisionOption = None
 
     def load(self, on_progress: OnBytes) -> "Params":
-        """Loads the model, after a look at the policy, whose mistakes need not wait for that."""
+        """Loads the model, after parsing the policy so that its errors come first."""
         from jsparse.models.checkpoint import load
         from jsparse.policies.expressions import parse
 
@@ -77,13 +83,13 @@ class GenerationOptions:
         return load(self.model, dtype=self.dtype, revision=self.revision, on_progress=on_progress)
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `jsparse.generate`."""
+        """Returns the keyword arguments of `jsparse.generate`."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOADING}
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
 
 
 def takes_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the command's parameter `options` by one for each field of GenerationOptions."""
+    """Replaces the command's parameter `options` by one per field of GenerationOptions."""
     hints = get_type_hints(GenerationOptions, include_extras=True)
     shared = [
         inspect.Parameter(
@@ -105,7 +111,7 @@ def takes_generation_options(command: Callable[..., None]) -> Callable[..., None
 
 
 def read_text(file: Path | None, option: str) -> str:
-    """The text of the file that an option names, or of standard input."""
+    """Returns the text of the file that an option names, or of standard input."""
     try:
         return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

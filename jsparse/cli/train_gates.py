@@ -1,4 +1,4 @@
-"""`jsparse train-gates`, the command; also `python -m jsparse.train.run`."""
+"""Defines the command `jsparse train-gates`."""
 
 import sys
 from pathlib import Path
@@ -20,76 +20,96 @@ if TYPE_CHECKING:
 
 def train_gates(
     out: Annotated[
-        Path, Option(help="Folder of the run: settings, log, checkpoints, gates, record, plots.")
+        Path, Option(help="Folder for the run: settings, log, checkpoints, gates, record, plots.")
     ],
     model: ModelOption = "smollm2",
     target: Annotated[
         int | None,
         Option(
-            help="Retrieval heads wanted, layer 0's KV heads counted; the default is one in eight."
+            help="Number of retrieval heads to find, layer 0's KV heads included; the default is "
+            "one in eight."
         ),
     ] = None,
-    family: Annotated[str, Option(help="hard_kuma, hard_concrete or direct.")] = "hard_kuma",
+    family: Annotated[
+        str, Option(help="Family of gates: hard_kuma, hard_concrete or direct.")
+    ] = "hard_kuma",
     penalty: Annotated[
         str | None,
-        Option(help="ascent, exponential or fixed; the default is ascent, for direct fixed."),
+        Option(
+            help="Penalty on retrieval heads: ascent, exponential or fixed; the default is ascent, "
+            "or fixed with --family direct."
+        ),
     ] = None,
-    penalty_rate: Annotated[float | None, Option(help="The multiplier's rate.")] = None,
-    penalty_start: Annotated[float | None, Option(help="What the multiplier starts from.")] = None,
+    penalty_rate: Annotated[
+        float | None, Option(help="Rate at which the penalty's multiplier ascends.")
+    ] = None,
+    penalty_start: Annotated[
+        float | None, Option(help="Initial value of the penalty's multiplier.")
+    ] = None,
     damping: Annotated[
-        float | None, Option(help="Weight of the squared surplus of retrieval heads.")
+        float | None,
+        Option(help="Weight of the squared surplus of retrieval heads in the penalty."),
     ] = None,
     anneal: Annotated[
         float,
         Option(
-            help="Share of the steps over which the number wanted falls from all heads to --target."
+            help="Fraction of the steps over which the wanted number of retrieval heads falls from "
+            "all to --target."
         ),
     ] = 0.5,
-    steps: Annotated[int, Option(help="Of the whole training.")] = 3000,
+    steps: Annotated[int, Option(help="Number of training steps.")] = 3000,
     batch: Annotated[
-        int, Option(help="Samples a step; as many devices share them as divide them.")
+        int, Option(help="Samples per step, split equally over as many devices as possible.")
     ] = 1,
-    rate: Annotated[float, Option(help="AdamW's.")] = 0.01,
+    rate: Annotated[float, Option(help="AdamW learning rate.")] = 0.01,
     keep: Annotated[
-        float, Option(help="Share of the context that a sparse head inherits while training.")
+        float, Option(help="Fraction of the context that a sparse head inherits during training.")
     ] = 0.3,
     sets: Annotated[
         str,
         Option(
-            help="handed_on: as in decoding, heads below one half pass on their set; refreshed: all heads pick."
+            help="Tokens of the sparse heads: handed_on (as in decoding, heads below one half pass "
+            "on their set) or refreshed (all heads pick)."
         ),
     ] = "handed_on",
     match: Annotated[
-        str, Option(help="What is compared with the dense model: logits or hidden.")
+        str, Option(help="Output to match with the dense model: logits or hidden.")
     ] = "logits",
-    seeds: Annotated[int, Option(help="Trainings side by side, on the same samples.")] = 1,
-    held_out: Annotated[int, Option(help="Batches that the result is measured on.")] = 16,
+    seeds: Annotated[
+        int, Option(help="Number of trainings to run side by side, on the same samples.")
+    ] = 1,
+    held_out: Annotated[
+        int, Option(help="Number of held-out batches to measure the result on.")
+    ] = 16,
     text: Annotated[
-        Path | None, Option(help="UTF-8 filler of the pass keys, instead of the one here.")
+        Path | None,
+        Option(help="UTF-8 text file to hide pass keys in, instead of the built-in text."),
     ] = None,
     questions: Annotated[
         Path | None,
-        Option(help='Instead of pass keys, lines of {"context": …, "question": …, "answer": …}.'),
+        Option(
+            help='File to train on instead of pass keys, with lines of {"context": …, '
+            '"question": …, "answer": …}.'
+        ),
     ] = None,
     min_length: Annotated[
-        int | None, Option(help="Tokens of the shortest context of pass keys; the default is 1024.")
+        int | None, Option(help="Shortest context of pass keys, in tokens; the default is 1024.")
     ] = None,
-    max_length: Annotated[int, Option(help="Tokens of the longest context.")] = 7680,
-    needles: Annotated[
-        int | None, Option(help="Pass keys in a context; the default is 10.")
-    ] = None,
-    words: Annotated[int | None, Option(help="Words of a pass key; the default is 32.")] = None,
-    asked: Annotated[int | None, Option(help="Pass keys to be recited; the default is 2.")] = None,
-    seed: Annotated[int, Option(help="Of the samples.")] = 0,
-    save_every: Annotated[int, Option(help="Steps between checkpoints.")] = 200,
+    max_length: Annotated[int, Option(help="Longest context, in tokens.")] = 7680,
+    needles: Annotated[int | None, Option(help="Pass keys per context; the default is 10.")] = None,
+    words: Annotated[int | None, Option(help="Words per pass key; the default is 32.")] = None,
+    asked: Annotated[int | None, Option(help="Pass keys to recite; the default is 2.")] = None,
+    seed: Annotated[int, Option(help="Random seed of the samples.")] = 0,
+    save_every: Annotated[int, Option(help="Number of steps between checkpoints.")] = 200,
     resume: Annotated[
-        bool, Option("--resume", help="Go on with what an unfinished run left in the folder.")
+        bool, Option("--resume", help="Continue the unfinished run in the folder.")
     ] = False,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
-    """Finds a model's retrieval heads, for the policies lychee_decode and duo_attention, by
-    distillation from itself.
+    """Train gates that find a model's retrieval heads, for lychee_decode and duo_attention.
+
+    The model with gated heads is distilled from itself with dense attention.
 
     Example: jsparse train-gates --model smollm2 --out gates/ --steps 1000
     """
@@ -161,7 +181,7 @@ def _source(
     shared: dict[str, Any],
     of_keys: dict[str, int | None],
 ) -> "Source":
-    """What the options ask to train on."""
+    """Returns the training samples that the options ask for."""
     from jsparse.evaluation.texts import read
     from jsparse.train.passkey import passkeys
     from jsparse.train.questions import questions
@@ -180,8 +200,9 @@ def _source(
 
 
 def _progress() -> Progress:
-    """A bar with loss, expected number and multiplier of every seed, on standard error if that is a
-    terminal.
+    """Returns a bar with every seed's loss, expected number and multiplier.
+
+    It is shown on standard error, if that is a terminal.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -199,7 +220,7 @@ def _progress() -> Progress:
 
 
 def _show(record: dict[str, Any]) -> None:
-    """The table of what came out, by seed."""
+    """Prints a table of the results, by seed."""
     columns = {
         "active": "E[L0]",
         "retrieval_heads": "retrieval heads",
@@ -220,7 +241,7 @@ def _show(record: dict[str, Any]) -> None:
 
 
 def _draw(folder: Path) -> None:
-    """The plots of every seed, as far as matplotlib is there."""
+    """Draws the plots of every seed, if matplotlib is installed."""
     from importlib.util import find_spec
 
     from jsparse.train.plots import densities, heat_map

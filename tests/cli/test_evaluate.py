@@ -1,6 +1,4 @@
-"""`jsparse eval` on a tiny random model: what it writes, that it goes on where it was, what it
-refuses.
-"""
+"""Tests `jsparse eval` on a tiny random model: what it writes, resumes and refuses."""
 
 import json
 from pathlib import Path

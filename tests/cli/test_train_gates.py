@@ -1,6 +1,4 @@
-"""`jsparse train-gates` on a tiny random model: what it prints and leaves, what reaches the
-training, its refusals.
-"""
+"""Tests `jsparse train-gates` on a tiny random model: output, files, settings and refusals."""
 
 import json
 import subprocess
@@ -37,14 +35,14 @@ def text(tmp_path_factory):
 
 
 def small(text):
-    """Options of a training of seconds."""
+    """Returns the options of a training that takes seconds."""
     keys = ["--min-length", 160, "--max-length", 180, "--needles", 1, "--words", 1, "--asked", 1]
     return ["--target", 3, "--steps", 3, "--seeds", 2, "--held-out", 1, "--text", text, *keys]
 
 
 @pytest.fixture(scope="module")
 def done(text, tmp_path_factory):
-    """A whole run, and its folder."""
+    """Runs a whole training and returns it with its folder."""
     keep_compilations()
     out = tmp_path_factory.mktemp("done") / "run"
     return run("--out", out, *small(text)), out
@@ -111,7 +109,7 @@ def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
 
 
 def caught(monkeypatch, *args):
-    """The trainer that a command makes, and what it would run with."""
+    """Catches the trainer that a command makes and what it would run with."""
     made = []
     monkeypatch.setattr(
         trainer.Trainer,
@@ -127,9 +125,9 @@ def caught(monkeypatch, *args):
 
 def test_every_option_reaches_the_training(monkeypatch, tmp_path, text):
     given = {
-        "family": "hard_concrete", "penalty": "exponential", "penalty_rate": 0.25, "penalty_start": 3.0, "damping": 1.5,
-        "steps": 7, "anneal": 0.5, "batch": 8, "rate": 0.02, "keep": 0.4, "match": "hidden", "seeds": 3, "held_out": 5,
-            "sets": "refreshed",
+        "family": "hard_concrete", "penalty": "exponential", "penalty_rate": 0.25,
+        "penalty_start": 3.0, "damping": 1.5, "steps": 7, "anneal": 0.5, "batch": 8, "rate": 0.02,
+        "keep": 0.4, "match": "hidden", "seeds": 3, "held_out": 5, "sets": "refreshed",
     }  # fmt: skip
     flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", value)]
     keys = {"min_length": 170, "max_length": 200, "needles": 2, "words": 1, "asked": 1, "seed": 9}
