@@ -1,9 +1,8 @@
-"""The KV cache: paged, head-major, one entry a layer; pure functions that append to it, read it and
-shrink it.
+"""Defines the paged KV cache and the pure functions that append to it, read it and shrink it.
 
-A physical page holds P tokens of ONE KV head of ONE row. Where page m of head (b, k) lies is said
-by a block table, or by no table at all (the identity): then it is page (b·K + k)·M + m, and reading
-a whole head is a reshape.
+The cache is head-major and has one entry per layer. A physical page holds P tokens of ONE KV head
+of ONE row. A block table maps page m of head (b, k) to its physical page. Without a table the
+mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head is a reshape.
 """
 
 import functools
@@ -18,9 +17,7 @@ from jsparse.shapes import BlockTable, ChunkKV, Lengths, Pages, Rows
 
 
 class CacheSpec(NamedTuple):
-    """The static sizes that a cache and a policy's state are built from (letters of
-    jsparse.shapes).
-    """
+    """Holds the static sizes of a cache and of a policy's state (letters of jsparse.shapes)."""
 
     num_layers: int
     batch: int
@@ -33,23 +30,24 @@ class CacheSpec(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """S, the tokens that one head can hold."""
+        """Returns S, the number of tokens that one head can hold."""
         return self.num_pages * self.page_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V over all layers."""
+        """Returns the bytes of K and V over all layers."""
         return 2 * self.num_slots * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
     def num_slots(self) -> int:
-        """Slots of all heads of all rows and layers."""
+        """Returns the number of slots of all heads of all rows and layers."""
         return self.num_layers * self.batch * self.num_kv_heads * self.capacity
 
 
 class FreeList(NamedTuple):
-    """A stack of unused physical pages: `pages[:count]` are free. The pool's last page is the
-    scratch page.
+    """Holds a stack of unused physical pages, of which `pages[:count]` are free.
+
+    The pool's last page is the scratch page.
     """
 
     pages: Int32[Array, "pages"]
@@ -57,16 +55,16 @@ class FreeList(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's K and V.
+    """Holds one layer's K and V.
 
     Attributes:
-        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not:
-            attention may multiply what it does not attend to by 0.
-        lengths: tokens held per row and head.
-        block_table: physical page of each logical one; None is the identity.
-        free: the unused pages, where there is a table; the identity frees nothing.
-        bias: added to the logit of each slot; only where a policy asks.
-        slot_positions: the text position of each slot; only where a policy asks.
+        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not,
+            because attention may multiply by 0 what it does not attend to.
+        lengths: the number of tokens held, per row and head.
+        block_table: the physical page of each logical page; None is the identity.
+        free: the unused pages, if there is a table; the identity frees nothing.
+        bias: a term added to the logit of each slot; None unless a policy asks for it.
+        slot_positions: the text position of each slot; None unless a policy asks for it.
     """
 
     k: Pages
@@ -79,26 +77,24 @@ class LayerCache(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """P."""
+        """Returns P, the number of tokens per page."""
         return self.k.shape[1]
 
     @property
     def num_pages(self) -> int:
-        """M, the logical pages a head can have."""
+        """Returns M, the number of logical pages that a head can have."""
         if self.block_table is not None:
             return self.block_table.shape[2]
         return self.k.shape[0] // self.lengths.size
 
     @property
     def capacity(self) -> int:
-        """S, the slots of a head."""
+        """Returns S, the number of slots of a head."""
         return self.num_pages * self.page_size
 
 
 class KVCache(NamedTuple):
-    """All layers, the next text position of each row, and whether anything was ever refused for
-    want of room.
-    """
+    """Holds all layers, the next text position of each row, and whether room ever ran out."""
 
     layers: tuple[LayerCache, ...]
     positions: Rows
@@ -111,11 +107,11 @@ OPTIONAL_FIELDS = ("bias", "slot_positions")
 def init(
     spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | None = None
 ) -> KVCache:
-    """An empty cache.
+    """Returns an empty cache.
 
     Args:
         spec: the sizes.
-        fields: which of OPTIONAL_FIELDS to allocate.
+        fields: the names in OPTIONAL_FIELDS to allocate.
         pool_pages: None gives every head its own M pages (the identity table). A number gives each
             layer a shared pool of that many pages, one of them scratch, with a block table and a
             free list.
@@ -153,7 +149,7 @@ def init(
 
 
 def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[Array, "B K n"]:
-    """Where logical pages lie in the pool. Logical ids must be in [0, M)."""
+    """Returns the physical pages of logical ones, whose ids must be in [0, M)."""
     if layer.block_table is not None:
         return jnp.take_along_axis(layer.block_table, logical, axis=2, mode="clip")
     batch, heads = layer.lengths.shape
@@ -162,18 +158,22 @@ def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[A
 
 
 def read_pages(pool: Array, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
-    """The chosen pages of each head, [B, K, n, P, …], from a pool [pages, P, …] such as `layer.k`."""
+    """Reads chosen pages of each head, [B, K, n, P, …], from a pool such as `layer.k`.
+
+    A pool is [pages, P, …].
+    """
     return pool[physical_pages(layer, logical)]
 
 
 def read_slots(pool: Array, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
-    """The chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
+    """Reads chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
     return pool[physical_pages(layer, slots // layer.page_size), slots % layer.page_size]
 
 
 def read_heads(pool: Array, layer: LayerCache) -> Array:
-    """Every slot of every head, [B, K, S, …], from a pool [pages, P, …]; a reshape under the
-    identity table.
+    """Reads every slot of every head, [B, K, S, …], from a pool [pages, P, …].
+
+    Under the identity table this is a reshape.
     """
     shape = (*layer.lengths.shape, layer.capacity, *pool.shape[2:])
     return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape)
@@ -187,21 +187,19 @@ def append(
     positions: Int32[Array, "B T"],
     valid: Rows,
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens behind what each head of row b holds: `grow`,
-    then `fill`.
-    """
+    """Appends the first `valid[b]` of T new tokens to each head of row b: `grow`, then `fill`."""
     cache = grow(cache, valid, k.shape[1], layers=(layer_idx,))
     return fill(cache, layer_idx, k, v, positions, valid)
 
 
 def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
-    """Makes room for `valid[b]` ≤ `most` tokens in each head of row b, which `fill` is to write.
+    """Makes room in each head of row b for the `valid[b]` ≤ `most` tokens that `fill` will write.
 
-    In all layers at once, or in those that are named: with the identity table that is one launch
-    for all of them.
+    It does so in all layers at once, or in those that are named: with the identity table that is
+    one launch for all of them.
 
-    A token that finds no room sets `cache.overflow`, and what its own head gives from then on is
-    not to be used; no other head's tokens are touched.
+    A token that finds no room sets `cache.overflow`, and the output of its head must not be used
+    from then on; no other head's tokens are touched.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
     held = [cache.layers[i] for i in chosen]
@@ -209,7 +207,7 @@ def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None
     grown, short = zip(
         *(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True
     )
-    # layers first, then heads: a reduction over a stack of layers XLA would take apart again
+    # layers first, then heads: XLA would take apart a reduction over a stack of layers
     full = functools.reduce(
         jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True))
     )
@@ -231,9 +229,7 @@ def fill(
     positions: Int32[Array, "B T"],
     valid: Rows,
 ) -> KVCache:
-    """Writes the first `valid[b]` of T new tokens to the last slots that each head of row b has
-    room for.
-    """
+    """Writes the first `valid[b]` of T new tokens to the last slots that `grow` made room for."""
     layer = cache.layers[layer_idx]
     layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
     return replace_layer(cache, layer_idx, layer)
@@ -247,10 +243,10 @@ def write(
     valid: Rows,
     first: Lengths,
 ) -> LayerCache:
-    """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head, in
-    pages it already has.
+    """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head.
 
-    Used by `fill`, and to overwrite tokens that are computed again. Lengths do not change.
+    The pages must already be there; lengths do not change. `fill` uses it, and so does the
+    correction that overwrites recomputed tokens.
     """
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps  # [B, K, T]
@@ -274,9 +270,7 @@ def write(
 
 
 def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
-    """Shortens heads to `lengths` (never lengthens); pages that fall empty go back to the free
-    list.
-    """
+    """Shortens heads to `lengths` (never lengthens) and returns empty pages to the free list."""
     lengths = jnp.minimum(lengths, layer.lengths)
     if layer.block_table is None or layer.free is None:
         return layer._replace(lengths=lengths)
@@ -295,13 +289,14 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
 
 
 def replace_layer(cache: KVCache, layer_idx: int, layer: LayerCache) -> KVCache:
-    """The cache with one layer's entry replaced."""
+    """Returns the cache with one layer's entry replaced."""
     return cache._replace(layers=(*cache.layers[:layer_idx], layer, *cache.layers[layer_idx + 1 :]))
 
 
 def slot_positions(layer: LayerCache) -> Int32[Array, "B K S"]:
-    """The text position of every slot of every head; the slot's own number unless a policy keeps
-    them.
+    """Returns the text position of every slot of every head.
+
+    It is the slot's own number unless a policy keeps positions.
     """
     if layer.slot_positions is not None:
         return read_heads(layer.slot_positions, layer)
@@ -316,8 +311,9 @@ def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
 def _allocate(
     layer: LayerCache, lengths: Lengths, max_new: int
 ) -> tuple[LayerCache, Bool[Array, ""]]:
-    """Gives heads the pages that growing to `lengths` needs; also tells whether the pool ran dry
-    (then: scratch).
+    """Gives heads the pages for growing to `lengths`; also returns whether the pool ran dry.
+
+    A head that finds no free page gets the scratch page.
     """
     if layer.block_table is None or layer.free is None:
         return layer, jnp.bool_(False)

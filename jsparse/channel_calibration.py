@@ -1,8 +1,7 @@
-"""Finds the channels of K that carry most of the logits, offline: what Double Sparsity is
-calibrated with.
+"""Finds offline the channels of K that carry most of the logits, to calibrate Double Sparsity.
 
-As in the paper (arXiv:2408.07092, and the code its authors published) a channel weighs as much as
-the mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
+As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
+mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
 differ: the query heads that share a KV head share its ranking, by the sum over them; and the text
 is the user's, read in one piece with full attention (theirs is cut into blocks of 512 tokens).
 """
@@ -27,18 +26,19 @@ from jsparse.runtime import capacity, prefill, session
 def calibrate_channels(
     params: Params, prompt: Any, *, on_progress: OnProgress | None = None
 ) -> Ranking:
-    """Ranks the channels of every KV head on a text; `channel_ranking.save` keeps that for
-    double_sparsity.
+    """Ranks the channels of every KV head on a text.
+
+    `channel_ranking.save` writes the ranking to a file for double_sparsity.
 
     Args:
         params: the model.
-        prompt: what to read, as for `generate`: text, token ids, or a list of these, each of which
-            is read on its own.
-        on_progress: called with ("prefill", done, total) tokens of each prompt.
+        prompt: the text to read, as for `generate`: text, token ids, or a list of these, each of
+            which is read on its own.
+        on_progress: a callable that gets ("prefill", done, total), in tokens of each prompt.
 
     Raises:
-        ValueError: a prompt is none, or leaves no room for one token more in the model's context,
-            or in memory.
+        ValueError: a prompt is malformed, or leaves no room for one more token in the model's
+            context, or in memory.
     """
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
@@ -55,8 +55,9 @@ def calibrate_channels(
 
 @builder
 def _weighed(window: int) -> Policy:
-    """Dense; its state sums up, a layer, the weight of every channel. No chunk has more tokens than
-    `window`.
+    """Attends densely and sums up, per layer, the weight of every channel in its state.
+
+    No chunk has more tokens than `window`.
     """
 
     def init(spec: CacheSpec) -> State:
@@ -70,7 +71,7 @@ def _weighed(window: int) -> Policy:
 
 
 def _weights(view: PrefillView) -> Float32[Array, "B K H"]:
-    """The sum of |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
+    """Sums |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
     nth = jnp.arange(view.k.shape[1], dtype=jnp.int32)
     at = (
         view.q_window.shape[1] - view.valid[:, None] + nth

@@ -1,4 +1,4 @@
-"""`generate`: what a user may ask for, checked; the work is in jsparse.runtime.session."""
+"""Defines `generate`, which validates a request and runs it with jsparse.runtime.session."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -79,34 +79,35 @@ def generate(
     page_size: int = 16,
     on_progress: OnProgress | None = None,
 ) -> Any:
-    """Continues a prompt, or a batch of them.
+    """Continues a prompt, or a batch of prompts.
 
     The decode step is compiled once for each batch size, capacity and policy, prefill also for each
-    size of its last chunk, a power of two; other prompts and options then compile nothing anew.
+    size of its last chunk, a power of two. Other prompts and options need no new compilation.
 
     Args:
-        params: what `jsparse.load` returned.
+        params: the model that `jsparse.load` returned.
         prompt: text, chat messages (dicts with role and content), token ids, or a list of any of
             these.
-        max_new_tokens: at most so many tokens are generated.
-        temperature: 0 is greedy. None of this and the next four: the model's generation_config,
-            else off.
-        top_k: keep the k likeliest tokens; 0 is off.
-        top_p: keep the likeliest tokens whose probabilities sum to p; 1 is off.
-        min_p: drop tokens below min_p times the likeliest; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far; 1
-            is off.
-        seed: of the random draws; the same seed gives the same text.
+        max_new_tokens: the maximum number of tokens to generate.
+        temperature: the sampling temperature; 0 is greedy. For this and the next four options, None
+            means the value in the model's generation_config, else off.
+        top_k: the number of likeliest tokens to keep; 0 is off.
+        top_p: the total probability of the likeliest tokens to keep; 1 is off.
+        min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
+        repetition_penalty: the factor that divides positive and multiplies negative logits of
+            tokens seen so far; 1 is off.
+        seed: the random seed; the same seed gives the same text.
         stop: strings that end the text and are cut off.
-        eos_token_id: ids that end the text; [] never stops; None takes the model's.
-        logprobs: also return each token's log-probability.
-        streamer: called with each piece of text as it is made; for several prompts a list of them.
-        policy: what is attended to while decoding: a policy or its expression. The prompt is always
-            read densely.
+        eos_token_id: ids that end the text; [] never stops; None means the model's own.
+        logprobs: whether to return each token's log-probability.
+        streamer: a callable that gets each piece of text as it is made, or a list with one per
+            prompt.
+        policy: the policy, or its expression, that chooses what decoding attends to. The prompt is
+            always read densely.
         max_length: the cache's capacity in tokens; None fits the longest prompt and max_new_tokens,
             rounded up so that few sizes are compiled.
-        page_size: tokens a page, one of 8, 16, 32, 64.
-        on_progress: called with ("prefill" | "decode", done, total) tokens.
+        page_size: the number of tokens per page: 8, 16, 32 or 64.
+        on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
 
     Returns:
         A Generation, or a list of them for a list of prompts.
@@ -167,8 +168,10 @@ def _number(name: str, value: Any) -> Any:
 
 
 def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings that end a text; ValueError for one that is none, or where there is no tokenizer
-    to find them.
+    """Returns the strings that end a text.
+
+    Raises:
+        ValueError: one is not a string or is empty, or there is no tokenizer to find them.
     """
     if not isinstance(stop, Sequence):
         raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
@@ -182,8 +185,10 @@ def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    """The tokens that end a text, by default the model's; ValueError for one outside the
-    vocabulary.
+    """Returns the tokens that end a text, by default the model's own.
+
+    Raises:
+        ValueError: a token is outside the vocabulary.
     """
     if eos_token_id is None:
         eos_token_id = params.generation_defaults.get("eos_token_id")
@@ -210,8 +215,11 @@ def cache_spec(
     max_length: int | None,
     page_size: int,
 ) -> CacheSpec:
-    """The cache's sizes; ValueError where prompt and new tokens do not fit the model or the
-    capacity asked for.
+    """Returns the cache's sizes.
+
+    Raises:
+        ValueError: an argument is out of its range, or prompt and new tokens do not fit the model
+            or the capacity asked for.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
         if name == "max_length" and value is None:

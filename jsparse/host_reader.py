@@ -1,8 +1,7 @@
-"""What comes back from the device, and what becomes of it on the host: ids, text, stop rules,
-statistics.
+"""Reads results back from the device and turns them into ids, text and statistics.
 
 The host reads each step a few steps after it was dispatched, so that the device never waits for it.
-What it finds then (a stop rule, a full cache) ends the loop; the few steps made in the meantime are
+A stop rule or a full cache that it finds then ends the loop; the few steps made in the meantime are
 dropped.
 """
 
@@ -26,17 +25,17 @@ OnProgress = Callable[[str, int, int], Any]
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """How one prompt's generation went. Times are of the whole batch.
+    """Holds the statistics of one prompt's generation; times are of the whole batch.
 
     Attributes:
-        prompt_tokens, new_tokens: of this prompt.
-        prefill_seconds: until the first token of the batch was known; prefill's compilation
-            included, if there was any.
-        decode_tokens_per_second: of all rows together, from the second token on, so without
-            compilation; None for fewer than three tokens.
-        attended_fraction: tokens attended over positions so far, mean over steps, layers and KV
-            heads; None where no decode step was run.
-        read_fraction: the same for tokens whose K and V were read.
+        prompt_tokens, new_tokens: this prompt's number of tokens, and of new tokens.
+        prefill_seconds: the time until the first token of the batch was known, including prefill's
+            compilation, if there was any.
+        decode_tokens_per_second: the speed of all rows together, from the second token on and so
+            without compilation; None for fewer than three tokens.
+        attended_fraction: tokens attended over positions so far, averaged over steps, layers and KV
+            heads; None if no decode step was run.
+        read_fraction: the same fraction for tokens whose K and V were read.
     """
 
     prompt_tokens: int
@@ -49,16 +48,16 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated for one prompt.
+    """Holds what was generated for one prompt.
 
     Attributes:
-        text: without the prompt, special tokens and the stop string; "" where the model has no
+        text: the new text, without special tokens and the stop string; "" if the model has no
             tokenizer.
-        token_ids: the new ids, the end token included if one came.
-        logprobs: their natural log-probabilities under the model's own softmax, before sampling
-            options; if asked for.
+        token_ids: the new ids, including the end token if one came.
+        logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
+            options; None unless asked for.
         finish_reason: "stop" (an end token or a stop string) or "length".
-        stats: counts, times and what was attended.
+        stats: counts, times and attended fractions.
     """
 
     text: str
@@ -69,7 +68,7 @@ class Generation:
 
 
 class StepResult(NamedTuple):
-    """One step's results, still on the device."""
+    """Holds one step's results, still on the device."""
 
     tokens: Array
     logprobs: Array
@@ -79,7 +78,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class Row:
-    """One prompt's growing output on the host."""
+    """Collects one prompt's growing output on the host."""
 
     stream: TextStream
     ends: frozenset[int]
@@ -105,7 +104,7 @@ class Row:
             self.close("stop")
 
     def close(self, reason: str) -> None:
-        """Ends the row; what was held back is shown, unless it completes a stop string."""
+        """Ends the row and emits what was held back, unless it completes a stop string."""
         if self.finish is None:
             if piece := self.stream.finish():
                 self.emit(piece)
@@ -114,7 +113,7 @@ class Row:
 
 @dataclass
 class Reader:
-    """Reads steps late, hands each row its token, and knows when all rows are done."""
+    """Reads steps late, gives each row its token, and knows when all rows are done."""
 
     rows: list[Row]
     max_new_tokens: int
@@ -126,8 +125,7 @@ class Reader:
         for array in jax.tree.leaves(step):
             array.copy_to_host_async()
         self.pending.append(step)
-        # the first token is waited for: nobody should see it only after the decode step has
-        # compiled
+        # wait for the first token, so that it is shown before the decode step compiles
         while len(self.pending) > (HOST_LAG if self.times else 0):
             self._read()
 

@@ -1,11 +1,11 @@
-"""How much memory there is. This module knows nothing else of jsparse."""
+"""Measures free memory; this module imports nothing else of jsparse."""
 
 import jax
 import psutil
 
 
 def available_bytes() -> int:
-    """Bytes that can still be allocated on the default device (or of the host's memory, on a CPU)."""
+    """Returns the bytes free on the default device, or in the host's memory on a CPU."""
     stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -13,7 +13,7 @@ def available_bytes() -> int:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in binary units."""
+    """Formats a number of bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

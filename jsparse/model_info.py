@@ -1,4 +1,4 @@
-"""What a model is and what it takes, told from its files' headers without reading the weights."""
+"""Describes a model and the memory it takes, from its files' headers alone."""
 
 import dataclasses
 import math
@@ -28,24 +28,24 @@ def describe(
     context: int | None = None,
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Sizes of a model, of its cache and of what a policy keeps, and how much context there is
-    memory for.
+    """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
-    What fits is the cache with what the policy keeps, beside the weights, in the memory that is
-    free now; what a step computes with is not counted.
+    The cache and the policy's state must fit beside the weights in the memory that is free now;
+    what a step computes with is not counted.
 
     Args:
-        model: as for `jsparse.load`.
-        dtype: of weights and cache, a key of ITEM_BYTES.
-        policy: a policy or its expression. Its state is told for pages of 16 tokens, the default of
-            `jsparse.generate`.
-        context: tokens a prompt for which the largest batch is told; None is the model's maximum.
-        revision: of a Hub id.
+        model: the model, in any form that `jsparse.load` takes.
+        dtype: the type of weights and cache, a key of ITEM_BYTES.
+        policy: a policy or its expression. Its state is counted for pages of 16 tokens, the default
+            of `jsparse.generate`.
+        context: the tokens per prompt for which the largest batch is counted; None is the model's
+            maximum.
+        revision: the revision of a Hub id.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: it is of no supported kind, `context` is out of its range, or the policy is
-            refused.
+        ValueError: the model's kind is not supported, `context` is out of its range, or the policy
+            is refused.
     """
     policy = as_policy(policy)
     config = read_config(model, revision=revision)
@@ -78,11 +78,11 @@ def describe(
 
 
 def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
-    """Bytes over all layers that a policy keeps beside K and V: for each token of context, and for
-    a prompt besides.
+    """Returns the bytes over all layers that a policy keeps beside K and V.
 
-    Told from the model's maximum and twice that, so that what is bounded within the model's context
-    does not grow.
+    The first number is per token of context, the second is fixed per prompt. They are derived from
+    the model's maximum and twice that, so that what is bounded within the model's context does not
+    grow.
     """
 
     def kept(pages: int) -> int:
@@ -103,7 +103,7 @@ def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float,
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values in the weights; a tied embedding counts once."""
+    """Counts the values in the weights; a tied embedding counts once."""
     names = FAMILIES[config.family].hf_names
 
     def count(layers: int) -> int:
@@ -117,7 +117,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
-    """The lines of a table that says the same to a reader."""
+    """Returns the lines of a table that shows what `describe` returned."""
     c, dtype = info["config"], info["dtype"]
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
@@ -142,14 +142,14 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
             "bfloat16 and float16",
         ),
-        ("cache a token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        ("cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
         ("policy", info["policy"]),
         (
             "policy keeps",
-            f"{memory.size(info['policy_bytes_per_token'])} a token beside the cache, "
+            f"{memory.size(info['policy_bytes_per_token'])} per token beside the cache, "
             f"{100 * info['policy_fraction']:.1f} % of it",
         ),
-        ("", f"{memory.size(info['policy_bytes_per_prompt'])} a prompt besides"),
+        ("", f"plus {memory.size(info['policy_bytes_per_prompt'])} per prompt"),
         ("memory free now", memory.size(info["free_bytes"])),
         ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
         ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),

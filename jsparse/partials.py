@@ -1,4 +1,4 @@
-"""Attention partials (o, lse), the one way to combine them, and what attention can report besides."""
+"""Defines attention partials (o, lse), how they are merged, and the statistics of attention."""
 
 from typing import Literal, NamedTuple
 
@@ -9,12 +9,12 @@ StatsKind = Literal["page_mass", "token_logits"]
 
 
 class Stats(NamedTuple):
-    """How the mean query of each group, rounded to the type of the queries, saw what was read.
+    """Holds how each group's mean query, rounded to the queries' type, weighed what was read.
 
     Attributes:
-        scores: "page_mass": float32[B, K, M], the un-normalised logsumexp of each logical page's
-            attended slots; "token_logits": float32[B, K, S], the logit of each slot. -inf for what
-            was not read.
+        scores: with "page_mass" float32[B, K, M], the un-normalised logsumexp of each logical
+            page's attended slots; with "token_logits" float32[B, K, S], the logit of each slot.
+            They are -inf where nothing was read.
         lse: the logsumexp over everything attended; a page's share of the mass is exp(scores -
             lse).
     """
@@ -24,8 +24,9 @@ class Stats(NamedTuple):
 
 
 class AttentionOut(NamedTuple):
-    """A partial result, of o in float32, or a whole one. A head that attended to nothing has o = 0
-    and lse = -inf.
+    """Holds the whole output of attention, or a partial one with o in float32.
+
+    A head that attended to nothing has o = 0 and lse = -inf.
     """
 
     o: Float[Array, "B N H"]
@@ -39,9 +40,9 @@ def merge(
     o2: Float32[Array, "*rows H"],
     lse2: Float32[Array, "*rows"],
 ) -> tuple[Float32[Array, "*rows H"], Float32[Array, "*rows"]]:
-    """Attention over the union of two disjoint sets, from the attention over each.
+    """Merges the attention over two disjoint sets into the attention over their union.
 
-    Splits, tiers, shards and summary tokens are all merged by this. An empty partial (lse = -inf)
+    Splits, tiers, shards and summary tokens are all merged this way. An empty partial (lse = -inf)
     changes nothing; two of them give an empty one, never NaN.
     """
     lse = jnp.logaddexp(lse1, lse2)
@@ -53,8 +54,9 @@ def merge(
 def softmax_partial(
     logits: Float32[Array, "*rows S"],
 ) -> tuple[Float32[Array, "*rows S"], Float32[Array, "*rows"], Float32[Array, "*rows"]]:
-    """exp(logits - max), its sum and the logsumexp; -inf marks what is not attended, and a row may
-    be all -inf.
+    """Returns exp(logits - max), its sum and the logsumexp.
+
+    -inf marks what is not attended, and a row may be all -inf.
     """
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
     top = jnp.where(jnp.isneginf(top), 0.0, top)

@@ -1,4 +1,4 @@
-"""What may be passed as a prompt, and the token ids it becomes."""
+"""Checks prompts and turns them into token ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ BYTES = bytes | bytearray | memoryview
 
 
 def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether one alone was given (not a list of them).
+    """Returns the token ids of every prompt, and whether a single prompt was given.
 
     Args:
         params: the model; its tokenizer turns text into ids.
@@ -20,7 +20,7 @@ def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
             array), or a list of any of these; a 2-D integer array is a list of rows.
 
     Raises:
-        ValueError: a prompt is empty, of another kind, or has ids outside the vocabulary.
+        ValueError: a prompt is empty, is of another kind, or has ids outside the vocabulary.
     """
     alone = _is_one(prompt)
     prompts = [prompt] if alone else list(prompt)
@@ -40,7 +40,7 @@ def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
 
 
 def tokenizer_of(params: Params, purpose: str) -> Tokenizer:
-    """The model's tokenizer; ValueError where it came without one."""
+    """Returns the model's tokenizer; raises ValueError if it has none."""
     if params.tokenizer is None:
         raise ValueError(
             f"{purpose} needs a tokenizer, and model {params.name!r} has none: give token ids"
@@ -75,10 +75,11 @@ def _ids(params: Params, prompt: Any) -> list[int]:
         array = np.asarray(prompt)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
-                f"prompt is an array of {array.dtype}: token ids must be integers, one row a prompt"
+                f"prompt is an array of {array.dtype}: token ids must be integers, one row per "
+                "prompt"
             )
         return array.tolist()
-    if isinstance(prompt, BYTES):  # a sequence of integers, but of no vocabulary's
+    if isinstance(prompt, BYTES):  # a sequence of integers, but not of token ids
         raise ValueError(f"prompt={prompt!r}: must be text, not bytes")
     if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
         return [int(item) for item in prompt]

@@ -1,5 +1,6 @@
-"""Selection: what each KV head attends to. Every method's pages, tokens, clusters and head roles
-end as one.
+"""Defines Selection, which says what each KV head attends to.
+
+The pages, tokens, clusters and head roles of every method end as one.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ _ARRAYS = ("ids", "count", "bits", "dense")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Selection:
-    """The slots each KV head attends to.
+    """Lists the slots that each KV head attends to.
 
     Attributes:
         ids: logical page ids or token slots; the first `count` of each head are valid, distinct and
             ascending, the rest are 0. C is static.
-        count: how many are valid.
-        bits: pages only, P ≤ 32: bit t set means token t of that page is attended, if the head
-            holds it. None: all of them. Bits save arithmetic, not bytes: a page with one bit set is
-            read whole.
+        count: the number of valid ids.
+        bits: token bits, for pages with P ≤ 32: bit t set means token t of that page is attended,
+            if the head holds it. None means all tokens. Bits save arithmetic, not bytes: a page
+            with one bit set is read whole.
         dense: heads that attend to everything they hold; their list is not read, and no wrapper may
             prune them.
-        granularity: what `ids` count.
+        granularity: the unit of `ids`.
 
     A head that attends to anything also attends to its newest token, listed or not. A head with
     count 0 that is not dense attends to nothing: o = 0, lse = -inf.
@@ -45,16 +46,14 @@ class Selection:
     granularity: Granularity = "page"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Granularity]:
-        """The arrays; the granularity is static."""
+        """Returns the arrays as children; the granularity is static."""
         return [
             (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _ARRAYS
         ], self.granularity
 
     @classmethod
     def tree_unflatten(cls, granularity: Granularity, arrays: Sequence[Any]) -> "Selection":
-        """Takes whatever stands for the arrays in a tree that is being mapped, shapes and
-        placeholders included.
-        """
+        """Rebuilds a selection from arrays, or from shapes or placeholders that replace them."""
         made = object.__new__(cls)
         for name, value in zip((*_ARRAYS, "granularity"), (*arrays, granularity), strict=True):
             object.__setattr__(made, name, value)
@@ -62,13 +61,13 @@ class Selection:
 
 
 def everything(lengths: Lengths) -> Selection:
-    """Every head attends to all it holds."""
+    """Returns the selection with which every head attends to all it holds."""
     ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
     return Selection(ids, jnp.zeros_like(lengths), dense=jnp.ones(lengths.shape, jnp.bool_))
 
 
 def nothing(lengths: Lengths, granularity: Granularity = "page") -> Selection:
-    """No head attends to anything."""
+    """Returns the selection with which no head attends to anything."""
     ids = jnp.zeros((*lengths.shape, 0), jnp.int32)
     return Selection(ids, jnp.zeros_like(lengths), granularity=granularity)
 
@@ -76,8 +75,9 @@ def nothing(lengths: Lengths, granularity: Granularity = "page") -> Selection:
 def from_token_mask(
     mask: Bool[Array, "B K S"], capacity: int, *, page_size: int, granularity: Granularity = "token"
 ) -> Selection:
-    """The marked slots as a list of tokens, or of pages with bits. `mask` must fit: at most
-    `capacity` ids a head.
+    """Lists the marked slots as tokens, or as pages with bits.
+
+    `mask` must fit: at most `capacity` ids per head.
     """
     if granularity == "token":
         ids, count = compact(mask, capacity)
@@ -90,13 +90,13 @@ def from_token_mask(
 
 
 def from_page_mask(mask: Bool[Array, "B K M"], capacity: int) -> Selection:
-    """The marked pages, whole. `mask` must fit: at most `capacity` pages a head."""
+    """Lists the marked pages, whole; `mask` must mark at most `capacity` pages per head."""
     ids, count = compact(mask, capacity)
     return Selection(ids, count)
 
 
 def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
-    """The same slots as pages, with bits where tokens were listed; P ≤ 32 then."""
+    """Lists the same slots as pages, with bits if tokens were listed; that needs P ≤ 32."""
     if selection.granularity == "page":
         return selection
     if page_size > MAX_BITS_PAGE:
@@ -130,17 +130,16 @@ def window(
     page_size: int,
     granularity: Granularity = "page",
 ) -> Selection:
-    """The first `sink` and the last `recent` slots of each head: C is what they need at most,
-    whatever the length.
+    """Selects the first `sink` and the last `recent` slots of each head.
 
-    Pages of more than 32 tokens carry no bits and are taken whole, so some slots besides are
-    attended.
+    C is the most that they need at any length. Pages of more than 32 tokens carry no bits and are
+    taken whole, so some more slots are attended.
     """
     sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)
     unit = page_size if granularity == "page" else 1
     num_units = num_pages * page_size // unit
     sink_units = min(-(-sink // unit), num_units)
-    # recent tokens that do not start on a page's edge touch one page more
+    # recent tokens that do not start at the edge of a page touch one more page
     recent_units = min(-(-recent // unit) + (unit > 1 and recent > 0), num_units)
     used = -(-lengths // unit)
     sink_count = jnp.minimum(used, sink_units)
@@ -164,7 +163,10 @@ def window(
 
 
 def union(a: Selection, b: Selection, num_units: int) -> Selection:
-    """What either selects. `num_units` is M (pages) or S (tokens), the most a head can list."""
+    """Selects what `a` or `b` selects.
+
+    `num_units` is M (pages) or S (tokens), the most that a head can list.
+    """
     if a.granularity != b.granularity:
         raise ValueError(
             f"granularity={b.granularity!r}: must equal the other selection's, {a.granularity!r}"
@@ -200,8 +202,9 @@ def union(a: Selection, b: Selection, num_units: int) -> Selection:
 def token_mask(
     selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int
 ) -> Bool[Array, "B K S"]:
-    """The meaning of a selection: which slots of each head are attended, the newest token's rule
-    included.
+    """Marks the slots that each head attends to: what a selection means.
+
+    The rule of the newest token is included.
     """
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
     valid = _valid(selection)
@@ -230,26 +233,26 @@ def token_mask(
 
 
 def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """How many slots each head attends to, from the list alone."""
+    """Counts the slots that each head attends to, from the list alone."""
     return count_tokens(selection, lengths, page_size)[0]
 
 
 def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """How many slots' K and V are read: whole pages, the newest token's too, up to what the head
-    holds.
+    """Counts the slots whose K and V are read.
+
+    Pages are read whole, the newest token's too, up to what the head holds.
     """
     return count_tokens(selection, lengths, page_size)[1]
 
 
 def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
-    """`attended_tokens` and `read_tokens`, in one pass over the list.
+    """Returns `attended_tokens` and `read_tokens`, in one pass over the list.
 
-    The newest token counts, and its page, whether listed or not: once for each list that is not
-    empty.
+    The newest token and its page count whether listed or not, once for each list that is not empty.
     """
     unit = page_size if selection.granularity == "page" else 1
     newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
-    # slots of an entry, newest left out: all of its unit or none, but for the newest's page
+    # slots of an entry without the newest: all of its unit or none, except in the newest's page
     before = jnp.where(
         _valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0
     )
@@ -267,7 +270,7 @@ def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tupl
 
 
 def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
-    """P ≤ 32 flags as one word, flag t at bit t."""
+    """Packs P ≤ 32 flags into one word, flag t at bit t."""
     size = mask.shape[-1]
     if size > MAX_BITS_PAGE:
         raise ValueError(
@@ -279,7 +282,7 @@ def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
 
 
 def unpack_bits(bits: UInt32[Array, "*batch"], page_size: int) -> Bool[Array, "*batch P"]:
-    """The flags of `pack_bits`."""
+    """Unpacks the flags that `pack_bits` packed."""
     return (bits[..., None] >> jnp.arange(page_size, dtype=jnp.uint32)) & 1 == 1
 
 
@@ -294,14 +297,12 @@ def _bits(selection: Selection) -> UInt32[Array, "B K C"]:
 
 
 def _sum_both(a: Int32[Array, "B K C"], b: Int32[Array, "B K C"]) -> tuple[Lengths, Lengths]:
-    """Sums over C, as one reduction with one result: XLA joins those of several layers in one
-    kernel.
-    """
+    """Sums both over C in one reduction, which XLA joins over several layers in one kernel."""
     both = jnp.sum(jnp.stack([a, b]), -1, dtype=jnp.int32)
     return both[0], both[1]
 
 
 def _low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
-    """Words whose lowest `count` bits are set: none of them below 0, all from 32 on."""
+    """Returns words with the lowest `count` bits set: none below 0, all from 32 on."""
     low = (jnp.uint32(1) << jnp.maximum(count, 0).astype(jnp.uint32)) - 1
     return jnp.where(count >= 32, jnp.uint32(0xFFFFFFFF), low)

@@ -1,12 +1,12 @@
-"""The axis legend. Every signature of the package spells its array shapes with these letters.
+"""Names the axes: every signature of the package spells its array shapes with these letters.
 
     B batch            T query length      S cached length (slots)     V vocabulary
-    N query heads      K KV heads          G = N / K heads a group     H head dimension
+    N query heads      K KV heads          G = N / K group size        H head dimension
     D model dimension  F MLP dimension     L layers
-    P tokens a page    M pages of a head   C capacity of a selection   W prompt-end queries kept
+    P tokens per page  M pages of a head   C capacity of a selection   W prompt-end queries kept
 
-"slot" is where a token lies in its head's cache; "position" is where it stood in the text, which
-RoPE needs. They are the same until a policy compacts a head.
+A token's "slot" is its place in its head's cache; its "position" is its place in the text, which
+RoPE needs. They are equal until a policy compacts a head.
 """
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32

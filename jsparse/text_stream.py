@@ -1,4 +1,4 @@
-"""Text as it is made: token ids to pieces of text, cut at stop strings."""
+"""Turns token ids into pieces of text as they arrive, cut at stop strings."""
 
 from jsparse.models.tokenizer import Tokenizer
 
@@ -6,7 +6,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Turns one row's ids into text, piece by piece.
+    """Decodes one row's ids into text, piece by piece.
 
     A piece is held back while its last character is unfinished (a character may span several
     tokens) and while its end could still grow into a stop string. `text` is everything so far,
@@ -27,18 +27,18 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything decoded so far, up to the stop string if one came."""
+        """Returns the text decoded so far, up to a stop string."""
         return self._text
 
     def push(self, token: int) -> str:
-        """Takes in one id; returns the text that is now certain, perhaps none."""
+        """Takes one id and returns the text that is now certain, possibly none."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """Returns what was still held back."""
+        """Returns the text that was still held back."""
         if self._tokenizer is None or self.stopped:
             return ""
         return self._advance(final=True)
@@ -67,7 +67,7 @@ class TextStream:
             self._text, self.stopped = self._text[: min(starts)], True
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Returns the length of the longest end of the text that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for size in range(min(longest, len(self._text) - self._emitted), 0, -1):
             if any(stop.startswith(self._text[-size:]) for stop in self._stop):

@@ -1,8 +1,7 @@
-"""Top-k and top-p with static shapes: bisect a threshold, take what lies above it, compact it to
-ids.
+"""Implements top-k and top-p with static shapes.
 
-No sort: 32 passes over the order-preserving integer image of the float32 scores find the threshold
-exactly.
+They bisect a threshold, take what lies above it and compact it to ids, without a sort: 32 passes
+over the order-preserving integer image of the float32 scores find the threshold exactly.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 def top_k_mask(
     scores: Float[Array, "*rows S"], k: Int[Array, "*#rows"] | int
 ) -> Bool[Array, "*rows S"]:
-    """Marks the k largest scores of each row; ties go to the lowest index. -inf and NaN are never
-    marked.
+    """Marks the k largest scores of each row; ties go to the lowest index.
 
-    k may differ from row to row. A row with fewer than k finite scores marks them all.
+    k may differ from row to row. A row with fewer than k finite scores marks them all; -inf and NaN
+    are never marked.
     """
     keys = _ordered(scores)
     finite = keys > _ordered(jnp.float32(-jnp.inf))
@@ -32,11 +31,10 @@ def top_k_mask(
 def top_p_mask(
     weights: Float[Array, "*rows S"], p: Float[Array, "*#rows"] | float
 ) -> Bool[Array, "*rows S"]:
-    """Marks the smallest set of each row whose weights sum to at least p times the row's sum; ties:
-    lowest index first.
+    """Marks the smallest set of each row whose weights sum to at least p times the row's sum.
 
-    Weights are non-negative (a softmax, normalised or not). A row with any positive weight marks at
-    least one. With p ≥ 1 every positive weight is marked.
+    Ties go to the lowest index. Weights are non-negative (a softmax, normalised or not). A row with
+    any positive weight marks at least one. With p ≥ 1 every positive weight is marked.
     """
     weights = weights.astype(jnp.float32)
     positive = weights > 0
@@ -59,10 +57,10 @@ def top_p_mask(
 def compact(
     mask: Bool[Array, "*rows S"], capacity: int
 ) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
-    """The indices of the marked entries, ascending, and how many there are; entries past the count
-    are 0.
+    """Returns the indices of the marked entries, ascending, and their number.
 
-    More than `capacity` marks would be lost: cap them first, by score (`top_k_mask`).
+    Entries past the count are 0. More than `capacity` marks would be lost: cap them first, by score
+    (`top_k_mask`).
     """
     running = jnp.cumsum(mask, -1, dtype=jnp.int32)
     count = jnp.minimum(running[..., -1], capacity)
@@ -76,7 +74,7 @@ def compact(
 
 
 def _ordered(x: Array) -> UInt32[Array, "..."]:
-    """float32 to uint32 with the same order (NaN below everything)."""
+    """Maps float32 to uint32 in the same order (NaN below everything)."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 and 0 are equal
     key = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
@@ -86,8 +84,9 @@ def _ordered(x: Array) -> UInt32[Array, "..."]:
 def _largest(
     keys: UInt32[Array, "*rows S"], enough: Callable[[Array], Array]
 ) -> UInt32[Array, "*rows"]:
-    """The largest threshold t of each row for which enough(keys ≥ t) holds; `enough` is monotone.
-    Bit by bit.
+    """Finds bit by bit the largest threshold t of each row for which enough(keys ≥ t) holds.
+
+    `enough` is monotone.
     """
 
     def step(i: Array, t: Array) -> Array:

@@ -1,6 +1,4 @@
-"""The cache against a model of it made of dicts of lists: what is read back, who owns which page,
-what overflows.
-"""
+"""Tests the cache against a model of dicts of lists: contents, owners of pages, overflow."""
 
 import functools
 from typing import Any
@@ -40,8 +38,9 @@ histories = st.lists(valid_counts | cuts | rewrites, min_size=1, max_size=12)
 
 
 class Pair:
-    """The cache and its model, a list of (k, v, bias, position) for each head, driven by the same
-    operations.
+    """Drives the cache and its model with the same operations.
+
+    The model is a list of (k, v, bias, position) for each head.
     """
 
     def __init__(self, pool_pages: int | None):
@@ -85,7 +84,7 @@ class Pair:
             del rows[lengths[b * K + n] :]
 
     def rewrite(self, valid):
-        """Writes the newest tokens once more, as many as each row's shortest head has."""
+        """Writes the newest tokens again, as many as each row's shortest head has."""
         count = [min(valid[b], *(len(self.heads[b, n]) for n in range(K))) for b in range(B)]
         k, v, positions = self.new_tokens()
         first = np.array(self.layer.lengths) - np.array(count, np.int32)[:, None]

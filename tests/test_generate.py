@@ -1,6 +1,4 @@
-"""generate(): stop rules, streaming, sampling, defaults, statistics, compilations, and every
-refusal.
-"""
+"""Tests generate(): stopping, streaming, sampling, defaults, statistics, compilations, refusals."""
 
 import dataclasses
 from pathlib import Path
@@ -23,13 +21,13 @@ PROMPTS = random_prompts((37, 18, 3))
 
 @pytest.fixture(scope="module")
 def params():
-    """A model without a tokenizer."""
+    """Makes a model without a tokenizer."""
     return tiny_params(num_layers=2)
 
 
 @pytest.fixture(scope="module")
 def texts():
-    """A model with a tokenizer of bytes and a few merges; 128 positions."""
+    """Makes a model of 128 positions with a tokenizer of bytes and a few merges."""
     return jsparse.load(GGUF, dtype="float32")
 
 
@@ -38,7 +36,7 @@ def with_defaults(params, **defaults):
 
 
 def forced(params, rows, monkeypatch, prompt=None, **options):
-    """generate() with the tokens of `rows` (texts or ids) in place of the model's choice."""
+    """Runs generate() with the tokens of `rows` (texts or ids) in place of the model's choice."""
     ids = [
         params.tokenizer.encode(r, add_special_tokens=False) if isinstance(r, str) else list(r)
         for r in rows
@@ -223,10 +221,10 @@ def test_random_text_streams_whole(texts):
 
 
 def test_logprobs_are_those_of_the_dense_model(params):
-    """Of the model's own softmax, whatever the sampling options."""
+    """They are those of the model's own softmax, whatever the sampling options."""
     outs = jsparse.generate(
-        params, PROMPTS, max_new_tokens=8, temperature=0.7, top_k=9, repetition_penalty=1.3, logprobs=True,
-        eos_token_id=[],
+        params, PROMPTS, max_new_tokens=8, temperature=0.7, top_k=9, repetition_penalty=1.3,
+        logprobs=True, eos_token_id=[],
     )  # fmt: skip
     for prompt, out in zip(PROMPTS, outs, strict=True):
         logits = np.asarray(jsparse.logits(params, [*prompt, *out.token_ids])[0], np.float64)
@@ -282,7 +280,7 @@ def penalised_greedy(params, prompt, steps, penalty):
 
 
 def test_repetition_penalty_counts_prompt_and_new_tokens(params):
-    # a short prompt, so that greedy text would fall into a session
+    # a short prompt, so that greedy text would fall into a loop
     prompt = PROMPTS[2]
     expected = penalised_greedy(params, prompt, 10, 3.0)
     out = jsparse.generate(
@@ -324,7 +322,7 @@ def test_statistics_of_dense(params):
 
 
 def test_statistics_of_streaming_are_those_of_hand_counting(params):
-    """Of the steps that made this row's tokens alone: rows that stop early count no further ones."""
+    """They count only the steps that made this row's tokens: rows that stop early count no more."""
     sink, recent, page, steps = 3, 10, 8, 9
     policy = f"streaming(sink={sink}, recent={recent})"
     free = jsparse.generate(
@@ -365,8 +363,9 @@ def test_progress_counts_up_to_the_end(params):
 
 
 def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
-    """11 tokens are 10 steps: maintained after steps 3, 6, 9; corrected after 4 and 8 with the
-    newest 4 tokens.
+    """11 tokens are 10 steps, with maintenance after steps 3, 6 and 9.
+
+    Corrections come after steps 4 and 8, with the newest 4 tokens.
     """
     calls = []
 
@@ -477,7 +476,8 @@ def test_max_length_is_the_capacity(params, monkeypatch):
         ("text", {}, ["tokenizer", "tiny"]),
         ([{"role": "user", "content": "x"}], {}, ["tokenizer", "tiny"]),
         ([1] * 500, {"max_new_tokens": 13}, ["500", "max_new_tokens=13", "513", "at most 512"]),
-        ([1] * 9, {"max_length": 16, "max_new_tokens": 8}, ["9 tokens", "max_new_tokens=8", "17", "at most 16"]),
+        ([1] * 9, {"max_length": 16, "max_new_tokens": 8},
+         ["9 tokens", "max_new_tokens=8", "17", "at most 16"]),
         ([1], {"max_length": 0}, ["max_length=0", "at least 1"]),
         ([1], {"max_length": 12.5}, ["max_length=12.5", "integer"]),
         ([1], {"max_new_tokens": 0}, ["max_new_tokens=0", "at least 1"]),
@@ -508,9 +508,11 @@ def test_max_length_is_the_capacity(params, monkeypatch):
         ([1], {"stop": 3}, ["stop=3", "strings"]),
         ([1], {"streamer": 3}, ["streamer=3", "callable"]),
         ([[1], [2]], {"streamer": [print]}, ["streamer", "each of the 2"]),
-        ([1], {"policy": "nonesuch(3)"}, ["policy='nonesuch(3)'", "unknown policy 'nonesuch'", "streaming"]),
+        ([1], {"policy": "nonesuch(3)"},
+         ["policy='nonesuch(3)'", "unknown policy 'nonesuch'", "streaming"]),
         ([1], {"policy": "streaming(sink=-1)"}, ["sink=-1", "at least 0"]),
-        ([1], {"policy": "streaming(window=3)"}, ["policy='streaming(window=3)'", "window", "sink"]),
+        ([1], {"policy": "streaming(window=3)"},
+         ["policy='streaming(window=3)'", "window", "sink"]),
         ([1], {"policy": "streaming(sink=4"}, ["policy='streaming(sink=4'", "expression"]),
         ([1], {"policy": "__import__('os')"}, ["policy=", "unknown policy"]),
         ([1], {"policy": 5}, ["policy=5", "expression"]),
@@ -544,7 +546,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
 
 
 def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
-    """One row ends at once, the other goes on: a second per step, so a token a second."""
+    """One row ends at once, the other goes on: a step takes a second, so one token per second."""
     clock = iter(range(1000))
     monkeypatch.setattr(host_reader.time, "perf_counter", lambda: float(next(clock)))
     free = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])

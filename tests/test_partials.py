@@ -1,4 +1,4 @@
-"""Merging partials: attention over a union, from attention over its parts."""
+"""Tests merging partials: attention over a union, from attention over its parts."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ ROWS, SIZE, H = 6, 24, 5
 
 
 def slow_attention(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(o, lse) in float64; -inf is not attended."""
+    """Computes (o, lse) in float64; -inf is not attended."""
     logits, values = logits.astype(np.float64), values.astype(np.float64)
     o, lse = np.zeros((len(logits), values.shape[-1])), np.full(len(logits), -np.inf)
     for i, row in enumerate(logits):

@@ -1,4 +1,4 @@
-"""What counts as a prompt, and what is refused."""
+"""Tests what counts as a prompt, and what is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
 
 
 class LetterTokenizer:
-    """One id a letter; 1 goes before a text, as a beginning-of-sequence does."""
+    """Gives one id per letter; 1 goes before a text, as a beginning-of-sequence does."""
 
     def __init__(self, bos: bool = True):
         self.bos = bos
@@ -78,7 +78,7 @@ def test_prompts(prompt, rows, alone):
         (np.int32(3), "prompt is an array of 0 axes"),
         (np.array([1.0]), "prompt is an array of float64: token ids must be integers"),
         (np.array([True]), "prompt is an array of bool"),
-        ([np.zeros((2, 2), int)], "one row a prompt"),
+        ([np.zeros((2, 2), int)], "one row per prompt"),
         (None, "prompt=None: must be text, chat messages, token ids"),
         (7, "prompt=7: must be"),
         ({"role": "user", "content": "hi"}, "prompt={'role'"),

@@ -1,4 +1,4 @@
-"""A selection means its token mask; counting, windows, unions and bits all agree with it."""
+"""Tests that counting, windows, unions and bits agree with a selection's token mask."""
 
 import functools
 from types import SimpleNamespace
@@ -33,8 +33,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: bool) -> Selection:
-    """Any list that is allowed: distinct, ascending, zeros behind; ids may lie past a head's
-    length, bits may be 0.
+    """Draws any list that is allowed: distinct, ascending, then zeros.
+
+    Ids may lie past a head's length, and bits may be 0.
     """
     units = S if kind == "token" else M
     ids = np.zeros((B, K, capacity), np.int32)
@@ -56,7 +57,7 @@ def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: 
 
 
 def on_host(selection: Selection) -> SimpleNamespace:
-    """Its fields as numpy arrays, which a loop reads fast."""
+    """Returns its fields as numpy arrays, which a loop reads fast."""
     fields = {name: getattr(selection, name) for name in ("ids", "count", "bits", "dense")}
     return SimpleNamespace(**jax.device_get(fields), granularity=selection.granularity)
 
@@ -92,7 +93,7 @@ def slow_mask(selection: Selection, lengths, *, page_size: int = P, slots: int =
 
 
 def slow_read(selection: Selection, lengths) -> np.ndarray:
-    """Tokens of every page that holds an attended or a listed token."""
+    """Counts the tokens of every page that holds an attended or a listed token."""
     chosen, lengths = on_host(selection), np.asarray(lengths)
     total = np.zeros(lengths.shape, int)
     for b, k in np.ndindex(*lengths.shape):

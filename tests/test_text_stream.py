@@ -1,4 +1,4 @@
-"""Text in pieces: whatever the tokens and stop strings, the pieces add up to the text."""
+"""Tests that pieces add up to the text, whatever the tokens and stop strings."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ SPECIAL = -1
 
 
 class ByteTokenizer:
-    """Ids are bytes; like a byte-level BPE, what is no character becomes U+FFFD. SPECIAL has no
-    text.
+    """Ids are bytes; as in a byte-level BPE, bytes that are no character become U+FFFD.
+
+    SPECIAL has no text.
     """
 
     def decode(self, ids):
@@ -21,7 +22,7 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """Ids name pieces; like sentencepiece, one leading space of what is decoded is dropped."""
+    """Ids name pieces; as in sentencepiece, one leading space of the decoded text is dropped."""
 
     def __init__(self, *pieces: str):
         self.pieces = pieces
@@ -31,7 +32,7 @@ class WordTokenizer:
 
 
 def run(tokenizer: Any, ids, stop=()):
-    """The pieces in order (the flush last), the stream, and how many ids it took."""
+    """Returns the pieces in order (the flush last), the stream, and the number of ids it took."""
     stream, pieces = TextStream(tokenizer, tuple(stop)), []
     for token in ids:
         if not stream.stopped:
@@ -97,7 +98,7 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop):
     ids = list("".join(words).encode())
     pieces, stream, taken = run(ByteTokenizer(), ids, stop)
     assert "".join(pieces) == stream.text
-    # the slow way: decode all anew after each id, and look for the first stop string
+    # the slow way: decode everything again after each id, and look for the first stop string
     for n in range(len(ids) + 1):
         text = bytes(ids[:n]).decode("utf-8", errors="ignore")
         found = [text.find(s) for s in stop if s in text]

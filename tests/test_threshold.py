@@ -1,4 +1,4 @@
-"""top-k, top-p and compaction against slow numpy loops."""
+"""Tests top-k, top-p and compaction against slow numpy loops."""
 
 import jax
 import numpy as np

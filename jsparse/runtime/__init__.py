@@ -1,1 +1,1 @@
-"""The engine: prompts in, steps on the device, tokens out. It names no policy."""
+"""Runs models: prompts in, steps on the device, tokens out. It names no policy."""

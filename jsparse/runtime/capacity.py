@@ -1,4 +1,4 @@
-"""Cache capacities: which one to ask for, and whether it fits in memory."""
+"""Chooses cache capacities and checks that they fit in memory."""
 
 import math
 from collections.abc import Iterator
@@ -13,16 +13,18 @@ from jsparse.policy import Policy
 
 
 def bucket(tokens: int, page_size: int) -> int:
-    """A capacity of at least `tokens`, in steps of an eighth of its power of two, so that few sizes
-    are compiled.
+    """Rounds `tokens` up to a capacity, so that few sizes are compiled.
+
+    Capacities go in steps of an eighth of their power of two.
     """
     step = max(64, page_size, 2 ** (tokens.bit_length() - 1) // 8)
     return -(-tokens // step) * step
 
 
 def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
-    """Bytes that a policy keeps beside K and V: its state and the cache's optional fields. Nothing
-    is allocated.
+    """Returns the bytes that a policy keeps beside K and V, without allocating them.
+
+    They are its state and the cache's optional fields.
     """
     state = sum(
         _nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec)))
@@ -31,8 +33,9 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 
 
 def require_fit(spec: CacheSpec, policy: Policy) -> None:
-    """Raises ValueError before anything is allocated where the cache and the policy's state do not
-    fit in memory.
+    """Raises ValueError if the cache and the policy's state do not fit in memory.
+
+    Nothing is allocated.
     """
     wanted, there = spec.nbytes + policy_bytes(spec, policy), memory.available_bytes()
     if wanted > there:
@@ -45,8 +48,9 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
 
 @contextmanager
 def exhaustion(spec: CacheSpec) -> Iterator[None]:
-    """Turns the device's running out of memory into a ValueError with both numbers: activations
-    come on top.
+    """Turns an out-of-memory error of the device into a ValueError with both numbers.
+
+    The activations come on top of the cache.
     """
     try:
         yield
@@ -55,8 +59,8 @@ def exhaustion(spec: CacheSpec) -> Iterator[None]:
             raise
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes "
-            f"{memory.size(spec.nbytes)} of cache and activations "
-            "besides: must fit in the device's memory, of which "
+            f"{memory.size(spec.nbytes)} of cache, and activations "
+            "on top: must fit in the device's memory, of which "
             f"{memory.size(memory.available_bytes())} are free now"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Keeping compiled programs on disk, so that the next process starts fast."""
+"""Keeps compiled programs on disk, so that the next process starts fast."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,8 @@ import jax
 def keep_compilations() -> None:
     """Turns jax's persistent compilation cache on, unless the user has set it up already.
 
-    It lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)
-    under jsparse/jax.
+    The cache lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or
+    ~/.cache) under jsparse/jax.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return

@@ -1,4 +1,4 @@
-"""Cache correction: compute the newest tokens again, densely, and overwrite their K and V."""
+"""Corrects the cache: recomputes the newest tokens densely and overwrites their K and V."""
 
 from functools import partial
 
@@ -17,11 +17,11 @@ from jsparse.shapes import Tokens
 def correct(
     decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, cache: KVCache, state: State
 ) -> tuple[KVCache, State]:
-    """Computes the newest T tokens of each row again, densely, overwrites their K and V and appends
-    them once more.
+    """Recomputes the newest T tokens of each row densely and overwrites their K and V.
 
-    Sparse decoding lets errors build up in K and V; this removes them (LycheeDecode's cache
-    correction). `tokens` are the T newest whose K and V the cache holds.
+    The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
+    removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
+    cache holds.
     """
     count = tokens.shape[1]
     first = cache.positions - count

@@ -1,5 +1,6 @@
-"""The decode step: room for a token, then in each layer append, select, attend, update. It names no
-method.
+"""Runs a decode step: make room for a token, then append, select, attend, update in each layer.
+
+It names no method.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,11 @@ ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
 
 
 class StepStats(NamedTuple):
-    """Means over layers and KV heads of one step, as shares of the positions so far.
+    """Holds means over layers and KV heads of one step, as shares of the positions so far.
 
     Attributes:
-        attended: tokens that attention used.
-        read: tokens whose K and V it read; whole pages, whatever their bits.
+        attended: the share of tokens that attention used.
+        read: the share of tokens whose K and V it read; pages are read whole, whatever their bits.
     """
 
     attended: Float32[Array, "B"]
@@ -35,7 +36,7 @@ class StepStats(NamedTuple):
 def decode_step(
     decoder: Decoder, policy: Policy, weights: Weights, tokens: Rows, cache: KVCache, state: State
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
-    """One token of every row through the model.
+    """Runs one token of every row through the model.
 
     Args:
         decoder: the model's definition; static.
@@ -43,11 +44,11 @@ def decode_step(
         weights: the model's weights.
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V of everything before.
-        state: the method's.
+        state: the method's state.
 
     Returns:
-        The logits that follow `tokens`, the cache and state with them taken in, and what was
-        attended.
+        The logits that follow `tokens`, the cache and state after them, and the shares attended and
+        read.
     """
     positions = cache.positions[:, None]
     one = jnp.ones_like(cache.positions)
@@ -75,9 +76,9 @@ def decode_step(
 def attend_layer(
     policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
-    """Selection and attention of one layer, or neither where the policy falls back to dense.
+    """Selects and attends in one layer; attends densely where the policy falls back to that.
 
-    The last two arrays say how many tokens each head attended to and read.
+    The last two arrays are the number of tokens that each head attended to and read.
     """
     held = cache.layers[layer]
 

@@ -1,9 +1,8 @@
-"""Chunked prefill: the prompt in pieces, dense and exact, filling the cache and building the
-policy's state.
+"""Reads prompts in chunks, densely and exactly, filling the cache and the policy's state.
 
 A chunk attends to itself causally and to the cache before it, block by block; the parts are merged
 by their logsumexps. No more than one chunk × one block of scores ever exists, and one compilation
-serves every chunk of a size.
+serves every chunk of one size.
 """
 
 import math
@@ -20,18 +19,18 @@ from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
-# Tokens of a chunk, and of a block of the cache that it attends to: with flash attention nothing of
-# that size squared is stored, without it the scores are.
+# Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
+# that size squared; without it the scores are stored.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
 
 
 class PrefillCarry(NamedTuple):
-    """What goes from chunk to chunk.
+    """Holds what one chunk passes to the next.
 
     Attributes:
-        cache, state: as they stand.
+        cache, state: the cache and the policy's state so far.
         last_hidden: the hidden state of each row's newest token.
-        windows: per layer, the last W queries of each row; empty where the policy wants none.
+        windows: the last W queries of each row, per layer; empty if the policy wants none.
     """
 
     cache: KVCache
@@ -41,7 +40,7 @@ class PrefillCarry(NamedTuple):
 
 
 def start(decoder: Decoder, policy: Policy, cache: KVCache, state: State) -> PrefillCarry:
-    """The carry before the first chunk."""
+    """Returns the carry before the first chunk."""
     config, batch = decoder.config, cache.positions.shape[0]
     shape = (batch, policy.window, config.num_heads, config.head_dim)
     windows = tuple(
@@ -63,9 +62,9 @@ def prefill_chunk(
     *,
     last: bool,
 ) -> PrefillCarry:
-    """Takes in the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
+    """Reads the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
 
-    Rows whose prompt has ended take part with valid = 0 and change nothing of theirs.
+    Rows whose prompt has ended take part with valid = 0 and do not change.
     """
     cache, state = carry.cache, carry.state
     before = cache.positions
@@ -98,10 +97,10 @@ def prefill_chunk(
 def attend_chunk(
     q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
 ) -> ChunkQueries:
-    """Causal attention of a chunk over itself and over everything its row's heads held before it.
+    """Attends causally from a chunk to itself and to everything its row's heads held before it.
 
     The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row
-    must hold equally many tokens, as they do unless a policy has compacted them.
+    must hold the same number of tokens, as they do unless a policy has compacted them.
     """
     lengths = held.lengths[:, 0] - valid
     pages = min(
@@ -112,8 +111,8 @@ def attend_chunk(
     block = pages * held.page_size
 
     def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        # the last block may stick out behind the last page: what it reads there again lies beyond
-        # every length
+        # the last block may extend past the last page: what it reads again there lies beyond every
+        # length
         logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
         logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
         keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
@@ -133,8 +132,9 @@ def flash(
     causal: bool = False,
     kv_lengths: Rows | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """(o, lse) of one block: cuDNN's flash attention where the GPU and dtype allow, plain XLA
-    elsewhere.
+    """Returns (o, lse) of one block.
+
+    It uses cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere.
     """
     o, lse = jax.nn.dot_product_attention(
         q,
@@ -153,7 +153,7 @@ def flash(
 
 
 def has_flash(head_dim: int, dtype: Any) -> bool:
-    """Whether cuDNN's flash attention serves this head dimension and dtype on the default device."""
+    """Returns whether cuDNN's flash attention takes head_dim and dtype on the default device."""
     fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
     return fits and jax.default_backend() == "gpu"
 
@@ -170,24 +170,23 @@ def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
 def _shift_in(
     window: Float[Array, "B W N H"], q: ChunkQueries, valid: Rows
 ) -> Float[Array, "B W N H"]:
-    """The last W of the old window followed by each row's valid queries."""
+    """Returns the last W of the old window followed by each row's valid queries."""
     newest = valid[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
     joined = jnp.concatenate([window, q.astype(window.dtype)], axis=1)
     return jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
 
 
 def chunk_tokens(decoder: Decoder, batch: int) -> int:
-    """Tokens of a prompt chunk: enough to fill the device, few enough that activations and scores
-    stay small.
+    """Returns the number of tokens per prompt chunk.
+
+    It is large enough to fill the device, and small enough to keep activations and scores small.
     """
     most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
     return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 
 def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:
-    """How a prompt of `length` tokens is cut: whole chunks, then one that is padded up to a power
-    of two.
-    """
+    """Cuts a prompt of `length` tokens into whole chunks and one padded up to a power of two."""
     whole, rest = divmod(length, chunk)
     sizes = [chunk] * whole
     return [*sizes, min(chunk, max(smallest, 2 ** math.ceil(math.log2(rest))))] if rest else sizes

@@ -1,5 +1,7 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty;
-named as HF does.
+"""Samples the next token from logits, with options named as Hugging Face names them.
+
+Decoding is greedy, or uses temperature, top-k, top-p and min-p; a repetition penalty applies to
+both.
 """
 
 from typing import NamedTuple
@@ -12,10 +14,10 @@ from jsparse.threshold import top_k_mask, top_p_mask
 
 
 class Sampling(NamedTuple):
-    """How to choose; static. At temperature 0 the choice is greedy and only the repetition penalty
-    plays a part.
+    """Holds the static sampling options.
 
-    Applied in this order: repetition_penalty, temperature, top_k, top_p, min_p.
+    They apply in this order: repetition_penalty, temperature, top_k, top_p, min_p. At temperature 0
+    the choice is greedy and only the repetition penalty matters.
     """
 
     temperature: float = 0.0
@@ -50,18 +52,17 @@ def sample(
     step: Int32[Array, ""],
     seen: Bool[Array, "B V"] | None,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """The next token of each row and its log-probability under the model's own softmax, before any
-    of the options.
+    """Samples the next token of each row and returns it with its log-probability.
 
-    Row b draws from the key folded with (step, b): its choice does not depend on the rest of the
-    batch.
+    The log-probability is under the model's own softmax, before any of the options. Row b draws
+    from the key folded with (step, b), so its choice does not depend on the rest of the batch.
 
     Args:
         sampling: the options.
-        logits: the model's.
+        logits: the model's logits.
         key: a random key.
-        step: which new token this is.
-        seen: tokens that stand in the text so far; only read where repetition_penalty is not 1.
+        step: the number of this new token.
+        seen: the tokens in the text so far; only read if repetition_penalty is not 1.
     """
     log_probs = jax.nn.log_softmax(logits)
     if sampling.repetition_penalty != 1.0 and seen is not None:
@@ -81,8 +82,7 @@ def sample(
 
 
 def truncated(sampling: Sampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """The logits to draw from: scaled by the temperature, -inf where top-k, top-p or min-p rule a
-    token out.
+    """Scales the logits by the temperature and sets those that the options rule out to -inf.
 
     top_k and top_p keep exactly the set they name; equal logits at the edge go to the lowest token
     id.
@@ -103,5 +103,5 @@ def truncated(sampling: Sampling, logits: Float32[Array, "B V"]) -> Float32[Arra
 def mark_seen(
     seen: Bool[Array, "B V"] | None, tokens: Int32[Array, "B"]
 ) -> Bool[Array, "B V"] | None:
-    """`seen` with each row's new token marked."""
+    """Returns `seen` with each row's new token marked."""
     return None if seen is None else seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)

@@ -1,4 +1,4 @@
-"""Dense logits of whole texts, for checks and scoring."""
+"""Computes dense logits of whole texts, for checks and scoring."""
 
 from functools import partial
 from typing import Any
@@ -16,15 +16,15 @@ from jsparse.shapes import Tokens
 
 
 def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
-    """The model's logits after every token, with full causal attention and no cache.
+    """Returns the model's logits after every token, with full causal attention and no cache.
 
     Args:
-        params: what `jsparse.load` returned.
+        params: the model that `jsparse.load` returned.
         tokens: integer ids [B, T], or one row [T]; all rows are of full length.
 
     Raises:
-        ValueError: ids of another shape or kind, outside the vocabulary, or longer than the model's
-            maximum.
+        ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
+            than the model's maximum.
     """
     try:
         ids = np.asarray(tokens)
@@ -45,7 +45,7 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
         )
     if ids.shape[1] > config.max_position_embeddings:
         raise ValueError(
-            f"tokens has {ids.shape[1]} a row: must be at most {config.max_position_embeddings}, "
+            f"tokens has {ids.shape[1]} per row: must be at most {config.max_position_embeddings}, "
             "the model's maximum"
         )
     _require_room(params, *ids.shape)
@@ -65,7 +65,7 @@ def _require_room(params: Params, batch: int, length: int) -> None:
 
 @partial(jax.jit, static_argnames=("decoder",))
 def dense_pass(decoder: Decoder, weights: Weights, tokens: Tokens) -> Float32[Array, "B T V"]:
-    """One dense pass; see `logits`."""
+    """Runs one dense pass; see `logits`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Prefill and decoding as the device sees them: jitted programs, and the loop that dispatches them.
+"""Dispatches the jitted programs of prefill and decoding to the device.
 
 The host runs ahead: it never waits for a step before it dispatches the next (see
 jsparse.host_reader).
@@ -35,19 +35,19 @@ _mark_seen = jax.jit(sampling.mark_seen, donate_argnames=("seen",))
 
 @partial(jax.jit, static_argnames=("spec", "policy"))
 def empty(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
-    """A cache that holds nothing, and the policy's first state."""
+    """Returns an empty cache and the policy's first state."""
     return kv_cache.init(spec, fields=policy.needs), policy.init(spec)
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "state"))
 def maintain(policy: Policy, cache: KVCache, state: State) -> tuple[KVCache, State]:
-    """The policy's maintenance."""
+    """Runs the policy's maintenance."""
     state, cache = policy.maintain(state, cache)
     return cache, state
 
 
 class Primed(NamedTuple):
-    """The prompts taken in: the logits that follow them, the cache and the policy's state."""
+    """Holds the logits that follow the prompts, the cache and the policy's state."""
 
     logits: Float32[Array, "B V"]
     cache: KVCache
@@ -57,7 +57,7 @@ class Primed(NamedTuple):
 def prime(
     params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec, report: OnProgress
 ) -> Primed:
-    """Reads the prompts, all rows side by side, chunk by chunk."""
+    """Reads the prompts chunk by chunk, all rows side by side."""
     longest = max(map(len, rows))
     sizes = prefill.chunk_sizes(longest, prefill.chunk_tokens(params.decoder, len(rows)))
     tokens = np.zeros((len(rows), sum(sizes)), np.int32)
@@ -98,7 +98,7 @@ def decode(
     seed: int,
     reader: Reader,
 ) -> None:
-    """Generates until the reader is content or has what it asked for; it ends up with every token."""
+    """Decodes until every row has stopped or has max_new_tokens; the reader gets every token."""
     logits, cache, state = primed
     stats = None
     # a key takes 32 bits of a seed: the upper ones are folded in
@@ -123,7 +123,7 @@ def decode(
 
 
 def recent_tokens(policy: Policy) -> deque[Rows]:
-    """Takes the tokens that were fed, as many as `advance` may correct."""
+    """Returns a deque for the tokens that were fed, as long as `advance` may correct."""
     return deque(maxlen=policy.correct_every or 1)
 
 
@@ -136,7 +136,7 @@ def advance(
     cache: KVCache,
     state: State,
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
-    """The nth decode step, from 1 on, and what the policy wants after it: corrections, maintenance."""
+    """Runs the nth decode step, from 1 on, and the corrections and maintenance due after it."""
     decoder, weights = params.decoder, params.weights
     logits, cache, state, stats = step(decoder, policy, weights, tokens, cache, state)
     recent.append(tokens)
@@ -148,7 +148,7 @@ def advance(
 
 
 def _settle(*running: Any) -> None:
-    """Waits for what is still running: a process that exits under a running step is aborted."""
+    """Waits for running steps: a process that exits during one is aborted."""
     for array in jax.tree.leaves(running):
         if isinstance(array, jax.Array) and not array.is_deleted():
             array.block_until_ready()

@@ -1,4 +1,4 @@
-"""The command: what it prints where, its exit codes, and what it says of mistakes."""
+"""Tests the command: what it prints where, its exit codes, and its messages for mistakes."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """A folder like the GGUF fixture, with a chat template."""
+    """Makes a folder like the GGUF fixture, with a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(FIXTURES / "llama3" / name, folder)
@@ -48,7 +48,7 @@ def chat_model(tmp_path_factory):
 
 
 def asked(monkeypatch):
-    """Replaces the engine; returns the prompts it is called with."""
+    """Replaces the engine and returns the prompts it is called with."""
     calls, real = [], generation.generate
 
     def spy(params, prompt, **options):
@@ -60,7 +60,7 @@ def asked(monkeypatch):
 
 
 def interrupt(monkeypatch):
-    """Makes the engine stop as if by Ctrl-C after one piece of text."""
+    """Makes the engine stop, as if by Ctrl-C, after one piece of text."""
 
     def interrupted(params, prompt, *, streamer, **options):
         streamer("so far")
@@ -119,8 +119,8 @@ def test_every_option_reaches_the_engine(monkeypatch):
         generation, "generate", lambda p, x, **options: seen.update(options) or 1 / 0
     )
     given = {
-        "policy": "dense", "max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
-        "repetition_penalty": 1.1, "seed": 4, "max_length": 64, "page_size": 8,
+        "policy": "dense", "max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9,
+        "min_p": 0.1, "repetition_penalty": 1.1, "seed": 4, "max_length": 64, "page_size": 8,
     }  # fmt: skip
     flags = [
         text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)
@@ -279,14 +279,14 @@ def test_info_tells_what_fits(monkeypatch):
 
 @pytest.fixture(scope="module", params=[64, 128])
 def of_head_dim(request, tmp_path_factory):
-    """A folder with the header of a model whose heads are as wide as SmolLM2's, or as Llama 3.1's."""
+    """Makes the header of a model with heads as wide as SmolLM2's, or as Llama 3.1's."""
     folder = tmp_path_factory.mktemp("heads")
     config = json.loads((FIXTURES / "llama" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": request.param}))
     return request.param, folder
 
 
-INT4 = {64: 0.1406, 128: 0.1328}  # a code a channel, scale and zero; of K and V in bfloat16
+INT4 = {64: 0.1406, 128: 0.1328}  # one code per channel, scale and zero; K and V are in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
     )
     assert told["policy_bytes_per_prompt"] == 0
     assert told["policy"] == jsparse.parse_policy(policy).name
-    share = f"a token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
+    share = f"per token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
     assert share in run("info", model, "--dtype", "bfloat16", "--policy", policy).stdout
 
 
@@ -413,7 +413,10 @@ def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
 
 
 def test_help_does_not_wait_for_the_model_code():
-    code = "import sys, jsparse.cli; print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
+    code = (
+        "import sys, jsparse.cli; "
+        "print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )

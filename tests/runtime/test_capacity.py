@@ -1,4 +1,4 @@
-"""Capacities, and the refusal of what does not fit."""
+"""Tests capacities, and that what does not fit is refused."""
 
 import jax.numpy as jnp
 import psutil

@@ -1,5 +1,6 @@
-"""The decode step: with dense attention it is the model, over any table, page size and batch; stats
-count by hand.
+"""Tests that the dense decode step is the model, and its statistics are what hand counting gives.
+
+Tables, page sizes and batches vary.
 """
 
 import jax
@@ -23,8 +24,9 @@ step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
 
 @pytest.fixture(scope="module")
 def full_pass():
-    """The logits of one dense pass over each whole text, at the steps that decoding goes through,
-    [steps, B, V].
+    """Returns the logits of one dense pass over each whole text, [steps, B, V].
+
+    The steps are those that decoding goes through.
     """
     rows = []
     for prompt, forced in zip(PROMPTS, FORCED, strict=True):
@@ -44,7 +46,7 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
     "policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"]
 )
 def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
-    """Greedy tokens and their log-probabilities."""
+    """Greedy tokens and their log-probabilities do not depend on the batch."""
     params, options = (
         tiny_params(),
         {"max_new_tokens": 9, "logprobs": True, "policy": policy, "page_size": page_size},
@@ -60,8 +62,9 @@ def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
 
 
 def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED):
-    """Logits and stats of every forced step over an identity table or a shared pool, and the last
-    cache.
+    """Returns logits and stats of every forced step, and the last cache.
+
+    The cache has an identity table or a shared pool.
     """
     params = tiny_params()
     spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
@@ -123,8 +126,9 @@ def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
 
 
 def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
-    """Prompts take 9 pages a head; row 0 wants another in its fourth step, which is written where
-    no head reads.
+    """Prompts take 9 pages per head, and row 0 needs another in its fourth step.
+
+    That step is written where no head reads.
     """
     expected, _, whole = decode(dense(), forced=FORCED[:, :4])
     pool_pages = 2 * (5 + 3 + 1) + 1
@@ -144,7 +148,7 @@ def test_a_pool_that_runs_dry_says_so_and_spoils_nothing():
 
 
 def test_shares_are_what_hand_counting_says():
-    """streaming(sink=3, recent=9) over pages of 8."""
+    """The policy is streaming(sink=3, recent=9) over pages of 8."""
     sink, recent, page = 3, 9, 8
     _, stats, _ = decode(parse(f"streaming(sink={sink}, recent={recent})"))
     for i, shares in enumerate(stats):
@@ -167,8 +171,9 @@ def test_dense_layers_are_counted():
 
 @builder
 def dense_until(limit: int) -> jsparse.Policy:
-    """Falls back up to a length; its own select would attend to the newest token alone, and counts
-    its calls.
+    """Falls back to dense up to a length.
+
+    Its own select attends to the newest token alone and counts its calls.
     """
     inner = parse("streaming(sink=0, recent=1)")
 

@@ -1,6 +1,4 @@
-"""Chunked prefill: however the prompt is cut, the cache, the query windows and the last hidden
-states are the same.
-"""
+"""Tests that prefill gives the same cache, query windows and hidden states however it is cut."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ PAGE = 8
 
 
 def windowed(size: int):
-    """Dense, with a state that is the views' query windows and what of them counts, of every layer."""
+    """Attends densely; the state is every layer's query windows and how much of them counts."""
 
     def init(spec):
         shape = (spec.batch, size, spec.num_heads, spec.head_dim)
@@ -39,7 +37,7 @@ def windowed(size: int):
 
 
 def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
-    """The carry after prompts in pieces of `sizes`."""
+    """Returns the carry after prompts in pieces of `sizes`."""
     lengths = np.array([len(p) for p in prompts])
     tokens = np.zeros((len(prompts), sum(sizes)), np.int32)
     for b, prompt in enumerate(prompts):
@@ -62,7 +60,7 @@ def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
 
 
 def held_rows(layer: LayerCache):
-    """K and V of every head up to its length, as lists over rows."""
+    """Returns K and V of every head up to its length, as lists over rows."""
     k, v = (np.asarray(kv_cache.read_heads(pool, layer)) for pool in (layer.k, layer.v))
     lengths = np.asarray(layer.lengths)
     return [(k[at][: lengths[at]], v[at][: lengths[at]]) for at in np.ndindex(lengths.shape)]
@@ -77,8 +75,9 @@ def slow_rows():
 @pytest.mark.parametrize("window", [4, 32])
 @pytest.mark.parametrize("sizes", [(40,), (16, 16, 16), (5,) * 8, (32, 1, 4, 1)], ids=str)
 def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
-    """Cache, lengths, positions, logits and query windows; prompts shorter than the window
-    included.
+    """Cache, lengths, positions, logits and query windows are equal.
+
+    Some prompts are shorter than the window.
     """
     params = tiny_params()
     carry = run(params, windowed(window), sizes)
@@ -110,15 +109,13 @@ def test_prefill_equals_one_full_pass():
 
 
 def test_padding_and_finished_rows_write_nothing():
-    """What lies behind a head's length stays as it was, and a row with no valid tokens keeps its
-    bytes.
-    """
+    """Slots past a head's length keep their bytes, and so does a row without valid tokens."""
     params = tiny_params()
     carry = run(params, dense(), (40,))
     before = jax.tree.map(np.asarray, (carry.cache, carry.last_hidden))
     after = prefill.prefill_chunk(
-        params.decoder, dense(), params.weights, jnp.ones((3, 4), jnp.int32), jnp.array([0, 2, 0], jnp.int32), carry,
-        last=True,
+        params.decoder, dense(), params.weights, jnp.ones((3, 4), jnp.int32),
+        jnp.array([0, 2, 0], jnp.int32), carry, last=True,
     )  # fmt: skip
     assert after.cache.positions.tolist() == [37, 20, 3]
     for layer, old in zip(after.cache.layers, before[0].layers, strict=True):
@@ -137,7 +134,7 @@ def test_padding_and_finished_rows_write_nothing():
 
 @pytest.mark.parametrize("pool_pages", [None, 100])
 def test_correct_restores_what_dense_prefill_gives(pool_pages):
-    """The newest K and V are spoilt, as sparse decoding does; the rest of the cache is left alone."""
+    """The newest K and V are spoilt, as sparse decoding does; the rest of the cache is intact."""
     params, count = tiny_params(), 3
     carry = run(params, dense(), (16, 16, 8), pool_pages=pool_pages)
     expected = [held_rows(layer) for layer in carry.cache.layers]
@@ -170,10 +167,11 @@ def test_correct_restores_what_dense_prefill_gives(pool_pages):
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 5, 8, 9])
 def test_attend_chunk_over_several_blocks(pages, monkeypatch):
-    """A chunk of 4 behind 0, 11 and 60 tokens, the earlier ones in blocks of `pages` pages, which
-    need not tile 8.
+    """A chunk of 4 follows 0, 11 and 60 tokens, in blocks of `pages` pages.
+
+    The blocks need not tile 8.
     """
-    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared out among the 3 rows
+    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared by the 3 rows
     rng = np.random.default_rng(5)
     lengths, valid = np.array([0, 11, 60]), np.array([4, 2, 4])
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -209,8 +207,8 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
 
 @pytest.mark.parametrize(
     ("length", "chunk", "sizes"),
-    [(1, 64, [16]), (16, 64, [16]), (17, 64, [32]), (64, 64, [64]), (65, 64, [64, 16]), (200, 64, [64, 64, 64, 16]),
-     (127, 64, [64, 64]), (5, 8, [8])],
+    [(1, 64, [16]), (16, 64, [16]), (17, 64, [32]), (64, 64, [64]), (65, 64, [64, 16]),
+     (200, 64, [64, 64, 64, 16]), (127, 64, [64, 64]), (5, 8, [8])],
 )  # fmt: skip
 def test_chunk_sizes(length, chunk, sizes):
     assert prefill.chunk_sizes(length, chunk) == sizes

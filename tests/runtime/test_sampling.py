@@ -1,4 +1,4 @@
-"""Sampling against the semantics of HF's logits processors, written out in numpy."""
+"""Tests sampling against the semantics of HF's logits processors, written out in numpy."""
 
 import math
 
@@ -23,7 +23,7 @@ def softmax(x):
 
 
 def slow_truncated(sampling: Sampling, row: np.ndarray) -> np.ndarray:
-    """One row in float64: sort, cut, and cut again, in HF's order; equal logits: lowest id first."""
+    """Truncates one row in float64: sorts and cuts in HF's order; equal logits: lowest id first."""
     x = row.astype(np.float64) / sampling.temperature
     order = sorted(range(x.size), key=lambda i: (-x[i], i))
     if sampling.top_k:
@@ -83,9 +83,7 @@ def test_equal_logits_are_cut_by_id():
 
 
 def test_top_p_counts_what_top_k_left():
-    """0.5, 0.25, … : after top_k=2 the first has two thirds of the mass, so top_p=0.6 keeps it
-    alone.
-    """
+    """After top_k=2 the first of 0.5, 0.25, … has two thirds of the mass: top_p=0.6 keeps it."""
     logits = -np.log(2.0) * np.arange(V, dtype=np.float32)[None]
     assert np.isfinite(cut(Sampling(1.0, top_p=0.6), logits)).sum() == 2
     assert np.isfinite(cut(Sampling(1.0, top_k=2, top_p=0.6), logits)).sum() == 1
