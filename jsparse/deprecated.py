@@ -64,10 +64,11 @@ def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[.
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def translate(given: Mapping[str, Any]) -> dict[str, Any]:
             new = {name: value for name, value in given.items() if name not in names}
-            for old, value in given.items():
-                if old not in names:
-                    continue
-                warn(f"{old}=", f"{names[old]}=")
+            used = [name for name in given if name in names]
+            if used:
+                warn(*("=, ".join(dict.fromkeys(n)) + "=" for n in (used, map(names.get, used))))
+            for old in used:
+                value = given[old]
                 if value is None:
                     continue
                 if names[old] in new:

@@ -2,12 +2,31 @@
 appended.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
 from jsparse.policy import Policy
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def _filled(policy: Policy, spec: CacheSpec, k, v):
+    """Return the cache and the state with K and V [B, S, K, H] appended."""
+    batch, length = k.shape[:2]
+    tokens = jnp.zeros((batch, length), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    valid = jnp.full(batch, length, jnp.int32)
+    cache = kv_cache.append(kv_cache.init(spec, fields=policy.needs), 0, k, v, positions, valid)
+    return cache, policy.append(policy.init(spec), 0, k, v, tokens, positions, cache)
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def _selected(policy: Policy, state, q, cache):
+    return policy.select(state, 0, q, cache)[0]
 
 
 class OneLayer:
@@ -42,13 +61,7 @@ class OneLayer:
             for _ in "kv"
         )
         self.q = jnp.asarray(3 * rng.normal(size=(batch, kv_heads * group, head_dim)), jnp.float32)
-        tokens = jnp.zeros((batch, length), jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-        valid = jnp.full(batch, length, jnp.int32)
-        self.cache = kv_cache.append(
-            kv_cache.init(spec, fields=policy.needs), 0, k, v, positions, valid
-        )
-        self.state = policy.append(policy.init(spec), 0, k, v, tokens, positions, self.cache)
+        self.cache, self.state = _filled(policy, spec, k, v)
         self.k = np.asarray(k, np.float64).swapaxes(1, 2)
 
     @property
@@ -58,7 +71,7 @@ class OneLayer:
 
     def select(self):
         """What the policy selects."""
-        return self.policy.select(self.state, 0, self.q, self.cache)[0]
+        return _selected(self.policy, self.state, self.q, self.cache)
 
     def logits(self, k):
         """The logits of keys [B, K, S, H] for every query head: float64[B, K, G, S]."""

@@ -1,12 +1,16 @@
-"""Every registered method, at several hyper-parameters: what the battery of test_policies.py runs
-through.
+"""TABLE lists every registered method at several hyper-parameters, for the battery.
 
-A new method adds its expressions here and nothing else. Budgets are small against the battery's
+A new method adds its expressions here and nothing else. The first expression of each method runs by
+default, the others are marked slow. Budgets are small against the battery's
 prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something out.
 """
 
 import ast
 import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
@@ -61,8 +65,27 @@ TABLE = (
 )
 
 
+def marked(expressions: Sequence[str]) -> list[Any]:
+    """Return the expressions as parameters of a test.
+
+    All tests of one go to one worker, which has its programs compiled; all but the first of each
+    method are slow.
+    """
+    first = {outermost(expression): expression for expression in reversed(expressions)}
+    return [
+        pytest.param(
+            expression,
+            marks=[
+                pytest.mark.xdist_group(expression),
+                *([] if expression in first.values() else [pytest.mark.slow]),
+            ],
+        )
+        for expression in expressions
+    ]
+
+
 def outermost(expression: str) -> str:
-    """The name of the method that an expression builds: the wrapper's, where there is one."""
+    """Return the name of the method that an expression builds, the wrapper's if there is one."""
     node = ast.parse(expression, mode="eval").body
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -66,6 +67,62 @@ def target(wheel, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def without_links(tmp_path):
+    """Return a copy of the sources as a checkout without symbolic links has them."""
+    shutil.copytree(
+        ROOT / "jsparse",
+        tmp_path / "jsparse",
+        symlinks=True,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in LINKED:
+        link = tmp_path / "jsparse" / name
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target)
+    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    return tmp_path
+
+
+NO_LINKS = "must be a link to the folder models of the checkout, which was made without symbolic"
+
+
+def test_an_import_without_links_says_so(without_links, tmp_path):
+    ran = _run("import jsparse", without_links, tmp_path)
+    assert ran.returncode == 1
+    [line] = [line for line in ran.stderr.splitlines() if line.startswith("ImportError: ")]
+    assert NO_LINKS in line
+
+
+def test_a_build_without_links_says_so(without_links):
+    ran = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=without_links,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.count("\n") == 1
+    assert NO_LINKS in ran.stderr
+
+
+def test_the_sdist_has_no_tests_rather_than_some(wheel):
+    command = ["uv", "build", "--sdist", "--quiet", "--python", sys.executable]
+    source = wheel.parents[1]
+    shutil.copytree(
+        ROOT / "tests", source / "tests", ignore=shutil.ignore_patterns("fixtures", "__pycache__")
+    )
+    subprocess.run([*command, "--out-dir", str(source / "sdist")], cwd=source, check=True)
+    [built] = (source / "sdist").glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert not [name for name in names if name.startswith(("tests", "bench"))]
+    assert {"setup.py", "jsparse/models/config.py", "jsparse/__init__.pyi"} <= set(names)
+
+
 def _run(code: str, target: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(target)}
     return subprocess.run(
@@ -93,7 +150,11 @@ def test_every_source_file_is_in_it(wheel):
         "jsparse/models/transformer.py",
         "jsparse/pallas_kernels/block_sparse_decode/api.py",
     } <= packed
-    data = {"jsparse/py.typed", "jsparse/policies/gates/smollm2.safetensors"}
+    data = {
+        "jsparse/py.typed",
+        "jsparse/__init__.pyi",
+        "jsparse/policies/gates/smollm2.safetensors",
+    }
     assert data | {"jsparse/evaluation/texts/shakespeare_1911.txt"} <= set(
         zipfile.ZipFile(wheel).namelist()
     )

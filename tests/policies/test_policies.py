@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_table import TABLE, at_dense, outermost
+from policy_table import TABLE, at_dense, marked, outermost
 from tiny import (
     assert_close,
     engine_logits,
@@ -22,7 +22,7 @@ import jsparse
 from jsparse import cache as kv_cache
 from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
-from jsparse.policies.expressions import parse
+from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, builder
 from jsparse.runtime import prefill, session
 from jsparse.runtime.correct import correct
@@ -33,7 +33,8 @@ PAGE = 8
 PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
-every_policy = pytest.mark.parametrize("expression", TABLE)
+MAX_LENGTH = 64
+every_policy = pytest.mark.parametrize("expression", marked(TABLE))
 
 
 def params():
@@ -80,6 +81,13 @@ def table_logits(expression):
 def test_every_registered_policy_is_in_the_table():
     listed = {outermost(expression) for expression in TABLE}
     assert listed == set(POLICIES), "add expressions of the new method to tests/policy_table.py"
+
+
+def alone(expression, prompt, forced):
+    """Return the logits of one row, in a cache of another size than the batch's."""
+    return engine_logits(
+        params(), expression, [prompt], forced, page_size=PAGE, max_length=MAX_LENGTH
+    )
 
 
 @every_policy
@@ -135,21 +143,20 @@ def test_selections_are_well_formed(expression):
 @every_policy
 def test_a_row_does_not_depend_on_its_batch(expression):
     together, _ = table_logits(expression)
-    alone = engine_logits(
-        params(), expression, PROMPTS[1:], FORCED[1:, :8], page_size=PAGE, max_length=64
-    )
-    assert_close(alone[:, 0], together[:8, 1], rtol=2e-5)
+    logits = alone(expression, PROMPTS[1], FORCED[1:, :8])
+    assert_close(logits[:, 0], together[:8, 1], rtol=2e-5)
 
 
 def primed(policy: Policy, batch: int = 2):
-    """Cache and state after a prompt of 9 tokens a row."""
+    """Return cache and state after a prompt of 9 tokens per row.
+
+    Shapes are those of `alone`, so that one row compiles nothing that has not run there.
+    """
     p = params()
-    spec = spec_of(p, batch, page_size=PAGE, num_pages=3)
-    carry = prefill.start(
-        p.decoder, policy, kv_cache.init(spec, fields=policy.needs), policy.init(spec)
-    )
-    tokens = jnp.asarray(np.stack([PROMPTS[1]] * batch), jnp.int32)
-    valid = jnp.full(batch, tokens.shape[1], jnp.int32)
+    spec = spec_of(p, batch, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
+    carry = prefill.start(p.decoder, policy, *session.empty(spec, policy))
+    tokens = jnp.asarray(np.stack([PROMPTS[1] + [0] * 7] * batch), jnp.int32)
+    valid = jnp.full(batch, len(PROMPTS[1]), jnp.int32)
     carry = prefill.prefill_chunk(p.decoder, policy, p.weights, tokens, valid, carry, last=True)
     return carry.cache, carry.state
 
@@ -159,8 +166,8 @@ def test_jit_equals_eager(expression):
     p, policy = params(), parse(expression)
     cache, state = primed(policy, batch=1)
     args = (p.decoder, policy, p.weights, jnp.asarray(FORCED[:1, 0]), cache, state)
-    jitted, *_ = jax.jit(decode_step, static_argnames=("decoder", "policy"))(*args)
     eager, *_ = decode_step(*args)
+    jitted, *_ = session.step(*args)  # takes cache and state
     assert_close(jitted, eager, rtol=1e-5)
 
 
@@ -169,14 +176,10 @@ def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.step, session.maintain, correct, prefill.prefill_chunk)
     first = 2 + parse(expression).correct_every
-    engine_logits(
-        params(), expression, PROMPTS[1:], FORCED[:1, :first], page_size=PAGE, max_length=64
-    )
+    alone(expression, PROMPTS[1], FORCED[:1, :first])
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")
-    engine_logits(
-        params(), spaced, random_prompts([15], seed=8), FORCED[:1], page_size=PAGE, max_length=64
-    )
+    alone(spaced, random_prompts([15], seed=8)[0], FORCED[:1])
     assert traces(*jitted) == before
 
 
@@ -214,9 +217,10 @@ def checked(policy: Policy, called: set[str]) -> Policy:
     )
 
 
-@pytest.mark.parametrize("policy", [*map(parse, TABLE), *TOYS], ids=str)
+@pytest.mark.parametrize("policy", [*marked(TABLE), *TOYS], ids=str)
 def test_no_function_changes_the_type_of_the_state(policy):
     p, called = params(), set()
+    policy = as_policy(policy)
     watched = checked(policy, called)
     spec = spec_of(p, 2, page_size=PAGE, num_pages=4)
     tokens, count = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)

@@ -1,0 +1,57 @@
+"""Tests that imports go down only, and that the check sees those that do not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("import_floors", ROOT / ".ci" / "import_floors.py")
+assert spec is not None and spec.loader is not None
+import_floors = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(import_floors)
+
+
+def test_no_import_goes_up():
+    count, found = import_floors.violations(ROOT)
+    assert count > 150
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "message"),
+    [
+        ("cache", "from jsparse.policy import Policy", "vocabulary imports contract"),
+        ("policy", "from jsparse import policies", "contract imports policies"),
+        ("policies/quest", "    import jsparse.runtime.prefill", "policies imports runtime"),
+        ("runtime/prefill", "from jsparse.cli.console import Bars", "runtime imports cli"),
+        ("models/config", "from jsparse.cache import CacheSpec", "models imports vocabulary"),
+        ("pallas_kernels/dispatch", "from jsparse.models import hub", "kernels imports models"),
+        ("train/trainer", "from jsparse.evaluation import plan", "above runtime imports above"),
+    ],
+)
+def test_an_import_that_goes_up_or_across_is_found(tmp_path, module, line, message):
+    file = tmp_path / "jsparse" / f"{module}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"def f():\n    pass\nif f:\n    {line.strip()}\n")
+    count, found = import_floors.violations(tmp_path)
+    assert count == 1
+    assert len(found) == 1
+    assert f"jsparse/{module}.py:4: {message}" in found[0]
+
+
+def test_imports_for_types_and_downwards_are_none(tmp_path):
+    (tmp_path / "jsparse").mkdir()
+    (tmp_path / "jsparse" / "policy.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from jsparse.cache import KVCache\n"
+        "if TYPE_CHECKING:\n    from jsparse.runtime import prefill\n"
+    )
+    assert import_floors.violations(tmp_path) == (1, [])
+
+
+def test_a_module_of_no_floor_is_refused(tmp_path):
+    (tmp_path / "jsparse").mkdir()
+    (tmp_path / "jsparse" / "utils.py").write_text("")
+    with pytest.raises(SystemExit, match=r"jsparse\.utils belongs to no floor"):
+        import_floors.violations(tmp_path)
