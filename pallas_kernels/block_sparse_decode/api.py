@@ -33,7 +33,7 @@ def _not_mosaic(
     elif reason is None and size not in ((8, 16, 32, 64) if head_dim <= 128 else (8, 16, 32)):
         reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
     elif reason is None and q.shape[1] // layer.lengths.shape[1] > 16:
-        reason = f"takes at most 16 query heads for a KV head, not {q.shape[1] // layer.lengths.shape[1]}"
+        reason = f"takes at most 16 query heads per KV head, not {q.shape[1] // layer.lengths.shape[1]}"
     return reason
 
 

@@ -98,7 +98,7 @@ def _triton_refuses(scores: Array, *_, page_size: int, names: Array | None, **__
         return f"needs page_size to be a power of two, not {page_size}"
     span = 1 if names is None else scores.shape[-1] // page_size // names.shape[-1]
     if span & (span - 1):
-        return f"needs a name to be of as many units as a power of two, not of {span}"
+        return f"needs the number of units per name to be a power of two, not {span}"
     return no_triton()
 
 

@@ -28,7 +28,7 @@ def _refusal(q: Float[Array, "B N H"], layer: LayerCache, *_, **__) -> str | Non
         )
     group, head_dim = q.shape[1] // layer.lengths.shape[1], q.shape[2]
     if group > _MAX_GROUP:
-        return f"takes at most {_MAX_GROUP} query heads a KV head, not {group}"
+        return f"takes at most {_MAX_GROUP} query heads per KV head, not {group}"
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
         return (
             f"takes head dimensions up to {_MAX_HEAD_DIM} that are multiples of 8, not {head_dim}"

@@ -309,7 +309,7 @@ WRONG = {
             "names": jnp.zeros((1, 1, 4), jnp.int32),
             "implementation": "triton",
         },
-        "needs a name to be of as many units as a power of two, not of 3",
+        "needs the number of units per name to be a power of two, not 3",
     ),
 }
 
