@@ -292,7 +292,7 @@ WRONG = {
         SCORES,
         TopK(1),
         {"implementation": "abacus"},
-        "implementation='abacus': select has",
+        "implementation='abacus': threshold_select has",
     ),
     "odd pages": (
         jnp.zeros((1, 1, 1, 48)),
