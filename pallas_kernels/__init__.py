@@ -1,3 +1,4 @@
-"""The kernels: one folder an op. `api` validates and dispatches, `reference` is the plain-jnp
-oracle.
+"""Holds the kernels, one folder per op.
+
+In each, `api` validates and dispatches, and `reference` is the plain-jnp oracle.
 """

@@ -1,4 +1,4 @@
-"""What every op does before it runs: check its arguments, choose a backend.
+"""Checks an op's arguments and chooses the backend that runs it.
 
 A named backend runs or raises; None takes the first that the op lists and that can run here, and
 the log says which.
@@ -23,13 +23,14 @@ logger = logging.getLogger("jsparse.kernels")
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run an op.
+    """Describes one way to run an op.
 
     Attributes:
-        name: "mosaic", "triton" or "reference".
-        load: imports the kernel and returns it: what a machine lacks is then never imported there.
-        refusal: from the op's own arguments, the reason why this backend cannot run them here, or
-            None.
+        name: the backend's name: "mosaic", "triton" or "reference".
+        load: function that imports the kernel and returns it, so that no machine imports what it
+            lacks.
+        refusal: function of the op's own arguments. It returns the reason why this backend cannot
+            run them here, or None.
     """
 
     name: str
@@ -40,8 +41,7 @@ class Backend:
 def run(
     op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs the op on the backend that is named, or on the first of `backends` that takes these
-    arguments here.
+    """Run the op on the named backend, or on the first that takes these arguments here.
 
     Raises:
         ValueError: `implementation` names a backend that the op does not have, or that cannot run
@@ -65,7 +65,7 @@ def run(
 
 @cache
 def compute_capability() -> tuple[int, int] | None:
-    """(major, minor) of the default device, None where that is no NVIDIA GPU."""
+    """Return (major, minor) of the default device, or None if it is not an NVIDIA GPU."""
     device = jax.local_devices()[0]
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return None
@@ -74,7 +74,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def no_mosaic(major: int = 9) -> str | None:
-    """Why Mosaic GPU kernels cannot run here, or None."""
+    """Return the reason why Mosaic GPU kernels cannot run here, or None."""
     here = compute_capability()
     if here is None:
         return "needs an NVIDIA GPU"
@@ -84,7 +84,7 @@ def no_mosaic(major: int = 9) -> str | None:
 
 
 def no_triton() -> str | None:
-    """Why jax-triton kernels cannot run here, or None."""
+    """Return the reason why jax-triton kernels cannot run here, or None."""
     if compute_capability() is None:
         return "needs an NVIDIA GPU"
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
@@ -104,9 +104,9 @@ def check_shapes(
     *,
     head_dim: int | None = None,
 ) -> None:
-    """Raises ValueError where queries, keys, cache and selection do not fit together.
+    """Raise ValueError where queries, keys, cache and selection do not fit together.
 
-    `head_dim` is that of keys which the op brings along; None: it reads the cache's.
+    `head_dim` is that of the op's own keys, or None if the op reads the cache's.
     """
     if q.ndim != 3:
         raise ValueError(f"q.shape={q.shape}: must be [B, N, H]")
@@ -147,7 +147,7 @@ def check_shapes(
 
 
 def check_stats(stats: str | None) -> None:
-    """Raises ValueError for a report that no backend makes."""
+    """Raise ValueError for a report that no backend makes."""
     kinds = get_args(StatsKind)
     if stats is not None and stats not in kinds:
         raise ValueError(f"stats={stats!r}: must be None or one of {list(kinds)}")

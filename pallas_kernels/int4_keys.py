@@ -1,8 +1,8 @@
-"""Int4Keys holds K in 4 bits per channel, paged like K; int4_append writes it and int4_scores reads
-it.
+"""Defines Int4Keys, a copy of K in 4 bits per channel, paged like K.
 
-Asymmetric, per token and KV head over its channels, as in Twilight (Lin et al., arXiv:2502.02770):
-channel ≈ scale · code + zero, with code in 0 … 15.
+int4_append writes it and int4_scores reads it. Quantisation is asymmetric, per token and KV head
+over its channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
+with code in 0 … 15.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
 
 
 class Int4Keys(NamedTuple):
-    """One layer's keys, indexed by physical page.
+    """Holds one layer's 4-bit keys, indexed by physical page.
 
     Attributes:
-        packed: two codes a byte, channel 2i in the low half of byte i and channel 2i + 1 in the
-            high half: a 16-bit word then holds four neighbours, and one mask takes the same one of
+        packed: two codes per byte, channel 2i in the low half of byte i and channel 2i + 1 in the
+            high half. A 16-bit word then holds four neighbours, and one mask takes the same one of
             the four out of two words at once.
         scale: the step of each token's codes; 1 where all channels are equal.
         zero: the least channel of each token.
@@ -34,31 +34,31 @@ class Int4Keys(NamedTuple):
 
 
 def init(spec: CacheSpec, *, pool_pages: int | None = None) -> Int4Keys:
-    """The keys of one layer that holds nothing; `pool_pages` as for the cache's own init."""
+    """Make the keys of an empty layer; `pool_pages` means what it means to the cache's init."""
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     rows = (pages, spec.page_size)
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
     return Int4Keys(
         packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)
-    )  # as quantise has it of zeros
+    )  # what quantise gives for zeros
 
 
 def quantise(
     k: Float[Array, "*rows H"],
 ) -> tuple[UInt8[Array, "*rows H//2"], Float16[Array, "*rows"], Float16[Array, "*rows"]]:
-    """packed, scale and zero of the last axis.
+    """Quantise the last axis; return packed, scale and zero.
 
-    A channel is off by at most half a step, plus what scale and zero lose as float16; channels
-    beyond float16's range are clipped to it, so that all that is stored is finite.
+    A channel is off by at most half a step, plus what scale and zero lose as float16. Channels
+    beyond float16's range are clipped to it, so that everything stored is finite.
 
-    Products with reciprocals are what XLA makes of these divisions where it jits. Its own
-    reciprocal is an ulp off on
-    GPUs: there a channel halfway between two codes may get either.
+    The divisions are written as products with reciprocals because XLA makes them that where it
+    jits. Its own reciprocal is an ulp off on GPUs: there a channel halfway between two codes may
+    get either.
     """
     if k.shape[-1] % 2:
         raise ValueError(f"k.shape={k.shape}: the last axis must be even, two codes share a byte")
     k = jnp.clip(k.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-    # behind the barrier XLA may not take the unrounded minimum for what is stored
+    # without the barrier XLA may use the unrounded minimum in place of the stored one
     zero = jax.lax.optimization_barrier(jnp.min(k, -1).astype(jnp.float16))
     scale = ((jnp.max(k, -1) - jnp.min(k, -1)) * (1 / LEVELS)).astype(jnp.float16)
     scale = jnp.where(scale == 0, jnp.float16(1), scale)
@@ -72,7 +72,7 @@ def dequantise(
     scale: Float16[Array, "*rows"],
     zero: Float16[Array, "*rows"],
 ) -> Float32[Array, "*rows 2*half"]:
-    """The channels that `quantise` kept."""
+    """Return the channels that the codes stand for, the inverse of `quantise` up to rounding."""
     codes = jnp.stack([packed & LEVELS, packed >> 4], axis=-1).reshape(
         *packed.shape[:-1], 2 * packed.shape[-1]
     )

@@ -1,4 +1,4 @@
-"""PageBounds holds the least and greatest value of every channel in every page of K.
+"""Defines PageBounds, the least and greatest value of every channel in every page of K.
 
 bounds_append keeps them up to date and page_bounds reads them.
 """
@@ -11,14 +11,15 @@ from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from jsparse.cache import CacheSpec
 
-STEPS = 254  # of the 255 that codes have: the last makes up for what rounding lost
-COARSEST = 2.0**-16  # a scale is no smaller part of |zero|, so that float32 tells two codes apart
-LEAST, GREATEST = 2.0**-100, 2.0**120
+STEPS = 254  # one less than codes have: the last one makes up for what rounding loses
+COARSEST = 2.0**-16  # least scale as a part of |zero|, so that float32 tells two codes apart
+LEAST, GREATEST = 2.0**-100, 2.0**120  # magnitudes that 8-bit bounds tell apart
 
 
 class PageBounds(NamedTuple):
-    """One layer's bounds, indexed by physical page, in K's dtype. Those of a page without tokens
-    mean nothing.
+    """Holds one layer's bounds, indexed by physical page, in K's dtype.
+
+    The bounds of a page without tokens mean nothing.
     """
 
     low: Float[Array, "*pages H"]
@@ -26,28 +27,27 @@ class PageBounds(NamedTuple):
 
     @classmethod
     def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds":
-        """What is kept of these bounds: themselves."""
+        """Store these bounds as they are."""
         return cls(low, high)
 
     def values(self) -> "PageBounds":
-        """The bounds as numbers."""
+        """Return the bounds as numbers: themselves."""
         return self
 
 
 class PageBounds8(NamedTuple):
-    """The bounds in 8 bits a channel, rounded outward: low and high as one page has them are scale
-    · code + zero.
+    """Holds the bounds in 8 bits per channel, rounded outward.
 
-    As float32 computes it no key is outside, whatever its dtype, up to ±GREATEST: keys beyond that
-    count as GREATEST, so that all that is stored is finite. What is nearer to 0 than LEAST,
-    subnormal numbers for one, counts as LEAST away from it.
+    A page's low and high are scale · code + zero. As float32 computes it, no key up to ±GREATEST is
+    outside, whatever its dtype. Keys beyond that count as GREATEST, so that everything stored is
+    finite. Numbers nearer to 0 than LEAST, subnormal ones included, count as LEAST away from it.
 
     Attributes:
         low, high: the codes.
         affine: scale and zero of each page, beside each other: 4 bytes are the fewest that a GPU
-            copies asynchronously. Bfloat16 reaches as far as float32 does; that it is coarse makes
-            a step longer, by up to 1/128 of it and of |zero| / 254, which is much where all keys of
-            a page lie far from 0.
+            copies asynchronously. Bfloat16 reaches as far as float32 does. Its coarseness makes a
+            step longer, by up to 1/128 of it and of |zero| / 254, which is much where all keys of a
+            page lie far from 0.
     """
 
     low: UInt8[Array, "*pages H"]
@@ -56,13 +56,13 @@ class PageBounds8(NamedTuple):
 
     @classmethod
     def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds8":
-        """What is kept of these bounds."""
+        """Quantise these bounds."""
         low = jnp.clip(low.astype(jnp.float32), -GREATEST, GREATEST) - LEAST
         high = jnp.clip(high.astype(jnp.float32), -GREATEST, GREATEST) + LEAST
         zero = _round_down(jnp.min(low, -1, keepdims=True))
         step = (jnp.max(high, -1, keepdims=True) - zero) * (1 / STEPS)
         scale = -_round_down(-jnp.maximum(step, jnp.abs(zero) * COARSEST))
-        # nearest codes, then one further out where that is inside: no error of the division shows
+        # nearest codes, one further out where those are inside: no error of the division shows
         low_code, high_code = (jnp.floor((end - zero) * (1 / scale) + 0.5) for end in (low, high))
         low_code -= scale * low_code + zero > low
         high_code += scale * high_code + zero < high
@@ -70,7 +70,7 @@ class PageBounds8(NamedTuple):
         return cls(low_code.astype(jnp.uint8), high_code.astype(jnp.uint8), affine)
 
     def values(self) -> PageBounds:
-        """The bounds as numbers, float32."""
+        """Return the bounds as numbers, float32."""
         scale, zero = jnp.split(self.affine.astype(jnp.float32), 2, axis=-1)
         return PageBounds(
             *(scale * codes.astype(jnp.float32) + zero for codes in (self.low, self.high))
@@ -81,7 +81,8 @@ Bounds = PageBounds | PageBounds8
 
 
 def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """The greatest number that is not above and that bfloat16 has."""
+    """Round down to a number that bfloat16 has."""
+    # clearing low bits rounds towards 0, so negative numbers are first pushed past the next one
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + ((bits >> 31) & 0xFFFF)) & -0x10000
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -90,7 +91,7 @@ def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
 def init(
     spec: CacheSpec, *, form: type[Bounds] = PageBounds, pool_pages: int | None = None
 ) -> Bounds:
-    """The bounds of one layer that holds nothing; `pool_pages` as for the cache's own init."""
+    """Make the bounds of an empty layer; `pool_pages` means what it means to the cache's init."""
     pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
     keys = jax.ShapeDtypeStruct((pages, spec.head_dim), spec.dtype)
     return jax.tree.map(

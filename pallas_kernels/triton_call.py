@@ -1,7 +1,7 @@
-"""jax-triton's call, so that XLA takes the kernel into its CUDA graphs.
+"""Calls jax-triton so that XLA takes the kernel into its CUDA graphs.
 
 jax-triton 0.3 lowers to a custom call of XLA's oldest interface, which stays out of graphs: each
-such kernel ends one, and the host starts the next (5 to 7 µs a kernel on an H200). The target of
+such kernel ends one, and the host starts the next (5 to 7 µs per kernel on an H200). The target of
 the newer interface reads the same bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Decode attention over pages: see `api.block_sparse_decode`."""
+"""Computes decode attention over pages: see `api.block_sparse_decode`."""
 
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 

@@ -1,4 +1,4 @@
-"""One new query a head against the pages that a Selection names."""
+"""Attends from one new query per head to the pages that a Selection names."""
 
 from typing import Any
 
@@ -33,7 +33,9 @@ def _not_mosaic(
     elif reason is None and size not in ((8, 16, 32, 64) if head_dim <= 128 else (8, 16, 32)):
         reason = f"does not take pages of {size} tokens at head dimension {head_dim}"
     elif reason is None and q.shape[1] // layer.lengths.shape[1] > 16:
-        reason = f"takes at most 16 query heads per KV head, not {q.shape[1] // layer.lengths.shape[1]}"
+        reason = (
+            f"takes at most 16 query heads per KV head, not {q.shape[1] // layer.lengths.shape[1]}"
+        )
     return reason
 
 
@@ -53,15 +55,15 @@ def block_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
-    """Attention of one query a head over the selected pages of its KV head.
+    """Compute attention of one query per head over the selected pages of its KV head.
 
     Args:
         q: the queries, after RoPE.
         layer: the K and V pages, lengths, block table and bias.
-        selection: granularity "page"; what its fields mean is said there.
-        sm_scale: multiplies q·k; None is 1/√H.
-        stats: what to report of the mean query of each group, or None.
-        dtype: of o, to which it is rounded in the end; float32 where it is to be merged with
+        selection: the pages, at granularity "page"; `Selection` documents its fields.
+        sm_scale: the factor of q·k; None is 1/√H.
+        stats: the report on the mean query of each group, or None.
+        dtype: the type to which o is rounded at the end; float32 where it is to be merged with
             another.
         implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference",
             or None for the first of them that can run.

@@ -1,4 +1,4 @@
-"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
 A slot that no head attends to holds `JUNK`, so that reading too much shows. It is finite, as a
 cache always is: a weight of 0 times NaN would be NaN.
@@ -18,7 +18,7 @@ JUNK = 1e30
 
 
 class Inputs(NamedTuple):
-    """What an op is called with."""
+    """Holds an op's arguments."""
 
     q: jnp.ndarray
     layer: LayerCache
@@ -27,15 +27,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and contents of one call; letters as in jsparse.shapes.
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty
-            one and one of a single token among them; "one", a single token everywhere.
-        listed: ids of each head: "some" of what it holds; "none"; "all" there are, past its length
-            too; "first", which leaves the newest token to the rule; "newest" alone.
-        capacity: C; None is as many ids as a head can list.
-        bits: pages carry token bits, some of them none.
+        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
+            empty one and one of a single token among them; "one", a single token everywhere.
+        listed: ids of each head: "some" of what it holds; "none"; "all" ids, past its length too;
+            "first", which leaves the newest token to the rule; "newest" alone.
+        capacity: C; None is the number of ids that a head can list.
+        bits: whether pages carry token bits; some carry none.
         dense: heads that attend to everything.
         table: where pages lie; "shared" lets heads have pages in common.
         spread: standard deviation of the logits. From 100 on everything is a whole number, so that
@@ -63,16 +63,16 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """S."""
+        """Return S, the number of slots per head."""
         return self.num_pages * self.page_size
 
     @property
     def unit(self) -> int:
-        """Slots an id stands for."""
+        """Return the number of slots that one id stands for."""
         return self.page_size if self.granularity == "page" else 1
 
     def build(self, seed: int = 0) -> Inputs:
-        """The inputs; equal seeds give equal ones."""
+        """Build the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         lengths = _lengths(self, rng)
         table, pool_pages = _table(self, rng)
@@ -107,7 +107,7 @@ def _lengths(case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 def _table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """The physical page of each logical one, and how many there are."""
+    """Return the physical page of each logical one, and the size of the pool in pages."""
     shape = (case.batch, case.kv_heads, case.num_pages)
     size = int(np.prod(shape))
     if case.table == "identity":
@@ -155,7 +155,7 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
 def _unread(
     case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection
 ) -> np.ndarray:
-    """Which slots of the pool no head attends to."""
+    """Mark the slots of the pool to which no head attends."""
     unread = np.ones((pool_pages, case.page_size), bool)
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)
     for head in np.ndindex(*lengths.shape):

@@ -1,4 +1,4 @@
-"""The warpgroup that multiplies."""
+"""Runs the warpgroup that multiplies."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,11 +9,15 @@ from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, M, Problem
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 
-NOTHING = -1e30  # the running maximum before any token
+NOTHING = -1e30  # the running maximum before any token; finite, so that differences are no NaN
 
 
-def consume(p: Problem, g: dict, s: dict) -> None:
-    """Attention over the tiles that come, run by run, until one of no splits."""
+def consume(
+    p: Problem,
+    g: dict,  # refs in global memory by name; mosaic._kernel gives their shapes
+    s: dict,  # shared memory and barriers by name; shapes there too
+) -> None:
+    """Attend to the tiles that arrive, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     do = operations(p)
@@ -22,7 +26,7 @@ def consume(p: Problem, g: dict, s: dict) -> None:
     def across(x, like):
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    def receive(n):
+    def receive(n):  # the end of the nth run's splits; 0 where the producer has finished
         slot = team * p.runs + lax.rem(n, p.runs)
         plgpu.barrier_wait(s["run_full"].at[slot])
         plgpu.barrier_wait(s["q_full"].at[slot])
@@ -39,6 +43,7 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             slot = lax.rem(sent + i - first_tile, stages)
             at = team * stages + slot
             plgpu.barrier_wait(s["k_full"].at[at])
+            # each column's word of bits: 32 tokens of it, or one page if that is smaller
             column = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=by_column)
             word = s["words_s"][at, 0]
             for w in range(1, tokens // width):
@@ -47,14 +52,16 @@ def consume(p: Problem, g: dict, s: dict) -> None:
             logits = do.product(
                 s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot]
             )
-            logits = logits * (p.scale * LOG2_E)
+            logits = logits * (p.scale * LOG2_E)  # in base 2, for exp2 below
             if p.has_bias:
                 logits = do.add_bias(s["bias_s"].at[team, slot], logits)
+            # K, bias and words of this slot are read: it may be refilled while V is used
             plgpu.barrier_arrive(s["k_free"].at[at])
             logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [1]), logits, -jnp.inf)
             if p.logits:
                 row = g["logits"].at[h, pl.ds(i * tokens, tokens)]
                 do.store_row(row, s["run_s"].at[run_slot], logits * (1 / LOG2_E))
+            # online softmax: earlier sums shrink by 2^(old maximum - new maximum)
             new_top = jnp.maximum(top, logits.max(axis=1))
             weights = jnp.exp2(logits - across(new_top, logits))
             decay = jnp.exp2(top - new_top)
@@ -73,6 +80,7 @@ def consume(p: Problem, g: dict, s: dict) -> None:
                 plgpu.layout_cast(jnp.full((M,), NOTHING, jnp.float32), by_row),
                 plgpu.layout_cast(jnp.full((M,), 0.0, jnp.float32), by_row),
             )
+            # the last split takes the extra tile, which holds the newest page alone
             acc, top, total = lax.fori_loop(
                 t0, t1 + jnp.where(nth == splits - 1, extra, 0), tile, nothing
             )

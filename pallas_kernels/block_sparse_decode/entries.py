@@ -1,4 +1,4 @@
-"""The entries of a head's tiles: which page each is, and which of its tokens count."""
+"""Finds the entries of a head's tiles: which page each is, and which of its tokens count."""
 
 from typing import Any, NamedTuple
 
@@ -10,17 +10,18 @@ from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
 
 
 class Entries(NamedTuple):
-    """The pages of a head in the order of its tiles: as listed, or all of a dense head; then the
-    newest, if missing.
+    """Lists the pages of a head in the order of its tiles.
+
+    They are those of its list, or all of a dense head, then the newest if the list lacks it.
     """
 
     p: Problem
-    g: dict
-    h: Any
+    g: dict  # refs in global memory by name, as in mosaic._kernel
+    h: Any  # index of the head, row · K + KV head
     head: Head
 
     def fetch(self, entry):
-        """The logical and physical number of an entry and its bits, as they are stored."""
+        """Load the logical and physical page of an entry, and its bits as they are stored."""
         p, g = self.p, self.g
         h, page, bits = jnp.minimum(self.h, p.pairs - 1), entry, jnp.int32(-1)
         if p.capacity:
@@ -32,13 +33,13 @@ class Entries(NamedTuple):
         return page, g["table"][h, page] if p.has_table else h * p.num_pages + page, bits
 
     def resolve(self, entry, missing, page, physical, chosen):
-        """The physical page of an entry, and its tokens that count as the bits of words."""
+        """Return the physical page of an entry, and as bits of words its tokens that count."""
         p, head = self.p, self.head
         newest_page, newest = (
             lax.div(head.length - 1, p.page_size),
             lax.rem(head.length - 1, p.page_size),
         )
-        last = missing & (entry == head.count)
+        last = missing & (entry == head.count)  # the entry behind the list: the newest page
         listed = entry < head.count
         if p.has_dense:
             dense = head.dense != 0
@@ -51,9 +52,10 @@ class Entries(NamedTuple):
             if p.has_table
             else self.h * p.num_pages + newest_page
         )
-        held, words = head.length - page * p.page_size, []
+        held, words = head.length - page * p.page_size, []  # tokens from the page's first one on
         for w in range(0, p.page_size, WORD):
             word = jnp.where(listed, chosen & _lowest_bits(held - w, min(p.page_size, WORD)), 0)
+            # the newest token counts whatever the list's bits say of it
             at_newest = (
                 (page == newest_page) & (lax.div(newest, WORD) == w // WORD) & (listed | last)
             )
@@ -64,6 +66,7 @@ class Entries(NamedTuple):
 
 
 def _lowest_bits(n, most: int):
-    """A word whose lowest min(n, most) bits are set; n may be negative."""
+    """Return a word whose lowest min(n, most) bits are set; n may be negative."""
     n = jnp.clip(n, 0, most)
+    # a shift by all 32 bits is undefined
     return jnp.where(n >= 32, -1, lax.shift_left(jnp.int32(1), n & 31) - 1)

@@ -1,5 +1,6 @@
-"""What the copying warpgroup knows of heads: their share of the work, and whether they list their
-newest token.
+"""Loads what the copying warpgroup needs to know of each head.
+
+That is the head's share of the work, and whether its list has the newest token's page.
 """
 
 from typing import Any, NamedTuple
@@ -12,20 +13,18 @@ from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
 
 
 class Head(NamedTuple):
-    """What is known of a pair: its share of the work, whether it is dense, the last page of its
-    list.
-    """
+    """Holds scalars of one pair (row, KV head)."""
 
-    splits: Any
-    tiles: Any
-    dense: Any
-    last: Any
-    length: Any
-    count: Any
+    splits: Any  # into which its tiles are cut
+    tiles: Any  # of its list, or of all it holds where it is dense
+    dense: Any  # not 0: it attends to everything
+    last: Any  # page that ends its list
+    length: Any  # tokens that it holds
+    count: Any  # pages that it lists
 
 
 def load_head(p: Problem, g: dict, h) -> Head:
-    """Of head h, or of the last one, where h is beyond."""
+    """Load head h, or the last one where h is beyond it."""
     h = jnp.minimum(h, p.pairs - 1)
     length, count = g["lengths"][h], g["count"][h]
     dense = g["dense"][h] if p.has_dense else jnp.int32(0)
@@ -35,15 +34,15 @@ def load_head(p: Problem, g: dict, h) -> Head:
 
 
 def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
-    """The first of h and those after it that has any tiles, the tiles before it, it, and the one
-    after it.
+    """Find the first head from h on that has any tiles.
 
-    `base` tiles are before h, `head` is h, `ahead` the one after it.
+    `base` tiles are before h, `head` is h, `ahead` the one after it. The result is the same four of
+    the head that was found.
     """
 
     def step(carry):
         h, base, _, ahead = carry
-        return h + 1, base, ahead, load_head(p, g, h + 2)
+        return h + 1, base, ahead, load_head(p, g, h + 2)  # no tiles: base stays
 
     return lax.while_loop(
         lambda c: (c[0] < p.pairs) & (c[2].tiles == 0), step, (h, base, head, ahead)
@@ -51,7 +50,7 @@ def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
 
 
 def lacks_newest(p: Problem, g: dict, h, head: Head):
-    """Whether a list is without the page of the newest token; most lists end with it, or before."""
+    """Return whether a list lacks the newest token's page; most lists end with it, or before."""
     if not p.capacity:
         return jnp.bool_(False)
     newest = lax.div(head.length - 1, p.page_size)
@@ -61,7 +60,7 @@ def lacks_newest(p: Problem, g: dict, h, head: Head):
 
 
 def _not_found(p: Problem, g: dict, h, head: Head):
-    """Searches a list that ends past what its head holds for the page of the newest token."""
+    """Search a list that ends past what its head holds for the newest token's page."""
     newest = lax.div(head.length - 1, p.page_size)
 
     def halve(bounds):

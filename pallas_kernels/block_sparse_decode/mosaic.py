@@ -1,6 +1,7 @@
 # pyright: reportAbstractUsage=false
-"""Mosaic GPU, Hopper and later: one persistent launch over the pages of all heads, then one that
-merges the splits.
+"""Implements `api.block_sparse_decode` with Mosaic GPU, for Hopper and later.
+
+One persistent launch covers the pages of all heads, a second one merges the splits.
 
 Each head's pages are cut into tiles of 64 tokens and these, by a rule that knows nothing of other
 heads, into splits (`schedule`). Every team of two warpgroups takes an equal share of all tiles,
@@ -42,8 +43,9 @@ def block_sparse_decode(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> AttentionOut:
-    """See api. `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly,
-    for tests.
+    """Implement `api.block_sparse_decode` with Mosaic GPU.
+
+    `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly, for tests.
     """
     batch, heads, head_dim = q.shape
     pairs = layer.lengths.size
@@ -70,6 +72,7 @@ def block_sparse_decode(
     if stats is not None:
         mean = jnp.mean(grouped, axis=1, keepdims=True, dtype=jnp.float32)
         grouped = jnp.concatenate([mean.astype(grouped.dtype), grouped], axis=1)
+    # rows fill whole tiles of shared memory, by several heads or by zeros
     if problem.heads_a_window == 1:
         grouped = jnp.pad(grouped, ((0, 0), (0, problem.rows - problem.queries), (0, 0)))
     queries = grouped.reshape(-1, problem.rows, head_dim)
@@ -97,8 +100,10 @@ def block_sparse_decode(
 
 @cache
 def _kernel(problem: Problem):
-    """The launch. It gives o and lse of each split, the splits of each head, and the mean query's
-    logits if wanted.
+    """Build the launch.
+
+    It returns o and lse of each split, the splits of each head, and the mean query's logits if they
+    are wanted.
     """
     p, t = problem, problem.tiles
     splits = schedule.max_splits(p.max_tiles, t)
@@ -109,6 +114,7 @@ def _kernel(problem: Problem):
     ]
     if p.logits:
         out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
+    # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
     storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
     rings = (t.teams, t.stages, t.tokens, p.head_dim)
@@ -117,41 +123,51 @@ def _kernel(problem: Problem):
         plgpu.Barrier(num_barriers=t.teams * p.runs),
     )
     scratch = {
-        # windows of M rows that overlap: only the first `rows` of each are anything, or matter
+        # one window of M rows per run, `rows` apart: they overlap, and only their first `rows` rows
+        # are read into results
         "q_s": plgpu.SMEM(
             (M + (t.teams * p.runs - 1) * p.rows, p.head_dim), p.dtype, transforms=storage
         ),
         "k_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
         "v_s": plgpu.SMEM(rings, p.dtype, transforms=storage),
+        # first head, tiles before it, first tile, end tile
         "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
+        # head, first split, end split, tiles and splits of the head, extra tile, tiles sent before,
+        # FIRST_ROW
         "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),
+        # a tile's tokens that count, as bits: 8 pages of 8 tokens need the most words
         "words_s": plgpu.SMEM((t.teams * t.stages, 8), jnp.int32),
-        "shared": plgpu.Barrier(),
-        "q_full": runs,
-        "run_full": runs,
-        "run_free": runs,
+        # Barriers: the producer fills what the consumer frees; a *_full of a copy also counts its
+        # bytes. Runs and tiles go round in rings, so a slot's nth use is its barrier's nth phase.
+        "shared": plgpu.Barrier(),  # the first team has found all shares
+        "q_full": runs,  # the run's queries are there
+        "run_full": runs,  # run_s is written
+        "run_free": runs,  # the run is done: its run_s and queries may be overwritten
+        # one arrival per copy: K of each page, and its bias; words_s is written before
         "k_full": ring(num_arrivals=p.pages_a_tile * (1 + p.has_bias)),
         "v_full": ring(num_arrivals=p.pages_a_tile),
-        "k_free": ring(),
-        "v_free": ring(),
+        "k_free": ring(),  # K, bias and words are used
+        "v_free": ring(),  # V is used
     }
-    if p.has_bias:  # of each page in 128 bytes or more, where a copy may begin
+    if p.has_bias:  # each page's takes 128 bytes or more, since copies begin at multiples of that
         bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
         scratch["bias_s"] = plgpu.SMEM(bias, jnp.float32)
+    # q [windows, rows, H]; k, v [pages, P, H]; lengths, count [pairs]
     names = ["q", "k", "v", "lengths", "count"]
     optional = {
-        "dense": p.has_dense,
-        "ids": p.capacity,
-        "bits": p.has_bits,
-        "table": p.has_table,
-        "bias": p.has_bias,
+        "dense": p.has_dense,  # [pairs]
+        "ids": p.capacity,  # [pairs, C]
+        "bits": p.has_bits,  # [pairs, C]
+        "table": p.has_table,  # [pairs, M]
+        "bias": p.has_bias,  # [pages, P]
     }
     names += [name for name, there in optional.items() if there]
-    names += ["o", "lse", "splits"] + ["logits"] * p.logits
+    names += ["o", "lse", "splits"] + ["logits"] * p.logits  # shaped as in `out`
 
     def body(*refs, **scratch):
         gmem = dict(zip(names, refs, strict=True))
 
+        # two teams, each of 128 threads at 208 and 128 at 40, take 63,488 of 65,536 registers
         @pl.when(lax.axis_index("warpgroup") < t.teams)
         def _():
             plgpu.set_max_registers(208, action="increase")
@@ -183,7 +199,7 @@ def _stats(
     selection: Selection,
     stats: StatsKind,
 ) -> Stats:
-    """The mean query's logits, which lie in the order of the tiles, put where the pages are."""
+    """Put the mean query's logits, which lie in the order of the tiles, where the pages are."""
     pages, size = layer.num_pages, layer.page_size
     scores = place_logits(
         logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size

@@ -1,5 +1,5 @@
 # pyright: reportAssignmentType=false
-"""The warpgroup that copies: it finds its team's splits and sends their tiles."""
+"""Runs the warpgroup that copies: it finds its team's splits and sends their tiles."""
 
 from functools import partial
 
@@ -19,14 +19,17 @@ from jsparse.pallas_kernels.block_sparse_decode.heads import (
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
-AHEAD = 2  # tiles whose entries are on their way from memory
+AHEAD = 2  # tiles whose entries are loaded before they are copied
 
 
-def produce(p: Problem, g: dict, s: dict) -> None:
-    """Finds the block's splits and sends their tiles: pages by TMA, and a bit for each token that
-    counts.
+def produce(
+    p: Problem,
+    g: dict,  # refs in global memory by name; mosaic._kernel gives their shapes
+    s: dict,  # shared memory and barriers by name; shapes there too
+) -> None:
+    """Find the team's splits and send their tiles: pages by TMA, and a bit per attended token.
 
-    The splits of one head that a block takes are a run. Whatever the next tile and the next run
+    The splits of one head that a team takes are a run. Whatever the next tile and the next run
     need from memory is loaded one of them ahead; the warps share the pages of a tile.
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
@@ -40,7 +43,7 @@ def produce(p: Problem, g: dict, s: dict) -> None:
     )
 
     def fetch(h, head, split):
-        """All pages of a split's first tile."""
+        """Load the entries of a split's first tile."""
         pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
         return tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
 
@@ -48,7 +51,9 @@ def produce(p: Problem, g: dict, s: dict) -> None:
         n, sent, (h, base, head, ahead), split, found = carry
         following = settle(h + 1, base + head.tiles, ahead, load(h + 2))
         found_next = fetch(following[0], following[2], 0)
+        # this team's are [split, splits): those that begin before its share ends
         splits = jnp.minimum(schedule.beginning(head.tiles, head.splits, end - base), head.splits)
+        # the last split adds the newest page, in a tile of its own where the list fills its tiles
         missing = lacks_newest(p, g, h, head) & (splits == head.splits)
         t0, t1 = (schedule.bounds(head.tiles, head.splits, i)[0] for i in (split, splits))
         extra = jnp.where(missing & (lax.rem(head.count, per_tile) == 0), 1, 0)
@@ -56,6 +61,8 @@ def produce(p: Problem, g: dict, s: dict) -> None:
         announce(n, h, split, splits, head.tiles, head.splits, extra, sent, first_row)
 
         entries = Entries(p, g, h, head)
+        # A TMA copy by a warpgroup makes all its 128 threads synchronise. Sharing the pages among
+        # the warps took the hybrid case from 584 to 562 us (bench/README.md).
         plgpu.warp_map(
             lambda warp: _send_tiles(
                 p, s, team, warp, entries, missing, sent, t0, t1 + extra, found
@@ -81,13 +88,13 @@ def produce(p: Problem, g: dict, s: dict) -> None:
     n, sent, *_ = lax.while_loop(
         more, send, (zero, zero, state, split, fetch(state[0], state[2], split))
     )
-    announce(n, *[zero] * 8)
+    announce(n, *[zero] * 8)  # an end of 0 splits stops the consumer
 
     _drain(p, s, team, n, sent)
 
 
 def _announce(p: Problem, g: dict, s: dict, team, n, *values) -> None:
-    """Tells the consumers of the n-th run; its queries follow."""
+    """Write the nth run for the consumer and send its queries."""
     slot = team * p.runs + lax.rem(n, p.runs)
 
     @pl.when(n >= p.runs)
@@ -103,8 +110,8 @@ def _announce(p: Problem, g: dict, s: dict, team, n, *values) -> None:
 
 
 def _drain(p: Problem, s: dict, team, n, sent) -> None:
-    """Waits until all that n runs sent has been used."""
-    if p.runs == 2:  # the last run has been used
+    """Wait until the consumer has used everything that n runs sent."""
+    if p.runs == 2:  # with one slot, announcing the end has already waited for the last run
 
         @pl.when(n >= 1)
         def _():
@@ -121,8 +128,9 @@ def _drain(p: Problem, s: dict, team, n, sent) -> None:
 
 
 def _share_out(p: Problem, g: dict, s: dict, team) -> None:
-    """Where each team's share of the tiles begins and ends, and in which head; the first team finds
-    it for all.
+    """Find where each team's share of the tiles begins and ends, and in which head.
+
+    The first team does it for all teams of the block.
     """
 
     @pl.when(team == 0)
@@ -134,6 +142,7 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
         )
         total = jnp.sum(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
+        # tiles, counted over all heads, where shares begin
         edges = [lax.div((first + i) * total, p.tiles.shares) for i in range(p.tiles.teams + 1)]
         heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1])
         for i in range(p.tiles.teams):
@@ -141,6 +150,7 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
                 s["share_s"][i, j] = value
         plgpu.barrier_arrive(s["shared"])
 
+        # one block is enough: every block finds the same
         @pl.when(lax.axis_index("block") == 0)
         def _():
             g["splits"][...] = schedule.num_splits(num_tiles, p.tiles)
@@ -149,7 +159,7 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
 
 
 def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
-    """Until what the nth tile of a team overwrites has been used."""
+    """Wait until the consumer has used what the nth tile of a team overwrites."""
 
     @pl.when(nth >= p.tiles.stages)
     def _():
@@ -157,11 +167,11 @@ def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
 
 
 def _duties(p: Problem, warp):
-    """The pages of a tile that are a warp's, and whether it copies their K, and their V.
+    """Return a warp's pages of a tile, whether it copies their K, and whether it copies their V.
 
-    Of four pages or more, K and V of every fourth; of fewer, K or V of one. A warp waits for the
-    room that it fills and for no other: what others fill can be filled and used twice meanwhile,
-    which looks as if it never had been.
+    Of four pages or more, a warp copies K and V of every fourth; of fewer, K or V of one. It waits
+    for the room that it fills and for no other: a barrier that others pass can complete two phases
+    meanwhile, and then has the parity that it had before. The wait would never end.
     """
     n = p.pages_a_tile
     mine = [lax.rem(warp, min(n, WARPS)) + i for i in range(0, max(n, WARPS), WARPS)]
@@ -169,12 +179,12 @@ def _duties(p: Problem, warp):
 
 
 def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, found) -> None:
-    """One warp's part of a split."""
+    """Send one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
     stages, n = p.tiles.stages, p.pages_a_tile
     mine, copies_k, copies_v = _duties(p, warp)
 
     def first(j):
-        """found[j]; j is known to the warp alone."""
+        """Return found[j] by selects, since j is known to the warp alone."""
         choice = found[0]
         for k in range(1, n):
             choice = tuple(

@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.block_sparse_decode` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,8 +19,9 @@ def block_sparse_decode(
     stats: StatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """See api. With dense heads every slot is read and masked; without, only the listed pages are
-    gathered.
+    """Implement `api.block_sparse_decode` in plain jnp.
+
+    With dense heads every slot is read and masked; without, only the listed pages are gathered.
     """
     run = gathered if selection.dense is None else masked
     out = run(q, layer, selection, sm_scale, stats)
@@ -34,7 +35,7 @@ def masked(
     sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
-    """Reads every slot and masks what is not selected: any selection, whatever its granularity."""
+    """Read every slot and mask what is not selected, for a selection of any granularity."""
     mask = token_mask(
         selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size
     )
@@ -52,7 +53,7 @@ def gathered(
     sm_scale: float,
     stats: StatsKind | None,
 ) -> AttentionOut:
-    """Reads what is listed and no more; the newest token rides behind the list where that lacks it."""
+    """Read what is listed and no more, with the newest token behind lists that lack it."""
     lengths = layer.lengths[..., None]
     slots, listed = _listed_slots(layer, selection)
     newest = lengths - 1
@@ -80,7 +81,7 @@ def gathered(
 def _listed_slots(
     layer: LayerCache, selection: Selection
 ) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
-    """Every slot that the list names, and which of them count."""
+    """Return every slot that the list names, and which of them count."""
     valid = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     if selection.granularity == "token":
         return selection.ids, valid
@@ -95,9 +96,7 @@ def _listed_slots(
 def _read(
     pool: Array, layer: LayerCache, selection: Selection, slots: Int32[Array, "B K n"]
 ) -> Array:
-    """The listed rows, whole pages at once where the list is of pages, and the newest token's
-    behind them.
-    """
+    """Gather the listed rows, by whole pages for a list of pages, and the newest token's behind."""
     if selection.granularity == "token":
         return read_slots(pool, layer, slots)
     pages = read_pages(pool, layer, selection.ids)
@@ -113,7 +112,7 @@ def attend(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
-    """o, lse and the logits of the mean query of each group."""
+    """Compute o, lse and the logits of the mean query of each group."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
 
@@ -138,7 +137,10 @@ def attend(
 
 
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
-    """Rounded to the type of the queries; a mere cast there and back XLA may leave out."""
+    """Average the group's queries, rounded to their type.
+
+    XLA may leave out a mere cast to that type and back, but not `reduce_precision`.
+    """
     mean = jnp.mean(grouped, axis=2, keepdims=True, dtype=jnp.float32)
     kept = jnp.finfo(grouped.dtype)
     return lax.reduce_precision(mean, kept.nexp, kept.nmant).astype(grouped.dtype)

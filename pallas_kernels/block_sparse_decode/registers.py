@@ -1,9 +1,8 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
-"""What a multiplying warpgroup does with its registers, on tensor cores and for the interpreter,
-which has none.
+"""Defines what a multiplying warpgroup does with its registers, on a GPU and in the interpreter.
 
-A thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and the one 8 below; of
-every 8 columns two, from 2 (l mod 4) on.
+In the layout of wgmma a thread of warp w and lane l holds, of a product's M rows, 16 w + l / 4 and
+the one 8 below; of every 8 columns two, from 2 (l mod 4) on.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Operations(NamedTuple):
-    """On float32[M, tokens] or [M, H] in registers.
+    """Collects the operations on float32[M, tokens] or [M, H] in registers.
 
     Attributes:
         product: (q, k in shared memory) -> q·kᵀ.
@@ -37,7 +36,7 @@ class Operations(NamedTuple):
         load_heads: (int32[pairs] in memory) -> int32[padded], with zeros to a multiple of the
             warpgroup's threads.
 
-    The run is what the head is told by, in shared memory; FIRST_ROW of it is the head's first row.
+    The run is a row of run_s in shared memory; its entry FIRST_ROW is the head's first row.
     """
 
     product: Callable[..., Any]
@@ -49,39 +48,39 @@ class Operations(NamedTuple):
 
 
 def operations(p: Problem) -> Operations:
-    """Those of the GPU, or of the interpreter."""
+    """Return the operations of the GPU, or of the interpreter."""
     if not p.interpret:
         return Operations(
             _wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p)
         )
 
-    def add_bias(bias_s, logits):
+    def add_bias(bias_s, logits):  # [pages_a_tile, ≥ P], [M, tokens]
         return logits + LOG2_E * bias_s[:, : p.page_size].reshape(-1)
 
     def rows(run_s, x):
         return lax.dynamic_slice_in_dim(x, run_s[FIRST_ROW], p.queries)
 
-    def store_rows(o_ref, lse_ref, run_s, x, y):
+    def store_rows(o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [M, H], [M]
         o_ref[...], lse_ref[...] = rows(run_s, x), rows(run_s, y)
 
-    def store_row(row_ref, run_s, x):
+    def store_row(row_ref, run_s, x):  # [tokens], [8], [M, tokens]
         row_ref[...] = rows(run_s, x)[0]
 
-    def load_heads(ref):
+    def load_heads(ref):  # [pairs]
         return jnp.pad(ref[...], (0, p.padded_pairs - p.pairs))
 
     return Operations(_dot, _add_dot, add_bias, store_rows, store_row, load_heads)
 
 
-def _dot(q_s, k_s):
+def _dot(q_s, k_s):  # [M, H], [tokens, H]
     return jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
 
 
-def _add_dot(acc, weights, v_s):
+def _add_dot(acc, weights, v_s):  # [M, H], [M, tokens], [tokens, H]
     return acc + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
 
 
-def _wgmma(q_s, k_s):
+def _wgmma(q_s, k_s):  # [M, H], [tokens, H]
     def product(acc):
         plgpu.wgmma(acc, q_s, k_s.transpose((1, 0)))
         return acc[...]
@@ -89,7 +88,8 @@ def _wgmma(q_s, k_s):
     return pl.run_scoped(product, plgpu.ACC((q_s.shape[0], k_s.shape[0]), jnp.float32))
 
 
-def _add_wgmma(acc, weights, v_s):
+def _add_wgmma(acc, weights, v_s):  # [M, H], [M, tokens], [tokens, H]
+    # the weights go in from registers, where the softmax left them
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_s))(plgpu.ACC.init(acc))
 
 
@@ -98,7 +98,7 @@ def _bias_adder(p: Problem):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=shape)
     def add_bias(_, bias_ref, logits):
-        def biased(value, index):
+        def biased(value, index):  # index is (row, column); the column is page · P + token
             size = arith.constant(index[1].type, p.page_size)
             bias = memref.load(bias_ref, [arith.divui(index[1], size), arith.remui(index[1], size)])
             return arith.addf(value, arith.mulf(bias, arith.constant(value.type, LOG2_E)))
@@ -117,20 +117,22 @@ def _bias_adder(p: Problem):
         plgpu.Layout.WGMMA.reduce(1),
     ),
 )
-def _store_rows(_, o_ref, lse_ref, run_s, x, y):
+def _store_rows(_, o_ref, lse_ref, run_s, x, y):  # [queries, H], [queries], [8], [M, H], [M]
     row, column = _position(run_s)
+    # parts[i, half]: columns 8 i + column and the next, of the row that lies 8 · half below
     parts, scalars = x.registers.reshape(-1, 2), y.registers.reshape(2)
     for half in range(2):
         with mgpu.when(_below(row, o_ref.type.shape[0])):
             at = _index(row)
             for i, part in enumerate(parts[:, half]):
                 vector.store(part, o_ref, [at, _index(_plus(column, 8 * i))])
+            # the four threads that share a row store the same lse
             memref.store(vector.extract(scalars[half], [], [0]), lse_ref, [at])
         row = _plus(row, 8)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
-def _store_row(_, row_ref, run_s, x):
+def _store_row(_, row_ref, run_s, x):  # [tokens], [8], [M, tokens]
     row, column = _position(run_s)  # a head's first row is one of the first 8
     with mgpu.when(_below(row, 1)):
         for i, part in enumerate(x.registers.reshape(-1, 2)[:, 0]):
@@ -138,9 +140,7 @@ def _store_row(_, row_ref, run_s, x):
 
 
 def _position(run_s):
-    """The first row and the first column that this thread holds; rows count from the head's first
-    one.
-    """
+    """Return the first row and column that this thread holds; rows count from the head's first."""
     warp, lane = _divided(_remainder(mgpu.thread_idx(), THREADS), 32)
     row, pair = _divided(lane, 4)
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])
@@ -156,7 +156,8 @@ def _heads_loader(p: Problem):
         arg_types=(plgpu.RefType(),),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout),
     )
-    def load_heads(_, ref):
+    def load_heads(_, ref):  # [pairs]
+        # no load is masked: past the end the last head is read, and 0 taken in its place
         registers = []
         for at in strided.linear_thread_idxs():
             last = _constant(at, p.pairs - 1)
@@ -194,6 +195,7 @@ def _divided(x, n: int):
 
 
 def _below(x, n: int):
+    # unsigned, so that rows before the head's first one, below 0, are not below n
     return arith.cmpi(arith.CmpIPredicate.ult, x, _constant(x, n))
 
 

@@ -1,4 +1,4 @@
-"""Brings the bounds of every page that new tokens touch up to date."""
+"""Updates the bounds of every page that new tokens touch."""
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.bounds_append import reference
@@ -28,17 +28,17 @@ def bounds_append(
     max_new: int,
     implementation: str | None = None,
 ) -> Bounds:
-    """Takes in the first `valid[b]` tokens at the slots first, first + 1, … of each head of row b.
+    """Update the bounds for `valid[b]` tokens of row b, at each head's slots from `first` on.
 
-    `layer` must hold them already, and its lengths must count them. The pages that they touch are
-    computed afresh from K, so that a token written again leaves nothing behind; no other page is
-    read or written.
+    `layer` must hold these tokens already, and its lengths must count them. The bounds of the pages
+    that they touch are computed afresh from K, so that a token written again leaves nothing behind;
+    no other page is read or written.
 
     Args:
-        bounds: as they stood.
+        bounds: the bounds before the call.
         layer: the cache's layer.
-        valid: how many slots of each row were written.
-        first: the first slot of each head that was.
+        valid: the number of slots that were written in each row.
+        first: the first slot of each head that was written.
         max_new: T, the most that `valid` can be; static.
         implementation: "triton", "reference", or None to pick.
     """

@@ -1,4 +1,4 @@
-"""Plain jnp: compute the bounds of every touched page afresh from K."""
+"""Implements `api.bounds_append` in plain jnp: computes touched pages' bounds afresh from K."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -11,7 +11,7 @@ from jsparse.shapes import Lengths, Rows
 def bounds_append(
     bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
 ) -> Bounds:
-    """See api."""
+    """Implement `api.bounds_append` in plain jnp."""
     size = layer.page_size
     pages = first[..., None] // size + jnp.arange(touched, dtype=jnp.int32)
     end = jnp.minimum(first + valid[:, None], layer.lengths)[..., None]
@@ -31,6 +31,6 @@ def bounds_append(
 
 
 def _held(logical: Int32[Array, "B K n"], layer: LayerCache) -> Bool[Array, "B K n P"]:
-    """Which slots of these pages hold a token."""
+    """Mark the slots of these pages that hold a token."""
     slots = logical[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
     return slots < layer.lengths[..., None, None]

@@ -1,8 +1,7 @@
-"""jax-triton: a program for each page that may have been touched, in place, one launch for all that
-is kept of it.
+"""Implements `api.bounds_append` with jax-triton, in place and in one launch.
 
-Slots behind a page's last token read that one again: it changes neither minimum nor maximum, and
-needs no mask.
+There is a program for each page that may have been touched. Slots behind a page's last token read
+that token again: it changes neither minimum nor maximum, and needs no mask.
 """
 
 from dataclasses import dataclass
@@ -16,18 +15,18 @@ from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.shapes import Lengths, Rows
 
-VALUES_A_THREAD = 64  # of a page: 16 tokens of 128 channels then need no barrier
+VALUES_A_THREAD = 64  # of a page: 16 tokens of 128 channels are then one warp's, with no barrier
 
 
 @dataclass(frozen=True)
 class AppendPlan:
-    """What is static about a call; letters as in jsparse.shapes.
+    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
         heads, pages, page_size, head_dim: K, M, P and H.
-        rows, columns: the powers of two that are no less than P and H.
-        paged: there is a block table.
-        steps, coarsest, least, greatest: those of `key_bounds`.
+        rows, columns: the least powers of two that are no less than P and H.
+        paged: whether there is a block table.
+        steps, coarsest, least, greatest: the constants of `key_bounds`.
     """
 
     heads: int
@@ -46,7 +45,7 @@ class AppendPlan:
 def bounds_append(
     bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
 ) -> Bounds:
-    """See api."""
+    """Implement `api.bounds_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
@@ -61,7 +60,7 @@ def bounds_append(
     )
     pools = triton_call(
         *(layer.k, valid, first, layer.lengths),
-        layer.lengths if table is None else table,  # not read under the identity
+        layer.lengths if table is None else table,  # a stand-in, never read
         *bounds,
         kernel=KERNELS[type(bounds)],
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in bounds],
@@ -75,8 +74,13 @@ def bounds_append(
 
 
 @triton.jit
-def find(valid, first, lengths, plan: tl.constexpr):
-    """This program's logical page, the tokens that it holds, and whether any of them was written."""
+def find(
+    valid,  # [B]
+    first,  # [B, K]
+    lengths,  # [B, K]
+    plan: tl.constexpr,
+):
+    """Return the program's logical page, its number of tokens, and whether any was written."""
     pair = tl.program_id(1)
     start = tl.load(first + pair)
     count = tl.load(valid + pair // plan.heads)
@@ -90,8 +94,12 @@ def find(valid, first, lengths, plan: tl.constexpr):
 
 
 @triton.jit
-def locate(table, logical, plan: tl.constexpr):
-    """Where a page of this program's head lies, int64: a pool may have more than 2^31 elements."""
+def locate(
+    table,  # [B, K, M]
+    logical,
+    plan: tl.constexpr,
+):
+    """Return a page's index in the pool, int64: a pool may have more than 2^31 elements."""
     page = tl.program_id(1) * plan.pages + logical
     if plan.paged:
         page = tl.load(table + page)
@@ -100,13 +108,18 @@ def locate(table, logical, plan: tl.constexpr):
 
 @triton.jit
 def wider(low, high, other_low, other_high):
-    """Combines a minimum and a maximum."""
+    """Combine a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
 @triton.jit
-def extremes(k, page, held, plan: tl.constexpr):
-    """The least and greatest value of each channel in a page's first `held` tokens, float32."""
+def extremes(
+    k,  # [pages, P, H]
+    page,
+    held,
+    plan: tl.constexpr,
+):
+    """Reduce a page's first `held` tokens to each channel's least and greatest value, float32."""
     slot = tl.minimum(tl.arange(0, plan.rows), tl.minimum(held, plan.page_size) - 1)
     channel = tl.arange(0, plan.columns)[None, :]
     at = page * (plan.page_size * plan.head_dim) + (slot[:, None] * plan.head_dim + channel)
@@ -116,16 +129,25 @@ def extremes(k, page, held, plan: tl.constexpr):
 
 @triton.jit
 def round_down(x):
-    """The greatest number that is not above and that bfloat16 has."""
+    """Round down to a number that bfloat16 has, as `key_bounds` does."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def append_values(
-    k, valid, first, lengths, table, _low_given, _high_given, low_ptr, high_ptr, plan: tl.constexpr
+    k,  # [pages, P, H]
+    valid,  # [B]
+    first,  # [B, K]
+    lengths,  # [B, K]
+    table,  # [B, K, M]
+    _low_given,  # the bounds given: they share their memory with the last two
+    _high_given,
+    low_ptr,  # [pages, H]
+    high_ptr,  # [pages, H]
+    plan: tl.constexpr,
 ):
-    """PageBounds; those that are given and those that are made share their memory."""
+    """Update PageBounds of one page."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
@@ -138,20 +160,20 @@ def append_values(
 
 @triton.jit
 def append_codes(
-    k,
-    valid,
-    first,
-    lengths,
-    table,
-    _low_given,
+    k,  # [pages, P, H]
+    valid,  # [B]
+    first,  # [B, K]
+    lengths,  # [B, K]
+    table,  # [B, K, M]
+    _low_given,  # the bounds given: they share their memory with the last three
     _high_given,
     _affine_given,
-    low_ptr,
-    high_ptr,
-    affine_ptr,
+    low_ptr,  # [pages, H]
+    high_ptr,  # [pages, H]
+    affine_ptr,  # [pages, 2]
     plan: tl.constexpr,
 ):
-    """PageBounds8, as its `of` has it."""
+    """Update PageBounds8 of one page, by the steps of `PageBounds8.of`."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)

@@ -29,23 +29,22 @@ def compact_pages(
     rewrite: HeadFlags | None = None,
     implementation: str | None = None,
 ) -> LayerCache:
-    """Row `keep.ids[b, k, j]` of each head becomes its row j; the rest of what the head held is
-    forgotten.
+    """Move row `keep.ids[b, k, j]` of each head to its row j, and forget the head's other rows.
 
     K, V, and bias and positions where the layer has them, move together; the order stays. The
-    head's length becomes `keep.count`, pages that fall empty go back to the free list. Rows at or
-    past the new length keep what they hold. Pools are changed in place where the caller's jit
+    head's length becomes `keep.count`, and pages that become empty go back to the free list. Rows
+    at or past the new length keep what they hold. Pools are changed in place where the caller's jit
     donates them, and copied first where it does not.
 
-    No page of a head that is rewritten may be another head's too: the rows of the other would be
-    overwritten.
+    No page of a rewritten head may also belong to another head: its rows would be overwritten.
 
     Args:
         layer: the pages, lengths and block table.
-        keep: granularity "token", taken literally: the newest token stays only if listed. Ids are
-            distinct, ascending and below the head's length. Dense heads keep everything.
-        rewrite: heads to rewrite; the others are left as they are, whatever `keep` says of them.
-            None is all.
+        keep: the rows to keep, at granularity "token", taken literally: the newest token stays only
+            if listed. Ids are distinct, ascending and below the head's length. Dense heads keep
+            everything.
+        rewrite: heads to rewrite; the others stay as they are, whatever `keep` lists for them. None
+            is all.
         implementation: "triton", "reference", or None to pick.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
-Every number of K and V is its own, so that a row that goes astray shows; what no head holds is
-there too.
+No two numbers of K and V are equal, so that a row that goes astray shows; slots that no head holds
+have numbers too.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jsparse.selection import Selection
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     layer: LayerCache
     keep: Selection
@@ -24,19 +24,19 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and contents of one call; letters as in jsparse.shapes.
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P, or "ragged", any number, an empty head and a full
-            one among them.
-        kept: of what a head holds: "some", any number of it; "none"; "all"; "first", the older
-            half; "last", the newer half; "one", its newest token; "but_first", all except its
+        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, an empty head and a
+            full one among them.
+        kept: tokens that each head keeps: "some", any number of them; "none"; "all"; "first", the
+            older half; "last", the newer half; "one", the newest; "but_first", all except the
             oldest, so that every row moves by one.
         capacity: C; None is all M·P.
-        rewrite: heads to rewrite: "all" by no argument at all, every other one, or none.
-        dense: every other head is marked dense.
+        rewrite: heads to rewrite: "all", by passing None; "mixed", every other one; "none".
+        dense: whether every other head is marked dense.
         table: "identity", or "scrambled" with a free list.
-        fields: bias and slot_positions are there.
+        fields: whether the layer has bias and slot_positions.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """S."""
+        """Return S, the number of slots per head."""
         return self.num_pages * self.page_size
 
     def build(self, seed: int = 0) -> Inputs:
-        """The inputs; equal seeds give equal ones."""
+        """Build the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         lengths = np.full(heads, self.slots, np.int32)
@@ -91,7 +91,7 @@ class Case:
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jnp.ndarray:
-    """Distinct while the type has enough values."""
+    """Draw numbers, distinct where the type has enough values."""
     if dtype in ("float32", "int32"):
         return jnp.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
     return jnp.asarray(rng.normal(size=shape), dtype)
@@ -100,7 +100,7 @@ def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jn
 def _pages(
     case: Case, rng: np.random.Generator, lengths: np.ndarray
 ) -> tuple[jnp.ndarray | None, FreeList | None, int]:
-    """The block table, the free list and how many pages there are; the last is scratch."""
+    """Build the block table, the free list and the pool's size; its last page is scratch."""
     size = lengths.size * case.num_pages
     if case.table == "identity":
         return None, None, size

@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Moves rows in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -8,10 +8,9 @@ from jsparse.shapes import Ids, Lengths
 
 
 def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
-    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k]; lengths and tables
-    stay.
+    """Put row ids[b, k, j] of each head at its slot j, for j < moved[b, k].
 
-    All that is listed is read before anything is written.
+    Lengths and tables stay. Everything listed is read before anything is written.
     """
     slots = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     listed = slots < moved[..., None]

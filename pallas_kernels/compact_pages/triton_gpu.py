@@ -1,10 +1,9 @@
-"""The moves as a jax-triton kernel, in place, one launch for K and V.
+"""Moves rows with jax-triton, in place, in one launch for K and V.
 
 A row never moves up: ids ascend, so slot j receives a row that lies at j or behind. A program goes
-through its head front to back, one chunk of rows after the other; what a chunk overwrites are rows
-that this or an earlier chunk has read, so nothing is lost as long as a chunk is read whole before
-any of it is written. That also lets the next chunk be fetched first, and its ids, and where these
-rows lie, be known before that.
+through its head front to back, one chunk of rows after the other. A chunk overwrites rows that this
+or an earlier chunk has read, so nothing is lost as long as a chunk is read whole before any of it
+is written. That also lets the next chunk be fetched first, after its ids and where its rows lie.
 
 Chunks of one head wait for each other, so a head is shared among programs by columns instead: every
 program moves a strip of all the head's rows and needs to know nothing of the others. Strips are at
@@ -25,29 +24,29 @@ from jsparse.shapes import Ids, Lengths
 
 
 class CompactTiling(NamedTuple):
-    """How the rows are shared out.
+    """Describes how the rows are shared out.
 
     Attributes:
         strip: bytes of a row that a program moves, a power of two.
-        rows: of a chunk. A program holds one in registers and has the next in flight.
-        num_warps: of a program.
+        rows: rows per chunk. A program holds one chunk in registers and has the next in flight.
+        num_warps: warps per program.
     """
 
-    strip: int = 256
+    strip: int = 256  # 282 us, where 64 bytes took 484 (bench/README.md)
     rows: int = 256
     num_warps: int = 8
 
 
 @dataclass(frozen=True)
 class Strips:
-    """What is static about a call; letters as in jsparse.shapes.
+    """Holds the static parameters of one launch, with the letters of jsparse.shapes.
 
     Attributes:
         capacity, pages, page_size: C, M and P.
-        columns: elements of a row.
-        width: of a strip.
-        rows: of a chunk.
-        paged: there is a block table.
+        columns: elements per row.
+        width: elements of a row per strip.
+        rows: rows per chunk.
+        paged: whether there is a block table.
     """
 
     capacity: int
@@ -60,8 +59,14 @@ class Strips:
 
 
 @triton.jit
-def locate(table, head, slot, valid, plan: tl.constexpr):
-    """The row in the pool of each slot of a head, int64: a pool may have more than 2^31 elements."""
+def locate(
+    table,  # [B, K, M]
+    head,
+    slot,
+    valid,
+    plan: tl.constexpr,
+):
+    """Return each slot's row in the pool, int64: a pool may have more than 2^31 elements."""
     page = head * plan.pages + slot // plan.page_size
     if plan.paged:
         page = tl.load(table + page, mask=valid, other=0).to(tl.int64)
@@ -69,8 +74,15 @@ def locate(table, head, slot, valid, plan: tl.constexpr):
 
 
 @triton.jit
-def find(ids, table, head, slot, count, plan: tl.constexpr):
-    """Where the rows lie that go to `slot`, and which of them are not there already."""
+def find(
+    ids,  # [B, K, C]
+    table,  # [B, K, M]
+    head,
+    slot,
+    count,
+    plan: tl.constexpr,
+):
+    """Return where the rows that go to `slot` lie, and which of them are not there already."""
     listed = slot < count
     source = tl.load(ids + head * plan.capacity + slot, mask=listed, other=0)
     moves = listed & (source != slot)
@@ -78,21 +90,32 @@ def find(ids, table, head, slot, count, plan: tl.constexpr):
 
 
 @triton.jit
-def elements(pool, row, plan: tl.constexpr):
-    """The strip of each row."""
+def elements(
+    pool,  # [pages, P, columns]
+    row,
+    plan: tl.constexpr,
+):
+    """Return pointers to this program's strip of each row."""
     column = tl.program_id(1) * plan.width + tl.arange(0, plan.width)
     return pool + row[:, None] * plan.columns + column[None, :]
 
 
 @triton.jit
-def move_strip(ids, moved, table, pool, plan: tl.constexpr):
-    """Moves a strip of columns of one head."""
+def move_strip(
+    ids,  # [B, K, C]
+    moved,  # [B, K]
+    table,  # [B, K, M]
+    pool,  # [pages, P, columns]
+    plan: tl.constexpr,
+):
+    """Move a strip of columns of one head."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(moved + head)
     slot = tl.arange(0, plan.rows)
     row, moves = find(ids, table, head, slot, count, plan)
     rows = tl.load(elements(pool, row, plan), mask=moves[:, None], other=0)
     row, moves_next = find(ids, table, head, slot + plan.rows, count, plan)
+    # each pass stores a chunk, with the next in flight and the places known of the one after
     for _start in range(0, count, plan.rows):
         rows_next = tl.load(elements(pool, row, plan), mask=moves_next[:, None], other=0)
         row, moves_then = find(ids, table, head, slot + 2 * plan.rows, count, plan)
@@ -103,21 +126,37 @@ def move_strip(ids, moved, table, pool, plan: tl.constexpr):
 
 
 @triton.jit
-def move_one(ids, moved, table, _given, pool, plan: tl.constexpr):
-    """One pool; that which is given and that which is made share their memory."""
+def move_one(
+    ids,  # [B, K, C]
+    moved,  # [B, K]
+    table,  # [B, K, M]
+    _given,  # an alias of pool
+    pool,  # [pages, P, columns]
+    plan: tl.constexpr,
+):
+    """Move the rows of one pool; programs are (head, strip, 0)."""
     move_strip(ids, moved, table, pool, plan)
 
 
 @triton.jit
-def move_two(ids, moved, table, _first_given, _second_given, first, second, plan: tl.constexpr):
-    """Two pools of one type, programs (head, strip, pool)."""
+def move_two(
+    ids,  # [B, K, C]
+    moved,  # [B, K]
+    table,  # [B, K, M]
+    _first_given,  # aliases of the pools
+    _second_given,
+    first,  # [pages, P, columns]
+    second,  # [pages, P, columns]
+    plan: tl.constexpr,
+):
+    """Move the rows of two pools of one type; programs are (head, strip, pool)."""
     move_strip(ids, moved, table, first if tl.program_id(2) == 0 else second, plan)
 
 
 def move_rows(
     layer: LayerCache, ids: Ids, moved: Lengths, *, tiling: CompactTiling | None = None
 ) -> LayerCache:
-    """See reference."""
+    """Implement `reference.move_rows` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     if ids.size == 0:
@@ -132,7 +171,7 @@ def move_rows(
         return triton_call(
             ids,
             moved,
-            moved if table is None else table,  # not read under the identity
+            moved if table is None else table,  # a stand-in, never read
             *pools,
             kernel=move_one if len(pools) == 1 else move_two,
             out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],

@@ -28,20 +28,19 @@ def int4_append(
     *,
     implementation: str | None = None,
 ) -> Int4Keys:
-    """Takes in the first `valid[b]` of T tokens, which lie at the slots first, first + 1, … of each
-    head of row b.
+    """Append the first `valid[b]` of row b's T tokens, at each head's slots from `first` on.
 
     Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it
-    wrote are written, and a slot written again holds its newest token. `layer` is the cache's
-    layer, pages allocated. Pools are changed in place where the caller's jit donates them, and
-    copied first where it does not.
+    wrote are written, and a slot written again holds its newest token. Pools are changed in place
+    where the caller's jit donates them, and copied first where it does not.
 
     Args:
-        keys: as they stood.
-        layer: says where pages lie, and of which dtype K is; its K and V are not read.
+        keys: the 4-bit copy before the call.
+        layer: the cache's layer with its pages allocated, for where pages lie and the dtype of K;
+            its K and V are not read.
         k: the tokens, in the channels that `keys` has.
-        valid: how many tokens of each row count.
-        first: the slot of each head's first one.
+        valid: the number of tokens that count in each row.
+        first: the slot of each head's first new token.
         implementation: "triton", "reference", or None to pick.
 
     Raises:

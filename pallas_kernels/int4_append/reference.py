@@ -1,4 +1,4 @@
-"""Plain jnp: quantise the new tokens and scatter their rows."""
+"""Implements `api.int4_append` in plain jnp: quantises the new tokens and scatters their rows."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from jsparse.shapes import ChunkKV, Lengths, Rows
 def int4_append(
     keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
 ) -> Int4Keys:
-    """See api."""
+    """Implement `api.int4_append` in plain jnp."""
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)

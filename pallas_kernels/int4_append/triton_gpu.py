@@ -1,9 +1,8 @@
-"""jax-triton: a program takes in tokens of one head, in place, one launch for codes, scales and
-zeros.
+"""Implements `api.int4_append` with jax-triton, in one launch for codes, scales and zeros.
 
-Where a token goes and what it holds are loaded side by side: at one token a step, time is that of
-the loads which wait for each other, and only the block table's does. A byte's two codes are of one
-token, so no two programs share one.
+A program appends tokens of one head, in place. Where a token goes and what it holds are loaded side
+by side: at one token per step, time is that of the loads which wait for each other, and only the
+block table's does. A byte's two codes are of one token, so no two programs share one.
 
 2^23 plus a float32 in 0 … 15 is rounded to an integer, half to even: the sum's lowest bits are the
 code.
@@ -18,8 +17,8 @@ from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
-TILE = 4096  # channels of a program at most
-PER_WARP = 1024
+TILE = 4096  # most channels per program
+PER_WARP = 1024  # channels per warp: 32 per thread
 LEVELS = tl.constexpr(int4_keys.LEVELS)
 FLOAT16_MAX = tl.constexpr(int4_keys.FLOAT16_MAX)
 
@@ -27,7 +26,7 @@ FLOAT16_MAX = tl.constexpr(int4_keys.FLOAT16_MAX)
 def int4_append(
     keys: Int4Keys, layer: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
 ) -> Int4Keys:
-    """See api."""
+    """Implement `api.int4_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     if k.size == 0:
@@ -60,15 +59,15 @@ def int4_append(
 @triton.jit
 def append_kernel(
     k_ptr,  # [B, T, K, H]
-    valid_ptr,
-    first_ptr,
-    table_ptr,
-    _packed_given,  # the pools that are given and those that are made share their memory
+    valid_ptr,  # [B]
+    first_ptr,  # [B, K]
+    table_ptr,  # [B, K, M]
+    _packed_given,  # the pools given: they share their memory with the last three
     _scale_given,
     _zero_given,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
+    packed_ptr,  # [pages, P, H / 2]
+    scale_ptr,  # [pages, P]
+    zero_ptr,  # [pages, P]
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -78,7 +77,7 @@ def append_kernel(
     COLS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """TOKENS tokens of one head."""
+    """Append TOKENS tokens of one head."""
     pair = tl.program_id(0)
     row = pair // K
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -92,11 +91,13 @@ def append_kernel(
     k = tl.minimum(tl.maximum(k, -FLOAT16_MAX), FLOAT16_MAX)
     least = tl.min(tl.where(real, k, float("inf")), 1)
     span = tl.max(tl.where(real, k, float("-inf")), 1) - least
+    # bit for bit what int4_keys.quantise gives on a CPU
     zero = least.to(tl.float16)
     scale = (span * (1 / LEVELS)).to(tl.float16)
     scale = tl.where(scale == 0, 1.0, scale)
     steps = (k - zero.to(tl.float32)[:, None]) * tl.div_rn(1.0, scale.to(tl.float32))[:, None]
     steps = tl.minimum(tl.maximum(steps, 0.0), LEVELS)
+    # 8388608 is 2^23
     codes = (steps + 8388608.0).to(tl.int32, bitcast=True) & LEVELS
     even, odd = tl.split(tl.reshape(codes, [TOKENS, COLS // 2, 2]))
 

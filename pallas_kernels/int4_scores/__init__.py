@@ -1,4 +1,4 @@
-"""Scores of a 4-bit copy of K: see `api.int4_scores`."""
+"""Scores queries against a 4-bit copy of K: see `api.int4_scores`."""
 
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
 

@@ -1,5 +1,6 @@
-"""Estimated logits from a 4-bit copy of K, or of some of its channels: what Twilight and Double
-Sparsity go by.
+"""Estimates logits from a 4-bit copy of K, or of some of its channels.
+
+Twilight and Double Sparsity choose by these estimates.
 """
 
 from jaxtyping import Array, Float, Float32
@@ -43,25 +44,25 @@ def int4_scores(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """The logit of every query head for every slot that its KV head holds, or for those of listed
-    pages.
+    """Estimate the logits of every query head for all slots of its KV head, or of listed pages.
 
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias.
 
     Args:
         q: the queries, after RoPE, in the channels that `keys` has.
-        layer: says where pages lie and how many slots each head holds; its K and V are not read.
+        layer: the cache's layer, for where pages lie and how many slots each head holds; its K and
+            V are not read.
         keys: the 4-bit copy of the layer's K, in H channels; K itself may have others.
-        selection: granularity "page": only its pages are read. None: all of them.
-        sm_scale: multiplies the dot product; None is 1/√H.
+        selection: the pages to read, at granularity "page"; None is all of them.
+        sm_scale: the factor of the dot product; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
         float32[B, N, S], by slot; with a selection float32[B, N, C·P], slot t of the page `ids[…,
-        i]` at i·P + t. Query heads are not reduced. -inf: at and behind the head's length, behind
-        the list's count, where a bit is off. The list alone counts: `dense` is not looked at (a
-        dense head scores what it lists, in general nothing), and the newest token has a score only
-        where its page is listed.
+        i]` at i·P + t. Query heads are not reduced. Scores are -inf at and behind the head's
+        length, behind the list's count and where a bit is off. The list alone counts: `dense` is
+        not looked at (a dense head scores what it lists, in general nothing), and the newest token
+        has a score only where its page is listed.
 
     Raises:
         ValueError: shapes, granularity or page size do not fit together.

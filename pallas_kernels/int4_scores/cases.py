@@ -1,4 +1,4 @@
-"""The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
+"""Builds the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from jsparse.selection import Selection
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     q: jnp.ndarray
     layer: LayerCache
@@ -23,13 +23,13 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Narrow(Case):
-    """Queries and 4-bit keys of the first `channels` of K's."""
+    """Describes a call with queries and 4-bit keys of the first `channels` channels of K."""
 
     channels: int = 16
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """The inputs; where all heads are dense there is no selection, and everything is scored."""
+    """Build the inputs; where all heads are dense, no selection is given: everything is scored."""
     q, layer, selection = case.build(seed)
     channels = case.channels if isinstance(case, Narrow) else case.head_dim
     keys = Int4Keys(*quantise(layer.k[..., :channels]))

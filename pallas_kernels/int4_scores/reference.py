@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.int4_scores` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def int4_scores(
     *,
     sm_scale: float,
 ) -> Float32[Array, "B N slots"]:
-    """See api."""
+    """Implement `api.int4_scores` in plain jnp."""
     batch, heads, head_dim = q.shape
     if selection is None:
         packed, scale, zero = (read_heads(pool, layer) for pool in keys)
@@ -34,7 +34,7 @@ def int4_scores(
 
 
 def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
-    """Which slots of the listed pages count."""
+    """Mark the slots of the listed pages that count."""
     slots = selection.ids[..., None] * layer.page_size + jnp.arange(
         layer.page_size, dtype=jnp.int32
     )
@@ -46,5 +46,5 @@ def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]
 
 
 def _flat(pages: Array) -> Array:
-    """[B, K, C, P, …] to [B, K, C·P, …]."""
+    """Reshape [B, K, C, P, …] to [B, K, C·P, …]."""
     return pages.reshape(*pages.shape[:2], pages.shape[2] * pages.shape[3], *pages.shape[4:])

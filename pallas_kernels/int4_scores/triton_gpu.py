@@ -1,10 +1,10 @@
-"""jax-triton: codes become float16 by masking alone, and tokens are the rows of the MMA.
+"""Implements `api.int4_scores` with jax-triton, with tokens as the rows of the MMA.
 
-A 16-bit word holds the codes of four channels. Masked and joined with 0x6400, the bits of 1024,
-code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it is 1024 + 16·n: one instruction makes
-two operands, and a shift by a byte serves the other two codes. What 1024 and 16 add is taken out
-behind the MMA and out of the query, whose channels are parted like the words': channel 4w + j
-belongs to the j-th code of word w.
+Codes become float16 by masking alone. A 16-bit word holds the codes of four channels. Masked and
+joined with 0x6400, the bits of 1024, code n in bits 0-3 is the float16 1024 + n, and in bits 4-7 it
+is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serves the other two
+codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
+parted like the words': channel 4w + j belongs to the jth code of word w.
 
 Queries are scaled by a power of two into float16's upper range, so that 11 bits of every channel
 count, whatever the dtype. All of a token's score comes from one row of one tile: neither the tiling
@@ -25,15 +25,15 @@ from jsparse.selection import Selection
 
 
 class ScoresTiling(NamedTuple):
-    """How the work is cut; the bits of a result do not depend on it.
+    """Describes how the work is cut; the bits of a result do not depend on it.
 
     Attributes:
-        block: tokens of a tile, whole pages. With 64 a warp each thread loads two scales: 4 bytes,
+        block: tokens per tile, whole pages. With 64 per warp each thread loads two scales: 4 bytes,
             the fewest that can be copied asynchronously.
-        max_tiles: tiles of a program at most.
-        programs: of each multiprocessor, before programs are given more than one tile.
-        num_warps: of a program.
-        ahead: tiles that are loaded ahead of the one that is worked on.
+        max_tiles: most tiles per program.
+        programs: programs per multiprocessor before any is given more than one tile.
+        num_warps: warps per program.
+        ahead: tiles that are loaded ahead of the current one.
     """
 
     block: int = 128
@@ -52,7 +52,7 @@ def int4_scores(
     sm_scale: float,
     tiling: ScoresTiling | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """See api."""
+    """Implement `api.int4_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
@@ -65,7 +65,7 @@ def int4_scores(
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
     group = q.shape[1] // heads
-    absent = layer.lengths  # stands for the arrays that a call lacks; never read
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
     bits = None if selection is None else selection.bits
     chained = (
         1 + (selection is not None) + (layer.block_table is not None)
@@ -87,9 +87,9 @@ def int4_scores(
         M=layer.num_pages,
         P=layer.page_size,
         G=group,
-        COLS=max(8, triton.next_power_of_2(group)),
+        COLS=max(8, triton.next_power_of_2(group)),  # 8 is the least N of an MMA
         H=head_dim,
-        WORDS=max(16, triton.next_power_of_2(head_dim // 4)),
+        WORDS=max(16, triton.next_power_of_2(head_dim // 4)),  # 16 is its least K in float16
         LISTED=selection is not None,
         HAS_BITS=bits is not None,
         HAS_TABLE=layer.block_table is not None,
@@ -98,7 +98,9 @@ def int4_scores(
 
 @triton.jit
 def _operands(words):
-    """The four codes of each word, as the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
+    """Unpack each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
+    # A 32-bit register holds two words (pack=2). lop3 with 0xea is (a & b) | c: both words' codes
+    # are cut out and given the exponent of 1024 at once.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 upper;
@@ -118,23 +120,28 @@ def _operands(words):
 
 @triton.jit
 def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr):
-    """The four parts of the queries [WORDS, COLS], the sum of their channels, what 1024 adds, and
-    their unit.
+    """Load the queries of one KV head, scaled and parted like the words of keys.
+
+    Returns the four parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to
+    its products; then the unit of all three.
     """
     head, channel = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
     at = (pair * G + head)[:, None] * H + channel[None, :]
     q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0).to(
         tl.float32
     )
-    # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
+    # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
+    # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     odd = (channel % 2 == 1)[None, :]
+    # odd channels meet codes that are 16 times as large
     q = (q * tl.where(odd, up / 16, up)).to(tl.float16)
     wide = q.to(tl.float32)
     offset = 1024 * tl.sum(wide, 1)
     total = tl.sum(tl.where(odd, 16 * wide, wide), 1)
+    # channel 4w + 2a + b is [w, a, b]; split takes the last axis apart, b first and then a
     evens, odds = tl.split(tl.reshape(q, [COLS, WORDS, 2, 2]))
     q0, q2 = tl.split(evens)
     q1, q3 = tl.split(odds)
@@ -143,16 +150,16 @@ def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WO
 
 @triton.jit
 def scores_kernel(
-    q_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    lengths_ptr,
-    ids_ptr,
-    count_ptr,
-    bits_ptr,
-    table_ptr,
-    out_ptr,
+    q_ptr,  # [B, N, H]
+    packed_ptr,  # [pages, P, H / 2]
+    scale_ptr,  # [pages, P]
+    zero_ptr,  # [pages, P]
+    lengths_ptr,  # [B, K]
+    ids_ptr,  # [B, K, ENTRIES]
+    count_ptr,  # [B, K]
+    bits_ptr,  # [B, K, ENTRIES]
+    table_ptr,  # [B, K, M]
+    out_ptr,  # [B, N, ENTRIES · P]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -168,7 +175,7 @@ def scores_kernel(
     HAS_BITS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
@@ -178,7 +185,7 @@ def scores_kernel(
     used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
     row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
     slot = row % P
-    words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))
+    words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, H / 4]
     if not HAS_TABLE:
         head = pair.to(tl.int64) * (M * P)
         words_ptr += head * (H // 4)
@@ -188,7 +195,7 @@ def scores_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used * P, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         entry = first // P + tile * (BLOCK // P) + row // P
-        # behind the last page that one is read again, which needs no mask
+        # behind the last page it is read again, which needs no mask
         near = tl.minimum(entry, used - 1)
         page = near
         if LISTED:
@@ -208,6 +215,7 @@ def scores_kernel(
         scale = tl.load(scale_ptr + at).to(tl.float32) * unit
         zero = tl.load(zero_ptr + at).to(tl.float32) * unit
         k0, k1, k2, k3 = _operands(words)
+        # [BLOCK, COLS]: Σ q·code of the scaled query, and `offset`
         dot = tl.dot(k0, q0)
         dot = tl.dot(k1, q1, dot)
         dot = tl.dot(k2, q2, dot)

@@ -1,4 +1,4 @@
-"""The end of every split attention: see `api.merge_splits`."""
+"""Merges the partial results of split attention: see `api.merge_splits`."""
 
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 

@@ -1,4 +1,4 @@
-"""Attention over a whole head from the attention over its splits."""
+"""Computes attention over a whole head from the attention over its splits."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -30,21 +30,20 @@ def merge_splits(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
-    """Merges the first `used` splits of each pair (row, KV head); the others are not read, whatever
-    they hold.
+    """Merge the first `used` splits of each pair (row, KV head); the others are not read.
 
     Args:
         o: the partial results.
-        lse: theirs; an empty partial has o = 0 and lse = -inf.
-        used: how many splits of each pair count, 0 ≤ used ≤ splits; none give o = 0 and lse = -inf.
-            Entries past the pairs are not read.
-        rows: how many of the R rows are wanted, the first ones.
-        lse_only: how many of these, the first ones, are wanted for their lse alone.
-        dtype: of the merged o, to which it is rounded in the end.
+        lse: the logsumexp of each partial result; an empty one has o = 0 and lse = -inf.
+        used: the number of splits that count for each pair, 0 ≤ used ≤ splits; 0 gives o = 0 and
+            lse = -inf. Entries past the pairs are not read.
+        rows: the number of rows that are wanted, the first of R.
+        lse_only: the number of these, the first ones, that are wanted for their lse alone.
+        dtype: the type to which the merged o is rounded at the end.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
-        o of the wanted rows but the first `lse_only`, and lse of all wanted rows.
+        o of the wanted rows without the first `lse_only`, and lse of all wanted rows.
 
     Raises:
         ValueError: the shapes do not fit together.

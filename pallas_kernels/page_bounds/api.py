@@ -1,4 +1,4 @@
-"""How much any token of a page can score: what Quest ranks pages by."""
+"""Bounds how much any token of a page can score: Quest ranks pages by it."""
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -51,19 +51,19 @@ def page_bounds(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
-    """The greatest logit that any token within a page's bounds could have, for any query head of
-    the KV head's group.
+    """Bound the logit that any token of a page could have, for any query head of the group.
 
-    sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest: Query-Aware
-    Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774). Up to
-    float32 rounding no token of the page scores more, the layer's bias left aside.
+    The bound is sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest:
+    Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774).
+    Up to float32 rounding no token of the page scores more, the layer's bias left aside.
 
     Args:
         q: the queries, after RoPE.
-        layer: says where pages lie and how many slots each head holds; its K and V are not read.
+        layer: the cache's layer, for where pages lie and how many slots each head holds; its K and
+            V are not read.
         bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8
             bits.
-        sm_scale: multiplies the logits, above 0; None is 1/√H.
+        sm_scale: the factor of the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
     Returns:

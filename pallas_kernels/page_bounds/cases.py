@@ -1,4 +1,4 @@
-"""The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
+"""Builds the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     q: jnp.ndarray
     layer: LayerCache
@@ -22,11 +22,11 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes(Case):
-    """Bounds in 8 bits."""
+    """Describes a call with bounds in 8 bits."""
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """The inputs; pages that hold nothing have bounds of ±JUNK."""
+    """Build the inputs; pages that hold nothing have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
     form = PageBounds8 if isinstance(case, Codes) else PageBounds

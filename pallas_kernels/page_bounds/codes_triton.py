@@ -1,11 +1,11 @@
-"""jax-triton, 8-bit bounds: codes become float16 by permuting bytes, two at a time, and pages are
-the rows of the MMAs.
+"""Implements `api.page_bounds` for 8-bit bounds with jax-triton; pages are the rows of the MMAs.
 
-A byte n with 0x64 above it is the float16 1024 + n. A 16-bit word holds the codes of channels 2w
-and 2w + 1, so the even and the odd channels are apart, in the query as well; positive channels of
-the query meet the upper codes, negative the lower. What 1024 adds, together with the page's zero,
-is a multiple of the sum of the query's channels: taken out behind the MMA, it costs the sum two of
-its bits, of which tensor cores cut the last ones off instead of rounding.
+Codes become float16 by permuting bytes, two at a time: a byte n with 0x64 above it is the float16
+1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the even and the odd channels
+are apart, in the query as well; positive channels of the query meet the upper codes, negative the
+lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's
+channels: taken out behind the MMA, it costs the sum two of its bits, of which tensor cores cut the
+last ones off instead of rounding.
 
 Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
 nothing that counts. All of a page's score comes from one row of one tile: neither the tiling nor
@@ -29,7 +29,7 @@ def page_bounds(
     sm_scale: float,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
-    """See api."""
+    """Implement `api.page_bounds` for 8-bit bounds with jax-triton."""
     half = q.shape[2] // 2
     constants = {"SCALE": sm_scale, "WORDS": half, "WIDTH": max(16, triton.next_power_of_2(half))}
     return launch(
@@ -39,7 +39,9 @@ def page_bounds(
 
 @triton.jit
 def _operands(words):
-    """The two codes of each word, as the float16 1024 + n."""
+    """Unpack each word's two codes into the float16 1024 + n."""
+    # A 32-bit register holds two words (pack=2). prmt picks bytes by the digits of its last
+    # operand, lowest first: 0 to 3 are the words' bytes, 4 is 0x64.
     return tl.inline_asm_elementwise(
         """{
         prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -57,15 +59,18 @@ def _operands(words):
 def _query(
     q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Even and odd channels [WIDTH, COLS] of the queries' positive and negative parts; their sums,
-    and their unit.
+    """Load the queries of one KV head, scaled, with signs and even and odd channels apart.
+
+    Returns even and odd channels [WIDTH, COLS] of the positive parts, then of the negative; by
+    query the sum of its channels; and the unit of them all.
     """
     head, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
     at = (pair * G + head)[:, None] * (2 * WORDS) + channel[None, :]
     q = tl.load(
         q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0
     ).to(tl.float32)
-    # as exponents: the largest channel of the group goes to [2^14, 2^15), `unit` undoes that
+    # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
+    # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -78,13 +83,13 @@ def _query(
 
 @triton.jit
 def codes_kernel(
-    q_ptr,
-    low_ptr,
-    high_ptr,
-    affine_ptr,
-    lengths_ptr,
-    table_ptr,
-    out_ptr,
+    q_ptr,  # [B, N, 2 · WORDS]
+    low_ptr,  # [pages, 2 · WORDS]
+    high_ptr,  # [pages, 2 · WORDS]
+    affine_ptr,  # [pages, 2]
+    lengths_ptr,  # [B, K]
+    table_ptr,  # [B, K, M]
+    out_ptr,  # [B, K, M]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,7 +102,7 @@ def codes_kernel(
     WIDTH: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
@@ -105,6 +110,7 @@ def codes_kernel(
     even, odd, even_low, odd_low, total, unit = _query(q_ptr, pair, G, COLS, WORDS, WIDTH)
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
+    # a word of two codes, and scale and zero together, are each one load
     low_ptr = low_ptr.to(tl.pointer_type(tl.int16))
     high_ptr = high_ptr.to(tl.pointer_type(tl.int16))
     affine_ptr = affine_ptr.to(tl.pointer_type(tl.int32))
@@ -116,7 +122,7 @@ def codes_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         page = first + tile * BLOCK + row
-        # behind the last page that one is read again, which needs no mask
+        # behind the last page it is read again, which needs no mask
         near = tl.minimum(page, used - 1)
         if HAS_TABLE:
             near = tl.load(table_ptr + pair * M + near).to(tl.int64)
@@ -128,6 +134,7 @@ def codes_kernel(
             high = tl.load(high_ptr + at, mask=(word < WORDS)[None, :])
             low = tl.load(low_ptr + at, mask=(word < WORDS)[None, :])
         affine = tl.load(affine_ptr + near)
+        # bfloat16 is the upper half of a float32: scale lies in the low half, zero in the high
         scale = (affine << 16).to(tl.float32, bitcast=True) * unit
         zero = (affine & -0x10000).to(tl.float32, bitcast=True) * unit
         high_even, high_odd = _operands(high)

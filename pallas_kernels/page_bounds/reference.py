@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.page_bounds` in plain jnp, as CPU path and oracle of the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.key_bounds import Bounds
 def page_bounds(
     q: Float[Array, "B N H"], layer: LayerCache, bounds: Bounds, *, sm_scale: float
 ) -> Float32[Array, "B K M"]:
-    """See api."""
+    """Implement `api.page_bounds` in plain jnp."""
     grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
 
     def dot(part: Array, pool: Array) -> Array:
@@ -26,7 +26,7 @@ def page_bounds(
 
 
 def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:
-    """What belongs to each logical page of each head; a reshape under the identity table."""
+    """Read each logical page of each head from a pool; a reshape under the identity table."""
     shape = (*layer.lengths.shape, layer.num_pages, pool.shape[-1])
     return (
         (pool if layer.block_table is None else pool[layer.block_table])

@@ -1,8 +1,7 @@
-"""jax-triton: two MMAs, pages as their rows. Positive channels of the query meet the upper bounds,
-negative the lower.
+"""Implements `api.page_bounds` with jax-triton, by two MMAs with pages as their rows.
 
-All of a page's score comes from one row of one tile: neither the tiling nor the batch changes its
-bits.
+Positive channels of the query meet the upper bounds, negative the lower. All of a page's score
+comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,14 @@ from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds
 
 
 class BoundsTiling(NamedTuple):
-    """How the work is cut; the bits of a result do not depend on it.
+    """Describes how the work is cut; the bits of a result do not depend on it.
 
     Attributes:
-        block: pages of a tile.
-        max_tiles: tiles of a program at most.
-        programs: of each multiprocessor, before programs are given more than one tile.
-        num_warps: of a program.
-        ahead: tiles that are loaded ahead of the one that is worked on.
+        block: pages per tile.
+        max_tiles: most tiles per program.
+        programs: programs per multiprocessor before any is given more than one tile.
+        num_warps: warps per program.
+        ahead: tiles that are loaded ahead of the current one.
     """
 
     block: int
@@ -37,8 +36,9 @@ class BoundsTiling(NamedTuple):
 
 
 def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
-    """Tiles of 8 KB of each bound: three of them in flight, four times over, fill a
-    multiprocessor's shared memory.
+    """Choose tiles of 8 KB of each bound.
+
+    Three of them in flight, in each of four programs, fill a multiprocessor's shared memory.
     """
     return BoundsTiling(min(max(8192 // (triton.next_power_of_2(head_dim) * itemsize), 16), 64))
 
@@ -51,7 +51,7 @@ def page_bounds(
     sm_scale: float,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
-    """See api."""
+    """Implement `api.page_bounds` for bounds in K's dtype with jax-triton."""
     head_dim = q.shape[2]
     constants = {
         "SCALE": sm_scale,
@@ -77,7 +77,7 @@ def launch(
     tiling: BoundsTiling,
     constants: Mapping[str, Any],
 ) -> Float32[Array, "B K M"]:
-    """A kernel over tiles of pages, which takes `constants` besides what both kernels take."""
+    """Launch a kernel over tiles of pages, with `constants` beside the parameters set here."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), pages = layer.lengths.shape, layer.num_pages
@@ -87,7 +87,7 @@ def launch(
     group, table = q.shape[1] // heads, layer.block_table
     return triton_call(
         *(q, *bounds, layer.lengths),
-        layer.lengths if table is None else table,  # without a table it is never read
+        layer.lengths if table is None else table,  # a stand-in, never read
         kernel=kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
@@ -100,7 +100,7 @@ def launch(
         M=pages,
         P=layer.page_size,
         G=group,
-        COLS=max(8, triton.next_power_of_2(group)),
+        COLS=max(8, triton.next_power_of_2(group)),  # 8 is the least N of an MMA
         HAS_TABLE=table is not None,
         **constants,
     )
@@ -108,12 +108,12 @@ def launch(
 
 @triton.jit
 def bounds_kernel(
-    q_ptr,
-    low_ptr,
-    high_ptr,
-    lengths_ptr,
-    table_ptr,
-    out_ptr,
+    q_ptr,  # [B, N, H]
+    low_ptr,  # [pages, H]
+    high_ptr,  # [pages, H]
+    lengths_ptr,  # [B, K]
+    table_ptr,  # [B, K, M]
+    out_ptr,  # [B, K, M]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,7 +127,7 @@ def bounds_kernel(
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """TILES tiles of one KV head; those that lie behind all it holds are filled with -inf."""
+    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
@@ -145,7 +145,7 @@ def bounds_kernel(
     tiles = tl.maximum(tl.cdiv(tl.minimum(used, last) - first, BLOCK), 0)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         page = first + tile * BLOCK + row
-        # behind the last page that one is read again, which needs no mask
+        # behind the last page it is read again, which needs no mask
         near = tl.minimum(page, used - 1)
         if HAS_TABLE:
             near = tl.load(table_ptr + pair * M + near).to(tl.int64)

@@ -1,6 +1,4 @@
-"""From logits in the order in which pages were read to what `Stats` reports, in the order of the
-pages.
-"""
+"""Puts logits from the order in which pages were read into the order that `Stats` reports."""
 
 from typing import get_args
 
@@ -35,17 +33,17 @@ def place_logits(
     page_size: int,
     implementation: str | None = None,
 ) -> Float32[Array, "B K units"]:
-    """The scores of `Stats`: each page's logits, or their logsumexp, where the page is; -inf for
-    what was not read.
+    """Put each page's logits, or their logsumexp, where the page is; -inf stands for the rest.
 
     Args:
-        logits: of each pair (row, KV head), P for each page that it reads, -inf for tokens that are
+        logits: P logits for each page that a pair (row, KV head) reads, -inf for tokens that are
             not attended. Pages stand in the order of the list, and behind them the newest token's
             where the list lacks it; those of a dense head in their own. What lies behind is not
             read, whatever it holds, nor is anything of a head that reads nothing: one that holds no
             token, or lists none and is not dense.
-        selection: what was read; granularity "page". Lists may go on past what a head holds.
-        lengths: how many slots each head holds.
+        selection: the pages that were read, at granularity "page". Lists may go on past what a head
+            holds.
+        lengths: the number of slots that each head holds.
         stats: "page_mass" or "token_logits".
         num_pages: M.
         page_size: P.

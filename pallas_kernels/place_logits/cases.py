@@ -1,6 +1,6 @@
-"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
-Whatever is not to be read is NaN.
+Whatever the op must not read is NaN.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jsparse.selection import Selection
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     logits: jnp.ndarray
     selection: Selection
@@ -22,11 +22,11 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and contents of one call; letters as in jsparse.shapes.
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
 
     Attributes:
-        lengths: tokens that heads hold: all M·P; "ragged", any number, with a full head, an empty
-            one and one of a single token among them.
+        lengths: tokens that heads hold: "full", all M·P; "ragged", any number, with a full head, an
+            empty one and one of a single token among them.
         listed: pages of each head: "any" of all M, past its length too; "held", some of what it
             holds; "first" and "newest", that one alone; "all" M; "none".
         capacity: C; None is M.
@@ -47,11 +47,11 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """M and P, as the op takes them."""
+        """Return M and P as the op takes them."""
         return {"num_pages": self.num_pages, "page_size": self.page_size}
 
     def build(self, seed: int = 0) -> Inputs:
-        """The inputs; equal seeds give equal ones."""
+        """Build the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads, size = (self.batch, self.kv_heads), self.page_size
         lengths = self._lengths(rng).reshape(heads)
@@ -99,7 +99,7 @@ class Case:
         return lengths
 
     def _pages(self, rng: np.random.Generator, used: int, capacity: int) -> np.ndarray:
-        """The list of a head that holds tokens in its first `used` pages."""
+        """Draw the list of a head that holds tokens in its first `used` pages."""
         if self.listed in ("any", "held"):
             among = self.num_pages if self.listed == "any" else used
             size = int(rng.integers(0, min(among, capacity) + 1))

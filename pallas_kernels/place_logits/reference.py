@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.place_logits` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
@@ -17,7 +17,7 @@ def place_logits(
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:
-    """See api."""
+    """Implement `api.place_logits` in plain jnp."""
     read = logits.reshape(*lengths.shape, logits.shape[1] // page_size, page_size)
     nowhere = read.shape[2]
     length = lengths[..., None]

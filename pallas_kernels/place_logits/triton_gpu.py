@@ -1,8 +1,7 @@
-"""jax-triton: a program a block of entries, which go where their pages are; XLA has filled the rest
-before.
+"""Implements `api.place_logits` with jax-triton, one program per block of entries.
 
-What is read of a long context is little, so that only what was read is worked on, and not every
-page.
+Entries go where their pages are; XLA has filled the rest before. Little of a long context is read,
+so programs go through what was read and not through every page.
 """
 
 import jax
@@ -15,7 +14,7 @@ from jsparse.partials import StatsKind
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-TILE = 2048  # logits of a program
+TILE = 2048  # logits per program
 NUM_WARPS = 4
 
 
@@ -28,7 +27,7 @@ def place_logits(
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:
-    """See api."""
+    """Implement `api.place_logits` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     units = num_pages if stats == "page_mass" else num_pages * page_size
@@ -41,7 +40,7 @@ def place_logits(
     block = min(max(TILE // tokens, 1), triton.next_power_of_2(entries))
     return triton_call(
         *(logits, lengths, selection.count),
-        selection.ids if capacity else lengths,  # without a list, or dense heads, never read
+        selection.ids if capacity else lengths,  # a stand-in, never read; so is the next
         lengths if dense is None else dense,
         nothing,
         kernel=place_kernel,
@@ -62,13 +61,20 @@ def place_logits(
 
 
 @triton.jit
-def lists(ids_ptr, count, page, STEPS: tl.constexpr):
-    """Whether the first `count` > 0 of ascending ids hold that page; most lists end with it, or
-    before.
+def lists(
+    ids_ptr,  # [C], of one head
+    count,
+    page,
+    STEPS: tl.constexpr,
+):
+    """Return whether the first `count` > 0 of ascending ids have `page`.
+
+    Most lists end with it, or before, and need no search.
     """
     last = tl.load(ids_ptr + count - 1)
     if last > page:
-        entry = -1  # the last one whose page is not beyond
+        # search bit by bit for the last entry whose page is not beyond `page`; -1: none
+        entry = -1
         for step in tl.static_range(STEPS):
             ahead = entry + (1 << (STEPS - 1 - step))
             listed = tl.load(ids_ptr + ahead, mask=ahead < count, other=2147483647)
@@ -80,11 +86,11 @@ def lists(ids_ptr, count, page, STEPS: tl.constexpr):
 @triton.jit
 def place_kernel(
     logits_ptr,  # [pairs, SLOTS]
-    lengths_ptr,
-    count_ptr,
+    lengths_ptr,  # [pairs]
+    count_ptr,  # [pairs]
     ids_ptr,  # [pairs, C]
-    dense_ptr,
-    _nothing_ptr,  # what out_ptr points to
+    dense_ptr,  # [pairs]
+    _nothing_ptr,  # an alias of out_ptr, full of -inf
     out_ptr,  # [pairs, M], or [pairs, M, P]
     SLOTS: tl.constexpr,
     C: tl.constexpr,
@@ -96,16 +102,17 @@ def place_kernel(
     HAS_DENSE: tl.constexpr,
     PAGE_MASS: tl.constexpr,
 ):
-    """BLOCK entries of one head."""
+    """Place BLOCK entries of one head."""
     pair = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     entry = first + tl.arange(0, BLOCK)
     length = tl.load(lengths_ptr + pair)
     newest = tl.cdiv(length, P) - 1  # -1 where nothing is held
-    page = tl.full([BLOCK], M, tl.int32)  # which is nowhere
+    page = tl.full([BLOCK], M, tl.int32)  # page M does not exist
     if C > 0:
         count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
         page = tl.load(ids_ptr + pair * C + entry, mask=entry < count, other=M)
+        # only the program that has the entry behind the list asks whether the newest page is there
         if (count > 0) & (first <= count) & (count < first + BLOCK):
             missing = not lists(ids_ptr + pair * C, count, newest, STEPS)
             page = tl.where((entry == count) & missing, newest, page)

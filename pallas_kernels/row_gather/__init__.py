@@ -1,4 +1,4 @@
-"""Rows of a pool, listed by index, in one compact array: see `api.row_gather`."""
+"""Gathers listed rows of a pool into one compact array: see `api.row_gather`."""
 
 from jsparse.pallas_kernels.row_gather.api import row_gather
 

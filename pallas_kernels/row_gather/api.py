@@ -1,4 +1,4 @@
-"""Rows, or whole pages, of a pool that lies on the device or in host memory."""
+"""Gathers rows, or whole pages, of a pool on the device or in host memory."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
@@ -34,16 +34,16 @@ def row_gather(
     *,
     implementation: str | None = None,
 ) -> Shaped[Array, "*gathered"]:
-    """The listed rows in the device's memory, in the order of their list.
+    """Gather the listed rows into the device's memory, in the order of their list.
 
     Args:
-        pool: what has rows along its first axis: [rows, H], or [pages, P, H], whose rows are pages.
-            It may lie in `pinned_host` memory: inside jit too, the Triton backend then fetches the
-            listed rows over the bus and no others, while the reference copies the whole pool to the
-            device first.
-        ids: rows, in [0, rows): any other id gives the nearest row.
-        count: how many of each list are wanted, the first ones; None is all C. The rows of the
-            others are zeros, and nothing is read for them.
+        pool: an array with rows along its first axis: [rows, H], or [pages, P, H], whose rows are
+            pages. It may lie in `pinned_host` memory: inside jit too, the Triton backend then
+            fetches the listed rows over the bus and no others, while the reference copies the whole
+            pool to the device first.
+        ids: rows in [0, rows); any other id gives the nearest row.
+        count: the number of rows that are wanted from each list, the first ones; None is all C. The
+            rows of the others are zeros, and nothing is read for them.
         implementation: "triton", "reference", or None to pick.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The inputs that tests and benchmarks share: named cases, each built from a seed."""
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     pool: jnp.ndarray
     ids: jnp.ndarray
@@ -17,15 +17,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and contents of one call.
+    """Describes the shapes and contents of one call.
 
     Attributes:
-        rows: of the pool.
+        rows: number of rows of the pool.
         width: shape of a row.
         lists: shape of the lists; each names `capacity` rows, some of them twice.
-        count: "all" passes none; "some", any number of each list, 0 and C among them; "zero" of
-            every list.
-        far: ids past what counts are far out of range.
+        count: wanted rows per list: "all" passes no count; "some", any number, 0 and C among them;
+            "zero".
+        far: whether ids past the count are far out of range.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Case:
     dtype: str = "float32"
 
     def build(self, seed: int = 0) -> Inputs:
-        """The inputs; equal seeds give equal ones."""
+        """Build the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         pool = rng.integers(0, 100, (self.rows, *self.width))
         ids = rng.integers(0, max(self.rows, 1), (*self.lists, self.capacity))

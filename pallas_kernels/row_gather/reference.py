@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.row_gather` in plain jnp, as CPU path and oracle of the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,10 @@ def row_gather(
     ids: Int32[Array, "*lists C"],
     count: Int32[Array, "*lists"] | None,
 ) -> Shaped[Array, "*gathered"]:
-    """See api. XLA gathers on the device alone, so a pool in host memory is copied there whole."""
+    """Implement `api.row_gather` in plain jnp.
+
+    XLA gathers on the device alone, so a pool in host memory is copied there whole.
+    """
     pool = jax.device_put(pool, jax.memory.Space.Device)
     if ids.size == 0:
         return jnp.zeros((*ids.shape, *pool.shape[1:]), pool.dtype)

@@ -1,6 +1,6 @@
-"""jax-triton: the kernel reads the pool where it lies, so that a pool in host memory crosses the
-bus row by row.
+"""Implements `api.row_gather` with jax-triton.
 
+The kernel reads the pool where it lies, so that a pool in host memory crosses the bus row by row.
 The bus answers late: what counts is how many loads of 16 bytes are on their way, so each program
 asks for a tile of several rows at once and there are many programs.
 """
@@ -16,13 +16,13 @@ from jaxtyping import Array, Int32, Shaped
 
 
 class GatherTiling(NamedTuple):
-    """How the rows are shared out.
+    """Describes how the rows are shared out.
 
     Attributes:
         size: bytes of a program's tile.
-        num_warps: of a program.
-        cache: Triton's cache modifier of the pool's loads; ".cg" passes the L1 cache by, since no
-            row is read twice.
+        num_warps: warps per program.
+        cache: Triton's cache modifier for the pool's loads; ".cg" bypasses the L1 cache, which
+            would hold rows that no program reads again.
     """
 
     size: int
@@ -31,8 +31,9 @@ class GatherTiling(NamedTuple):
 
 
 def default_tiling(total: int) -> GatherTiling:
-    """16 KB a program, down to 2 KB where `total`, the bytes to gather, would leave multiprocessors
-    idle.
+    """Choose tiles of 16 KB, down to 2 KB where these would leave multiprocessors idle.
+
+    `total` is the number of bytes to gather.
     """
     share = max(total // (2 * jax.local_devices()[0].core_count), 1)
     return GatherTiling(min(max(triton.next_power_of_2(share), 2048), 16384))
@@ -45,7 +46,7 @@ def row_gather(
     *,
     tiling: GatherTiling | None = None,
 ) -> Shaped[Array, "*gathered"]:
-    """See api."""
+    """Implement `api.row_gather` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     shape, width = (*ids.shape, *pool.shape[1:]), prod(pool.shape[1:])
@@ -56,7 +57,7 @@ def row_gather(
     cols = min(triton.next_power_of_2(width), elements)
     rows = elements // cols
     return triton_call(
-        *(pool, ids, ids if count is None else count),
+        *(pool, ids, ids if count is None else count),  # ids stand in for a count; never read
         *(ids.size, ids.shape[-1], pool.shape[0]),
         kernel=gather_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, pool.dtype),
@@ -72,20 +73,20 @@ def row_gather(
 
 @triton.jit
 def gather_kernel(
-    pool_ptr,
-    ids_ptr,
-    count_ptr,
+    pool_ptr,  # [pool_rows, W]
+    ids_ptr,  # [entries], lists of `capacity` after each other
+    count_ptr,  # [entries / capacity]
     entries,
     capacity,
     pool_rows,
-    o_ptr,
+    o_ptr,  # [entries, W]
     W: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     HAS_COUNT: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """ROWS entries a program, and COLS elements of each."""
+    """Gather COLS elements of each of ROWS entries."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     exists = entry < entries

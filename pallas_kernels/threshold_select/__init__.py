@@ -1,4 +1,4 @@
-"""From scores to a Selection: see `api.threshold_select`."""
+"""Turns scores into a Selection: see `api.threshold_select`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Scores to a Selection: a rule per row, the union over the group, at most C ids a KV head."""
+"""Turns scores into a Selection: a rule per row, a union per group, at most C ids per KV head."""
 
 from typing import Literal, get_args
 
@@ -31,33 +31,33 @@ def threshold_select(
     names: Int32[Array, "B K m"] | None = None,
     implementation: str | None = None,
 ) -> Selection:
-    """What each KV head attends to, from the scores of its query heads.
+    """Select what each KV head attends to, from the scores of its query heads.
 
     At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
     scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP
     set weighs at least p of its row to within 1e-5, and less without its lightest unit; TopK is
-    exact. Where the union is more than `capacity`, the units of lowest score are dropped; the score
-    of one is the largest that any row, or chosen token of it, gives it, and logits of several rows
-    are compared as logarithms of their normalised weights.
+    exact. Where the union is more than `capacity`, the units of lowest score are dropped. A unit's
+    score is then the largest that any row, or chosen token of it, gives it, and logits of several
+    rows are compared as logarithms of their normalised weights.
 
     Args:
-        scores: the rows, one a query head; -inf and NaN are never chosen.
+        scores: the rows, one per query head; -inf and NaN are never chosen.
         rule: TopK, TopP or Threshold.
         capacity: C.
-        granularity: what scores and ids stand for. "token" and "page": ids are of what is scored.
-            The others score tokens and list pages: "page_mass" applies the rule to the pages'
-            weights, each the sum of its tokens'; "bits" to tokens, which pages then carry as bits;
-            "touched" lists the same pages whole.
+        granularity: the units that scores and ids stand for. With "token" and "page", ids are of
+            the units scored. The others score tokens and list pages: "page_mass" applies the rule
+            to the pages' weights, each the sum of its tokens'; "bits" to tokens, which pages then
+            carry as bits; "touched" lists the same pages whole.
         page_size: P, where scores are of tokens and pages are listed.
-        weights: "softmax": scores are logits, and TopP and Threshold speak of their softmax over
-            the row; "raw": scores are what TopP and Threshold speak of, under TopP at least 0.
-        group: "union": each row of a group chooses for itself. "max": the group chooses once, by
-            the largest weight (TopP: as a share of these), or where weights are raw the largest
-            score, that a unit has in any row.
-        lengths: how many scores of each head's rows count; None: all.
-        names: what to list units as, ascending; None: their indices. Each names S = units / m
-            neighbours: unit i is listed as names[…, i // S]·S + i % S, so that pages' names do for
-            their tokens.
+        weights: the quantity that TopP and Threshold compare. "softmax": scores are logits, and it
+            is their softmax over the row; "raw": the scores themselves, at least 0 under TopP.
+        group: the way a group chooses. "union": each row chooses for itself. "max": the group
+            chooses once, by the largest weight (TopP: as a share of these), or where weights are
+            raw the largest score, that a unit has in any row.
+        lengths: the number of scores that count in each head's rows; None is all.
+        names: the ids under which units are listed, ascending; None is their indices. Each names
+            S = units / m neighbours: unit i is listed as names[…, i // S]·S + i % S, so that pages'
+            names serve for their tokens.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -65,7 +65,7 @@ def threshold_select(
         "token", else "page".
 
     Raises:
-        ValueError: an argument is none of these, or shapes do not fit together.
+        ValueError: an argument is not one of the above, or shapes do not fit together.
     """
     _check_options(granularity, weights, group, capacity)
     _check_shapes(scores, lengths, granularity, page_size)

@@ -1,6 +1,6 @@
-"""The inputs that tests and benchmarks share: named cases, each built from a seed.
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
-Past a head's length lies `JUNK`, so that reading too much shows.
+Scores past a head's length are `JUNK`, so that reading too much shows.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ JUNK = 1e30
 
 
 class Inputs(NamedTuple):
-    """What the op is called with."""
+    """Holds the op's arguments."""
 
     scores: jnp.ndarray
     rule: Rule
@@ -24,19 +24,21 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and contents of one call; letters as in jsparse.shapes.
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
 
     Attributes:
         size: n.
         rule, value: the rule and its number.
-        per_head: every head has a number of its own, from half of `value` to `value`.
-        capacity: C; None is as many as there are units.
-        like: "normal"; "sink", normal but for a few far above; "ties", few different numbers;
-            "constant"; "masked", three in four are -inf, some rows throughout; "nan", some are NaN.
+        per_head: whether every head has its own number, from half of `value` to `value`.
+        capacity: C; None is the number of units.
+        pool: the op's argument `group`.
+        like: distribution of the scores: "normal"; "sink", normal but for a few far above; "ties",
+            few different numbers; "constant"; "masked", three in four are -inf, some rows
+            throughout; "nan", some are NaN.
         spread: standard deviation of the scores.
-        ragged: heads have lengths of their own, 0, 1 and n among them.
-        span: units that share a name, neighbours; None: there are no names.
-        dtype: of the scores.
+        ragged: whether heads have their own lengths, 0, 1 and n among them.
+        span: number of neighbouring units that share a name; None passes no names.
+        dtype: type of the scores.
     """
 
     name: str
@@ -60,11 +62,11 @@ class Case:
 
     @property
     def units(self) -> int:
-        """How many can be listed."""
+        """Return the number of units that can be listed."""
         return self.size // (self.page_size or 1)
 
     def build(self, seed: int = 0) -> Inputs:
-        """The inputs; equal seeds give equal ones."""
+        """Build the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         scores = _scores(self, rng)

@@ -1,4 +1,4 @@
-"""Plain jnp: the CPU path and the oracle of every other backend."""
+"""Implements `api.threshold_select` in plain jnp, as CPU path and oracle of the kernel."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
 from jsparse.threshold import top_k_mask, top_p_mask
 
-LEAST_WEIGHT = 2.0**-125  # of the row's largest weight; below it float32 cannot be relied on
+LEAST_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
 
 def threshold_select(
@@ -26,7 +26,7 @@ def threshold_select(
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
 ) -> Selection:
-    """See api."""
+    """Implement `api.threshold_select` in plain jnp."""
     rows = scores.astype(jnp.float32)
     if lengths is not None:
         rows = jnp.where(jnp.arange(rows.shape[-1]) < lengths[..., None, None], rows, -jnp.inf)
@@ -55,7 +55,7 @@ def threshold_select(
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
-    """`listed` by the names of units, of which `span` neighbours share one."""
+    """List units by their names, of which `span` neighbours share one."""
     ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
     valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
     return replace(listed, ids=jnp.where(valid, ids, 0))
@@ -64,8 +64,9 @@ def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selecti
 def page_mass(
     rows: Float32[Array, "B K G n"], page_size: int, softmax: bool
 ) -> Float32[Array, "B K G M"]:
-    """The sum of each page's weights, as a logarithm where rows are logits; -inf where no token can
-    be chosen.
+    """Sum each page's weights, as a logarithm where rows are logits.
+
+    A page none of whose tokens can be chosen gets -inf.
     """
     pages = rows.reshape(*rows.shape[:-1], -1, page_size)
     if softmax:
@@ -75,8 +76,9 @@ def page_mass(
 
 
 def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B K n"]:
-    """The best that any row of a group says of each unit; of logits, the logarithm of its
-    normalised weight.
+    """Return the best that any row of a group gives each unit.
+
+    Logits of several rows become logarithms of their normalised weights first.
     """
     if softmax and rows.shape[2] > 1:
         lse = softmax_partial(rows)[2]
@@ -87,7 +89,7 @@ def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B 
 def chosen(
     rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool
 ) -> Bool[Array, "B K G n"]:
-    """What each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
+    """Mark what each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))

@@ -1,4 +1,7 @@
-"""What a row of scores may choose by. A number is static; an array gives every KV head its own."""
+"""Defines the rules by which a row of scores may choose.
+
+A rule's number is static; an array gives every KV head its own.
+"""
 
 from typing import NamedTuple
 
@@ -6,21 +9,22 @@ from jaxtyping import Array, Float, Int
 
 
 class TopK(NamedTuple):
-    """The k best; a k below 1 counts as 1."""
+    """Chooses the k best; a k below 1 counts as 1."""
 
     k: int | Int[Array, "B K"]
 
 
 class TopP(NamedTuple):
-    """The fewest, best first, whose weights are at least the share p of the row's; from p = 1 on,
-    all that weigh.
+    """Chooses the fewest, best first, whose weights are at least the share p of the row's.
+
+    From p = 1 on it chooses all that weigh anything.
     """
 
     p: float | Float[Array, "B K"]
 
 
 class Threshold(NamedTuple):
-    """Everything that weighs more than theta, or the best one where nothing does."""
+    """Chooses everything that weighs more than theta, or the best one where nothing does."""
 
     theta: float | Float[Array, "B K"]
 

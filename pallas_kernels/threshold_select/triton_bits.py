@@ -1,4 +1,4 @@
-"""Bitmaps: the marks of a row's tiles as 32-bit words, their union, and the lists that they make.
+"""Writes marks as bitmaps of 32-bit words, unites them, and lists what they mark.
 
 `plan` is the SearchedRow of triton_tiles up to `trim`, and from `unite` on the Lists of
 triton_kernel.
@@ -11,9 +11,16 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def mark(x, words, t, ties, plan: tl.constexpr):
-    """Writes the bits of a tile's entries that are at least t, and apart of those that equal it if
-    some of these go.
+def mark(
+    x,  # [T, R, 4]
+    words,  # the tile's part of the bitmap; `plan.words` behind it, that of the ties
+    t,
+    ties,
+    plan: tl.constexpr,
+):
+    """Write a bit for each of a tile's entries that is at least t.
+
+    If not all that equal t are kept, those get a bitmap of their own.
     """
     at = word_index(plan)
     tl.store(words + at, pack(x >= t, plan))
@@ -22,10 +29,15 @@ def mark(x, words, t, ties, plan: tl.constexpr):
 
 
 @triton.jit
-def pack(marks, plan: tl.constexpr):
-    """A tile of marks as 32-bit words [T / 8, R]; word w of run r covers entries 32·(r·T/8 + w) and
-    on.
+def pack(
+    marks,  # [T, R, 4]
+    plan: tl.constexpr,
+):
+    """Pack a tile of marks into 32-bit words [T / 8, R].
+
+    Word w of run r covers entries 32·(r·T/8 + w) and on.
     """
+    # [T, R]: the four neighbours of a thread's run; eight threads make a word
     nibbles = tl.sum(marks.to(tl.uint32) << tl.arange(0, 4).to(tl.uint32)[None, None, :], 2)
     shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, :, None]
     return tl.sum(tl.reshape(nibbles, [plan.threads // 8, 8, plan.runs]) << shift, 1)
@@ -33,14 +45,19 @@ def pack(marks, plan: tl.constexpr):
 
 @triton.jit
 def word_index(plan: tl.constexpr):
-    """Where the words of `pack` lie in the tile's part of the bitmap."""
+    """Return where the words of `pack` lie in the tile's part of the bitmap."""
     WORDS: tl.constexpr = plan.threads // 8
     return tl.arange(0, plan.runs)[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
 
 
 @triton.jit
-def trim(words, length, ties, plan: tl.constexpr):
-    """Takes from a bitmap what equals the threshold but for the first `ties`."""
+def trim(
+    words,  # [2 · plan.words]: the bitmap, then that of the entries that equal the threshold
+    length,
+    ties,
+    plan: tl.constexpr,
+):
+    """Take from a bitmap what equals the threshold except for the first `ties` such entries."""
     for start in range(0, tl.cdiv(length, 32), plan.threads):
         at = start + tl.arange(0, plan.threads)
         inside = at * 32 < length
@@ -55,7 +72,8 @@ def trim(words, length, ties, plan: tl.constexpr):
 
 @triton.jit
 def ones(word):
-    """How many bits are set."""
+    """Count the set bits."""
+    # sums of bits by twos, fours and bytes; the product adds up the bytes in its highest one
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -64,7 +82,7 @@ def ones(word):
 
 @triton.jit
 def lowest(word, number):
-    """The lowest `number` set bits."""
+    """Keep the lowest `number` set bits."""
     kept = word ^ word
     for bit in tl.static_range(32):
         one = (word >> bit) & 1
@@ -74,8 +92,12 @@ def lowest(word, number):
 
 
 @triton.jit
-def unite(words, length, plan: tl.constexpr):
-    """Writes the union of a head's bitmaps over the first."""
+def unite(
+    words,  # [rows, 2, row.words]: each row's bitmap and that of its ties
+    length,
+    plan: tl.constexpr,
+):
+    """Write the union of a head's bitmaps over the first."""
     for start in range(0, tl.cdiv(length, 32), plan.row.threads):
         at = start + tl.arange(0, plan.row.threads)
         inside = at * 32 < length
@@ -86,9 +108,16 @@ def unite(words, length, plan: tl.constexpr):
 
 
 @triton.jit
-def list_entries(words, length, names, ids, plan: tl.constexpr):
-    """Writes the names of marked entries, ascending, up to the capacity, and returns their number;
-    a tile's words at once.
+def list_entries(
+    words,  # the bitmap of `length` entries
+    length,
+    names,  # [m]
+    ids,  # [C]
+    plan: tl.constexpr,
+):
+    """Write the names of marked entries, ascending, up to the capacity, and return their number.
+
+    The words of a tile are listed at once.
     """
     T: tl.constexpr = plan.row.threads
     EACH: tl.constexpr = plan.words_each
@@ -98,6 +127,7 @@ def list_entries(words, length, names, ids, plan: tl.constexpr):
         word = tl.load(words + at, mask=at * 32 < length, other=0)
         number = ones(word)
         in_thread = tl.sum(number, 1)
+        # marks before each word: those of earlier words, threads, and words of this thread
         slot = (
             total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
         )
@@ -107,11 +137,23 @@ def list_entries(words, length, names, ids, plan: tl.constexpr):
 
 
 @triton.jit
-def list_bits(word, first, ids, room, names, SHIFT: tl.constexpr):
-    """Writes `name` of first + b for every set bit b, ascending, at most `room` of them. Few bits
-    are set as a rule, so each warp loops as often as its fullest word needs, for which Triton has
-    no words.
+def list_bits(
+    word,
+    first,  # entry of bit 0
+    ids,  # where the first name goes
+    room,
+    names,  # [m]
+    SHIFT: tl.constexpr,
+):
+    """Write `name` of first + b for every set bit b, ascending, at most `room` of them.
+
+    Few bits are set as a rule, so each warp loops as often as its fullest word needs, which Triton
+    cannot express.
     """
+    # $1 to $6 are the arguments below, in their order. brev and clz find the lowest set bit, and
+    # word & (word - 1) clears it. Where SHIFT ≥ 0, `run` = entry >> SHIFT, and the id is
+    # entry + ((names[run] - run) << SHIFT), as in `name`. $0 is there because an operation must
+    # have a result.
     tl.inline_asm_elementwise(
         """{
         .reg .b32 word, bit, room, run, name;
@@ -152,9 +194,20 @@ def list_bits(word, first, ids, room, names, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def list_pages(words, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
-    """Writes the names of the pages that hold a marked entry, and their bits, up to the capacity,
-    and returns how many there are; of a list that is CUT, those in the bitmap `kept`.
+def list_pages(
+    words,  # the bitmap of `length` entries
+    kept,  # the bitmap of pages, if CUT
+    length,
+    names,  # [m]
+    ids,  # [C]
+    bits,  # [C], if plan.with_bits
+    CUT: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Write the names and bits of pages that hold a marked entry; return their number.
+
+    What exceeds the capacity is counted but not written. If CUT, only pages that are also in the
+    bitmap `kept` are listed.
     """
     T: tl.constexpr = plan.row.threads
     total = length * 0
@@ -176,8 +229,13 @@ def list_pages(words, kept, length, names, ids, bits, CUT: tl.constexpr, plan: t
 
 
 @triton.jit
-def name(unit, inside, names, SHIFT: tl.constexpr):
-    """What units are listed as: where SHIFT is below 0, their indices."""
+def name(
+    unit,
+    inside,
+    names,  # [m]
+    SHIFT: tl.constexpr,
+):
+    """Return the ids under which units are listed: their indices where SHIFT is below 0."""
     if SHIFT >= 0:
         run = unit >> SHIFT
         unit += (tl.load(names + run, mask=inside, other=0) - run) << SHIFT
@@ -185,9 +243,15 @@ def name(unit, inside, names, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def unit_bits(words, unit, length, SIZE: tl.constexpr):
-    """The marked entries of each unit, as bits; of more than 32 entries, some word that is 0 only
-    if none is marked.
+def unit_bits(
+    words,  # the bitmap of `length` entries
+    unit,
+    length,
+    SIZE: tl.constexpr,
+):
+    """Return the marked entries of each unit of SIZE entries, as bits.
+
+    For units of more than 32 entries it is a word that is 0 only if none is marked.
     """
     if SIZE < 32:
         word = tl.load(words + unit * SIZE // 32, mask=unit * SIZE < length, other=0)

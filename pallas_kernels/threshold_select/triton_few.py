@@ -1,9 +1,8 @@
-"""The end of a search: the few entries between two thresholds, drawn out of a row that stays in
-registers.
+"""Ends a search by drawing the few entries between two thresholds out of a resident row.
 
 They are compared by their bits, whose order is that of the numbers on one side of 0. Some cannot be
-drawn: those on the other side of 0, equal ones of a thread, more than four of it. Their sum is then
-missed, and the search goes on.
+drawn: those on the other side of 0, repeated values in a thread, and a thread's fifth and later
+ones. Their sum is then missed, and the search goes on.
 """
 
 import triton
@@ -13,14 +12,22 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import from_key, key
 
 
 @triton.jit
-def draw(x, lo, hi, slots, plan: tl.constexpr):
-    """Writes the keys of the entries from lo to below hi, as many as there are slots, and behind
-    them a lower one.
+def draw(
+    x,  # [T, R, 4]
+    lo,
+    hi,
+    slots,  # [plan.slots]
+    plan: tl.constexpr,
+):
+    """Write the keys of the entries from lo to below hi, as many as fit into the slots.
+
+    Slots that are left over hold a lower key.
     """
     least = key(lo)
     slot = tl.arange(0, plan.slots)
     tl.store(slots + slot, (slot * 0 + least - 1).to(tl.uint32, bitcast=True))
     tl.debug_barrier()
+    # a thread's largest key, and the next three below it
     bits, sign = x.to(tl.int32, bitcast=True), tl.where(lo < 0, -1, 1)
     a = next_key(bits, sign, tl.arange(0, plan.threads) * 0 + key(hi), least)
     b = next_key(bits, sign, a, least)
@@ -37,10 +44,16 @@ def draw(x, lo, hi, slots, plan: tl.constexpr):
 
 
 @triton.jit
-def next_key(bits, sign, below, least):
-    """By thread: the largest key from `least` to under `below`, or a lower one. Keys are bits, or
-    2^31 - 1 - bits where numbers are below 0; less `below`, unsigned, those under it are the
-    largest.
+def next_key(
+    bits,  # [T, R, 4]
+    sign,
+    below,  # [T]
+    least,
+):
+    """Return each thread's largest key from `least` to under `below`, or a lower one.
+
+    Keys are bits, or 2^31 - 1 - bits where numbers are below 0. With `below` subtracted, keys under
+    it are the largest as unsigned integers.
     """
     distance = multiply_add(bits, sign, (tl.where(sign < 0, 0x7FFFFFFF, 0) - below)[:, None, None])
     found = (
@@ -52,8 +65,9 @@ def next_key(bits, sign, below, least):
 
 @triton.jit
 def multiply_add(x, factor, term):
-    """Integers x · factor + term in one instruction, made anew at each use, since x · factor would
-    take registers.
+    """Compute x · factor + term on integers in one instruction.
+
+    It is computed again at each use, since x · factor would take registers.
     """
     return tl.inline_asm_elementwise(
         "mad.lo.s32 $0, $1, $2, $3;",
@@ -66,22 +80,38 @@ def multiply_add(x, factor, term):
 
 
 @triton.jit
-def put(slots, at, found, least, plan: tl.constexpr):
-    """Writes what was found."""
+def put(
+    slots,  # [plan.slots]
+    at,  # [T]
+    found,  # [T]
+    least,
+    plan: tl.constexpr,
+):
+    """Write the keys that are at least `least` and have a slot."""
     tl.store(
         slots + at, found.to(tl.uint32, bitcast=True), mask=(found >= least) & (at < plan.slots)
     )
 
 
 @triton.jit
-def weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan: tl.constexpr):
-    """The largest drawn threshold that keeps what is wanted; and the bracket, closed around it if
-    all were drawn.
+def weigh_few(
+    slots,  # [plan.slots]
+    wanted,
+    lo,
+    at_lo,
+    hi,
+    at_hi,
+    plan: tl.constexpr,
+):
+    """Return the largest drawn threshold that keeps what is wanted, and the bracket.
+
+    If all entries were drawn, the bracket is closed around the threshold.
     """
     slot = tl.arange(0, plan.slots)
     mine = tl.load(slots + slot).to(tl.int32, bitcast=True)
     other = tl.load(slots + slot).to(tl.int32, bitcast=True)[None, :]
     least, missing = key(lo), at_lo - at_hi
+    # all pairs of slots: how much of what was drawn is at least as large as each
     each = from_key(other) if plan.mass else 1.0
     sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= least), each, 0.0), 1)
     drawn = mine >= least
@@ -98,6 +128,7 @@ def weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan: tl.constexpr):
     )
     tl.debug_barrier()
     t = from_key(t)
+    # sums agree to less than half of the lightest entry: none was missed
     if tl.abs(missing - between) < 0.5 * (lo if plan.mass else 1.0):
         lo, at_lo, hi, at_hi = t, at_hi + kept, from_key(key(t) + 1), at_hi + above
     return t, lo, at_lo, hi, at_hi
@@ -105,8 +136,10 @@ def weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan: tl.constexpr):
 
 @triton.jit
 def around(t, kept, above, between, other_t, other_kept, other_above, other_between):
-    """Combines the largest threshold that keeps enough, the least that is enough, the most that is
-    not, the most.
+    """Combine four values of two slots: by maximum, minimum, maximum and maximum.
+
+    They are the largest threshold that keeps enough, the least sum that is enough, the largest that
+    is not, and the largest of all.
     """
     return (
         tl.maximum(t, other_t),

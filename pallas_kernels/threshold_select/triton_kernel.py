@@ -1,4 +1,4 @@
-"""The kernel: a thread block for every row that is searched.
+"""Defines the kernel, which runs a thread block for every row that is searched.
 
 A block finds its row's threshold and writes what it chooses as bits. The last block of a KV head to
 finish unites the bits of the group's rows, cuts the union to the capacity if need be, and lists it.
@@ -17,20 +17,20 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import SearchedRow
 
 @dataclass(frozen=True)
 class Lists:
-    """What is static about a call.
+    """Holds the static parameters of one launch.
 
     Attributes:
         row: the row that is searched, of units or of their tokens.
         cap: the search that cuts a list to the capacity; None where none can be too long.
-        group: rows of scores a KV head.
-        pooled: the rows of a group become one before the search; False: each is searched, and what
-            is found united.
-        by_mass: pages are searched by their mass; False: their tokens are searched.
-        page_size: tokens of a unit, where scores are of tokens and units are pages, else 1.
+        group: rows of scores per KV head.
+        pooled: whether the rows of a group become one before the search. If not, each is searched,
+            and the results are united.
+        by_mass: whether pages are searched by their mass. If not, their tokens are searched.
+        page_size: tokens per unit, where scores are of tokens and units are pages, else 1.
         capacity: C.
-        with_bits: pages carry token bits.
-        with_lengths: heads have lengths of their own.
-        names: m, of a head; 0: units are listed as their indices.
+        with_bits: whether pages carry token bits.
+        with_lengths: whether heads have their own lengths.
+        names: m, per head; 0 lists units as their indices.
     """
 
     row: SearchedRow
@@ -46,72 +46,80 @@ class Lists:
 
     @property
     def rows(self) -> int:
-        """Rows that are searched a KV head."""
+        """Return the number of rows that are searched per KV head."""
         return 1 if self.pooled else self.group
 
     @property
     def entries(self) -> int:
-        """Entries of the searched row that make a unit."""
+        """Return the number of entries of the searched row per unit."""
         return 1 if self.by_mass else self.page_size
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """Return the number of units."""
         return self.row.size // self.entries
 
     @property
     def shift(self) -> int:
-        """The logarithm to base 2 of how many neighbouring units share a name; -1: there are no
-        names.
-        """
+        """Return log2 of the number of neighbouring units that share a name; -1 without names."""
         return (self.units // self.names).bit_length() - 1 if self.names else -1
 
     @property
     def scores(self) -> int:
-        """Scores of a row that is given."""
+        """Return the number of scores per row that is given."""
         return self.row.size * (self.page_size if self.by_mass else 1)
 
     @property
     def pages_at_once(self) -> int:
-        """Pages that a block sums at a time, 16 tokens a thread."""
+        """Return the number of pages that a block sums at a time, 16 tokens per thread."""
         return max(16 * self.row.threads // self.page_size, 1)
 
     @property
     def words_each(self) -> int:
-        """Words of a bitmap that a thread lists at a time."""
+        """Return the number of words of a bitmap that a thread lists at a time."""
         return max(self.row.runs // 8, 1)
 
     @property
     def pooled_at(self) -> int:
-        """Where the pooled row lies among a head's floats; the masses of pages come before."""
+        """Return where the pooled row lies in a head's floats, behind the masses of pages."""
         return self.group * self.row.size * self.by_mass
 
     @property
     def cap_at(self) -> int:
-        """Where the scores lie by which a list is cut."""
+        """Return where in a head's floats the scores lie by which a list is cut."""
         return self.pooled_at + self.row.size * self.pooled
 
     @property
     def floats(self) -> int:
-        """Floats a head needs in between."""
+        """Return the number of floats in memory that a head needs meanwhile."""
         return self.cap_at + (0 if self.cap is None else self.units)
 
     @property
     def cap_word(self) -> int:
-        """Where the bitmap of a cut list begins; those of the rows come before."""
+        """Return where the bitmap of a cut list begins, behind those of the rows."""
         return 2 * self.rows * self.row.words
 
     @property
     def words(self) -> int:
-        """Words of bitmaps a head needs."""
+        """Return the number of words of bitmaps that a head needs."""
         return self.cap_word + (0 if self.cap is None else 2 * self.cap.words)
 
 
 @triton.jit
 def select_kernel(
-    scores, settings, lengths, names, ids, count, bits, bitmaps, floats, arrived, plan: tl.constexpr
+    scores,  # [B, K, G, n]
+    settings,  # [B, K]
+    lengths,  # [B, K]
+    names,  # [B, K, m]
+    ids,  # [B, K, C]
+    count,  # [B, K]
+    bits,  # [B, K, C], or [1] without bits
+    bitmaps,  # [B · K, plan.words]
+    floats,  # [B · K, plan.floats], or [B · K, 1] where none are needed
+    arrived,  # [B · K], zeros where a head has several rows
+    plan: tl.constexpr,
 ):
-    """One searched row: program head · rows + row."""
+    """Search one row, of program head · rows + row; the last of a head also writes its list."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
     g = tl.program_id(0) % plan.rows
@@ -131,7 +139,7 @@ def select_kernel(
     row = scores + (wide * plan.group + g) * plan.scores
     floats += wide * plan.floats
     bitmaps += wide * plan.words
-    if plan.by_mass:
+    if plan.by_mass:  # all of the group's rows where they are pooled, else the program's own
         for r in range(plan.group // plan.rows):
             sum_pages(row + r * plan.scores, floats + (g + r) * plan.units, length, plan)
         tl.debug_barrier()
@@ -144,6 +152,7 @@ def select_kernel(
     choose(row, bitmaps + 2 * g * plan.row.words, length, setting, ROW)
     last = True
     if plan.rows > 1:
+        # release this row's bitmap, acquire those of the rows that finished before
         last = tl.atomic_add(arrived + head, 1, sem="acq_rel") == plan.rows - 1
     if last:
         write_list(
@@ -160,9 +169,20 @@ def select_kernel(
 
 
 @triton.jit
-def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.constexpr):
-    """One head's list, from the bitmaps of its rows: united, cut to the capacity if it is too long,
-    0 past its end.
+def write_list(
+    rows,  # [rows, row.size]: what was searched
+    bitmaps,  # [plan.words]
+    floats,  # [plan.floats]
+    length,
+    names,  # [m]
+    ids,  # [C]
+    count,  # []
+    bits,  # [C]
+    plan: tl.constexpr,
+):
+    """Write one head's list from the bitmaps of its rows, with 0 past its end.
+
+    The bitmaps are united, and the list is cut to the capacity if it is too long.
     """
     if plan.rows > 1:
         unite(bitmaps, length, plan)
@@ -170,6 +190,7 @@ def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.
     total = list_units(bitmaps, bitmaps, length, names, ids, bits, False, plan)
     if plan.cap is not None:
         CAP: tl.constexpr = plan.cap
+        # too long: search for the best units by the best score of each, and list those
         if total > plan.capacity:
             best = floats + plan.cap_at
             kept = bitmaps + plan.cap_word
@@ -193,10 +214,17 @@ def write_list(rows, bitmaps, floats, length, names, ids, count, bits, plan: tl.
 
 
 @triton.jit
-def list_units(bitmap, kept, length, names, ids, bits, CUT: tl.constexpr, plan: tl.constexpr):
-    """Lists what a bitmap marks and returns its number; of a list that is CUT, what the bitmap
-    `kept` marks as well.
-    """
+def list_units(
+    bitmap,  # of entries
+    kept,  # of units if CUT, else `bitmap`
+    length,
+    names,  # [m]
+    ids,  # [C]
+    bits,  # [C]
+    CUT: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """List what a bitmap marks and return its number; if CUT, only what `kept` marks as well."""
     if plan.entries == 1 and not plan.with_bits:
         return list_entries(kept, length, names, ids, plan)
     return list_pages(bitmap, kept, length, names, ids, bits, CUT, plan)

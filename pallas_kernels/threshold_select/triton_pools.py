@@ -1,4 +1,4 @@
-"""Rows made of other rows, in memory: of pages from their tokens, of a group from its members.
+"""Makes rows from rows, in memory: of pages from their tokens, of a group from its members.
 
 `plan` is the Lists of triton_kernel.
 """
@@ -11,9 +11,15 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import LOG2_E, NOTHING
 
 
 @triton.jit
-def sum_pages(row, pages, length, plan: tl.constexpr):
-    """Writes the mass of each page: the logsumexp of its logits, or the sum of its weights; -inf
-    where it has none.
+def sum_pages(
+    row,  # [plan.scores]
+    pages,  # [plan.units]
+    length,
+    plan: tl.constexpr,
+):
+    """Write the mass of each page: the logsumexp of its logits, or the sum of its weights.
+
+    The mass of a page without scores is -inf.
     """
     P: tl.constexpr = plan.page_size
     AT_ONCE: tl.constexpr = plan.pages_at_once
@@ -24,7 +30,7 @@ def sum_pages(row, pages, length, plan: tl.constexpr):
         score = tl.load(row + page * P + t, mask=page * P + t // 4 * 4 < length, other=NOTHING).to(
             tl.float32
         )
-        score = tl.where((page * P + t < length) & (score == score), score, NOTHING)
+        score = tl.where((page * P + t < length) & (score == score), score, NOTHING)  # nor NaN
         top = tl.max(score, 1)
         if plan.row.softmax:
             some = tl.where(top == NOTHING, 0.0, top)
@@ -38,16 +44,16 @@ def sum_pages(row, pages, length, plan: tl.constexpr):
 
 @triton.jit
 def pool(
-    rows,
+    rows,  # [ROWS, plan.row.size]
     length,
-    members,
-    pooled,
+    members,  # the bitmap of entries, or None
+    pooled,  # [UNITS]
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     UNITS: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Writes the largest score of each unit among its `SIZE` entries in `ROWS` rows.
+    """Write the largest score of each unit among its `SIZE` entries in `ROWS` rows.
 
     Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
     does not list do not count (None: all do); a unit without any gets -inf.

@@ -1,5 +1,7 @@
-"""Sums and extremes of a whole row: of the tile `x` where it is resident, else of its tiles one by
-one.
+"""Reduces a whole row to sums and extremes.
+
+They are of the tile `x` [T, R, 4] where the row is resident, else of the tiles of `row`, in memory,
+one by one.
 """
 
 import triton
@@ -27,7 +29,7 @@ SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be cho
 
 @triton.jit
 def row_top(x, row, length, plan: tl.constexpr):
-    """The row's largest score; 0 where it has none, so that differences stay numbers."""
+    """Return the row's largest score; 0 where it has none, so that differences stay numbers."""
     if plan.resident:
         best = thread_top(x)
     else:
@@ -40,8 +42,9 @@ def row_top(x, row, length, plan: tl.constexpr):
 
 @triton.jit
 def row_extremes(x, row, length, plan: tl.constexpr):
-    """The row's smallest and largest score that can be chosen; the first above the second where
-    there is none.
+    """Return the row's smallest and largest score that can be chosen.
+
+    Where there is none, the first is above the second.
     """
     if plan.resident:
         low, top = thread_low(x), thread_top(x)
@@ -56,7 +59,7 @@ def row_extremes(x, row, length, plan: tl.constexpr):
 
 @triton.jit
 def row_weight(x, row, length, top, plan: tl.constexpr):
-    """The sum of the row's weights, relative to its top."""
+    """Return the sum of the row's weights, relative to its top."""
     if plan.resident:
         sums = in_thread(weigh(x, top, plan)[0])
     else:
@@ -68,8 +71,9 @@ def row_weight(x, row, length, top, plan: tl.constexpr):
 
 @triton.jit
 def row_moments(x, row, length, top, plan: tl.constexpr):
-    """What the row is searched by, if resident; its total, and the mean and spread on the axis of
-    guesses.
+    """Return what a resident row is searched by, its total, and its mean and spread.
+
+    Mean and spread are on the axis of guesses.
     """
     if plan.resident:
         x, a, b, c = moments(x, top, plan)
@@ -90,7 +94,7 @@ def row_moments(x, row, length, top, plan: tl.constexpr):
 
 @triton.jit
 def measure(x, row, length, top, t, u, plan: tl.constexpr):
-    """How much of the row is at least t, and at least u."""
+    """Measure how much of the row is at least t, and at least u."""
     if plan.resident:
         a, b = above(x, t, plan), above(x, u, plan)
     else:
@@ -104,7 +108,7 @@ def measure(x, row, length, top, t, u, plan: tl.constexpr):
 
 @triton.jit
 def next_below(x, row, length, top, hi, plan: tl.constexpr):
-    """The largest entry of the row below hi; 0 where it is -0, whose key is another."""
+    """Return the largest entry of the row below hi; 0 where it is -0, whose key is another."""
     if plan.resident:
         best = thread_top(tl.where(x < hi, x, NOTHING))
     else:
@@ -117,7 +121,7 @@ def next_below(x, row, length, top, hi, plan: tl.constexpr):
 
 @triton.jit
 def log_sum(row, length, plan: tl.constexpr):
-    """The logsumexp of a row; 0 where it has none."""
+    """Return the logsumexp of a row; 0 where it has none."""
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(row, 0, length, plan)

@@ -1,4 +1,4 @@
-"""The threshold of a row.
+"""Searches for the threshold of a row.
 
 A reduction over a block costs as much as the arithmetic before it, so every pass measures two
 thresholds, guessed well: first from the mean and spread of the scores, then between what is known.
@@ -33,8 +33,8 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     to_entries,
 )
 
-# Sums of a row vary with their order by about this factor: a set whose mass exceeds what is wanted
-# by less is taken.
+# Sums of a row vary with their order by about this factor: a set whose mass exceeds the wanted mass
+# by less is accepted.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
 MOST_PASSES = tl.constexpr(
     128
@@ -42,14 +42,20 @@ MOST_PASSES = tl.constexpr(
 
 
 @triton.jit
-def choose(row, words, length, setting, plan: tl.constexpr):
-    """Writes the bitmap of what the rule chooses of a row: at least one entry if any can be chosen.
+def choose(
+    row,  # [plan.size]
+    words,  # [2 · plan.words]
+    length,
+    setting,
+    plan: tl.constexpr,
+):
+    """Write the bitmap of what the rule chooses: at least one entry if any can be chosen.
 
     Args:
-        row: its scores.
-        words: where its bitmap goes, up to the end of the tile that holds the last score; as much
+        row: the row's scores.
+        words: memory for its bitmap, up to the end of the tile that holds the last score; as much
             behind it is used.
-        length: how many of the scores count.
+        length: the number of scores that count.
         setting: the rule's number.
         plan: a SearchedRow.
     """
@@ -89,8 +95,9 @@ def choose(row, words, length, setting, plan: tl.constexpr):
 
 @triton.jit
 def fixed(x, row, length, setting, top, plan: tl.constexpr):
-    """The threshold of everything above a given one; if that is nothing, of the first of the
-    largest.
+    """Return the threshold of everything above a given one.
+
+    If nothing is above it, the threshold is that of the first of the largest entries.
     """
     bound = setting
     if plan.softmax:
@@ -100,18 +107,17 @@ def fixed(x, row, length, setting, top, plan: tl.constexpr):
         bound = log2(weight) / LOG2_E
         if not plan.normalised:
             bound += top
-    t = from_key(key(bound) + 1)
+    t = from_key(key(bound) + 1)  # the next float: above the bound is at least that
     some = top >= t
     return tl.where(some, t, top), tl.where(some, ALL_TIES, 1)
 
 
 @triton.jit
 def mass_bracket(length, p, top, total, plan: tl.constexpr):
-    """Thresholds between which the wanted one lies, what is wanted, and how much is not worth
-    cutting.
+    """Return a bracket of the wanted threshold, the wanted mass, and the mass not worth cutting.
 
-    What weighs less than (1 - p) of the mean adds up to less than 1 - p of the whole, so it is not
-    needed.
+    Entries that weigh less than (1 - p) of the mean add up to less than 1 - p of the whole, so none
+    of them is needed.
     """
     least = (1.0 - p) * 0.999 * total / tl.maximum(length, 1).to(tl.float32)
     wanted = tl.maximum(p * total, SMALLEST)
@@ -123,7 +129,7 @@ def mass_bracket(length, p, top, total, plan: tl.constexpr):
 
 @triton.jit
 def count_bracket(x, row, length, k, total, plan: tl.constexpr):
-    """Thresholds between which the wanted one lies, and the number wanted, twice."""
+    """Return a bracket of the wanted threshold, and the number wanted, twice."""
     low, top = row_extremes(x, row, length, plan)
     wanted = tl.minimum(tl.maximum(k, 1.0), total)
     return low, from_key(key(top) + 1), wanted, wanted
@@ -133,12 +139,10 @@ def count_bracket(x, row, length, k, total, plan: tl.constexpr):
 def search(
     x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr
 ):
-    """The largest threshold that keeps what is wanted, and how many of the entries that equal it
-    are needed.
+    """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
-    Between passes `lo` keeps at least what is wanted (`at_lo` of it) and `hi` less. A guess outside
-    is wasted, no more.
-    `slots`: memory for `plan.slots` entries.
+    Between passes `lo` keeps at least what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A
+    guess outside them is merely wasted. `slots` is memory for `plan.slots` entries.
     """
     at_lo, at_hi = total, total * 0.0
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
@@ -154,11 +158,12 @@ def search(
         start = to_place(lo, plan)
         width = to_place(hi, plan) - start
         slow = tl.where(at_lo - at_hi > 0.5 * before, slow + 1, 0)
+        # nothing was separated: step to the next value, since equal ones cannot be
         if at_lo - at_hi == before:
             t = next_below(x, row, length, top, hi, plan)
             hi = from_key(key(t) + 1)
             u = from_place(start + 0.5 * width, plan)
-        elif slow >= 2:
+        elif slow >= 2:  # two poor guesses: bisect the keys, and the axis of guesses
             slow = 0
             t = from_key(
                 key(lo)
@@ -166,6 +171,7 @@ def search(
             )
             u = from_place(start + 0.5 * width, plan)
         else:
+            # interpolate; the two guesses are a tenth of the bracket apart
             share = tl.minimum(tl.maximum((at_lo - wanted) / (at_lo - at_hi), 0.01), 0.99)
             start += 0.9 * share * width
             t, u = from_place(start, plan), from_place(start + 0.1 * width, plan)
@@ -174,6 +180,7 @@ def search(
                 t, lo, at_lo, hi, at_hi = weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan)
                 u = from_key(key(t) + 1)
         going = is_open(lo, hi, at_lo, at_hi, enough, plan) & (passes < MOST_PASSES)
+    # what is left between the bounds equals lo: take the ties that are needed, or all
     each = lo if plan.mass else 1.0
     number = (at_lo - at_hi) / each
     needed = tl.ceil((wanted - at_hi) / each)
@@ -183,8 +190,9 @@ def search(
 
 @triton.jit
 def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
-    """Whether more than one entry may lie between, each of which weighs at least lo; sums are not
-    exact.
+    """Return whether more than one entry may lie in the bracket.
+
+    Each weighs at least lo, and sums are not exact.
     """
     going = (at_lo > enough) & (key(hi) - 1 != key(lo))
     if plan.mass:
@@ -194,14 +202,14 @@ def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
 
 @triton.jit
 def is_few(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
-    """Whether what lies between is more than one entry and has room in the slots."""
+    """Return whether the bracket holds more than one entry, and no more than fit into the slots."""
     most = at_lo - at_hi <= plan.slots * (lo if plan.mass else 1.0)
     return most & is_open(lo, hi, at_lo, at_hi, enough, plan)
 
 
 @triton.jit
 def narrow(t, at_t, wanted, lo, at_lo, hi, at_hi):
-    """The bracket after a measurement."""
+    """Return the bracket after a measurement."""
     up, down = (at_t >= wanted) & (t >= lo), (at_t < wanted) & (t <= hi)
     return (
         tl.where(up, t, lo),
@@ -213,20 +221,21 @@ def narrow(t, at_t, wanted, lo, at_lo, hi, at_hi):
 
 @triton.jit
 def to_place(t, plan: tl.constexpr):
-    """Where a threshold lies on the axis of guesses, that of the scores."""
+    """Return where a threshold lies on the axis of guesses, that of the scores."""
     return log2(t) if plan.mass else t
 
 
 @triton.jit
 def from_place(place, plan: tl.constexpr):
-    """The threshold of a place."""
+    """Return the threshold at a place on the axis of guesses."""
     return exp2(place) if plan.mass else place
 
 
 @triton.jit
 def deviations(share):
-    """How many standard deviations above its mean a normal distribution has this share of its mass;
-    within 5 %.
+    """Estimate the deviation of a normal distribution above which this share of its mass lies.
+
+    The result is in standard deviations above the mean, within 5 %.
     """
     share = tl.minimum(tl.maximum(share, 1e-7), 1.0 - 1e-6)
     far = tl.sqrt(tl.maximum(-1.0888 * log2(4.0 * share * (1.0 - share)), 0.0))

@@ -1,4 +1,4 @@
-"""Tiles of a row of scores: reading them, and sums over them that stay inside a thread.
+"""Reads tiles of a row of scores, and sums over them inside a thread.
 
 A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and
 sums over the last two axes need no other thread. A row that fits one tile is read once and stays in
@@ -12,21 +12,22 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
-LEAST_LOG = tl.constexpr(-126.0)
+LEAST_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
 
 
 @dataclass(frozen=True)
 class SearchedRow:
-    """What is static about a row and its search.
+    """Holds the static parameters of a row and its search.
 
     Attributes:
         rule: "top_k", "top_p" or "threshold".
         value: the rule's number; None where every head has its own.
-        softmax: its entries are logits; False: weights, or scores that are only compared.
-        normalised: the exponentials of its logits are the weights already, whatever their sum.
-        size: its entries, and how far apart rows lie.
+        softmax: whether its entries are logits. If not, they are weights, or scores that are only
+            compared.
+        normalised: whether the exponentials of its logits are the weights, whatever their sum.
+        size: number of its entries, and the distance between rows.
         threads, runs: T and R of a tile.
-        few: entries that may be drawn to end a search; 0: none are.
+        few: number of entries that may be drawn to end a search; 0 draws none.
     """
 
     rule: str
@@ -40,41 +41,47 @@ class SearchedRow:
 
     @property
     def tile(self) -> int:
-        """Entries of a tile."""
+        """Return the number of entries per tile."""
         return 4 * self.threads * self.runs
 
     @property
     def resident(self) -> bool:
-        """It stays in registers."""
+        """Return whether the row stays in registers."""
         return self.size <= self.tile
 
     @property
     def words(self) -> int:
-        """32-bit words of its bitmap, of whole tiles."""
+        """Return the number of 32-bit words of its bitmap, which covers whole tiles."""
         return -(-self.size // self.tile) * self.tile // 32
 
     @property
     def slots(self) -> int:
-        """Entries that may be drawn; they take the bitmap's place, before it is there."""
+        """Return the number of entries that may be drawn, into the still unused bitmap."""
         return min(self.few, self.threads // 4, 2 * self.words) if self.resident else 0
 
     @property
     def mass(self) -> bool:
-        """It is searched by its weights rather than its scores."""
+        """Return whether the row is searched by its weights rather than its scores."""
         return self.rule == "top_p"
 
 
 @triton.jit
-def read(row, start, length, plan: tl.constexpr):
-    """A tile of scores; -inf past the length. Whole runs are loaded, so that loads stay 16 bytes
-    wide.
+def read(
+    row,  # [plan.size]
+    start,
+    length,
+    plan: tl.constexpr,
+):
+    """Load a tile of scores [T, R, 4], with -inf past the length.
+
+    Whole runs are loaded, so that loads stay 16 bytes wide.
     """
     T: tl.constexpr = plan.threads
     R: tl.constexpr = plan.runs
     run = (tl.arange(0, R)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
     entry = run + tl.arange(0, 4)[None, None, :]
     inside = tl.broadcast_to(start + run < length, [T, R, 4])
-    if plan.size % 4:
+    if plan.size % 4:  # the last run goes past the row
         inside &= start + entry < plan.size
     scores = tl.load(row + start + entry, mask=inside, other=NOTHING).to(tl.float32)
     return tl.where(start + entry < length, scores, NOTHING)
@@ -82,11 +89,10 @@ def read(row, start, length, plan: tl.constexpr):
 
 @triton.jit
 def weigh(scores, top, plan: tl.constexpr):
-    """Weights, relative to the row's largest where scores are logits, and their logarithms to base
-    2.
+    """Return weights and their logarithms to base 2.
 
-    The weight of -inf and of NaN (of a number and NaN the maximum is the number) is too small to be
-    chosen or to count.
+    Weights are relative to the row's largest where scores are logits. The weight of -inf and of NaN
+    (of a number and NaN the maximum is the number) is too small to be chosen or to count.
     """
     if plan.softmax:
         logs = tl.maximum((scores - top) * LOG2_E, LEAST_LOG)
@@ -97,7 +103,7 @@ def weigh(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def to_entries(scores, top, plan: tl.constexpr):
-    """What a row is searched by."""
+    """Return what a row is searched by: its weights, or its scores."""
     if plan.mass:
         return weigh(scores, top, plan)[0]
     return scores
@@ -105,8 +111,9 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def moments(scores, top, plan: tl.constexpr):
-    """What the row is searched by; and by thread its total and first two moments: of the logarithms
-    by weight, or of the scores by number.
+    """Return what the row is searched by, and each thread's total and first two moments.
+
+    The moments are of the logarithms by weight, or of the scores by number.
     """
     if plan.mass:
         weights, logs = weigh(scores, top, plan)
@@ -119,14 +126,14 @@ def moments(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def above(x, t, plan: tl.constexpr):
-    """By thread: how much of a tile is at least t, of its weights or of its number."""
+    """Sum by thread the entries of a tile that are at least t: their weights, or their number."""
     over = at_least(x, t)
     return in_thread(over * x if plan.mass else over)
 
 
 @triton.jit
 def at_least(x, t):
-    """1.0 where x ≥ t, else 0.0, in one instruction."""
+    """Return 1.0 where x ≥ t, else 0.0, in one instruction."""
     return tl.inline_asm_elementwise(
         "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -134,56 +141,57 @@ def at_least(x, t):
 
 @triton.jit
 def in_thread(x):
-    """Sums of a tile by thread [T]."""
+    """Sum a tile by thread, to [T]."""
     return tl.sum(tl.sum(x, 2), 1)
 
 
 @triton.jit
 def thread_top(scores):
-    """By thread: the largest score."""
+    """Return each thread's largest score."""
     return tl.max(tl.max(scores, 2), 1)
 
 
 @triton.jit
 def thread_low(scores):
-    """By thread: the smallest score that can be chosen."""
+    """Return each thread's smallest score that can be chosen."""
     return tl.min(tl.min(tl.where(scores > NOTHING, scores, -NOTHING), 2), 1)
 
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """Combines two sums."""
+    """Combine two sums."""
     return a + c, b + d
 
 
 @triton.jit
 def add_triples(a, b, c, d, e, f):
-    """Combines three sums."""
+    """Combine three sums."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def extremes(low, top, other_low, other_top):
-    """Combines a minimum and a maximum."""
+    """Combine a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(top, other_top)
 
 
 @triton.jit
 def key(x):
-    """The bits of a float as an integer of the same order."""
+    """Return the bits of a float as an integer of the same order."""
+    # floats are sign and magnitude, so those below 0 have their other bits turned over
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def from_key(k):
-    """The inverse of `key`."""
+    """Return the float of a key, the inverse of `key`."""
     return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp2(x):
-    """2 to the power of x, 0 below 2^-126."""
+    """Return 2 to the power of x, 0 below 2^-126."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -191,7 +199,7 @@ def exp2(x):
 
 @triton.jit
 def log2(x):
-    """The logarithm to base 2, of subnormals that of 0."""
+    """Return the logarithm to base 2; subnormals count as 0."""
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )

@@ -1,4 +1,4 @@
-"""Decode attention over single tokens: see `api.token_sparse_decode`."""
+"""Computes decode attention over single tokens: see `api.token_sparse_decode`."""
 
 from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
 

@@ -1,4 +1,4 @@
-"""One new query a head against the single tokens that a Selection lists."""
+"""Attends from one new query per head to the single tokens that a Selection lists."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -52,11 +52,11 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
-    """Attention of one query a head over the listed slots of its KV head; rows are gathered one by
-    one.
+    """Compute attention of one query per head over the listed slots of its KV head.
 
-    Arguments, results and errors are those of `block_sparse_decode`, but that `selection` lists
-    tokens and that `implementation` is "triton", "reference", or None to pick.
+    Rows are gathered one by one. Arguments, results and errors are those of `block_sparse_decode`,
+    except that `selection` lists tokens and that `implementation` is "triton", "reference", or None
+    to pick.
     """
     check_shapes("token_sparse_decode", "token", q, layer, selection)
     check_stats(stats)

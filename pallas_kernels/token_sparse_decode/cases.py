@@ -1,4 +1,4 @@
-"""The inputs that tests and benchmarks share; see those of block_sparse_decode, where `Case` is."""
+"""Lists the inputs that tests and benchmarks share, from the `Case` of block_sparse_decode."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Plain jnp: tokens are pages of one."""
+"""Implements `api.token_sparse_decode` in plain jnp, with tokens as pages of one."""
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -18,8 +18,9 @@ def token_sparse_decode(
     stats: StatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """See api. With dense heads every slot is read and masked; without, only the listed slots are
-    gathered.
+    """Implement `api.token_sparse_decode` in plain jnp.
+
+    With dense heads every slot is read and masked; without, only the listed slots are gathered.
     """
     run = gathered if selection.dense is None else masked
     out = run(q, layer, selection, sm_scale, stats)

@@ -1,9 +1,9 @@
-"""jax-triton: rows are gathered one by one, and the lists of all heads are one pool of work.
+"""Implements `api.token_sparse_decode` with jax-triton; all heads' lists are one pool of work.
 
-The list of a head is cut into units. How long these are follows from what that head lists alone, so
-that a row gives the same bits alone and in any batch. A fixed number of programs share out the
-units of all heads, which each of them finds by itself in a prefix sum over all counts; a second,
-small launch merges the units of every head.
+Rows are gathered one by one. The list of a head is cut into units, whose length depends on what
+that head lists alone, so that a row gives the same bits alone and in any batch. A fixed number of
+programs share out the units of all heads, which each of them finds by itself in a prefix sum over
+all counts; a second, small launch merges the units of every head.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from jsparse.selection import Selection
 
 
 class TokenTiling(NamedTuple):
-    """How the work is cut; the bits of a result depend on it, but not on `programs`.
+    """Describes how the work is cut; the bits of a result depend on it, but not on `programs`.
 
     Attributes:
         block: entries of a list that are read at once.
-        unit_blocks: blocks of a unit, at least.
-        max_units: units of a head at most: longer lists have longer units.
-        programs: of each multiprocessor.
-        num_warps, num_stages: of a program; stages are blocks in flight.
+        unit_blocks: least number of blocks per unit.
+        max_units: most units per head: longer lists have longer units.
+        programs: programs per multiprocessor.
+        num_warps, num_stages: warps per program, and blocks of it in flight.
     """
 
     block: int
@@ -41,8 +41,9 @@ class TokenTiling(NamedTuple):
 
 
 def default_tiling(head_dim: int, itemsize: int) -> TokenTiling:
-    """Blocks of K of 16 KB: two of them and two of V in flight, three times over, fill a
-    multiprocessor.
+    """Choose blocks of 16 KB of K.
+
+    Two of them and two of V in flight, in each of three programs, fill a multiprocessor.
     """
     return TokenTiling(min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128))
 
@@ -57,16 +58,17 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     tiling: TokenTiling | None = None,
 ) -> AttentionOut:
-    """See api."""
+    """Implement `api.token_sparse_decode` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
     pairs, group = batch * heads, q.shape[1] // heads
     tiling = default_tiling(head_dim, q.dtype.itemsize) if tiling is None else tiling
+    # a list, and the newest token behind it
     longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     rows = group + (stats is not None)
-    absent = layer.lengths  # stands for the arrays that a call lacks; never read
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
     scores = (
         absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
     )
@@ -99,7 +101,7 @@ def token_sparse_decode(
         G=group,
         H=head_dim,
         P=layer.page_size,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=max(16, triton.next_power_of_2(rows)),  # 16 rows are the fewest of an MMA
         COLS=max(16, triton.next_power_of_2(head_dim)),
         PAIRS=triton.next_power_of_2(pairs),
         SCALE=sm_scale,
@@ -117,9 +119,17 @@ def token_sparse_decode(
 
 
 @triton.jit
-def _entries(lengths_ptr, count_ptr, dense_ptr, pair, mask, HAS_DENSE: tl.constexpr):
-    """What heads read, and how much of it is listed: all but the newest token; -1 where a head is
-    dense.
+def _entries(
+    lengths_ptr,  # [B, K]
+    count_ptr,  # [B, K]
+    dense_ptr,  # [B, K]
+    pair,
+    mask,
+    HAS_DENSE: tl.constexpr,
+):
+    """Count what heads read, and how much of that their lists name.
+
+    A list is followed by the newest token. For a dense head the second number is -1.
     """
     entries = tl.load(lengths_ptr + pair, mask=mask, other=0)
     listed = tl.load(count_ptr + pair, mask=mask, other=0)
@@ -131,14 +141,14 @@ def _entries(lengths_ptr, count_ptr, dense_ptr, pair, mask, HAS_DENSE: tl.conste
 
 @triton.jit
 def _unit_size(entries, BLOCK: tl.constexpr, UNIT_BLOCKS: tl.constexpr, MAX_UNITS: tl.constexpr):
-    """Entries of a unit."""
+    """Return the number of entries per unit."""
     return tl.maximum(tl.cdiv(entries, BLOCK * MAX_UNITS), UNIT_BLOCKS) * BLOCK
 
 
 @triton.jit
 def _find(
-    ids_ptr,
-    table_ptr,
+    ids_ptr,  # [B, K, capacity]
+    table_ptr,  # [B, K, pages]
     pair,
     entry,
     entries,
@@ -149,9 +159,7 @@ def _find(
     P: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """The slots that a block of entries stands for, the rows of the pool where these lie, and which
-    of them count.
-    """
+    """Return the slots of a block of entries, their rows in the pool, and which of them count."""
     unlisted = tl.where(listed < 0, entry, newest)
     slot = tl.load(
         ids_ptr + pair.to(tl.int64) * capacity + entry, mask=entry < listed, other=unlisted
@@ -166,24 +174,24 @@ def _find(
 
 @triton.jit
 def attend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    lengths_ptr,
-    count_ptr,
-    dense_ptr,
-    ids_ptr,
-    table_ptr,
-    bias_ptr,
-    _,  # the buffer of scores_ptr, full of -inf
+    q_ptr,  # [B, N, H]
+    k_ptr,  # [pool pages, P, H]
+    v_ptr,  # [pool pages, P, H]
+    lengths_ptr,  # [B, K]
+    count_ptr,  # [B, K]
+    dense_ptr,  # [B, K]
+    ids_ptr,  # [B, K, capacity]
+    table_ptr,  # [B, K, pages]
+    bias_ptr,  # [pool pages, P]
+    _,  # an alias of scores_ptr, full of -inf
     pairs,
     capacity,
-    pages,
+    pages,  # M, of a head
     splits,
-    o_ptr,
-    lse_ptr,
-    used_ptr,
-    scores_ptr,
+    o_ptr,  # [pairs, splits, STATS + G, H]
+    lse_ptr,  # [pairs, splits, STATS + G]
+    used_ptr,  # [pairs]
+    scores_ptr,  # [pairs, pages · P]
     BLOCK: tl.constexpr,
     UNIT_BLOCKS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
@@ -200,9 +208,7 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The partial (o, lse) of every unit. With STATS the group's mean query is one more row, before
-    them.
-    """
+    """Compute the partial (o, lse) of every unit; with STATS, the group's mean query is row 0."""
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
@@ -211,7 +217,7 @@ def attend_kernel(
     )
     used = tl.cdiv(all_entries, _unit_size(all_entries, BLOCK, UNIT_BLOCKS, MAX_UNITS))
     tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
-    ends = tl.cumsum(used, 0)
+    ends = tl.cumsum(used, 0)  # units of each head and of all before it
     for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         pair = tl.sum((ends <= unit).to(tl.int32), 0)
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
@@ -232,6 +238,7 @@ def attend_kernel(
             P,
             HAS_TABLE,
         )
+        # the rows of this group's queries; the mean query is rounded to their type, as an operand
         own = (row >= STATS) & (row < STATS + G) & (col < H)
         q = tl.load(q_ptr + (pair * G + row - STATS) * H + col, mask=own, other=0.0)
         if STATS:
@@ -241,8 +248,8 @@ def attend_kernel(
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(first, tl.minimum(first + size, entries), BLOCK):
-            # found a block ahead: only then are the loads of K and V, which hang on it, overlapped
-            # with what goes on
+            # found a block ahead: only then do the loads of K and V, which depend on it, overlap
+            # with the arithmetic
             ahead = start + BLOCK + offset
             slot_ahead, at_ahead, valid_ahead = _find(
                 ids_ptr,
@@ -268,7 +275,7 @@ def attend_kernel(
                 tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, of_mean, mask=valid)
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))
-            base = tl.where(higher == minus_inf, 0.0, higher)
+            base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN
             weights = tl.exp(logits - base[:, None])
             shrink = tl.exp(top - base)
             total = total * shrink + tl.sum(weights, 1)
