@@ -1,4 +1,4 @@
-"""What every backend of a decode op must do for every case."""
+"""Checks what every backend of a decode op must do for every case."""
 
 from typing import Any
 
@@ -12,15 +12,16 @@ from tests.kernels.dense_attention import expected
 
 
 def tolerance(case: Case) -> dict[str, Any]:
-    """bfloat16 weights are off by up to 2^-9; with logits of 1e4, float32 is off by 1e-3."""
+    """Return tolerances: bfloat16 weights are off by 2^-9, float32 by 1e-3 for logits of 1e4."""
     return (
         {"rtol": 2e-2, "atol": 2e-2} if case.dtype == "bfloat16" else {"rtol": 1e-5, "atol": 2e-5}
     )
 
 
 def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
-    """`op(q, layer, selection, sm_scale=…, stats=…)` gives o, lse and both stats of the slow dense
-    computation.
+    """Check o, lse and both stats against the slow dense computation.
+
+    `op` is called as `op(q, layer, selection, sm_scale=…, stats=…)`.
     """
     inputs = case.build(seed)
     want = expected(inputs, case.sm_scale)
@@ -47,10 +48,10 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:
-    """A kernel takes the mean query as an operand of the MMA: what it rounds away, no backend may
-    rank tokens by.
+    """Check that stats are of the mean query rounded to the queries' type.
 
-    `off` is what sums of products may be off by.
+    A kernel takes it as an operand of the MMA, so no backend may rank tokens by what that rounds
+    away. `off` is the error allowed to sums of products.
     """
     q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
     nobody = jnp.zeros((1, 1, 0), jnp.int32), jnp.zeros((1, 1), jnp.int32)
@@ -65,7 +66,7 @@ def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e
 
 
 def assert_rounds_o(op, case: Case) -> None:
-    """With a `dtype` o is what it is in float32, rounded once; lse and stats are not touched."""
+    """Check that `dtype` rounds o of float32 once, and leaves lse and stats alone."""
     inputs = case.build()
 
     @jax.jit

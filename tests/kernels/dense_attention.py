@@ -1,5 +1,6 @@
-"""The oracle of every decode op: dense K and V rebuilt slot by slot, and softmax attention in
-float64.
+"""Computes the oracle of every decode op: softmax attention in float64.
+
+It rebuilds dense K and V slot by slot.
 """
 
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ class Expected(NamedTuple):
 
 
 def attended_slots(chosen, head, length: int, page_size: int) -> list[int]:
-    """What one head attends to, read off the Selection's fields one by one."""
+    """List the slots to which one head attends, from the Selection's fields one by one."""
     if chosen.dense is not None and chosen.dense[head]:
         return list(range(length))
     slots = set()
@@ -42,9 +43,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
-    """Attention of every query head over what its KV head attends to, and the stats of each group's
-    mean query.
-    """
+    """Compute attention of every query head, and the stats of each group's mean query."""
     q = np.asarray(inputs.q, np.float64)
     layer = SimpleNamespace(
         **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}

@@ -1,4 +1,4 @@
-"""block_sparse_decode against dense attention in float64, case by case."""
+"""Tests block_sparse_decode against dense attention in float64, case by case."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def test_cases_are_what_they_say():
 
 
 def test_pages_that_two_heads_share_are_read_by_both():
-    """Two heads with one table row see the same K: equal queries get equal results."""
+    """Two heads with the same table row see the same K: equal queries get equal results."""
     _, layer, _ = Case("", batch=1, group=1, lengths="full", listed="all").build()
     table = jnp.broadcast_to(jnp.array([3, 0, 5, 1, 1, 7], jnp.int32), (1, 2, 6))
     q = jnp.broadcast_to(jnp.linspace(-1, 1, 64), (1, 2, 64))

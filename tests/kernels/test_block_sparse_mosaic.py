@@ -1,5 +1,6 @@
-"""The Mosaic GPU kernel on any machine: its body interpreted, its code lowered for CUDA, its
-schedule in numbers.
+"""Tests the Mosaic GPU kernel on any machine.
+
+Its body is interpreted, its code lowered for CUDA, and its schedule checked in numbers.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.selection import Selection
 from tests.kernels.dense_attention import expected
 
-# two blocks of two teams, and as many splits as there are tiles
+# two blocks of two teams; every head of up to four tiles is cut into single tiles
 TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1, many=1)
 BASE = Case("base", num_pages=9, dtype="bfloat16")
 CASES = [
@@ -69,7 +70,7 @@ def test_heads_that_share_a_window_of_queries(group):
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
 def test_lowers_for_cuda(head_dim, page_size, full):
-    """Layouts, alignment and shared memory are checked by the lowering, which needs no GPU."""
+    """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
     if head_dim > 128 and page_size == 64:
         pytest.skip("refused")
     batch, heads, group, pages, capacity = 3, 2, 16 if full else 3, 40, 7

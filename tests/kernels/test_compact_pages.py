@@ -1,4 +1,4 @@
-"""compact_pages against a loop over rows, case by case."""
+"""Tests compact_pages against a loop over rows, case by case."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ POOLS = ("k", "v", "bias", "slot_positions")
 
 
 def kept_of(inputs, head):
-    """What a head is to hold afterwards, as slots of before, or None where it stays as it is."""
+    """List the old slots that a head must hold afterwards, or None where it stays as it is."""
     stays = inputs.rewrite is not None and not bool(inputs.rewrite[head])
     stays |= inputs.keep.dense is not None and bool(inputs.keep.dense[head])
     return None if stays else np.asarray(inputs.keep.ids)[head][: int(inputs.keep.count[head])]
 
 
 def heads_of(layer):
-    """Every pool by head and slot, as a dict of arrays [B, K, S, …]."""
+    """Read every pool by head and slot, as a dict of arrays [B, K, S, …]."""
     pools = {name: getattr(layer, name) for name in POOLS if getattr(layer, name) is not None}
     return {name: np.asarray(cache.read_heads(pool, layer)) for name, pool in pools.items()}
 
@@ -41,7 +41,7 @@ def test_rows_move_in_order(case):
         assert int(out.lengths[head]) == kept.size
         for name, rows in before.items():
             np.testing.assert_array_equal(after[name][head][: kept.size], rows[head][kept])
-            if inputs.layer.block_table is None:  # what lies behind stays
+            if inputs.layer.block_table is None:  # rows behind the new length stay
                 np.testing.assert_array_equal(
                     after[name][head][kept.size :], rows[head][kept.size :]
                 )

@@ -1,5 +1,6 @@
-"""int4_scores and its sidecar against slow numpy: what is stored, how far off it is, which slots
-have a score.
+"""Tests int4_scores and int4_append against slow numpy.
+
+They check what is stored, how far off it is, and which slots have a score.
 """
 
 import jax
@@ -32,7 +33,7 @@ SPEC = kv.CacheSpec(
 
 
 def channels(keys, page, slot):
-    """One token's channels, nibble by nibble."""
+    """Read one token's channels, nibble by nibble."""
     packed = np.asarray(keys.packed)[page, slot].astype(int)
     codes = [packed[d // 2] >> 4 if d % 2 else packed[d // 2] & 15 for d in range(2 * packed.size)]
     return np.array(codes) * float(keys.scale[page, slot]) + float(keys.zero[page, slot])
@@ -88,7 +89,7 @@ def test_the_estimate_is_near_the_true_scores():
 
 
 def test_only_the_list_counts():
-    """Neither dense heads nor the newest token get scores that are not asked for."""
+    """Dense heads and the newest token get no scores beyond their list."""
     q, layer, keys, selection = build(by_name["newest_unlisted"])
     out = int4_scores(q, layer, keys, selection)
     assert bool(jnp.isneginf(out[..., layer.page_size :]).all())
@@ -156,9 +157,7 @@ def rewrite(cache, keys, k, valid):
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
-    """In chunks, written again, under a table or none: the whole pool agrees, so nothing else was
-    touched.
-    """
+    """The whole pool agrees after chunks and rewrites, so nothing else was touched."""
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
     cache, keys = kv.init(SPEC, pool_pages=pool), init(SPEC, pool_pages=pool)
@@ -173,8 +172,9 @@ def test_appending_is_quantising_what_the_cache_holds(history, paged, seed):
 
 
 def test_codes_are_rounded_the_same_jitted_or_not():
-    """By the stored scale and zero, halves to even: XLA neither divides otherwise nor keeps the
-    unrounded minimum.
+    """Codes are rounded by the stored scale and zero, halves to even.
+
+    XLA neither divides otherwise nor uses the unrounded minimum.
     """
     rng = np.random.default_rng(0)
     halves = rng.integers(0, 31, (2000, 64)) / 2

@@ -1,4 +1,4 @@
-"""merge_splits against the merge of two."""
+"""Tests merge_splits against the merge of two."""
 
 import jax.numpy as jnp
 import numpy as np

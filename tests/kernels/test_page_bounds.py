@@ -1,5 +1,6 @@
-"""page_bounds and its sidecar against slow numpy, and the one property that matters: no token
-scores above its page.
+"""Tests page_bounds and bounds_append against slow numpy.
+
+The one property that matters is that no token scores above its page.
 """
 
 import jax
@@ -41,7 +42,7 @@ def physical(layer, b, n, page):
 
 
 def numbers(bounds):
-    """Low and high, float64."""
+    """Return low and high, float64."""
     low, high = (np.asarray(x, np.float64) for x in (bounds.low, bounds.high))
     if isinstance(bounds, PageBounds):
         return low, high
@@ -108,7 +109,7 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
 
 
 def floats(bits):
-    """What 32 bits mean to float32, within what 8-bit bounds cover."""
+    """Read 32 bits as a float32, within the range that 8-bit bounds cover."""
     value = np.uint32(bits).view(np.float32)
     return float(value) if abs(value) <= 2.0**120 else 1.0
 
@@ -132,8 +133,9 @@ pages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=
 @example(page=[[-1e-39, 1.0, 1e-39]], dtype="float32", offset=0.0)
 @example(page=[[-1.0, 1e-39, 127 / 128]], dtype="float32", offset=0.0)
 def test_no_key_is_outside_of_its_codes(page, dtype, offset):
-    """Large, equal and subnormal ones included; and a bound is off by one step, of 1/254 of the
-    page's range.
+    """No key is outside, large, equal and subnormal ones included.
+
+    A bound is off by at most one step, 1/254 of the page's range.
     """
     keys = np.asarray(page, np.float32) + np.float32(offset)
     if dtype == "float16":
@@ -162,7 +164,7 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outlier, dtype):
-    """Nor does any page score below its exact bounds."""
+    """No page scores below its exact bounds."""
     rng = np.random.default_rng(seed)
     k = rng.normal(size=(B * K * M, P, 8)) + offset
     k[..., 3] *= outlier
@@ -216,9 +218,7 @@ def rewrite(cache, bounds, k, valid):
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history, paged, seed):
-    """Appended in chunks, written again, under a table or none: always the tightest bounds, and no
-    other page's.
-    """
+    """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
     cache, bounds = kv.init(SPEC, pool_pages=pool), init(SPEC, form=form, pool_pages=pool)
@@ -247,7 +247,7 @@ def test_only_the_pages_written_are_touched():
     cache, bounds = step(cache, bounds, ones, jnp.array([5, 0], jnp.int32))
     cache = kv.replace_layer(
         cache, 0, cache.layers[0]._replace(k=cache.layers[0].k + 1)
-    )  # behind the sidecar's back
+    )  # K changes without an append
     _, bounds = step(cache, bounds, 4 * ones, jnp.array([1, 2], jnp.int32))
     np.testing.assert_array_equal(
         bounds.high[:, 0].reshape(B, K, M), [[[1, 4, 0]] * 2, [[4, 0, 0]] * 2]

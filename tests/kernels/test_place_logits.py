@@ -1,4 +1,4 @@
-"""place_logits against a walk over each head's list."""
+"""Tests place_logits against a walk over each head's list."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ cases = st.builds(
 
 
 def expected(inputs, num_pages, page_size):
-    """The logits of all slots, page by page in the order in which each head reads them."""
+    """Place the logits of all slots, page by page in the order in which each head reads them."""
     logits, lengths = np.asarray(inputs.logits), np.asarray(inputs.lengths)
     ids, count, dense = (
         jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "dense")
@@ -94,7 +94,7 @@ def test_cases_are_what_they_say():
 
 
 def test_heads_longer_than_their_room_are_full():
-    """After an overflow lengths exceed the capacity: the newest token's page is none of the head's."""
+    # after an overflow lengths exceed the capacity: the newest token's page is not the head's
     case = replace(BASE, lengths="full", listed="newest", dense="mixed")
     inputs = case.build()
     longer = inputs._replace(lengths=inputs.lengths + 1000)

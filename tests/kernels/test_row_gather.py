@@ -1,4 +1,4 @@
-"""row_gather against numpy, from the device's memory and from the host's."""
+"""Tests row_gather against numpy, from the device's memory and from the host's."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.row_gather.cases import CASES, Case
 
 
 def expected(pool, ids, count):
-    """The listed rows, one by one."""
+    """Gather the listed rows one by one."""
     rows = np.zeros((*ids.shape, *pool.shape[1:]), pool.dtype)
     for at in np.ndindex(*ids.shape):
         if count is None or at[-1] < count[at[:-1]]:

@@ -1,4 +1,4 @@
-"""select against sorting in float64, case by case."""
+"""Tests threshold_select against sorting in float64, case by case."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> list[int]:
-    """What one row chooses, best first; `lse` normalises its logits."""
+    """Return what one row chooses, best first; `lse` normalises its logits."""
     order = [
         i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])
     ]
@@ -42,7 +42,7 @@ def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> li
 
 
 def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
-    """For each head the units that are listed, and of each the tokens chosen."""
+    """Return for each head the units that must be listed, and the tokens chosen in each."""
     softmax, unit, size = (
         kwargs["weights"] == "softmax",
         kwargs["granularity"],
@@ -105,7 +105,7 @@ def assert_lists(got: Selection, want, kwargs) -> None:
 
 
 def call(inputs, **kwargs) -> Selection:
-    """Compiled, with the rule's numbers static or not, as they come."""
+    """Run the op compiled, with the rule's number static unless it is an array."""
     arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
     static = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
@@ -175,7 +175,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 
 def test_a_set_weighs_what_is_asked_for():
-    """To within what float32 makes of a long sum; and a page's weight is its tokens'."""
+    """A set weighs p to within the rounding of long sums; a page weighs what its tokens do."""
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 1, 20_000)) * 3, jnp.float32)
     weights = np.asarray(jax.nn.softmax(scores.astype(jnp.float32), -1), np.float64)[0, :, 0]
     for unit, page_size, each in (

@@ -1,4 +1,4 @@
-"""token_sparse_decode against dense attention in float64, and against the op over pages."""
+"""Tests token_sparse_decode against dense attention in float64 and the op over pages."""
 
 import jax
 import jax.numpy as jnp

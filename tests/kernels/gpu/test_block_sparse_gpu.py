@@ -1,6 +1,4 @@
-"""The mosaic backend of block_sparse_decode, and merge_splits in triton, against the float32
-reference.
-"""
+"""Tests block_sparse_decode in mosaic and merge_splits in triton against the float32 references."""
 
 from dataclasses import replace
 from functools import partial
@@ -57,13 +55,13 @@ def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
-    top = float(jnp.finfo(dtype).max) / 4  # and no rounding up to infinity on the way
+    top = float(jnp.finfo(dtype).max) / 4  # far enough from the largest not to round to infinity
     k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Through bfloat16, for float16 has no room for junk."""
+    """Build the inputs, those in float16 through bfloat16: float16 has no room for JUNK."""
     inputs = replace(case, dtype="bfloat16").build(seed)
     return cast(inputs, case.dtype) if case.dtype == "float16" else inputs
 

@@ -1,4 +1,4 @@
-"""compact_pages on the GPU: bit for bit what the reference does, in place."""
+"""Tests that compact_pages on the GPU does bit for bit what the reference does, in place."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ def test_in_place_needs_no_second_pool():
 
 @pytest.mark.parametrize("kept", ["but_first", "last", "some"])
 def test_rows_that_overlap_their_goals_are_never_lost(kept):
-    """Many chunks, each written over rows just read: the same bits 50 times."""
+    """Fifty runs over many chunks, each written over rows just read, give the same bits."""
     case = Case(
         "",
         batch=2,

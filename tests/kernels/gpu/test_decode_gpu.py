@@ -1,6 +1,4 @@
-"""Whole decode steps: with the kernels a model gives the logits that the references give, on the
-GPU too.
-"""
+"""Tests whole decode steps: on a GPU, kernels give a model the logits that references give."""
 
 import logging
 from functools import cache
@@ -18,9 +16,9 @@ from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, rando
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
-# what each must have run on; a page of 64 tokens carries no bits, so streaming lists tokens. Of
-# lychee_decode the top-p is one that no running sum comes near, since a page more or less is a
-# visible difference; of 192 tokens one is not
+# The page size and the backend that each policy must use. A page of 64 tokens carries no bits, so
+# streaming lists tokens. The top-p of lychee_decode is one that no running sum comes near, since
+# one page more or less is a visible difference; one token of 192 is not.
 RUNS = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
@@ -52,7 +50,7 @@ RUNS = {
 
 @cache
 def model(heads: int = 6, kv_heads: int = 2) -> Params:
-    """Three layers in bfloat16, of a head dimension that the kernels take."""
+    """Make a model of three layers in bfloat16, with a head dimension that the kernels take."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,

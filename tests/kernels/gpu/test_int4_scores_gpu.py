@@ -1,5 +1,6 @@
-"""The triton backend of int4_scores against the float32 reference; that of its sidecar against the
-CPU, bit for bit.
+"""Tests int4_scores in triton against the float32 reference, and int4_append against a CPU.
+
+The results of int4_append agree bit for bit.
 """
 
 from functools import partial
@@ -39,8 +40,9 @@ def both(inputs, **kwargs):
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Every product may be off by 2^-12 of itself, what 11 bits of the query leave; masks agree
-    exactly.
+    """Check scores and masks; each product may be off by 2^-12 of itself.
+
+    That is what 11 bits of the query leave. Masks agree exactly.
     """
     size = inputs._replace(
         q=jnp.abs(inputs.q.astype(jnp.float32)),
@@ -77,7 +79,7 @@ def test_queries_of_zero():
 
 
 def test_the_error_is_below_that_of_bfloat16():
-    """Against the exact estimate, the kernel is no worse than twice a bfloat16 matmul."""
+    """The kernel's error against the exact estimate is at most twice a bfloat16 matmul's."""
     inputs = build(WHOLE)
     got, want = both(inputs)
     rows = Int4Keys(
@@ -132,9 +134,8 @@ def test_fifty_runs_give_the_same_bits(case):
 
 
 def test_heads_longer_than_their_room_read_nothing_else():
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
-    beyond is read.
-    """
+    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
+    # beyond may be read
     inputs = build(by_name["whole_full"])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = int4_scores(*longer, implementation="triton")
@@ -178,8 +179,9 @@ LONG = Case(
 
 
 def tokens_for(case, count, seed=0):
-    """Arguments of `int4_append`: `count` tokens at slots some of which no head has, of rows that
-    end sooner or later.
+    """Make arguments of `int4_append`: `count` tokens per row, of which some do not count.
+
+    Some of their slots lie outside of the head.
     """
     _, layer, keys, _ = build(case)
     rng = np.random.default_rng(seed)
@@ -200,7 +202,7 @@ def tokens_for(case, count, seed=0):
 
 
 def assert_as_on_cpu(got, arguments):
-    """What XLA makes of the reference on a CPU, whose reciprocals are exact."""
+    """Check results against the reference on a CPU, whose reciprocals are exact."""
     arguments = jax.device_put(arguments, jax.devices("cpu")[0])
     want = jax.jit(partial(int4_append, implementation="reference"))(*arguments)
     for part, wanted in zip(got, want, strict=True):
@@ -261,9 +263,7 @@ def test_halves_get_the_even_code():
 
 
 def test_appends_in_place_again_and_again():
-    """Steps of one token and of more over the same slots, donated: nothing is copied, nothing older
-    shows through.
-    """
+    """Donated appends over the same slots copy nothing and leave nothing older behind."""
     run = jax.jit(ON_GPU, donate_argnums=0)
     keys, layer, *_ = tokens_for(LONG, 1)
     memory = run.lower(*tokens_for(LONG, 1)).compile().memory_analysis()

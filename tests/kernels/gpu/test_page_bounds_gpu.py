@@ -1,5 +1,6 @@
-"""The triton backends of page_bounds and of its append against the float32 reference, exact bounds
-and 8-bit ones.
+"""Tests page_bounds and bounds_append in triton against the float32 references.
+
+Both exact and 8-bit bounds are tested.
 """
 
 import jax
@@ -34,8 +35,9 @@ def both(inputs, **kwargs):
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Products are exact and summed in float32, codes with 1024 that is taken out again; masks
-    agree exactly.
+    """Check scores to within float32 sums of exact products, and masks exactly.
+
+    To codes, 1024 is added and taken out again.
     """
     bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
     size = np.asarray(page_bounds(jnp.abs(inputs.q), inputs.layer, bounds, sm_scale=sm_scale))
@@ -114,9 +116,8 @@ def test_fifty_runs_give_the_same_bits(case):
 
 @pytest.mark.parametrize("name", ["full", "codes_shared_pages"])
 def test_heads_longer_than_their_room_read_nothing_else(name):
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
-    beyond is read.
-    """
+    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
+    # beyond may be read
     inputs = build(by_name[name])
     longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
     got = page_bounds(*longer, implementation="triton")
@@ -164,8 +165,9 @@ APPENDED = (
 @both_forms
 @pytest.mark.parametrize("case", APPENDED, ids=lambda case: case.name)
 def test_append_matches_the_reference_to_the_bit(case, form):
-    """Steps of one token and chunks of many, in front of the first slot, past the room and where
-    nothing is new.
+    """Bounds agree after steps of one token and after chunks of many.
+
+    Some lie in front of the first slot or past the last, and some have no new token.
     """
     _, layer, _ = case.build()
     rng = np.random.default_rng(1)

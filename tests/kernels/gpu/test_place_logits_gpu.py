@@ -1,4 +1,4 @@
-"""The triton backend of place_logits: logits bit for bit where the reference puts them."""
+"""Tests that place_logits in triton puts logits bit for bit where the reference puts them."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def place(inputs, case, stats, implementation="triton"):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", [*CASES, LONG, LONG_DENSE], ids=lambda case: case.name)
 def test_does_what_the_reference_does(case, seed):
-    """What may not be read is NaN in all cases."""
+    """The results agree in all cases, whose unread logits are NaN."""
     inputs = case.build(seed)
     want = place(inputs, case, "token_logits", "reference")
     np.testing.assert_array_equal(place(inputs, case, "token_logits"), want)
@@ -60,9 +60,8 @@ def test_the_tile_and_the_batch_change_no_bit(stats, monkeypatch):
 
 @pytest.mark.parametrize("dense", ["none", "mixed", "all"])
 def test_heads_longer_than_their_room_read_nothing_else(dense):
-    """After an overflow lengths exceed the capacity; results count for nothing, but no memory
-    beyond is read.
-    """
+    # after an overflow lengths exceed the capacity; results count for nothing, but no memory
+    # beyond may be read
     case = Case("", num_pages=700, lengths="full", listed="newest", capacity=2, dense=dense)
     inputs = case.build()
     longer = inputs._replace(lengths=inputs.lengths + 1000)

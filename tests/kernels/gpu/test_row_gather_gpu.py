@@ -1,5 +1,6 @@
-"""row_gather's triton backend: bit for bit what the reference does, from the device's memory and
-from the host's.
+"""Tests that row_gather in triton does bit for bit what the reference does.
+
+The pool lies in the device's memory or in the host's.
 """
 
 from functools import partial
@@ -38,7 +39,7 @@ def test_does_what_the_reference_does(case, memory):
 
 
 def test_a_pool_in_host_memory_is_not_copied():
-    """The memory that the program takes for itself is less than the pool's."""
+    """The program takes less memory for itself than the pool does."""
     pool = on_host(jnp.zeros((1 << 16, 256), jnp.bfloat16))
     ids = jnp.arange(64, dtype=jnp.int32)
     memory = gather.lower(pool, ids, None).compile().memory_analysis()

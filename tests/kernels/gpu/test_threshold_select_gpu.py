@@ -1,4 +1,4 @@
-"""select's triton backend against the reference."""
+"""Tests the triton backend of threshold_select against the reference."""
 
 import dataclasses
 
@@ -91,9 +91,7 @@ def test_long_rows(case):
 
 @pytest.mark.parametrize("case", HEAVY, ids=lambda case: case.name)
 def test_the_smallest_set_of_a_long_row(case):
-    """Its mass is what was asked for to within the rounding of long sums, and no likelier one is
-    left out.
-    """
+    """The set has the likeliest entries and, within the rounding of sums, the mass asked for."""
     scores, rule, kwargs = case.build()
     got = call(case.build())
     for b, k in np.ndindex(case.batch, case.kv_heads):
@@ -118,7 +116,7 @@ def test_the_smallest_set_of_a_long_row(case):
 
 @pytest.mark.parametrize("granularity", ["token", "bits", "page_mass"])
 def test_a_long_union_that_is_cut(granularity):
-    """As many as there may be, the same as from a capacity for all of them and sorting."""
+    """The cut list has C ids, those that sorting takes from the list of all."""
     case = Case("", size=32768, group=4, value=0.95, capacity=600, granularity=granularity)
     case = dataclasses.replace(case, page_size=None if granularity == "token" else 16)
     inputs = case.build()
@@ -173,7 +171,7 @@ def test_tiles_of_any_shape(tiling):
 
 @pytest.mark.parametrize("copies", [np.repeat, np.tile], ids=["neighbours", "far"])
 def test_equal_scores_of_one_thread(copies):
-    """What they add up to is not lost where a thread finds one of them."""
+    """No equal score is lost, though a thread draws only one of them."""
     scores = jnp.asarray(
         copies(np.random.default_rng(0).normal(size=8192) * 3, 4), jnp.float32
     ).reshape(1, 1, 1, -1)

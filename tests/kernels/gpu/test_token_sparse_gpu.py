@@ -1,4 +1,4 @@
-"""The triton backend of token_sparse_decode against the float32 reference."""
+"""Tests the triton backend of token_sparse_decode against the float32 reference."""
 
 from functools import partial
 
@@ -19,8 +19,8 @@ TokenCase = partial(Case, granularity="token")
 MANY_HEADS = TokenCase(
     "many_heads", batch=40, kv_heads=8, num_pages=16, dtype="bfloat16", table="scrambled"
 )
-# 64 units of more than two blocks each, beside an empty head, one of a single token and one that is
-# listed
+# a head of 64 units of more than two blocks each, beside an empty one, one of a single token and
+# one with a list
 LONG = TokenCase(
     "long", head_dim=128, num_pages=1300, dense="mixed", dtype="bfloat16", table="scrambled"
 )
@@ -36,15 +36,16 @@ def attend(inputs, implementation="triton", sm_scale=None, stats=None):
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
-    """The same numbers in another type; float16 has no room for JUNK."""
+    """Convert the inputs to another type, clipping JUNK, for which float16 has no room."""
     top = float(jnp.finfo(dtype).max)
     k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 
 def assert_near(got, want, dtype):
-    """The weights are rounded to the type of V before they meet it: to 2^-9 in bfloat16, 2^-12 in
-    float16.
+    """Check results to within the rounding of weights to the type of V.
+
+    It is 2^-9 in bfloat16 and 2^-12 in float16.
     """
     error = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}[str(dtype)]
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -104,7 +105,7 @@ def test_logits_reported_are_those_of_the_mean_query_in_the_queries_type():
 @gpu
 @pytest.mark.parametrize("name", ["tokens", "dense_and_sparse", "scrambled", "long_lists_of_all"])
 def test_what_is_not_attended_to_is_not_read(name):
-    """Not even NaN does harm there."""
+    """NaN in tokens that are not attended to does no harm."""
     inputs = by_name[name].build()
     k, v = (
         jnp.where(jnp.abs(pool) == JUNK, jnp.nan, pool) for pool in (inputs.layer.k, inputs.layer.v)
