@@ -66,7 +66,8 @@ def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[.
             new = {name: value for name, value in given.items() if name not in names}
             used = [name for name in given if name in names]
             if used:
-                warn(*("=, ".join(dict.fromkeys(n)) + "=" for n in (used, map(names.get, used))))
+                become = dict.fromkeys(names[old] for old in used)
+                warn("=, ".join(used) + "=", "=, ".join(become) + "=")
             for old in used:
                 value = given[old]
                 if value is None:

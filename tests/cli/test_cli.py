@@ -202,14 +202,12 @@ def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
         "287",
     ]
     for end in (lambda p: p.send_signal(signal.SIGINT), lambda p: p.stdout.close()):
-        process = subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(1)
-        end(process)
-        said = process.stderr.read()
-        process.wait(60)
-        assert said == b""
+        with subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            end(process)
+            assert process.stderr.read() == b""
 
 
 def test_chat_keeps_the_conversation_until_reset(chat_model, monkeypatch):

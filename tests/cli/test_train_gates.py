@@ -234,9 +234,9 @@ def test_a_folder_that_is_none_is_refused(text, tmp_path):
     assert_refused(run("--out", file / "run", *small(text)), str(file))
 
 
-def test_the_module_is_the_command():
+def test_a_model_that_is_not_there_is_one_line():
     ran = subprocess.run(
-        [sys.executable, "-m", "jsparse.train.run", "--out", "nowhere", "--model", "nowhere.gguf"],
+        [sys.executable, *"-m jsparse train-gates --out nowhere --model nowhere.gguf".split()],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (2, "")
