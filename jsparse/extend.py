@@ -1,5 +1,4 @@
-"""What the author of a method needs: the contract, the cache, selections and the op that makes
-them.
+"""Exports what a new policy needs: the contract, the cache, selections and `threshold_select`.
 
 CONTRIBUTING.md says how to write a policy; `jsparse generate --policy my_policy.py:my_policy` runs
 it.

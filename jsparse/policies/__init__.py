@@ -1,4 +1,4 @@
-"""POLICIES is the registry of methods, by name."""
+"""Registers the methods: POLICIES maps the name of each to its builder."""
 
 from collections.abc import Callable
 

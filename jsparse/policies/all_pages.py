@@ -1,6 +1,6 @@
-"""Every page, as a list: the base from which Twilight prunes when nothing selected before it.
+"""Lists every page, as the base that Twilight prunes when no other policy selects first.
 
-Attention over it is exact. `dense` attends to the same, but says that nothing of it may be pruned.
+Attention over it is exact. `dense` attends to the same tokens, but forbids pruning any of them.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jsparse.selection import Selection
 
 @builder
 def all_pages() -> Policy:
-    """All pages that hold a token."""
+    """Attend to every page that holds a token, listed so that `twilight` can prune it."""
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]

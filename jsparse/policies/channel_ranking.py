@@ -1,8 +1,8 @@
-"""Which channels of K matter most, as a file: what calibration writes and Double Sparsity reads.
+"""Reads and writes rankings of the channels of K, which Double Sparsity takes its channels from.
 
-A ranking is int32[L, K, H]: the channels of every layer and KV head, heaviest first. It is stored
-whole, as safetensors, so that one file serves any number of channels, and its shape tells for which
-models.
+Calibration writes them. A ranking is int32[L, K, H]: the channels of every layer and KV head,
+heaviest first. It is stored whole, as safetensors, so that one file serves any number of channels,
+and its shape tells which models it fits.
 """
 
 import os
@@ -20,12 +20,12 @@ _NAME = "ranking"
 
 
 def save(ranking: Ranking, path: str | os.PathLike[str]) -> None:
-    """Writes a ranking, over what is there."""
+    """Write a ranking to a file, replacing any that exists."""
     Path(path).write_bytes(to_bytes({_NAME: np.ascontiguousarray(ranking, np.int32)}))
 
 
 def load(path: str) -> Ranking:
-    """Reads what `save` wrote.
+    """Read a ranking that `save` wrote.
 
     Raises:
         ValueError: the file cannot be read, or holds something else.
@@ -41,19 +41,17 @@ def load(path: str) -> Ranking:
     if ranking.ndim != 3 or not (np.sort(ranking) == np.arange(ranking.shape[-1])).all():
         raise ValueError(
             f"calibration={path!r}: must hold {_NAME!r}, the order of all channels of each layer "
-            "and KV head, "
-            "as `jsparse calibrate-channels` writes it"
+            "and KV head, as `jsparse calibrate-channels` writes it"
         )
     return ranking
 
 
 def require_fit(ranking: Ranking, path: str, spec: CacheSpec) -> None:
-    """Raises ValueError where the ranking read from `path` is of a model of other sizes."""
+    """Raise ValueError if the ranking read from `path` is for a model of other sizes."""
     layers, heads, channels = ranking.shape
     wanted = spec.num_layers, spec.num_kv_heads, spec.head_dim
     if ranking.shape != wanted:
         raise ValueError(
             f"calibration={path!r}: is for {layers} layers of {heads} KV heads of {channels} "
-            "channels, "
-            f"must be for the model's {' × '.join(map(str, wanted))}"
+            f"channels, must be for the model's {' × '.join(map(str, wanted))}"
         )

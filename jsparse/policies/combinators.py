@@ -1,5 +1,6 @@
-"""What methods share, as wrappers rather than flags: tokens that are always kept, layers that stay
-dense.
+"""Wraps policies in what methods share: tokens that are always kept, layers that stay dense.
+
+These are wrappers rather than flags of every method.
 """
 
 from jsparse.cache import KVCache
@@ -9,7 +10,7 @@ from jsparse.selection import everything, union, window
 
 @builder
 def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
-    """What `policy` selects, and always the first `sink` and the last `recent` tokens of each head."""
+    """Attend to what `policy` selects and to each head's first `sink` and last `recent` tokens."""
     require_policy("policy", policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
@@ -38,8 +39,9 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
-    """`policy`, but the first `n` layers attend to everything; there its state is still kept, and
-    select not called.
+    """Attend to everything in the first `n` layers and to what `policy` selects in the others.
+
+    The first layers keep the policy's state up to date, but do not call its `select`.
     """
     require_policy("policy", policy)
     whole_number("n", n, 0)

@@ -1,16 +1,16 @@
-"""Double Sparsity: score tokens by the few channels of q and k that carry most of the logit, attend
-to the best.
+"""Double Sparsity ranks tokens by a few heavy channels of q and k and attends to the best.
 
-Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092. Which
-    channels are heavy
-hardly depends on the input, so they are found offline. K's heavy channels are kept apart in 4 bits
-(the label cache): ranking all tokens then reads r · 4 bits of each instead of H numbers.
+These channels carry most of the logit. Which channels are heavy hardly depends on the input, so
+they are found offline. K's heavy channels are kept apart in 4 bits (the label cache): ranking all
+tokens then reads r · 4 bits of each instead of H numbers.
 
-Where we differ: the query heads of a group share the channels and the tokens of their KV head,
-these ranked by the largest weight in any of them (the paper has as many KV heads as query heads).
-Without a calibration file the channels are those of largest mean |k| over the row's own prompt,
-which sees no queries. Labels have a scale and a zero for each token, as Twilight's copy of K has.
-Whole pages can be chosen, too, by their tokens' mass.
+Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXiv:2408.07092.
+
+Where we differ: the query heads of a group share the channels and the tokens of their KV head, and
+tokens are ranked by their largest weight in any of these heads (the paper has as many KV heads as
+query heads). Without a calibration file the channels are those of largest mean |k| over the row's
+own prompt, which sees no queries. Labels have a scale and a zero per token, as Twilight's copy of K
+has. Whole pages can be chosen, too, by their tokens' mass.
 """
 
 from functools import reduce
@@ -40,7 +40,7 @@ FAN = 16
 
 
 class Labels(NamedTuple):
-    """One layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
+    """Holds one layer's heavy channels, ascending, and the 4-bit copy of these channels of K."""
 
     channels: Int32[Array, "B K r"]
     keys: Int4Keys
@@ -53,16 +53,17 @@ def double_sparsity(
     calibration: str | None = None,
     granularity: Granularity = "token",
 ) -> Policy:
-    """The `budget` tokens, or budget // P pages, of largest weight as a few heavy channels estimate
-    it.
+    """Attend to the `budget` tokens of largest weight, estimated from a few heavy channels.
+
+    With granularity="page" these are the budget // P pages of largest weight.
 
     Args:
-        budget: tokens that a KV head attends to.
-        channels: r, how many are heavy; even. None is H/4, rounded up to a multiple of 8, which the
-            GPU kernel needs.
-        calibration: a file of `jsparse calibrate-channels`; what it holds later is not read again
-            in the same process. None: each row's prompt tells its channels.
-        granularity: what is listed, "token" or "page".
+        budget: the number of tokens that a KV head attends to.
+        channels: r, the number of heavy channels; even. None is H/4, rounded up to a multiple of 8,
+            which the GPU kernel needs.
+        calibration: a file written by `jsparse calibrate-channels`, which is not read again in the
+            same process; None takes each row's channels from its prompt.
+        granularity: the unit that is listed, "token" or "page".
     """
     whole_number("budget", budget, 1)
     if channels is not None:
@@ -131,13 +132,14 @@ def double_sparsity(
 
 
 def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:
-    """The `count` channels of largest mean |k| of each head, ascending; ties go to the first."""
+    """Return each head's `count` channels of largest mean |k|, ascending; ties go to the first."""
     return jnp.sort(jax.lax.top_k(key_magnitudes(held), count)[1])
 
 
 def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
-    """The sum of |k| over what each head holds, added up in an order that neither batch nor
-    capacity changes.
+    """Sum |k| over the tokens that each head holds.
+
+    The order of the additions depends on neither batch nor capacity.
     """
     seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
     sums = jnp.where(seen[..., None], jnp.abs(read_heads(held.k, held)).astype(jnp.float32), 0.0)
@@ -150,7 +152,7 @@ def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
 
 
 def label_logits(q: Queries, held: LayerCache, labels: Labels) -> Float32[Array, "B K G S"]:
-    """The logit of every slot, from the heavy channels alone; -inf past what a head holds."""
+    """Compute every slot's logit from the heavy channels alone; -inf past what a head holds."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, held.lengths.shape[1], -1, head_dim)
     heavy = jnp.take_along_axis(grouped, labels.channels[:, :, None], axis=-1).reshape(
@@ -161,13 +163,13 @@ def label_logits(q: Queries, held: LayerCache, labels: Labels) -> Float32[Array,
 
 
 def _with_channels(labels: Labels, order: np.ndarray) -> Labels:
-    """The first of one layer's ranking, the same for every row."""
+    """Use the first channels of one layer's ranking, the same for every row."""
     shape = labels.channels.shape
     return labels._replace(channels=jnp.broadcast_to(np.sort(order[:, : shape[-1]]), shape))
 
 
 def _count(channels: int | None, head_dim: int) -> int:
-    """r; ValueError where a head has fewer channels."""
+    """Return r; raise ValueError if a head has fewer channels."""
     if channels is not None and channels > head_dim:
         raise ValueError(
             f"channels={channels}: must be at most {head_dim}, the model's head dimension"

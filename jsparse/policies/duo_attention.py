@@ -1,12 +1,12 @@
-"""DuoAttention: retrieval heads attend to everything, the others to the first few tokens and the
-newest ones.
+"""DuoAttention keeps retrieval heads dense; the others attend to the first and the newest tokens.
 
 Paper: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (Xiao
-    et al.),
-arXiv:2410.10819. Where we differ: the prompt is read densely by all heads, and what a streaming
-head does not attend to stays in the cache, unread. Gates are read from the files that
-LycheeDecode's are read from, and `jsparse train-gates` trains them for sparse heads that inherit a
-set, not for such that see a window.
+et al.), arXiv:2410.10819.
+
+Where we differ: all heads read the prompt densely, and what a streaming head does not attend to
+stays in the cache, unread. Gates come from the same files as LycheeDecode's, and
+`jsparse train-gates` trains them for sparse heads that inherit a set, not for heads that see a
+window.
 """
 
 from dataclasses import replace
@@ -21,14 +21,14 @@ from jsparse.policy import Policy, State, builder
 
 @builder
 def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
-    """Retrieval heads are dense; the others attend to the first `sink` and the last `recent`
-    tokens.
+    """Attend to everything in retrieval heads and, in the others, to the first and last tokens.
 
     Args:
-        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`,
-            which is not read again in the same process, or the mask [L, K] itself.
-        sink: how many of the first tokens streaming heads attend to.
-        recent: how many of the last.
+        gates: the retrieval heads, as a name that ships with jsparse, a file that
+            `jsparse train-gates` wrote, which is not read again in the same process, or the mask
+            [L, K] itself.
+        sink: the number of first tokens that the other heads attend to.
+        recent: the number of last tokens that they attend to.
     """
     retrieval = head_gates.retrieval_heads(gates)
     window = streaming(sink=sink, recent=recent)

@@ -1,4 +1,4 @@
-"""Policy expressions: strings such as "keep(oracle_top_k(budget=256), sink=4, recent=64)"."""
+"""Builds policies from expressions such as "keep(oracle_top_k(budget=256), sink=4, recent=64)"."""
 
 import ast
 import functools
@@ -19,7 +19,7 @@ from jsparse.policy import Policy
 
 RENAMED = {"full": "all_pages"}
 EXAMPLE = "streaming(sink=4, recent=512)"
-# package.module:function or folder/file.py:function, and perhaps its arguments
+# package.module:function or folder/file.py:function, with or without arguments
 REFERENCE = re.compile(
     r"(?P<source>[\w./\\~ -]+):(?P<name>[A-Za-z_]\w*)(?P<arguments>\(.*\))?", re.DOTALL
 )
@@ -31,9 +31,8 @@ def parse(expression: str) -> Policy:
     The expression is a registered name, or a call of one with literals and further expressions as
     arguments. It is read as a syntax tree and never evaluated as code.
 
-    A policy of one's own is named by where its function is: `module:function` or
-    `path.py:function`, with literals and expressions as arguments if it takes any. That module is
-    imported, so its code runs.
+    A policy of your own is named `module:function` or `path.py:function`, with literals and
+    expressions as arguments if it takes any. That module is imported, so its code runs.
 
     Raises:
         ValueError: the expression does not parse, names an unknown policy or argument, or an
@@ -57,7 +56,7 @@ def as_policy(policy: Policy | str) -> Policy:
 
 @functools.cache
 def _refer(expression: str, source: str, name: str, arguments: str) -> Policy:
-    """Build a policy of the user's own; the expression becomes its name."""
+    """Build a user's own policy, with the expression as its name."""
     found = getattr(_module(expression, source), name, None)
     if not isinstance(found, Policy):
         if not callable(found):
@@ -168,5 +167,8 @@ def _value(node: ast.expr, expression: str) -> Any:
 
 
 def _source(expression: str, node: ast.expr) -> str:
-    """The piece of the expression that a node stands for; unlike `ast.unparse` it takes any depth."""
+    """Quote the part of the expression that a node stands for.
+
+    Unlike `ast.unparse` it takes any depth.
+    """
     return repr(ast.get_source_segment(expression, node))

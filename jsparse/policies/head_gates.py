@@ -1,10 +1,9 @@
-"""Which KV heads are retrieval heads, as a file: what training writes, what LycheeDecode and
-DuoAttention read.
+"""Reads and writes files of gates, which say which KV heads are retrieval heads.
 
-A file of safetensors holds `retrieval`, bool[L, K], and may hold `scores`, float32[L, K], by which
-the heads were ranked; its metadata may hold `record`, a JSON object that says how the gates came
-about. The shape tells for which models it is. Files in the folder gates/ beside this one ship with
-the package and go by their names alone.
+Training writes them, LycheeDecode and DuoAttention read them. A safetensors file holds `retrieval`,
+bool[L, K], and may hold `scores`, float32[L, K], by which the heads were ranked; its metadata may
+hold `record`, a JSON object that says how the gates came about. The shape tells which models it
+fits. Files in the folder gates/ beside this one ship with the package and are loaded by name.
 """
 
 import json
@@ -27,13 +26,13 @@ SUFFIX = ".safetensors"
 
 
 class HeadGates(NamedTuple):
-    """What a file of gates holds.
+    """Holds the contents of a file of gates.
 
     Attributes:
-        retrieval: the KV heads that attend to everything.
-        scores: by which they were ranked, greater for retrieval heads; None where nothing ranked
-            them.
-        record: how they came about; JSON values.
+        retrieval: the mask of the KV heads that attend to everything.
+        scores: the scores that ranked the heads, greater for retrieval heads; None if nothing
+            ranked them.
+        record: the account of how the gates came about, in JSON values.
     """
 
     retrieval: Bool[np.ndarray, "L K"]
@@ -42,7 +41,7 @@ class HeadGates(NamedTuple):
 
 
 def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
-    """Writes gates, over what is there."""
+    """Write gates to a file, replacing any that exists."""
     arrays: dict[str, np.ndarray] = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
     if gates.scores is not None:
         arrays["scores"] = np.ascontiguousarray(gates.scores, np.float32)
@@ -52,13 +51,13 @@ def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
 
 
 def load(gates: str) -> HeadGates:
-    """Reads what `save` wrote.
+    """Read gates that `save` wrote.
 
     Args:
         gates: a name of `shipped()`, or a path.
 
     Raises:
-        ValueError: there is no such file, it cannot be read, or it holds something else.
+        ValueError: the file does not exist, cannot be read, or holds something else.
     """
     path = (
         str(files("jsparse.policies") / "gates" / (gates + SUFFIX)) if gates in shipped() else gates
@@ -67,16 +66,11 @@ def load(gates: str) -> HeadGates:
         with safe_open(path, "numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             record = json.loads((file.metadata() or {}).get("record", "{}"))
-    except (
-        OSError,
-        SafetensorError,
-        json.JSONDecodeError,
-        AttributeError,
-    ) as error:  # numpy lacks a tensor's type
+    # AttributeError: numpy lacks a tensor's type
+    except (OSError, SafetensorError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(
             f"gates={gates!r}: must be one of {', '.join(shipped()) or 'none'}, which ship with "
-            "jsparse, "
-            f"or a safetensors file of gates that can be read ({error})"
+            f"jsparse, or a safetensors file of gates that can be read ({error})"
         ) from None
     retrieval, scores = arrays.get("retrieval"), arrays.get("scores")
     if (
@@ -100,7 +94,7 @@ def load(gates: str) -> HeadGates:
 
 
 def shipped() -> tuple[str, ...]:
-    """The names of the gates that come with the package."""
+    """Return the names of the gates that ship with the package."""
     folder = files("jsparse.policies") / "gates"
     return tuple(
         sorted(
@@ -112,11 +106,13 @@ def shipped() -> tuple[str, ...]:
 
 
 def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, "L K"]:
-    """The mask that a policy's argument names: a shipped name, a path, or the mask itself as rows
-    of 0 and 1.
+    """Return the mask that a policy's argument names.
+
+    Args:
+        gates: a shipped name, a path, or the mask itself as rows of 0 and 1.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `gates` is none of these.
     """
     if isinstance(gates, str):
         return load(gates).retrieval
@@ -137,9 +133,7 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
-    """Raises ValueError where the mask that the argument `gates` names is of a model of other
-    sizes.
-    """
+    """Raise ValueError if the mask that `gates` named is for a model of other sizes."""
     wanted = spec.num_layers, spec.num_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(
@@ -149,5 +143,5 @@ def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec)
 
 
 def of_rows(heads: Bool[np.ndarray, "K"], batch: int) -> HeadFlags:
-    """The same flags for every row, as a constant: XLA would make a kernel of a broadcast."""
+    """Repeat the flags for every row, as a constant: XLA would turn a broadcast into a kernel."""
     return jnp.asarray(np.tile(heads, (batch, 1)))

@@ -1,16 +1,17 @@
-"""LycheeDecode: a few KV heads attend to everything and pick the tokens that the others attend to.
+"""LycheeDecode lets a few KV heads attend to everything and pick tokens for the other heads.
+
+A retrieval head attends to all it holds and hands what it weighs most to the head of the same index
+in the next layer. A sparse head attends to the set that it was handed, and hands that on. Which
+head is which is learned (`jsparse.train`).
 
 Paper: "LycheeDecode: Accelerating Long-Context LLM Inference via Hybrid-Head Sparse Decoding" (Lin
-    et al.),
-arXiv:2602.04541. A retrieval head attends to all it holds and hands what it weighs most to the head
-of the same index in the next layer; a sparse head attends to the set that it was handed, and hands
-that on. Which head is which is learned (`jsparse.train`).
+et al.), arXiv:2602.04541. As in its appendix F, the weights of a group's mean query stand for its
+query heads. Attention reports them from the pass that it makes anyway, so picking reads no K.
 
-What a group's mean query weighs stands for its query heads, as in the paper's appendix F; attention
-reports it from the pass that it makes anyway, so that picking reads no K. Where we differ: sets are
-of pages of 16 tokens by default, since those are read at the full speed of memory
-(`granularity="token"` is the paper's); and the weights of the projections are not reordered by head
-type, since one pool of work units over all heads of the batch needs no contiguous heads.
+Where we differ: sets consist of pages of 16 tokens by default, since those are read at the full
+speed of memory (`granularity="token"` is the paper's). The weights of the projections are not
+reordered by head type, since one pool of work units over all heads of the batch needs no contiguous
+heads.
 """
 
 from collections.abc import Callable
@@ -49,23 +50,24 @@ def lychee_decode(
     granularity: Granularity = "page",
     correct_every: int = 0,
 ) -> Policy:
-    """Make retrieval heads dense; the others attend to what the last retrieval head of their index
-    picked.
+    """Attend to everything in retrieval heads and, in the others, to what these picked.
+
+    A sparse head takes what the last retrieval head of the same index picked.
 
     Args:
-        gates: the retrieval heads: a name that ships with jsparse, a file of `jsparse train-gates`,
-            which is not read again in the same process, or the mask [L, K] itself. In layer 0 all
-            must be retrieval heads.
+        gates: the retrieval heads, as a name that ships with jsparse, a file that
+            `jsparse train-gates` wrote, which is not read again in the same process, or the mask
+            [L, K] itself. In layer 0 all must be retrieval heads.
         value: the number that `rule` takes; None is the rule's default.
-        rule: how tokens are picked, by the weights of a group's mean query. "top_k": the `value`
-            tokens of largest weight (default 4096). "top_p": the fewest tokens that weigh `value`
-            (default 0.99). "threshold": the tokens that weigh more than `value`; of a page, the sum
-            counts (default 1e-3). "ratio": all but a share `value` of the context, so that the
-            number of tokens grows with it (default 0.5).
-        granularity: "page" picks whole pages by the sum of their tokens' weights, "token" single
-            tokens.
-        correct_every: recompute K and V of the newest tokens densely after this number of new
-            tokens; 0: never. The paper uses 32.
+        rule: the rule that picks tokens by the weights of a group's mean query. "top_k" picks the
+            `value` tokens of largest weight (default 4096). "top_p" picks the fewest tokens that
+            weigh `value` (default 0.99). "threshold" picks the tokens that weigh more than `value`;
+            for a page the sum counts (default 1e-3). "ratio" picks all but a share `value` of the
+            context, so that the number of tokens grows with it (default 0.5).
+        granularity: the unit that is picked: "page" for whole pages by the sum of their tokens'
+            weights, "token" for single tokens.
+        correct_every: the number of new tokens after which K and V of the newest tokens are
+            recomputed densely; 0 is never. The paper uses 32.
     """
     for name, given, kinds in (("rule", rule, Rule), ("granularity", granularity, Granularity)):
         if given not in get_args(kinds):
@@ -102,7 +104,7 @@ def lychee_decode(
                 return TopP(number)
             case "threshold":
                 return Threshold(number)
-        # a whole number of units may come out a little above itself, which must not round up
+        # rounding may put a whole number of units a little above itself; ceil must not round it up
         return TopK(
             jnp.ceil((1 - number) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(
                 jnp.int32
@@ -122,7 +124,7 @@ def lychee_decode(
         return Selection(ids, count, dense=dense, granularity=granularity), None, state
 
     def picks(layer: int) -> bool:
-        """Whether a set that is picked here is used in the next."""
+        """Return whether a set that this layer picks is used in the next."""
         return layer + 1 < len(retrieval) and bool((retrieval[layer] & ~retrieval[layer + 1]).any())
 
     def update(state: State, layer: int, stats: Stats | None, cache: KVCache) -> State:

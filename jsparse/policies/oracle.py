@@ -1,5 +1,7 @@
-"""Oracles: select by the exact attention weights. They read all of K to save reading V, so they are
-yardsticks of quality (what a perfect selector would keep), not methods of speed.
+"""Oracles select by the exact attention weights.
+
+They read all of K to save reading V, so they are yardsticks of quality (what a perfect selector
+would keep), not methods of speed.
 
 The top-p variant is the oracle of Twilight (Lin et al., arXiv:2502.02770), the top-k variant that
 of Quest (Tang et al., arXiv:2406.10774). A KV head serves a group of query heads: top-k ranks by
@@ -19,8 +21,9 @@ from jsparse.selection import Granularity
 
 @builder
 def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Policy:
-    """The `budget` tokens of largest weight, or the budget // P pages of largest mass; ties go to
-    the oldest.
+    """Attend to the `budget` tokens of largest exact attention weight.
+
+    With granularity="page" these are the budget // P pages of largest mass. Ties go to the oldest.
     """
     whole_number("budget", budget, 1)
     _check_granularity(granularity)
@@ -39,8 +42,9 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
 
 @builder
 def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
-    """The smallest set of tokens (or of pages) whose weights sum to at least p, per query head; at
-    least one.
+    """Attend to the fewest tokens whose exact attention weights sum to at least `p`.
+
+    Each query head has its own set, of at least one token or, with granularity="page", one page.
     """
     fraction("p", p)
     _check_granularity(granularity)
@@ -59,8 +63,9 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
-    """The exact logits of all slots by KV head and member of its group; -inf past what a head
-    holds.
+    """Compute the exact logits of all slots, per KV head and member of its group.
+
+    Slots past what a head holds get -inf.
     """
     keys = read_heads(held.k, held)
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
@@ -86,7 +91,7 @@ def _unit(granularity: Granularity, held: LayerCache) -> int:
 
 
 def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
-    """What `select` is to list."""
+    """Return the arguments of `threshold_select` that say what it lists."""
     return (
         {"granularity": "page_mass", "page_size": held.page_size}
         if granularity == "page"

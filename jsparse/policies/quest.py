@@ -1,12 +1,13 @@
-"""Quest: rank pages by the greatest logit that any of their tokens could have, and attend to the
-best of them.
+"""Quest attends to the pages in which a token could have the greatest logit.
+
+The least and the greatest value of every channel in a page bound q·k for all its tokens; pages are
+ranked by that bound.
 
 Paper: "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al.),
-    arXiv:2406.10774. The least
-and the greatest value of every channel in a page bound q·k for all its tokens. Where we differ: the
-query heads of a group share their pages, ranked by the greatest bound among them (the paper has as
-many KV heads as query heads). The paper leaves the first two layers dense: dense_layers(quest(…),
-n=2). The bounds can be kept in 8 bits a channel.
+arXiv:2406.10774. It leaves the first two layers dense: dense_layers(quest(…), n=2).
+
+Where we differ: the query heads of a group share their pages, ranked by the greatest bound among
+them (the paper has as many KV heads as query heads). The bounds can be kept in 8 bits per channel.
 """
 
 from functools import partial
@@ -27,14 +28,15 @@ FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 
 @builder
 def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
-    """The budget // P pages of greatest bound, among them always the newest, which is still being
-    filled.
+    """Attend to `budget` tokens, in the pages whose key bounds allow the greatest logits.
+
+    These are budget // P pages, always including the newest, which is still being filled.
 
     Args:
-        budget: tokens that a KV head attends to.
-        bounds_dtype: None is K's. "uint8" rounds bounds outward to 8 bits a channel, with a scale
-            and a zero a page: no bound is lower for it, some are higher. Per page 2H + 4 bytes are
-            kept and read, instead of K's 4H.
+        budget: the number of tokens that a KV head attends to.
+        bounds_dtype: the type of the bounds; None is K's. "uint8" rounds bounds outward to 8 bits
+            per channel, with a scale and a zero per page: no bound gets lower, some get higher. Per
+            page 2H + 4 bytes are kept and read, instead of K's 4H.
     """
     whole_number("budget", budget, 1)
     if bounds_dtype not in FORMS:

@@ -1,5 +1,6 @@
-"""What policies keep beside K, one entry a layer: it takes in whatever the cache does, at prefill
-and at every step.
+"""Builds sidecars: what policies keep beside K, with one entry per layer.
+
+An entry takes in whatever the cache does, at prefill and at every step.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jsparse.policy import PrefillView, State
 
 
 class Sidecar(NamedTuple):
-    """The functions of a policy whose state is a sidecar, and nothing else."""
+    """Holds the functions of a policy whose state is a sidecar and nothing else."""
 
     init: Callable[[CacheSpec], State]
     prefill: Callable[[State, int, PrefillView], State]
@@ -21,13 +22,13 @@ class Sidecar(NamedTuple):
 
 
 def sidecar(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Sidecar:
-    """A sidecar of all layers.
+    """Build a sidecar of all layers from the functions of one.
 
     Args:
-        init: of one layer that holds nothing.
-        take_in: (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry: the first
-            `valid[b]` of T tokens were written at the slots first, first + 1, … of each head, and
-            its lengths count them.
+        init: the function that makes the entry of a layer that holds nothing.
+        take_in: the function (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry.
+            When it is called, the first `valid[b]` of T tokens have been written at the slots
+            first, first + 1, … of each head, and its lengths count them.
     """
 
     def layers(spec: CacheSpec) -> State:

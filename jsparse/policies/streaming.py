@@ -1,9 +1,9 @@
-"""StreamingLLM: attend to the first few tokens and the newest ones, drop the middle.
+"""StreamingLLM attends to the first few tokens and the newest ones, and drops the middle.
 
 Paper: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.), arXiv:2309.17453.
-    Where we differ:
-keys keep the rotary positions they had in the text (the paper re-numbers them inside the window),
-and what lies in the middle stays in the cache, unread.
+
+Where we differ: keys keep the rotary positions they had in the text (the paper re-numbers them
+inside the window), and the middle stays in the cache, unread.
 """
 
 from jsparse.cache import KVCache
@@ -13,8 +13,9 @@ from jsparse.selection import MAX_BITS_PAGE, window
 
 @builder
 def streaming(sink: int = 4, recent: int = 512) -> Policy:
-    """The first `sink` and the last `recent` tokens, exactly: pages with bits, or tokens where
-    pages are too long.
+    """Attend to exactly the first `sink` and the last `recent` tokens.
+
+    They are listed as pages with bits, or as tokens where pages are too long for bits.
     """
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 1)

@@ -1,14 +1,13 @@
-"""TidalDecode: some layers attend to everything and pick the tokens that the layers behind them
-attend to.
+"""TidalDecode lets some layers attend to everything and pick tokens for the layers behind them.
+
+Tokens that matter in one layer matter in the next ones too, so two layers' picks serve all.
 
 Paper: "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention" (Yang
-    et al.),
-arXiv:2410.05076. Tokens that matter in one layer matter in the next ones too, so two layers' picks
-serve all. Where we
-differ: what a group's mean query weighs stands for its query heads, since dense attention can
-    report that without a
-second pass over K; the weights of all KV heads are averaged, so that every head attends to the same
-tokens.
+et al.), arXiv:2410.05076.
+
+Where we differ: the weights of a group's mean query stand for its query heads, since dense
+attention can report them without a second pass over K. The weights of all KV heads are averaged, so
+that every head attends to the same tokens.
 """
 
 import jax.numpy as jnp
@@ -21,11 +20,11 @@ from jsparse.selection import Selection, everything
 
 @builder
 def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
-    """The `budget` tokens that layer `first` weighs most, picked again at layer `again`; dense up
-    to `first`.
+    """Attend to the `budget` tokens that layer `first`, and later `again`, weighs most.
 
-    The defaults are the paper's layers for models of 32; a model without layer `again` picks once.
-    All heads of a row must hold equally many tokens.
+    Layers up to `first` and layer `again` are dense. The defaults are the paper's for models of 32
+    layers; a model without layer `again` picks once. All heads of a row must hold the same number
+    of tokens.
     """
     for name, value, least in (("budget", budget, 1), ("first", first, 0), ("again", again, 0)):
         whole_number(name, value, least)

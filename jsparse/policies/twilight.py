@@ -1,15 +1,15 @@
-"""Twilight: prune what a base selector chose, down to the fewest whose estimated attention mass is
-p of it.
+"""Twilight prunes what a base selector chose, by top-p over estimated attention weights.
+
+The base picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p
+keeps the fewest whose estimated mass is p of it: what a head needs at this step. The query heads of
+a group each keep their own set; their KV head reads the union.
 
 Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.),
-    arXiv:2502.02770. The base
-picks generously, a 4-bit copy of K estimates the weights of what it picked, and top-p decides how
-much of that a head needs at this step. The query heads of a group each keep their own set; their KV
-head reads the union. The paper leaves the first two layers dense: dense_layers(twilight(…), n=2).
+arXiv:2502.02770. It leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
-Where we differ: whole pages are one of three ways to hand the survivors on, since attention reads
-whole pages (`prune`). The sum is of what the base listed: its newest token, attended in any case,
-counts where it was listed.
+Where we differ: whole pages are one of three forms in which survivors are listed (`prune`), since
+attention reads whole pages. The mass is that of what the base listed: its newest token, attended in
+any case, counts if it was listed.
 """
 
 from dataclasses import replace
@@ -30,9 +30,9 @@ from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
-# of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads of 128 channels in 16 bits.
-# Measured there, over a Quest that takes a quarter of the context: 46,000 in one row, 43,000 in 8,
-# 58,000 in 64 (bench.twilight_speed)
+# Bytes of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads, 128 channels, 16 bits.
+# In that shape, over a Quest that takes a quarter of the context, Twilight was measured to break
+# even at 46,000 tokens in one row, 43,000 in 8 rows together, 58,000 in 64 (bench.twilight_speed).
 BREAK_EVEN_BYTES = 180e6
 
 
@@ -43,19 +43,22 @@ def twilight(
     prune: Prune = "page_mass",
     dense_below: int | Literal["auto"] = 0,
 ) -> Policy:
-    """What `base` selects, pruned; heads that it makes dense stay so.
+    """Attend to the least of what `base` selects that carries `p` of its estimated attention mass.
+
+    Heads that `base` makes dense stay dense.
 
     Args:
         base: the base selector.
         p: the share of the estimated mass that every query head keeps.
-        prune: "page_mass": the fewest whole pages that weigh p; "bits": the fewest tokens that do,
-            as bits of their pages, which are read whole; "token": the same tokens, read one by one.
-        dense_below: rows that hold fewer tokens are dense; where all are, nothing is selected.
-            "auto": the context at which dense attention was measured to be as fast, on an H200, by
-            the bytes of K and V of the whole batch.
+        prune: the form of what is kept. "page_mass" keeps the fewest whole pages that weigh p;
+            "bits" the fewest tokens that do, as bits of their pages, which are read whole; "token"
+            the same tokens, read one by one.
+        dense_below: the number of tokens below which a row is dense; where all rows are, nothing is
+            selected. "auto" is the context at which dense attention was measured to be as fast, on
+            an H200, by the bytes of K and V of the whole batch.
 
-    Pages of more than 32 tokens carry no bits: there `prune` must not be "bits", nor may the base
-    list tokens.
+    Pages of more than 32 tokens carry no bits: with them `prune` must not be "bits", and the base
+    must not list tokens.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -107,9 +110,8 @@ def twilight(
         if held.bias is not None:
             logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
         size = None if prune == "token" else held.page_size
-        bits = (
-            pages.bits if prune == "page_mass" else None
-        )  # the base's, of pages that are kept whole
+        # pages that are kept whole keep the base's bits
+        bits = pages.bits if prune == "page_mass" else None
         kept = threshold_select(
             logits,
             TopP(p),
@@ -147,14 +149,17 @@ def twilight(
 
 
 def break_even(held: LayerCache) -> int:
-    """Tokens a row, if all rows hold as many, at which dense attention takes as long as Twilight."""
+    """Return the tokens per row at which dense attention takes as long as Twilight.
+
+    All rows are taken to hold the same number.
+    """
     return int(
         BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize)
     )
 
 
 def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
-    """Those of the pages `ids`, with their bits, that the ids of `kept` count."""
+    """Replace the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
     valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
     ids, bits = (
         jnp.where(valid, jnp.take_along_axis(x, kept.ids, axis=-1), 0) for x in (ids, bits)
