@@ -59,7 +59,10 @@ def test_the_name_of_a_saved_result_builds_the_policy_again():
         "lychee_decode(gates=((1, 1), (0, 1)), budget=512, select='top_k', p=None, "
         "threshold=None, ratio=None, unit='page', correct_every=0)"
     )
-    with pytest.warns(DeprecationWarning, match="budget=, select=, p=, threshold=, ratio=, unit= is now value=, rule=, "):
+    with pytest.warns(
+        DeprecationWarning,
+        match="budget=, select=, p=, threshold=, ratio=, unit= is now value=, rule=, ",
+    ):
         assert parse(saved) is jsparse.lychee_decode(GATES, 512)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jsparse.pallas_kernels.int4_scores.sidecar import Int4Keys
-from jsparse.pallas_kernels.page_bounds.sidecar import PageBounds
+from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.pallas_kernels.key_bounds import PageBounds
 
 from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Job, in_turn, random

@@ -119,9 +119,7 @@ def test_the_gates_run(whole):
     path = str(folder / "gates_1.safetensors")
     rows = tuple(tuple(map(int, row)) for row in head_gates.load(path).retrieval)
     by_file, by_rows = (
-        engine_logits(
-            model(), lychee_decode(gates, budget=16), random_prompts([100]), random_tokens(1, 3)
-        )
+        engine_logits(model(), lychee_decode(gates, 16), random_prompts([100]), random_tokens(1, 3))
         for gates in (path, rows)
     )
     np.testing.assert_array_equal(by_file, by_rows)
