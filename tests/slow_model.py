@@ -64,7 +64,10 @@ class SlowModel:
         return out
 
     def token(self, token, position, attend_layer):
-        """The logits after one token; `attend_layer(layer, q[N][H], k[K][H], v[K][H]) -> o[N][H]`."""
+        """Returns the logits after one token.
+
+        `attend_layer(layer, q[N][H], k[K][H], v[K][H])` returns o[N][H].
+        """
         c, w = self.config, self.w
         x = w["embed"][token]
         for layer in range(c.num_layers):

@@ -168,7 +168,10 @@ def test_no_entry_is_a_link(wheel):
 
 
 def test_it_runs_from_another_directory(target, tmp_path):
-    code = "import jsparse, jsparse.models.transformer as t; jsparse.generate; print(jsparse.__file__); print(t.__file__)"
+    code = (
+        "import jsparse, jsparse.models.transformer as t; jsparse.generate; "
+        "print(jsparse.__file__); print(t.__file__)"
+    )
     ran = _run(code, target, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert all(Path(line).is_relative_to(target) for line in ran.stdout.splitlines())

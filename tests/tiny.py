@@ -1,4 +1,4 @@
-"""A tiny random model, and ways to run the engine on forced tokens and look at every step's logits."""
+"""Makes a tiny random model, and runs the engine on forced tokens to see every step's logits."""
 
 from collections.abc import Sequence
 from functools import cache

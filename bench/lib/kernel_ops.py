@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jsparse.pallas_kernels.int4_keys import Int4Keys
-from jsparse.pallas_kernels.key_bounds import PageBounds
 
 from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Job, in_turn, random
 from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
+from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
+from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.threshold_select.api import threshold_select

@@ -235,10 +235,10 @@ def test_a_folder_that_is_none_is_refused(text, tmp_path):
 
 
 def test_a_model_that_is_not_there_is_one_line():
+    command = [sys.executable, "-m", "jsparse", "train-gates", "--model", "nowhere.gguf"]
     ran = subprocess.run(
-        [sys.executable, *"-m jsparse train-gates --out nowhere --model nowhere.gguf".split()],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [*command, "--out", "nowhere"], capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("error: ")
     assert "nowhere.gguf" in ran.stderr

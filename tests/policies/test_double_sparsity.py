@@ -68,7 +68,7 @@ def heaviest(weights, count):
 
 
 def labelled(key):
-    """One token's channels after four bits each, with the scale and the least of them in float16."""
+    """Rounds one token's channels to four bits, with scale and least channel in float16."""
     key = np.asarray(key, np.float64)
     least, step = np.float16(key.min()), np.float16((key.max() - key.min()) / 15)
     step = float(step) or 1.0
@@ -346,7 +346,7 @@ def test_another_models_calibration_is_refused(shape, tmp_path):
 
 
 def slow_weights(row):
-    """float64[L, K, H]: the sum of |q·k| of every token with itself over the queries of each group."""
+    """Sums |q·k| of every token with itself over the queries of each group: float64[L, K, H]."""
     weights = np.zeros((LAYERS, K, H))
     for layer, head in np.ndindex(LAYERS, K):
         for q, k in zip(row.q[layer], row.k[layer][head], strict=True):

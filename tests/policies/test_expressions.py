@@ -191,7 +191,11 @@ from jsparse.extend import Policy, builder, everything, whole_number
 @builder
 def newest(tokens: int = 8, base: Policy | None = None) -> Policy:
     whole_number("tokens", tokens, 1)
-    return Policy(lambda state, layer, q, cache: (everything(cache.layers[layer].lengths), None, state))
+
+    def select(state, layer, q, cache):
+        return everything(cache.layers[layer].lengths), None, state
+
+    return Policy(select)
 
 plain = newest(3)
 wrong = 4

@@ -124,7 +124,7 @@ def dense_logits():
 @pytest.mark.parametrize("granularity", ["page", "token"])
 @pytest.mark.parametrize("rule", RULES)
 def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
-    """A ragged batch over 11 steps; the logits are far from dense ones, or this would show nothing."""
+    """A ragged batch over 11 steps, whose logits are far from dense ones."""
     arguments, pick = RULES[rule]
     expected, picked = slow_logits(pick, PAGE if granularity == "page" else 1)
     policy = lychee(rule=rule, granularity=granularity, **arguments)
