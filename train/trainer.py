@@ -36,7 +36,7 @@ PENALTIES = {
     "exponential": (1e-3, 2.0, 0.0),
     "fixed": (0.0, 0.05, 0.0),
 }
-Report = Callable[[int, int, dict[str, Any]], Any]
+OnStep = Callable[[int, int, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Trainer:
         )
 
     def run(
-        self, report: Report = lambda *_: None, *, save_every: int = 200, kept: int = 50
+        self, report: OnStep = lambda *_: None, *, save_every: int = 200, kept: int = 50
     ) -> dict[str, Any]:
         """Trains to the end and returns the record that it writes.
 

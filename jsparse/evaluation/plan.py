@@ -14,7 +14,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import parse
 from jsparse.prompts import tokenizer_of
 
-Report = Callable[[int, int, str], Any]
+OnEntries = Callable[[int, int, str], Any]
 
 
 class Plan(NamedTuple):
@@ -67,7 +67,7 @@ def plan(
     return made
 
 
-def run(params: Params, plan: Plan, store: Store, report: Report = lambda *_: None) -> None:
+def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_: None) -> None:
     """Measures what the store lacks, batch by batch; each finished batch is on disk.
 
     Args:

@@ -60,6 +60,7 @@ def test_times_are_parted_at_the_estimate_and_at_attention():
     assert parts({"order": order[5:]}) == parts({}) == {}
 
 
+@pytest.mark.slow
 def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["twilight_speed", "--tiny", "--only", "dense", "twilight, 8 bits"]

@@ -69,6 +69,7 @@ def interrupt(monkeypatch):
     monkeypatch.setattr(generation, "generate", interrupted)
 
 
+@pytest.mark.slow
 def test_smollm2_says_what_gravity_is():
     command = [*COMMAND, "generate", "Gravity is", "--max-new-tokens", "25", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -189,6 +190,7 @@ def test_ctrl_c_keeps_what_was_made(monkeypatch):
     assert json.loads(ran.stdout)["finish_reason"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
     long = [
         *COMMAND,

@@ -214,6 +214,7 @@ def forcing():
     return measure(["dense", *EXPRESSIONS, *TOYS])
 
 
+@pytest.mark.slow
 def test_on_the_models_own_queries(forcing):
     results = whole, recent, oracle, *toys = attention_metrics(forcing)
     for metrics in results:
@@ -235,6 +236,7 @@ def test_on_the_models_own_queries(forcing):
     assert all(np.isfinite(metrics.heads.lse_error).all() for metrics in toys)
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing(forcing):
     """States, maintenance and corrections are included.
 

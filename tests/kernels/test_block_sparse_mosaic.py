@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import every_other, slow_except
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import mosaic, schedule
@@ -38,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
 def test_the_interpreted_body_matches_dense_attention(case):
     inputs = case.build()
     tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1, tokens=32)
@@ -67,7 +68,7 @@ def test_heads_that_share_a_window_of_queries(group):
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("page_size", slow_except((8, 16, 32, 64), 16, 64))
 @pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
 def test_lowers_for_cuda(head_dim, page_size, full):
     """The lowering checks layouts, alignment and shared memory, and needs no GPU."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 
 import jsparse
 from jsparse.models.checkpoint import load
@@ -91,7 +92,7 @@ def test_older_config_style_is_the_same_model(name, tmp_path):
     assert load(folder, dtype="float32").config == newer
 
 
-@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("page_size", slow_except((8, 64), 8))
 @pytest.mark.parametrize("name", FOLDERS)
 def test_greedy_text(name, page_size):
     expected = expected_of(name)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from safetensors.numpy import save_file
 from slow_model import SlowModel, SlowRow, softmax
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
@@ -166,7 +167,7 @@ def test_few_channels_rank_otherwise_than_all():
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("chunk", [16, 32, 512])
+@pytest.mark.parametrize("chunk", slow_except((16, 32, 512), 16))
 def test_neither_chunks_nor_batch_change_the_state(chunk, calibrated, file):
     policy = double_sparsity(channels=6, calibration=file if calibrated else None)
     cache, state = primed(policy, chunk=chunk)
@@ -249,6 +250,7 @@ def test_many_tokens_are_appended_at_once():
     assert_labels_are_of_the_cache(cache, state)
 
 
+@pytest.mark.slow
 def test_calibrated_it_runs_like_every_policy(file):
     """What the battery checks of the table's expressions, which know of no file."""
     params = tiny_params()

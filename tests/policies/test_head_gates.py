@@ -66,7 +66,8 @@ def test_a_mask_may_be_an_array_lists_tuples_or_an_expression(build):
     "gates",
     [
         (), [], ((),), ((), ()), ((1, 1), (1,)), [[1], [1, 0]], ((1, 2),), ((1, -1),),
-        ((1, 0.5),), MASK[0].tolist(), MASK[None].tolist(), 3, 1.0, None, ("11", "10"), [["1", "0"]], ((float("nan"), 1),), jsparse.dense(),
+        ((1, 0.5),), MASK[0].tolist(), MASK[None].tolist(), 3, 1.0, None, ("11", "10"),
+        [["1", "0"]], ((float("nan"), 1),), jsparse.dense(),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from one_layer import OneLayer
 from slow_model import SlowModel, SlowRow, logits_of, softmax
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
@@ -122,7 +123,7 @@ def dense_logits():
 
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", slow_except(RULES, "top_k", "top_p"))
 def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
     """A ragged batch over 11 steps, whose logits are far from dense ones."""
     arguments, pick = RULES[rule]

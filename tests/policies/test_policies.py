@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from policy_table import TABLE, at_dense, marked, outermost
 from tiny import (
     assert_close,
@@ -257,7 +258,7 @@ def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
 
 
 @pytest.mark.parametrize("kind", ["page_mass", "token_logits", None])
-@pytest.mark.parametrize("summary", [False, True])
+@pytest.mark.parametrize("summary", slow_except((False, True), True))
 @pytest.mark.parametrize("granularity", ["page", "token"])
 def test_a_head_with_nothing_selected_gives_zero(granularity, summary, kind):
     """Whatever is asked of attention besides, and though an empty summary may hold NaN."""

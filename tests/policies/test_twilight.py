@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from one_layer import OneLayer
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
 from toy_policies import bypass, shrink
@@ -135,7 +136,10 @@ def test_an_estimate_reads_the_bias():
 
 
 @pytest.mark.parametrize(
-    "base", [*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"]
+    "base",
+    slow_except(
+        (*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"), BASES[1]
+    ),
 )
 def test_the_base_works_as_it_does_alone(base):
     """Everything that it selects is kept, so what its own hooks put into its state must be the
@@ -197,6 +201,7 @@ def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape()
     assert tokens(1, 2, 64, jnp.float32) == 180e6 // (2 * 2 * 64 * 4)
 
 
+@pytest.mark.slow
 def test_below_the_measured_break_even_everything_is_attended(monkeypatch):
     params, forced, prompt = tiny_params(), random_tokens(1, 5), random_prompts((28,))
     auto = "twilight(all_pages(), p=0.5, dense_below='auto')"
@@ -242,6 +247,7 @@ def smollm2():
     return jsparse.load("smollm2", dtype="float32")
 
 
+@pytest.mark.slow
 def test_real_queries_keep_the_mass_they_ask_for(smollm2):
     """Of true attention, not of the estimate: p = 0.95 over everything, SmolLM2 on the text of
     `jsparse eval`.

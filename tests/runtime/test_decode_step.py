@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 import jsparse
@@ -35,13 +36,13 @@ def full_pass():
     return np.stack(rows, axis=1)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("page_size", slow_except((8, 16, 32, 64), 8, 64))
 def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
     logits = engine_logits(tiny_params(), "dense", PROMPTS, FORCED, page_size=page_size)
     assert_close(logits, full_pass, rtol=1e-5)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("page_size", slow_except((8, 16, 32, 64), 16))
 @pytest.mark.parametrize(
     "policy", ["dense", "streaming(sink=2, recent=7)", "oracle_top_k(budget=5)"]
 )
@@ -100,12 +101,15 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "dense",
+    slow_except(
+        (
+            "dense",
+            "streaming(sink=3, recent=9)",
+            "oracle_top_k(budget=7)",
+            "oracle_top_p(p=0.8, granularity='page')",
+        ),
         "streaming(sink=3, recent=9)",
-        "oracle_top_k(budget=7)",
-        "oracle_top_p(p=0.8, granularity='page')",
-    ],
+    ),
 )
 def test_a_shared_pool_equals_the_identity_table(expression):
     policy = parse(expression)

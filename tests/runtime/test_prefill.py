@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from slow_model import SlowModel, SlowRow
 from tiny import assert_close, random_prompts, spec_of, tiny_params
 
@@ -72,7 +73,7 @@ def slow_rows():
     return [SlowRow(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("window", [4, 32])
+@pytest.mark.parametrize("window", slow_except((4, 32), 32))
 @pytest.mark.parametrize("sizes", [(40,), (16, 16, 16), (5,) * 8, (32, 1, 4, 1)], ids=str)
 def test_every_cut_equals_the_slow_model(sizes, window, slow_rows):
     """Cache, lengths, positions, logits and query windows are equal.

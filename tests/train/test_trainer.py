@@ -95,6 +95,7 @@ def test_all_gates_are_logged_as_often_as_asked(whole):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"family": "hard_concrete"}, {"family": "direct", "match": "hidden"}]
 )
@@ -208,6 +209,7 @@ def test_a_run_of_another_is_not_gone_on_with(whole):
 # devices
 
 
+@pytest.mark.slow
 def test_two_devices_do_what_one_does(whole, tmp_path):
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",

@@ -1,0 +1,21 @@
+"""Marks some parameters of a test slow, so that the default run has a share of them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def slow_except(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Returns the values as parameters, those that are not kept marked slow."""
+    values = list(values)
+    assert all(value in values for value in kept), kept
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def every_other(cases: Sequence[Any]) -> list[Any]:
+    """Returns the cases as parameters, every second one marked slow."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow) if nth % 2 else case
+        for nth, case in enumerate(cases)
+    ]

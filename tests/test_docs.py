@@ -1,0 +1,62 @@
+"""Tests that links lead somewhere, and that the README's code and the examples run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"})
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Returns the blocks of code in a language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), (target, anchor)
+
+
+def test_the_readme_is_short_and_has_its_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    first, second = blocks(ROOT / "README.md", "sh")
+    assert "jsparse generate" in first
+    assert second.splitlines()[-1] == "python3 -m uv run pytest"
+
+
+def test_the_policy_of_the_docs_is_that_of_the_example():
+    [block] = blocks(ROOT / "docs" / "own_policy.md", "python")
+    _, _, builder = block.partition("@builder")
+    assert builder
+    assert f"@builder{builder}" in (ROOT / "examples" / "own_policy.py").read_text()
+
+
+@pytest.mark.slow
+def test_the_readmes_code_runs():
+    [code] = blocks(ROOT / "README.md", "python")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(ran.stdout.splitlines()) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example):
+    ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
+    assert re.search(r"attended +\d+ ?%", ran.stdout)
