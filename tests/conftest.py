@@ -67,18 +67,12 @@ settings.register_profile("jsparse", deadline=None, derandomize=True)
 settings.load_profile("jsparse")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Skip tests marked gpu where there is none; send a module's tests to one worker.
-
-    Its fixtures and compiled programs are then made once.
-    """
-    on_gpu = jax.default_backend() == "gpu"
-    for item in items:
-        if item.get_closest_marker("gpu") and not on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Skip tests marked gpu where there is none."""
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="module", autouse=True)

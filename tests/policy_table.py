@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+from marks import slow_except
 
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
@@ -66,22 +66,9 @@ TABLE = (
 
 
 def marked(expressions: Sequence[str]) -> list[Any]:
-    """Return the expressions as parameters of a test.
-
-    All tests of one go to one worker, which has its programs compiled; all but the first of each
-    method are slow.
-    """
+    """Return the expressions as parameters, all but the first of each method marked slow."""
     first = {outermost(expression): expression for expression in reversed(expressions)}
-    return [
-        pytest.param(
-            expression,
-            marks=[
-                pytest.mark.xdist_group(expression),
-                *([] if expression in first.values() else [pytest.mark.slow]),
-            ],
-        )
-        for expression in expressions
-    ]
+    return slow_except(expressions, *first.values())
 
 
 def outermost(expression: str) -> str:

@@ -267,7 +267,7 @@ def dense_logits():
     return engine_logits(tiny_params(), "dense", PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
 
 
-@pytest.mark.parametrize("name", slow_except(METHODS, "summary, token logits and window"))
+@pytest.mark.parametrize("name", METHODS)
 def test_engine_equals_the_slow_model(name):
     """Several prompt chunks, a ragged batch, 26 steps; and the rule is far from dense, or this
     would show nothing.
@@ -286,7 +286,7 @@ def test_slow_model_equals_the_engine_when_dense():
     assert_close(dense_logits()[:, 1], np.asarray(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_except(METHODS, "summary, token logits and window"))
 def test_pieces_of_the_prompt_and_the_batch_do_not_matter(name):
     policy, _ = METHODS[name]
     expected, _ = slow_logits(name)

