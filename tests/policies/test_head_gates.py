@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from marks import slow_except
 from safetensors.numpy import save_file
 from slow_model import SlowModel, SlowRow
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, tiny_params
@@ -227,8 +228,9 @@ def test_truncated_files_are_refused(tmp_path):
             head_gates.load(str(path))
 
 
-@pytest.mark.parametrize(("sink", "recent"), [(0, 1), (1, 6), (9, 5)])
-def test_duo_attention_equals_the_slow_model(sink, recent):
+@pytest.mark.parametrize("sizes", slow_except(((0, 1), (1, 6), (9, 5)), (1, 6)))
+def test_duo_attention_equals_the_slow_model(sizes):
+    sink, recent = sizes
     """Streaming heads in layer 0 too; a row that is shorter than the window."""
     gates, prompts, forced = (
         ((0, 1), (1, 0), (0, 0)),

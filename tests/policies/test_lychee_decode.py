@@ -123,7 +123,7 @@ def dense_logits():
 
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
-@pytest.mark.parametrize("rule", slow_except(RULES, "top_k", "top_p"))
+@pytest.mark.parametrize("rule", slow_except(RULES, "top_p"))
 def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
     """A ragged batch over 11 steps, whose logits are far from dense ones."""
     arguments, pick = RULES[rule]
@@ -230,7 +230,9 @@ def test_a_budget_below_a_page_picks_one_page():
     assert ids[..., 0].tolist() == weights.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("arguments", ["value=24", "value=16, granularity='token'"])
+@pytest.mark.parametrize(
+    "arguments", slow_except(("value=24", "value=16, granularity='token'"), "value=24")
+)
 def test_twilight_prunes_sparse_heads_alone(arguments):
     gates, seen = GATES[:3], []
     base = parse(f"lychee_decode({gates}, {arguments})")
