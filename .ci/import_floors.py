@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# what each floor holds, from the ground up; a module belongs to the longest prefix of its name
+# what each floor holds, from the ground up, by the first part of a module's name below jsparse
 FLOORS = (
     ("vocabulary", "memory", "deprecated", "shapes", "threshold", "partials", "selection", "cache"),
     ("kernels", "pallas_kernels"),
@@ -28,15 +28,28 @@ BESIDE = {"evaluation", "train"}
 
 def floor(module: str) -> tuple[int, str]:
     """Return the number and name of a module's floor; `module` lacks the leading `jsparse.`."""
-    for number, (name, *prefixes) in enumerate(FLOORS):
-        if module.split(".")[0] in prefixes:
+    for number, (name, *tops) in enumerate(FLOORS):
+        if module.split(".")[0] in tops:
             return number, name
     raise SystemExit(f"jsparse.{module} belongs to no floor: add it to FLOORS in {__file__}")
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and target of every import of jsparse, below `jsparse.`; those for types alone do
-    not count.
+def public_names(package: Path) -> dict[str, str]:
+    """Return the module, below `jsparse.`, of each name that jsparse itself exports."""
+    stub = package / "__init__.pyi"
+    tree = ast.parse(stub.read_text(encoding="utf-8") if stub.exists() else "")
+    return {
+        alias.asname or alias.name: str(node.module).removeprefix("jsparse.")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield line and target, below `jsparse.`, of every import; those for types do not count.
+
+    What is read off a plain `import jsparse` counts as imported from where it is.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
@@ -48,18 +61,20 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if id(node) in typing:
             continue
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise SystemExit(f"{path}:{node.lineno}: a relative import hides its floor")
         if isinstance(node, ast.ImportFrom) and node.module == "jsparse":
-            yield from (
-                (node.lineno, alias.name) for alias in node.names if alias.name != "__version__"
-            )
+            names = (alias.name for alias in node.names if alias.name != "__version__")
+            yield from ((node.lineno, public.get(name, name)) for name in names)
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("jsparse."):
             yield node.lineno, str(node.module).removeprefix("jsparse.")
         elif isinstance(node, ast.Import):
-            yield from (
-                (node.lineno, alias.name.removeprefix("jsparse."))
-                for alias in node.names
-                if alias.name.startswith("jsparse.")
-            )
+            found = (alias.name for alias in node.names if alias.name.startswith("jsparse."))
+            yield from ((node.lineno, name.removeprefix("jsparse.")) for name in found)
+        elif (
+            isinstance(node, ast.Attribute) and ast.unparse(node).removeprefix("jsparse.") in public
+        ):
+            yield node.lineno, public[node.attr]
 
 
 def violations(root: Path) -> tuple[int, list[str]]:
@@ -70,10 +85,11 @@ def violations(root: Path) -> tuple[int, list[str]]:
     walked = os.walk(package, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
     files = [file for file in files if file.suffix == ".py" and file != package / "__init__.py"]
+    public = public_names(package)
     for file in files:
         module = ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
         number, name = floor(module)
-        for line, target in imports(file):
+        for line, target in imports(file, public):
             above, there = floor(target)
             apart = name == "models" and there != name and target != FOR_MODELS
             across = {module.split(".")[0], target.split(".")[0]} == BESIDE

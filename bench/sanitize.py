@@ -6,7 +6,8 @@ past an allocation. Inputs are made on the CPU and nothing is compared, which is
 hardly any kernel is launched but ours. CUDA graphs and XLA's autotuning are off. racecheck does not
 know bulk copies (TMA): in kernels that use them it sees only ordinary loads and stores.
 
-    python -m bench.sanitize [--only select ...] [--workers 4] [--seconds 300] [--log PATH]
+    python -m bench.sanitize [--only threshold_select ...] [--workers 4] [--seconds 300] [--log
+    PATH]
 """
 
 import faulthandler

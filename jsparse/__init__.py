@@ -1,7 +1,6 @@
 """Sparse-attention decoding of long contexts for Llama and Qwen models, in JAX.
 
-params = jsparse.load("smollm2")
-out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
+params = jsparse.load("smollm2") out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
 print(out.text)
 """
 
@@ -43,7 +42,7 @@ __all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedD
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
-        deprecated.warn(f"jsparse.{name}", f"jsparse.{_RENAMED[name]}")
+        deprecated.warn([f"jsparse.{name}"], [f"jsparse.{_RENAMED[name]}"])
         return __getattr__(_RENAMED[name])
     if name == "__version__":
         value = _version()

@@ -1,6 +1,6 @@
 """Exports what a new policy needs: the contract, the cache, selections and `threshold_select`.
 
-CONTRIBUTING.md says how to write a policy; `jsparse generate --policy my_policy.py:my_policy` runs
+docs/own_policy.md shows how to write one; `jsparse generate --policy my_policy.py:my_policy` runs
 it.
 """
 

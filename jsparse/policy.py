@@ -17,7 +17,7 @@ those of later layers may do so already. Every `period` steps it calls `maintain
 `correct_every` steps it computes the newest tokens again as one dense chunk, overwrites their K and
 V and calls `append` for them once more: writing a position again replaces it.
 
-docs/contract.md shows how five methods fit.
+InitFn … FallbackFn below give the signatures; docs/contract.md shows how five methods fit.
 """
 
 import functools
@@ -183,7 +183,7 @@ class Policy(NamedTuple):
     @property
     def full(self) -> Mapping[str, Any] | None:
         """The old name of `dense_at`."""
-        deprecated.warn("Policy.full", "Policy.dense_at")
+        deprecated.warn(["Policy.full"], ["Policy.dense_at"])
         return self.dense_at
 
     def __hash__(self) -> int:
@@ -196,7 +196,7 @@ class Policy(NamedTuple):
         return self.name
 
 
-# the field dense_at was called full
+# the field dense_at was called full; `_replace` knows the new name only
 Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
@@ -228,6 +228,7 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
         # 1, 1.0 and True are equal as keys; their types tell them apart
         return once(tuple((key, type(value), value) for key, value in given.items()))
 
+    wrapper.__dict__["builds_policy"] = True
     return wrapper
 
 

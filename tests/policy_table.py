@@ -78,9 +78,7 @@ def outermost(expression: str) -> str:
 
 
 def at_dense(expression: str) -> Policy | None:
-    """The same method with the hyper-parameters at which it says that it is dense; None where it
-    names none.
-    """
+    """Return the method at the hyper-parameters at which it is dense; None where it has none."""
     policy, build = parse(expression), POLICIES[outermost(expression)]
     if policy.dense_at is None:
         return None

@@ -28,12 +28,15 @@ def test_no_import_goes_up():
         ("models/config", "from jsparse.cache import CacheSpec", "models imports vocabulary"),
         ("pallas_kernels/dispatch", "from jsparse.models import hub", "kernels imports models"),
         ("train/trainer", "from jsparse.evaluation import plan", "above runtime imports above"),
+        ("policies/quest", "from jsparse import generate", "policies imports runtime"),
+        ("policies/quest", "jsparse.generate()", "policies imports runtime"),
     ],
 )
 def test_an_import_that_goes_up_or_across_is_found(tmp_path, module, line, message):
     file = tmp_path / "jsparse" / f"{module}.py"
     file.parent.mkdir(parents=True)
     file.write_text(f"def f():\n    pass\nif f:\n    {line.strip()}\n")
+    (tmp_path / "jsparse" / "__init__.pyi").write_text("from jsparse.generation import generate\n")
     count, found = import_floors.violations(tmp_path)
     assert count == 1
     assert len(found) == 1
@@ -54,4 +57,11 @@ def test_a_module_of_no_floor_is_refused(tmp_path):
     (tmp_path / "jsparse").mkdir()
     (tmp_path / "jsparse" / "utils.py").write_text("")
     with pytest.raises(SystemExit, match=r"jsparse\.utils belongs to no floor"):
+        import_floors.violations(tmp_path)
+
+
+def test_a_relative_import_is_refused(tmp_path):
+    (tmp_path / "jsparse").mkdir()
+    (tmp_path / "jsparse" / "cache.py").write_text("from .policies import quest\n")
+    with pytest.raises(SystemExit, match=r"cache.py:1: a relative import hides its floor"):
         import_floors.violations(tmp_path)

@@ -4,8 +4,8 @@ LycheeDecode (arXiv:2602.04541), section 3.2. The context is read once, densely;
 it, whose predictions are compared, then run twice over its K and V: densely, as teacher, and with
 every KV head a mixture
 
-    z · (attention over everything)
-    + (1 - z) · (attention over the set inherited from the layer above)
+    z · (attention over everything) + (1 - z) · (attention over the set inherited from the layer
+    above)
 
 of its two possible roles. A head picks the best `keep` of what a token sees, by the logits of its
 group's mean query, for the head of its index in the next layer. Where sets are "handed_on", a head
@@ -138,8 +138,7 @@ def attention(
     """Returns a layer's mixture, and the set that it hands on.
 
     The set has for each token the best `keep` of what it sees, and the token itself. The last T
-    slots
-    are the tokens' own; of those before, `held` count.
+    slots are the tokens' own; of those before, `held` count.
     """
     batch, tokens, heads, head_dim = q.shape
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)

@@ -27,8 +27,7 @@ class Gates(NamedTuple):
         sample: (parameters, noise u of (0, 1)) -> z in [0, 1]; differentiable in the parameters at
             fixed noise.
         project: a function applied after every step of the optimiser; the others want parameters
-            that
-            it leaves alone.
+            that it leaves alone.
         active: P(z ≠ 0) of each gate, whose sum is E[L0]; for `direct` α itself, which its L1
             penalty sums.
         mean: E[z] of each gate.

@@ -68,8 +68,7 @@ class Lagrangian(NamedTuple):
         anneal: the share of the steps over which the wanted number falls from all heads to the
             target; 0 means that the target is wanted from the start, as in the paper.
         damping: the weight of the squared surplus in the augmented Lagrangian; 0 means the plain
-            one,
-            as in the paper.
+            one, as in the paper.
     """
 
     gates: Gates
@@ -104,8 +103,7 @@ class Lagrangian(NamedTuple):
         """Returns AdamW for the gates, and the penalty's rule for the multiplier.
 
         AdamW's second moment forgets in twenty steps: gates that are all but 0 or 1 have gradients
-        so
-        much smaller than before that they would not move again.
+        so much smaller than before that they would not move again.
         """
         fifth = max(self.steps // 5, 1)
         rise, fall = (

@@ -168,12 +168,9 @@ def passkeys(
     """Draws contexts of filler with pass keys in it, a question for some, and the answer.
 
     The answer recites the keys that are asked for. The length of a context is uniform in
-    [min_length,
-    max_length]; keys that leave no room in it are drawn again. A context is put together from
-    pieces
-    that are tokenised separately, and ends with the question; only the words of the keys are
-    scored.
-    The depths of the keys are uniform from 0.05 to 0.95 of the filler.
+    [min_length, max_length]; keys that leave no room in it are drawn again. A context is put
+    together from pieces that are tokenised separately, and ends with the question; only the words
+    of the keys are scored. The depths of the keys are uniform from 0.05 to 0.95 of the filler.
 
     Args:
         tokenizer: the model's tokenizer.

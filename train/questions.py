@@ -43,10 +43,8 @@ def questions(
 
     Every line is an object with the strings context, question and answer; other fields are ignored.
     The model reads "{context}\n\nQuestion: {question}\nAnswer:", as a text prompt, then "
-    {answer}",
-    all of which is scored. An epoch may end within a batch; orders follow each other without a gap
-    as
-    long as all batches are of one size.
+    {answer}", all of which is scored. An epoch may end within a batch; orders follow each other
+    without a gap as long as all batches are of one size.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -241,8 +241,7 @@ class Trainer:
 
         Args:
             report: a callback after each step, with its number, the number of steps, and what the
-                log
-                says of it.
+                log says of it.
             save_every: the number of steps between checkpoints.
             kept: the number of times that all gates are logged, evenly over the training.
         """

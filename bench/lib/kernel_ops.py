@@ -43,6 +43,7 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
             group,
             max(length // shrink, PAGE),
         )
+        # the case is called select in the committed results
         made.append(_select(name, f"select: {rows} rows of {length}", shape, most_calls))
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from jsparse.cli.calibrate import calibrate_channels
 from jsparse.cli.chat import chat
-from jsparse.cli.console import print_error, quiet_jax
+from jsparse.cli.console import print_error, quiet_jax, show_renamings
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
@@ -45,6 +45,7 @@ app = typer.Typer(
 def main() -> None:
     """Runs the command `jsparse`."""
     quiet_jax()
+    show_renamings()
     app(prog_name="jsparse")
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +15,8 @@ from rich.progress import (
     TaskID,
     TextColumn,
 )
+
+from jsparse import deprecated
 
 if TYPE_CHECKING:
     from jsparse.host_reader import Generation
@@ -30,6 +32,16 @@ def quiet_jax() -> None:
         logging.getLogger("jax").setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+
+
+def show_renamings() -> None:
+    """Prints jsparse's own warnings of old names on standard error, one line each."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print("warning:", message, file=sys.stderr)
+
+    warnings.filterwarnings("default", message=f".*{deprecated.GOES}", category=DeprecationWarning)
+    warnings.showwarning = show
 
 
 def print_error(error: BaseException) -> None:

@@ -67,6 +67,7 @@ def evaluate(
     Example: jsparse eval --policy "streaming(sink=4, recent=256)" --lengths 1024,4096
     """
     from jsparse.evaluation.plan import plan
+    from jsparse.policies.own_code import resolve
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
@@ -78,7 +79,8 @@ def evaluate(
         "text": text,
         "files": files,
     }
-    wanted = plan(policy or [], names, _numbers(lengths), samples, **more)
+    chosen = [resolve(text).name for text in policy or []]
+    wanted = plan(chosen, names, _numbers(lengths), samples, **more)
     report = carry_out(
         wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
     )

@@ -40,10 +40,11 @@ def info(
     import jax
 
     from jsparse import model_info
+    from jsparse.policies.own_code import resolve
 
     chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     described = model_info.describe(
-        model, dtype=chosen, policy=policy, context=context, revision=revision
+        model, dtype=chosen, policy=resolve(policy), context=context, revision=revision
     )
     if as_json:
         print(json.dumps(described))

@@ -77,9 +77,9 @@ class GenerationOptions:
     def load(self, on_progress: OnBytes) -> "Params":
         """Loads the model, after parsing the policy so that its errors come first."""
         from jsparse.models.checkpoint import load
-        from jsparse.policies.expressions import parse
+        from jsparse.policies.own_code import resolve
 
-        parse(self.policy)
+        resolve(self.policy)
         return load(self.model, dtype=self.dtype, revision=self.revision, on_progress=on_progress)
 
     def arguments(self) -> dict[str, Any]:

@@ -268,10 +268,3 @@ def _draw(folder: Path) -> None:
             densities(
                 folder / f"densities_{i}.png", steps, shapes["a"][:, i], shapes["b"][:, i], names
             )
-
-
-if __name__ == "__main__":
-    from jsparse.cli.app import main
-
-    sys.argv.insert(1, "train-gates")
-    main()

@@ -31,15 +31,12 @@ class HeadMetrics(NamedTuple):
     """Compares a selection with dense attention on the same queries and cache, by row and KV head.
 
     Mass and errors are means over the group of query heads that a KV head serves. Every policy
-    attends
-    to the newest token, which does not count for recall.
+    attends to the newest token, which does not count for recall.
 
     Attributes:
         recall: the share of the k tokens of largest weight that the selection covers; k is `top_k`
-            of
-            `measured`, or the number of tokens attended. A token's weight is the largest in the
-            group,
-            as for oracle_top_k; ties go to the oldest.
+            of `measured`, or the number of tokens attended. A token's weight is the largest in the
+            group, as for oracle_top_k; ties go to the oldest.
         mass: the share of the exact softmax's mass that the selection covers; a summary covers
             none.
         output_error: ‖o - ô‖ / ‖o‖, with the summary merged into ô.
@@ -48,8 +45,7 @@ class HeadMetrics(NamedTuple):
         attended: the tokens attended over the positions so far.
         pages: the pages of which anything is attended, over those that the head holds.
         bytes_read: the bytes of K and V that are read, as whole pages; what the policy reads to
-            select
-            is not included.
+            select is not included.
     """
 
     recall: Float32[Array, "B K"]

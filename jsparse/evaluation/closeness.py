@@ -49,10 +49,9 @@ def closeness(forcing: Forcing) -> Closeness:
     """Runs the policies and compares them with dense attention.
 
     Dense attention's row is the comparison with itself. Nothing of the vocabulary's size comes to
-    the
-    host. Many prompts are several forcings, one per batch: with the same `max_length` and number of
-    prompts all of them run the same compiled programs, and the results are joined along their axis
-    B.
+    the host. Many prompts are several forcings, one per batch: with the same `max_length` and
+    number of prompts all of them run the same compiled programs, and the results are joined along
+    their axis B.
     """
     names = tuple(map(str, forcing.shared.policies))
     tokens = np.stack(jax.device_get(forcing.tokens), axis=-1)

@@ -1,10 +1,8 @@
 """Registers jsparse on import as the model `jsparse` of EleutherAI's lm-evaluation-harness.
 
-    import jsparse.evaluation.lm_eval
-    lm_eval.simple_evaluate(
-        model="jsparse",
-        model_args={"pretrained": "smollm2", "policy": "streaming(sink=4, recent=512)"},
-        tasks=["gsm8k"],
+    import jsparse.evaluation.lm_eval lm_eval.simple_evaluate(
+        model="jsparse", model_args={"pretrained": "smollm2", "policy": "streaming(sink=4,
+        recent=512)"}, tasks=["gsm8k"],
     )
 
 The harness does not find models of other packages, so in the shell use `python -m
@@ -91,7 +89,7 @@ class JSparseLM(TemplateLM):
         """
         super().__init__()
         _log.info("device=%s is ignored: jax runs on %s", device, jax.local_devices()[0])
-        self.policy = as_policy(policy)
+        self.policy = resolve(policy) if isinstance(policy, str) else as_policy(policy)
         self.batch_size = _count("batch_size", batch_size)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
         if page_size not in PAGE_SIZES:

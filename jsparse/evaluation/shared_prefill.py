@@ -121,8 +121,7 @@ def generate(
     """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
 
     Arguments and errors are those of `jsparse.generate`, without sampling and streamers. Progress
-    of
-    "decode" starts again for each policy.
+    of "decode" starts again for each policy.
 
     Returns:
         [policy][prompt]; `prefill_seconds` is the time until the first token, as if each policy had

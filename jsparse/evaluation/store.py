@@ -56,8 +56,7 @@ class Store:
         path: the JSON file that `finish` writes; the journal lies beside it, with the suffix
             .partial.jsonl.
         settings: everything that the entries depend on, as JSON values: model, policies, tasks,
-            lengths,
-            samples (per cell), seed, dtype, versions.
+            lengths, samples (per cell), seed, dtype, versions.
         resume: whether to go on with the journal, if there is one.
 
     Raises:
@@ -99,8 +98,7 @@ class Store:
 
         Raises:
             ValueError: an entry lacks a key or has another, a value is not finite, or it differs
-                from
-                the stored one of the same sample; then nothing of the batch is written.
+                from the stored one of the same sample; then nothing of the batch is written.
         """
         new = self._new(map(_checked, entries))
         with open(self.journal, "ab") as file:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from jsparse.deprecated import moved_names
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.combinators import dense_layers, keep
 from jsparse.policies.double_sparsity import double_sparsity
@@ -32,3 +33,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         dense_layers,
     )
 }
+
+__getattr__ = moved_names(
+    __name__,
+    parse="jsparse.policies.expressions:parse",
+    as_policy="jsparse.policies.expressions:as_policy",
+)

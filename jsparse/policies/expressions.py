@@ -1,16 +1,8 @@
 """Builds policies from expressions such as "keep(oracle_top_k(budget=256), sink=4, recent=64)"."""
 
 import ast
-import functools
-import importlib
-import importlib.util
 import inspect
-import os
-import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from jsparse import deprecated
@@ -19,30 +11,36 @@ from jsparse.policy import Policy
 
 RENAMED = {"full": "all_pages"}
 EXAMPLE = "streaming(sink=4, recent=512)"
-# package.module:function or folder/file.py:function, with or without arguments
-REFERENCE = re.compile(
-    r"(?P<source>[\w./\\~ -]+):(?P<name>[A-Za-z_]\w*)(?P<arguments>\(.*\))?", re.DOTALL
-)
+# policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
+_FOUND: dict[str, Policy] = {}
 
 
 def parse(expression: str) -> Policy:
     """Build the policy that an expression names.
 
     The expression is a registered name, or a call of one with literals and further expressions as
-    arguments. It is read as a syntax tree and never evaluated as code.
-
-    A policy of your own is named `module:function` or `path.py:function`, with literals and
-    expressions as arguments if it takes any. That module is imported, so its code runs.
+    arguments. It is read as a syntax tree: nothing of it is evaluated or imported.
 
     Raises:
         ValueError: the expression does not parse, names an unknown policy or argument, or an
             argument's value is refused.
     """
     expression = expression.strip()
-    reference = REFERENCE.fullmatch(expression)
-    if reference is not None:
-        return _refer(expression, **reference.groupdict(default="()"))
+    if expression in _FOUND:
+        return _FOUND[expression]
     return _build(_tree(expression, expression), expression)
+
+
+def remember(expression: str, policy: Policy) -> Policy:
+    """Let `parse` know a policy by a text that it could not parse; return the policy so named."""
+    if expression not in _FOUND or _FOUND[expression].select is not policy.select:
+        _FOUND[expression] = policy._replace(name=expression)
+    return _FOUND[expression]
+
+
+def call(name: str, function: Callable[..., Any], arguments: str, expression: str) -> Any:
+    """Call a function with arguments such as "(sink=4)", spelled as in an expression."""
+    return _call(name, function, _tree(f"{name}{arguments}", expression), expression)
 
 
 def as_policy(policy: Policy | str) -> Policy:
@@ -54,55 +52,13 @@ def as_policy(policy: Policy | str) -> Policy:
     raise ValueError(f"policy={policy!r}: must be a policy or an expression such as {EXAMPLE!r}")
 
 
-@functools.cache
-def _refer(expression: str, source: str, name: str, arguments: str) -> Policy:
-    """Build a user's own policy, with the expression as its name."""
-    found = getattr(_module(expression, source), name, None)
-    if not isinstance(found, Policy):
-        if not callable(found):
-            raise ValueError(f"policy={expression!r}: {source} has no function {name!r}")
-        call = _tree(f"{name}{arguments}", expression)
-        found = _call(name, found, call, expression)
-    if not isinstance(found, Policy):
-        raise ValueError(
-            f"policy={expression!r}: {name} must return a jsparse.Policy, not {found!r}"
-        )
-    return found._replace(name=expression)
-
-
-def _module(expression: str, source: str) -> ModuleType:
-    """Import the module that a reference names, looking in the working directory as well."""
-    try:
-        if source.endswith(".py"):
-            return _import_file(str(Path(source).expanduser().resolve()))
-        sys.path.insert(0, os.getcwd())
-        try:
-            return importlib.import_module(source)
-        finally:
-            sys.path.remove(os.getcwd())
-    except Exception as error:  # whatever the user's code raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"policy={expression!r}: {source} cannot be imported ({reason})"
-        ) from error
-
-
-@functools.cache
-def _import_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _tree(text: str, expression: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        own = "; path.py:function stands alone, on a command line" if ".py:" in text else ""
         raise ValueError(
-            f"policy={expression!r}: must be an expression such as {EXAMPLE}"
+            f"policy={expression!r}: must be an expression such as {EXAMPLE}{own}"
         ) from error
 
 
@@ -115,7 +71,7 @@ def _build(node: ast.expr, expression: str) -> Policy:
         )
     name = function.id
     if name in RENAMED:
-        deprecated.warn(f"the policy {name}", RENAMED[name])
+        deprecated.warn([f"the policy {name}"], [RENAMED[name]])
         name = RENAMED[name]
     if name not in POLICIES:
         raise ValueError(
@@ -136,7 +92,7 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
         raise ValueError(f"policy={expression!r}: an argument of {name} is given twice")
     args = [_value(arg, expression) for arg in arguments]
     kwargs = {str(keyword.arg): _value(keyword.value, expression) for keyword in keywords}
-    translate = getattr(function, "translate", None)
+    translate = getattr(function, "translate_arguments", None)
     if translate is not None:
         kwargs = translate(kwargs)
     signature = inspect.signature(function)

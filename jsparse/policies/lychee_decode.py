@@ -14,7 +14,7 @@ reordered by head type, since one pool of work units over all heads of the batch
 heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -39,8 +39,23 @@ RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
 }
 
 
+def _check_old_names(given: Mapping[str, Any]) -> None:
+    """Raise ValueError where a parameter's old name is that of another rule."""
+    rule = given.get("rule", given.get("select", "top_k"))
+    owners = {"budget": "top_k", "p": "top_p", "threshold": "threshold", "ratio": "ratio"}
+    for name, owner in owners.items():
+        if given.get(name) is not None and rule != owner:
+            raise ValueError(f"{name}={given[name]!r}: must not be given where rule={rule!r}")
+
+
 @renamed_arguments(
-    select="rule", budget="value", p="value", threshold="value", ratio="value", unit="granularity"
+    _check_old_names,
+    select="rule",
+    budget="value",
+    p="value",
+    threshold="value",
+    ratio="value",
+    unit="granularity",
 )
 @builder
 def lychee_decode(

@@ -98,7 +98,10 @@ def decode(
     seed: int,
     reader: Reader,
 ) -> None:
-    """Decodes until every row has stopped or has max_new_tokens; the reader gets every token."""
+    """Decodes until every row has stopped, has max_new_tokens, or the cache is full.
+
+    The reader gets every token.
+    """
     logits, cache, state = primed
     stats = None
     # a key takes 32 bits of a seed: the upper ones are folded in

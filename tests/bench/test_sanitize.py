@@ -12,16 +12,16 @@ MEMORY, RACES = (
 
 @pytest.mark.parametrize("summary", [MEMORY, RACES, f"{MEMORY}; {MEMORY}"])
 def test_all_cases_and_no_complaint_are_clean(summary):
-    assert is_clean(f"select, memcheck: 8 of 8 cases in 29 s; {summary}")
+    assert is_clean(f"threshold_select, memcheck: 8 of 8 cases in 29 s; {summary}")
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        f"select, memcheck: 7 of 8 cases in 29 s; {MEMORY}",
-        "select, memcheck: 8 of 8 cases in 29 s",
-        f"select, memcheck: 8 of 8 cases in 29 s; {MEMORY}; ERROR SUMMARY: 3 errors",
-        f"select, memcheck: 8 of 18 cases in 29 s; {MEMORY}",
+        f"threshold_select, memcheck: 7 of 8 cases in 29 s; {MEMORY}",
+        "threshold_select, memcheck: 8 of 8 cases in 29 s",
+        f"threshold_select, memcheck: 8 of 8 cases in 29 s; {MEMORY}; ERROR SUMMARY: 3 errors",
+        f"threshold_select, memcheck: 8 of 18 cases in 29 s; {MEMORY}",
     ],
 )
 def test_anything_else_is_not(line):

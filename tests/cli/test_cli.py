@@ -421,3 +421,33 @@ def test_help_does_not_wait_for_the_model_code():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Returns a policy in a file of one's own, as a command line names it."""
+    (tmp_path / "own.py").write_text("import jsparse\nmine = jsparse.streaming(sink=1, recent=4)\n")
+    return f"{tmp_path / 'own.py'}:mine"
+
+
+def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
+    options = ["--model", TINY, "--max-new-tokens", "8", "--json"]
+    ran = run("generate", "the the the the", "--policy", own, *options)
+    assert ran.exit_code == 0, ran.stderr
+    made = json.loads(ran.stdout)
+    assert made["policy"] == own
+    same = run("generate", "the the the the", "--policy", "streaming(sink=1, recent=4)", *options)
+    assert made["token_ids"] == json.loads(same.stdout)["token_ids"]
+    ran = run("info", TINY, "--policy", own, "--json")
+    assert json.loads(ran.stdout)["policy"] == own
+    ran = run("generate", "the", "--policy", own.replace("mine", "other"), *options)
+    assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
+
+
+def test_an_old_name_is_one_line_of_warning():
+    command = [*COMMAND, "info", TINY, "--policy", "full()", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stderr == (
+        "warning: the policy full is now all_pages; the old name goes in jsparse 0.3\n"
+    )
+    assert json.loads(ran.stdout)["policy"] == "all_pages()"

@@ -309,8 +309,7 @@ def offline_ruler(monkeypatch):
     """Lets RULER's generators run offline; nothing is fetched.
 
     They want a tokenizer of transformers, which is no dependency, and data for splitting sentences
-    that
-    only its essays need.
+    that only its essays need.
     """
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("wonderwords")

@@ -76,10 +76,8 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Keys: policy, task, length; metrics, with mean, samples, difference (from dense's mean over the
     pairs, the samples that both have), interval (its 95 % interval) and pairs for each of them;
     samples, with index, values and meta. Difference and interval are None where there are no pairs,
-    and
-    for dense itself. Where logprob was recorded there is a perplexity: of the mean over samples,
-    each
-    of which weighs the same.
+    and for dense itself. Where logprob was recorded there is a perplexity: of the mean over
+    samples, each of which weighs the same.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:

@@ -69,8 +69,7 @@ def grids(
     average score over tasks where there are several. One table holds them all, or, where there are
     more than `columns`, each table has one length and at most that many columns: four fit into 120
     characters. A number is followed by its difference from dense and the 95 % interval of that, as
-    in
-    "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
+    in "93.0 (-2.1 [-4.0, -0.3])". The last column is the attended fraction at the table's lengths,
     mean over all tasks.
     """
     measured = {

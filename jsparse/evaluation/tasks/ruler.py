@@ -131,8 +131,7 @@ def fwe(name: str, files: Path | None) -> Task:
     """Builds frequent words extraction: coded words as often as Zipf's law (alpha 2) says.
 
     The most frequent are dots. A size is the number of words that the whole law would spread; from
-    74
-    on, the third answer is more frequent than the word after it.
+    74 on, the third answer is more frequent than the word after it.
     """
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:

@@ -185,8 +185,8 @@ def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot,
 
 def test_the_output_side_loads_without_jax_and_matplotlib():
     loaded = (
-        "import sys, jsparse.evaluation.results, jsparse.evaluation.table, "
-        "jsparse.evaluation.plots\n"
+        "import sys, jsparse.evaluation.store, jsparse.evaluation.report.table, "
+        "jsparse.evaluation.report.plots\n"
     )
     check = loaded + "assert not {'jax', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

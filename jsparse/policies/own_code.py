@@ -1,0 +1,96 @@
+"""Finds policies in code of your own, named `path.py:function` or `module:function`.
+
+Only what a user types on a command line goes through here: it imports that code. Policy
+expressions are parsed and never import anything.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from jsparse.policies import expressions
+from jsparse.policy import Policy
+
+# folder/file.py:function or package.module:function, with or without arguments
+REFERENCE = re.compile(
+    r"(?P<source>[^()'\"]+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?P<arguments>\(.*\))?",
+    re.DOTALL,
+)
+
+
+def resolve(text: str) -> Policy:
+    """Build the policy that an expression names, or one of your own, whose module is imported.
+
+    A policy of your own is an object or a function marked `@builder`, which takes literals and
+    policies as arguments. What has been found is known to `expressions.parse` by the same text.
+
+    Raises:
+        ValueError: the expression is refused, or the reference leads to no policy.
+    """
+    reference = REFERENCE.fullmatch(text.strip())
+    if reference is None:
+        return expressions.parse(text)
+    expression = text.strip()
+    source, name, arguments = reference.group("source", "name", "arguments")
+    found = getattr(_module(expression, source), name, None)
+    if getattr(found, "builds_policy", False):
+        found = expressions.call(name, found, arguments or "()", expression)
+    if not isinstance(found, Policy):
+        raise ValueError(
+            f"policy={expression!r}: {name} must be a policy in {source}, or a function marked "
+            f"@builder, not {found!r}"
+        )
+    return expressions.remember(expression, found)
+
+
+def _module(expression: str, source: str) -> ModuleType:
+    try:
+        if not source.endswith(".py"):
+            with _searched(os.getcwd()):
+                return importlib.import_module(source)
+        return _import_file(Path(source).expanduser().resolve())
+    except Exception as error:  # whatever the code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if "importlib" in last.filename else f", {last.filename}:{last.lineno}"
+        raise ValueError(
+            f"policy={expression!r}: {source} cannot be imported ({reason}{where})"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file once, under a name of its own; it finds modules beside it."""
+    name = f"jsparse_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        with _searched(str(path.parent)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _searched(folder: str) -> Iterator[None]:
+    """Search a folder for modules first."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)

@@ -1,0 +1,116 @@
+"""Tests policies in code of one's own, and that only a command line imports it."""
+
+import sys
+
+import pytest
+from tiny import tiny_params
+
+import jsparse
+from jsparse import extend
+from jsparse.evaluation.plan import plan
+from jsparse.policies.expressions import parse
+from jsparse.policies.own_code import resolve
+from jsparse.policy import Policy
+
+OWN = """
+from jsparse.extend import Policy, builder, everything, whole_number
+
+@builder
+def newest(tokens: int = 8, base: Policy | None = None) -> Policy:
+    whole_number("tokens", tokens, 1)
+
+    def select(state, layer, q, cache):
+        return everything(cache.layers[layer].lengths), None, state
+
+    return Policy(select)
+
+plain = newest(3)
+wrong = 4
+
+def none():
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Return the path of a file with policies of one's own, which is also a module here."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "own_policies.py"
+    file.write_text(OWN)
+    yield file
+    sys.modules.pop("own_policies", None)
+
+
+@pytest.mark.parametrize("source", ["own_policies", "own_policies.py", "./own_policies.py"])
+@pytest.mark.parametrize("call", ["newest", "newest()", "newest(tokens=3, base=dense)", "plain"])
+def test_a_policy_of_ones_own_is_named_by_where_it_is(own, source, call):
+    policy = resolve(f"{source}:{call}")
+    assert isinstance(policy, Policy)
+    assert policy.name == f"{source}:{call}"
+    assert parse(policy.name) is policy is resolve(policy.name)
+    assert not [path for path in sys.path if path == str(own.parent)]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("own_policies.py:oldest", "oldest must be a policy in own_policies.py, or a function"),
+        (
+            "own_policies.py:wrong",
+            "wrong must be a policy in .* marked @builder, not 4",
+        ),
+        ("own_policies.py:none", "none must be a policy in own_policies.py, or a function marked"),
+        ("os:system('true')", "system must be a policy in os, or a function marked @builder"),
+        ("own_policies.py:newest(0)", "tokens=0: must be an integer of at least 1"),
+        ("own_policies.py:newest(size=1)", "unexpected keyword argument 'size'"),
+        ("own_policies.py:newest(tokens=open('x'))", "unknown policy 'open'"),
+        ("absent.py:newest", r"absent.py cannot be imported \(FileNotFoundError"),
+        ("absent_module:newest", r"absent_module cannot be imported \(ModuleNotFoundError"),
+        (
+            "broken.py:newest",
+            r"broken.py cannot be imported \(NameError: name 'x' is not defined, .*broken.py:1\)",
+        ),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_one_line(own, expression, message):
+    (own.parent / "broken.py").write_text("x\n")
+    with pytest.raises(ValueError, match=message) as error:
+        resolve(expression)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"policy={expression!r}: ") or "tokens=0" in message
+
+
+def test_ones_own_policy_decodes_and_is_evaluated(own, tmp_path):
+    policy, params = resolve(f"{own}:newest(tokens=4)").name, tiny_params()
+    out = jsparse.generate(params, [1, 2, 3], policy=policy, max_new_tokens=4, eos_token_id=[])
+    assert (
+        out.token_ids
+        == jsparse.generate(params, [1, 2, 3], max_new_tokens=4, eos_token_id=[]).token_ids
+    )
+    assert plan([policy], ["kl"], [64], 1).policies == ("dense()", policy)
+
+
+def test_what_a_method_s_author_needs_is_exported():
+    for name in extend.__all__:
+        assert getattr(extend, name) is not None
+
+
+def test_a_file_finds_modules_beside_it_and_may_have_dataclasses(own):
+    (own.parent / "my_helper.py").write_text("TOKENS = 3\n")
+    (own.parent / "with_helper.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "import jsparse\n"
+        "from my_helper import TOKENS\n"
+        "@dataclass\nclass Sizes:\n    tokens: int = TOKENS\n"
+        "mine = jsparse.streaming(sink=0, recent=Sizes().tokens)\n"
+    )
+    assert resolve("with_helper.py:mine").select is jsparse.streaming(sink=0, recent=3).select
+    sys.modules.pop("my_helper", None)
+
+
+def test_expressions_are_resolved_as_ever():
+    assert resolve(" streaming(sink=1)") is jsparse.streaming(sink=1)
+    with pytest.raises(ValueError, match="path.py:function stands alone, on a command line"):
+        resolve("keep(own.py:newest)")
