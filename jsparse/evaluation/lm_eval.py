@@ -33,6 +33,7 @@ from tqdm import tqdm
 from jsparse.generation import PAGE_SIZES, end_tokens, generate
 from jsparse.models.checkpoint import load
 from jsparse.policies.expressions import as_policy
+from jsparse.policies.own_code import resolve
 from jsparse.policy import Policy
 from jsparse.prompts import tokenizer_of
 from jsparse.runtime import capacity, scoring

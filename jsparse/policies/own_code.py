@@ -41,7 +41,7 @@ def resolve(text: str) -> Policy:
     expression = text.strip()
     source, name, arguments = reference.group("source", "name", "arguments")
     found = getattr(_module(expression, source), name, None)
-    if getattr(found, "builds_policy", False):
+    if callable(found) and getattr(found, "builds_policy", False):
         found = expressions.call(name, found, arguments or "()", expression)
     if not isinstance(found, Policy):
         raise ValueError(

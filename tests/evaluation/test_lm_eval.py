@@ -102,6 +102,12 @@ def test_answers_are_those_of_generate_with_the_policy(params):
     )
 
 
+def test_a_policy_in_a_file_of_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text("import jsparse\nmine = jsparse.streaming(sink=1)\n")
+    lm = model(policy=f"{tmp_path / 'own.py'}:mine")
+    assert lm.policy.select is jsparse.streaming(sink=1).select
+
+
 def test_batches_are_of_one_size_and_of_equal_arguments(monkeypatch):
     calls, real = [], adapter.generate
 
