@@ -4,14 +4,32 @@ docs/own_policy.md shows how to write one; `jsparse generate --policy my_policy.
 it.
 """
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads, read_pages, read_slots
+from jsparse.cache import (
+    CacheSpec,
+    KVCache,
+    LayerCache,
+    read_heads,
+    read_pages,
+    read_slots,
+    replace_layer,
+    truncate,
+)
+from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
 from jsparse.partials import Stats, StatsKind, merge
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
+    AppendFn,
+    FallbackFn,
+    InitFn,
+    MaintainFn,
     Policy,
+    PrefillFn,
     PrefillView,
+    SelectFn,
     State,
+    StatsFn,
+    UpdateFn,
     below_one,
     builder,
     fraction,
@@ -31,22 +49,31 @@ from jsparse.selection import (
 )
 
 __all__ = [
+    "AppendFn",
     "CacheSpec",
+    "FallbackFn",
     "Granularity",
+    "InitFn",
     "KVCache",
     "LayerCache",
+    "MaintainFn",
     "Policy",
+    "PrefillFn",
     "PrefillView",
+    "SelectFn",
     "Selection",
     "Sidecar",
     "State",
     "Stats",
+    "StatsFn",
     "StatsKind",
     "Threshold",
     "TopK",
     "TopP",
+    "UpdateFn",
     "below_one",
     "builder",
+    "compact_pages",
     "everything",
     "fraction",
     "from_page_mask",
@@ -57,9 +84,11 @@ __all__ = [
     "read_heads",
     "read_pages",
     "read_slots",
+    "replace_layer",
     "require_policy",
     "sidecar",
     "threshold_select",
+    "truncate",
     "union",
     "whole_number",
     "window",

@@ -4,31 +4,40 @@ An entry takes in whatever the cache does, at prefill and at every step.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache
-from jsparse.policy import PrefillView, State
+from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State
+from jsparse.shapes import ChunkKV, Lengths, Rows
 
 
 class Sidecar(NamedTuple):
     """Holds the functions of a policy whose state is a sidecar and nothing else."""
 
-    init: Callable[[CacheSpec], State]
-    prefill: Callable[[State, int, PrefillView], State]
-    append: Callable[..., State]
+    init: InitFn
+    prefill: PrefillFn
+    append: AppendFn
 
 
-def sidecar(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Sidecar:
+class TakeInFn(Protocol):
+    """Take new tokens of a layer into its entry."""
+
+    def __call__(
+        self, entry: Any, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /
+    ) -> Any: ...
+
+
+def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
     """Build a sidecar of all layers from the functions of one.
 
     Args:
         init: the function that makes the entry of a layer that holds nothing.
-        take_in: the function (entry, layer's cache, k[B, T, K, H], valid[B], first[B, K]) -> entry.
-            When it is called, the first `valid[b]` of T tokens have been written at the slots
-            first, first + 1, … of each head, and its lengths count them.
+        take_in: the function that takes new tokens in. When it is called, the first `valid[b]` of T
+            tokens have been written at the slots first, first + 1, … of each head, and its lengths
+            count them.
     """
 
     def layers(spec: CacheSpec) -> State:
