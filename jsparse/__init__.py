@@ -16,12 +16,10 @@ for _name in ("models", "train", "pallas_kernels"):
     if not (_FOLDER / _name).is_dir():
         raise ImportError(
             f"{_FOLDER / _name} must be a link to the folder {_name} of the checkout, which was "
-            "made without symbolic "
-            "links: clone again with `git clone -c core.symlinks=true`, or install a wheel"
+            "made without symbolic links: clone again with `git clone -c core.symlinks=true`, or "
+            "install a wheel"
         )
 deprecated.find_moved_modules()
-
-_RENAMED = {"full": "all_pages"}
 
 
 def _listed(stub: str) -> dict[str, tuple[str, str]]:
@@ -41,9 +39,10 @@ __all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedD
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        deprecated.warn([f"jsparse.{name}"], [f"jsparse.{_RENAMED[name]}"])
-        return __getattr__(_RENAMED[name])
+    if name in deprecated.RENAMED:
+        new = deprecated.RENAMED[name]
+        deprecated.warn([f"jsparse.{name}"], [f"jsparse.{new}"])
+        return __getattr__(new)
     if name == "__version__":
         value = _version()
     elif name in _HOMES:

@@ -51,6 +51,8 @@ MOVED = {
         "train.stretched": "train.stretch_and_rectify",
     }.items()
 }
+# policies, by their old names
+RENAMED = {"full": "all_pages"}
 GOES = "the old name goes in jsparse 0.3"
 Check = Callable[[Mapping[str, Any]], None]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jsparse import deprecated
+from jsparse.deprecated import RENAMED
 from jsparse.policies import POLICIES
 from jsparse.policy import Policy
 
-RENAMED = {"full": "all_pages"}
 EXAMPLE = "streaming(sink=4, recent=512)"
 # policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
 _FOUND: dict[str, Policy] = {}
