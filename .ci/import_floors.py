@@ -13,10 +13,19 @@ from pathlib import Path
 FLOORS = (
     ("vocabulary", "memory", "deprecated", "shapes", "threshold", "partials", "selection", "cache"),
     ("kernels", "pallas_kernels"),
-    ("contract", "policy"),
+    ("contract", "policy", "owners"),
     ("policies", "policies", "extend"),
     ("models", "models"),
-    ("runtime", "runtime", "prompts", "text_stream", "host_reader", "generation"),
+    (
+        "runtime",
+        "runtime",
+        "request",
+        "prompts",
+        "text_stream",
+        "host_reader",
+        "generation",
+        "conversation",
+    ),
     ("above runtime", "evaluation", "train", "channel_calibration", "model_info"),
     ("cli", "cli", "__main__"),
 )

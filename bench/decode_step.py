@@ -1,7 +1,7 @@
 """How long does one decode step of the 8B shape take, next to its bytes and to Hugging Face?
 
 Llama 3.1 8B's shape, random bf16 weights, a cache full of random K and V, greedy, one token per
-step, fed back on the device. Contenders, each in its own process:
+step, fed back on the device, by the session's own loop. Contenders, each in its own process:
 
     jsparse             the decode step, once for each policy of --policy
     hf-eager            transformers, StaticCache, SDPA
@@ -29,22 +29,24 @@ from bench.lib.llama_8b import LLAMA_8B, READ_BANDWIDTH, huggingface_model, stat
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
-WARM_UP, STEPS, RUNS = 5, 100, 5
+# programs that are not timed; steps per timing, in programs of any size; timings
+WARM_UP, STEPS, RUNS = 5, 96, 5
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
-def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
-    """Times the package's own step and sampler at a nearly full cache."""
+def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str, Any]:
+    """Times the package's own loop at a nearly full cache, `count` steps per program."""
     import jax
     import jax.numpy as jnp
 
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
-    from jsparse.models.transformer import Decoder, random_weights
-    from jsparse.runtime import session
-    from jsparse.runtime.sampling import Sampling
+    from jsparse.models.checkpoint import Params
+    from jsparse.models.transformer import random_weights
+    from jsparse.runtime.sampling import greedy
+    from jsparse.runtime.session import Held, Session
 
-    decoder, method = Decoder(LLAMA_8B, dtype=jnp.bfloat16), parse(policy, context)
+    method = parse(policy, context)
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
     spec = kv_cache.CacheSpec(
         LLAMA_8B.num_layers,
@@ -56,7 +58,7 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         context // 16,
         "bfloat16",
     )
-    held = context - WARM_UP - STEPS * RUNS - 1
+    held = context - WARM_UP * count - STEPS * RUNS - 1
     # keep_unused: else jit drops `like`, and its memory is not reused for the result
     random_pages = jax.jit(
         lambda key, like: jax.random.normal(key, like.shape, like.dtype),
@@ -75,27 +77,29 @@ def jsparse_step(batch: int, context: int, policy: str) -> dict[str, Any]:
         ),
         positions=jnp.full_like(cache.positions, held),
     )
-    state, tokens = state_after_prompt(method, spec, cache), jnp.ones(batch, jnp.int32)
-    key, greedy = jax.random.key(0), Sampling()
+    state = state_after_prompt(method, spec, cache)
+    params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b")
+    session = Session(params, method, spec, steps_per_program=count)
+    logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
+    session.adopt(Held(logits, cache, state), held)
+    del cache, state
+    results = session.steps(greedy, (), limits=[context] * batch)
+    next(results)
     began = time.perf_counter()
-
-    def step(tokens, cache, state):
-        logits, cache, state, shares = session.step(decoder, method, weights, tokens, cache, state)
-        return session.sample(greedy, logits, key, jnp.int32(0), None)[0], cache, state, shares
-
-    tokens, cache, state, shares = step(tokens, cache, state)
-    tokens.block_until_ready()
+    result = next(results)
+    result.tokens.block_until_ready()
     compiled = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
-        tokens, cache, state, shares = step(tokens, cache, state)
+        result = next(results)
     times = []
     for _ in range(RUNS):
-        tokens.block_until_ready()
+        result.tokens.block_until_ready()
         began = time.perf_counter()
-        for _ in range(STEPS):
-            tokens, cache, state, shares = step(tokens, cache, state)
-        tokens.block_until_ready()
-        times.append((time.perf_counter() - began) / STEPS)
+        for _ in range(STEPS // count):
+            result = next(results)
+        result.tokens.block_until_ready()
+        times.append((time.perf_counter() - began) / (STEPS // count * count))
+    shares = jax.tree.map(lambda x: x[-1], result.stats)
     stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "seconds": spread(times),
@@ -173,6 +177,12 @@ def main() -> None:
         help="policy expressions",
     )
     parser.add_argument(
+        "--steps-per-program",
+        type=int,
+        default=1,
+        help="steps of ours that are one program (default 1)",
+    )
+    parser.add_argument(
         "--child",
         nargs=3,
         metavar=("NAME", "CASE", "POLICY"),
@@ -183,13 +193,15 @@ def main() -> None:
         name, case, policy = args.child
         batch, context = map(int, case.split("x"))
         run = (
-            jsparse_step(batch, context, policy)
+            jsparse_step(batch, context, policy, args.steps_per_program)
             if name == "jsparse"
             else huggingface_step(batch, context, name)
         )
         print(json.dumps(run))
         return
+    count = args.steps_per_program
     settings = {"warm_up": WARM_UP, "steps": STEPS, "hf_steps": HF_STEPS, "runs": RUNS}
+    settings["steps_per_program"] = count
     report = {
         "benchmark": "decode_step",
         "environment": describe(allow_modified=args.allow_modified),
@@ -199,16 +211,18 @@ def main() -> None:
     for case in args.cases:
         for name in args.only:
             for policy in args.policy if name == "jsparse" else ["dense"]:
-                row = {"case": case, "name": name, "policy": policy, **measure(name, case, policy)}
+                run = measure(name, case, policy, count)
+                row = {"case": case, "name": name, "policy": policy, **run}
                 report["results"].append(row)
                 print(summary(row), flush=True)
                 write_report(args.json, report)
 
 
-def measure(name: str, case: str, policy: str) -> dict[str, Any]:
+def measure(name: str, case: str, policy: str, count: int) -> dict[str, Any]:
     """Measures one row in a child process; a contender that fails is a row with its error."""
     try:
-        row = run_child("bench.decode_step", ["--child", name, case, policy], timeout_s=400)
+        asked = ["--steps-per-program", str(count), "--child", name, case, policy]
+        row = run_child("bench.decode_step", asked, timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)[-600:]}
     if "weight_bytes" in row:

@@ -13,7 +13,6 @@ The mass is that of dense attention while the text of `jsparse eval` continues t
 """
 
 import argparse
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from jaxtyping import Float32
 
 from bench.lib.arguments import recording_parser
 from bench.lib.environment import describe
-from bench.lib.recording import text_tokens
+from bench.lib.text import text_tokens
 from jsparse.cache import KVCache
 from jsparse.evaluation.closeness import windows
 from jsparse.evaluation.teacher_forcing import force
@@ -78,7 +77,7 @@ def far_mass(
         )
     texts, continuation = windows(tokens[: prompts * length], length, steps)
     forcing = force(params, [summing()], texts, max_new_tokens=steps, continuation=continuation)
-    mass = np.asarray(deque(forcing.steps(1), maxlen=1)[0].state).mean(axis=1) / steps
+    mass = np.asarray(forcing.last_state(1)).mean(axis=1) / steps
     if not mass.any():
         raise ValueError(
             f"length={length}: "

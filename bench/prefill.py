@@ -30,7 +30,7 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.policy import dense
-    from jsparse.runtime import session
+    from jsparse.runtime.session import Session
 
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
     params = Params(weights, LLAMA_8B, None, {}, "random 8B")
@@ -48,7 +48,9 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
 
     def once() -> float:
         began = time.perf_counter()
-        session.prime(params, dense(), [ids], spec, lambda *_: None).logits.block_until_ready()
+        session = Session(params, dense(), spec)
+        session.read([ids])
+        session.held.logits.block_until_ready()
         return time.perf_counter() - began
 
     warm_up = once()

@@ -15,7 +15,6 @@ pruning and p, shares:
     python -m bench.twilight_mass --length 2048 --json build/twilight_mass.json
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,16 +27,17 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.recording import recording, text_tokens
 from bench.lib.subprocesses import write_report
+from bench.lib.text import text_tokens
 from jsparse.cache import KVCache, LayerCache
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
+from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policies.twilight import Prune, twilight
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy, at_layer
 from jsparse.selection import Selection, count_tokens, token_mask
 
 BASES = ("all_pages()", "quest(budget=512)", "streaming(sink=4, recent=508)", "tidal(budget=512)")
@@ -67,23 +67,20 @@ def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
             jnp.full((steps, spec.batch, n), jnp.nan) for n in (spec.num_kv_heads, spec.num_heads)
         )
         seen = Seen(queries, queries, heads, heads, heads, heads)
-        return pruned.init(spec), jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
+        return jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
 
-    def choose(state: State, layer: int, q: Array, cache: KVCache):
-        inner, steps_of, records = state
-        covered, *_ = base.select(inner[0], layer, q, cache)
-        chosen, summary, inner = pruned.select(inner, layer, q, cache)
+    def choose(state: Paired, layer: int, q: Array, cache: KVCache):
+        steps_of, records = state.own
+        covered, *_ = base.select(state.base.base, layer, q, cache)
+        chosen, summary, inner = pruned.select(state.base, layer, q, cache)
         if chosen.dense is not None:
-            return chosen, summary, (inner, steps_of, records)
+            return chosen, summary, Paired(inner, state.own)
         new = look(q, cache.layers[layer], covered, chosen, p)
         record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
-        return (
-            chosen,
-            summary,
-            (inner, steps_of.at[layer].add(1), (*records[:layer], record, *records[layer + 1 :])),
-        )
+        own = steps_of.at[layer].add(1), at_layer(records, layer, record)
+        return chosen, summary, Paired(inner, own)
 
-    return recording(pruned, init, choose)
+    return with_state(pruned, init, select=choose)
 
 
 def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: float) -> Seen:
@@ -128,7 +125,7 @@ def measure(
     forcing = force(params, policies, prompts, max_new_tokens=steps)
     rows = []
     for index, (prune, p) in enumerate(cases, 1):
-        _, _, records = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state)
+        _, records = jax.device_get(forcing.last_state(index).own)
         seen = {
             name: np.stack([getattr(record, name) for record in records]) for name in Seen._fields
         }

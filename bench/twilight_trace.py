@@ -9,7 +9,6 @@ finds less than everything would keep no more. lib/replay.py replays the counts 
 """
 
 import json
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ from jaxtyping import Array
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.recording import recording, text_tokens
+from bench.lib.text import text_tokens
 from jsparse.cache import KVCache
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
+from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import parse
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 
 RECORDED = "dense_layers(twilight(all_pages(), p=0.95), n=2)"
 LENGTHS = (1024, 2048, 4096, 8000)
@@ -38,25 +38,22 @@ def counting(policy: Policy, steps: int) -> Policy:
 
     def init(spec):
         counts = jnp.full((spec.num_layers, steps, spec.batch, spec.num_kv_heads), -1, jnp.int32)
-        return policy.init(spec), jnp.zeros(spec.num_layers, jnp.int32), counts
+        return jnp.zeros(spec.num_layers, jnp.int32), counts
 
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        inner, nth, counts = state
-        chosen, summary, inner = policy.select(inner, layer, q, cache)
+    def select(state: Paired, layer: int, q: Array, cache: KVCache):
+        nth, counts = state.own
+        chosen, summary, inner = policy.select(state.base, layer, q, cache)
         kept = chosen.count if chosen.dense is None else jnp.where(chosen.dense, -1, chosen.count)
-        return (
-            chosen,
-            summary,
-            (inner, nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept)),
-        )
+        own = nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept)
+        return chosen, summary, Paired(inner, own)
 
-    return recording(policy, init, select)
+    return with_state(policy, init, select=select)
 
 
 def record(params: Params, prompts: Sequence[Sequence[int]], steps: int) -> list[int]:
     """Returns the counts of all steps, layers and heads, by step."""
     forcing = force(params, [counting(parse(RECORDED), steps)], prompts, max_new_tokens=steps)
-    counts = np.asarray(deque(forcing.steps(1), maxlen=1)[0].state[2]).swapaxes(0, 1)
+    counts = np.asarray(forcing.last_state(1).own[1]).swapaxes(0, 1)
     return counts[counts >= 0].tolist()
 
 

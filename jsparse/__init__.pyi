@@ -22,6 +22,7 @@ from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight
 from jsparse.policy import Policy as Policy
 from jsparse.policy import dense as dense
+from jsparse.request import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection
 

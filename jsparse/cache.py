@@ -6,7 +6,7 @@ mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,11 @@ from jsparse.shapes import BlockTable, ChunkKV, Lengths, Pages, Rows
 
 
 class CacheSpec(NamedTuple):
-    """Holds the static sizes of a cache and of a policy's state (letters of jsparse.shapes)."""
+    """Holds the static sizes of a cache and of a policy's state (letters of jsparse.shapes).
+
+    `pool_pages` is None where every head has M pages of its own (the identity table). A number
+    gives each layer a pool of that many pages that all rows and heads share, one of them scratch.
+    """
 
     num_layers: int
     batch: int
@@ -27,6 +31,14 @@ class CacheSpec(NamedTuple):
     page_size: int
     num_pages: int
     dtype: Any
+    pool_pages: int | None = None
+
+    @property
+    def pages(self) -> int:
+        """Returns the number of physical pages per layer: the first axis of whatever is paged."""
+        if self.pool_pages is not None:
+            return self.pool_pages
+        return self.batch * self.num_kv_heads * self.num_pages
 
     @property
     def capacity(self) -> int:
@@ -40,8 +52,8 @@ class CacheSpec(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Returns the number of slots of all heads of all rows and layers."""
-        return self.num_layers * self.batch * self.num_kv_heads * self.capacity
+        """Returns the number of slots of all pages of all layers."""
+        return self.num_layers * self.pages * self.page_size
 
 
 class FreeList(NamedTuple):
@@ -62,7 +74,8 @@ class LayerCache(NamedTuple):
             because attention may multiply by 0 what it does not attend to.
         lengths: the number of tokens held, per row and head.
         block_table: the physical page of each logical page; None is the identity.
-        free: the unused pages, if there is a table; the identity frees nothing.
+        free: the unused pages, if there is a table whose pages the device hands out; None with a
+            table means that the host writes the table. The identity frees nothing.
         bias: a term added to the logit of each slot; None unless a policy asks for it.
         slot_positions: the text position of each slot; None unless a policy asks for it.
     """
@@ -94,34 +107,61 @@ class LayerCache(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Holds all layers, the next text position of each row, and whether room ever ran out."""
+    """Holds all layers, and what is known of each row.
+
+    The last three fields are lent to the hooks of a policy by whoever runs them, for one call, and
+    are None in between. They are not the cache's own: constants are passed like the weights.
+
+    Attributes:
+        layers: K and V, per layer.
+        positions: the next text position of each row.
+        overflow: rows that found no room for a token. Such a row keeps what it held and takes in
+            nothing more.
+        constants: arrays that belong to the model, by name, among those that the policy `needs`.
+        knobs: hyper-parameters that differ by row, by name: one number per row.
+        active: the rows that take part in this step; None is all.
+    """
 
     layers: tuple[LayerCache, ...]
     positions: Rows
-    overflow: Bool[Array, ""]
+    overflow: Bool[Array, "B"]
+    constants: Mapping[str, Array] | None = None
+    knobs: Mapping[str, Array] | None = None
+    active: Bool[Array, "B"] | None = None
+
+
+class Lent(NamedTuple):
+    """Holds what hooks may borrow for one call, in the fields of KVCache that have these names."""
+
+    constants: Mapping[str, Array] | None = None
+    knobs: Mapping[str, Array] | None = None
+
+
+NOTHING = Lent()
+
+
+def lend(cache: KVCache, lent: Lent) -> KVCache:
+    """Returns the cache with these fields; `lend(cache, NOTHING)` takes them back."""
+    return cache._replace(constants=lent.constants, knobs=lent.knobs)
 
 
 OPTIONAL_FIELDS = ("bias", "slot_positions")
 
 
-def init(
-    spec: CacheSpec, *, fields: tuple[str, ...] = (), pool_pages: int | None = None
-) -> KVCache:
-    """Returns an empty cache.
+def init(spec: CacheSpec, *, fields: tuple[str, ...] = ()) -> KVCache:
+    """Returns an empty cache; where the spec has a shared pool, with block tables and free lists.
 
     Args:
         spec: the sizes.
         fields: the names in OPTIONAL_FIELDS to allocate.
-        pool_pages: None gives every head its own M pages (the identity table). A number gives each
-            layer a shared pool of that many pages, one of them scratch, with a block table and a
-            free list.
+
+    Raises:
+        ValueError: a field is unknown, or the pool has fewer than two pages.
     """
-    heads = (spec.batch, spec.num_kv_heads)
-    pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
-    if pool_pages is not None and pool_pages < 2:
-        raise ValueError(
-            f"pool_pages={pool_pages}: must be at least 2, one page and the scratch page"
-        )
+    heads, pages = (spec.batch, spec.num_kv_heads), spec.pages
+    paged = spec.pool_pages is not None
+    if paged and pages < 2:
+        raise ValueError(f"pool_pages={pages}: must be at least 2, one page and the scratch page")
     unknown = set(fields) - set(OPTIONAL_FIELDS)
     if unknown:
         raise ValueError(
@@ -129,7 +169,6 @@ def init(
         )
 
     def layer() -> LayerCache:
-        paged = pool_pages is not None
         return LayerCache(
             k=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
             v=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
@@ -145,7 +184,33 @@ def init(
         )
 
     layers = tuple(layer() for _ in range(spec.num_layers))
-    return KVCache(layers, jnp.zeros(spec.batch, jnp.int32), jnp.bool_(False))
+    no_row = jnp.zeros(spec.batch, jnp.bool_)
+    return KVCache(layers, jnp.zeros(spec.batch, jnp.int32), no_row)
+
+
+def spec_of(cache: KVCache, num_heads: int) -> CacheSpec:
+    """Returns the sizes of a cache, for a model of `num_heads` query heads."""
+    layer = cache.layers[0]
+    batch, heads = layer.lengths.shape
+    pages, page_size, head_dim = layer.k.shape
+    return CacheSpec(
+        len(cache.layers),
+        batch,
+        num_heads,
+        heads,
+        head_dim,
+        page_size,
+        layer.num_pages,
+        layer.k.dtype,
+        None if layer.block_table is None else pages,
+    )
+
+
+def taking_part(cache: KVCache, tokens: int) -> Rows:
+    """Returns how many of `tokens` new tokens each row takes in: all, or none if it is inactive."""
+    if cache.active is None:
+        return jnp.full(cache.positions.shape, tokens, jnp.int32)
+    return jnp.where(cache.active, tokens, 0)
 
 
 def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[Array, "B K n"]:
@@ -189,7 +254,7 @@ def append(
 ) -> KVCache:
     """Appends the first `valid[b]` of T new tokens to each head of row b: `grow`, then `fill`."""
     cache = grow(cache, valid, k.shape[1], layers=(layer_idx,))
-    return fill(cache, layer_idx, k, v, positions, valid)
+    return fill(cache, layer_idx, k, v, positions, taken(cache, valid))
 
 
 def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
@@ -198,27 +263,32 @@ def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None
     It does so in all layers at once, or in those that are named: with the identity table that is
     one launch for all of them.
 
-    A token that finds no room sets `cache.overflow`, and the output of its head must not be used
-    from then on; no other head's tokens are touched.
+    A row that finds no room in some layer, or found none earlier, is marked in `cache.overflow` and
+    grows nowhere: it keeps what it held. `taken` says how many tokens `fill` may write.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
     held = [cache.layers[i] for i in chosen]
-    lengths = [layer.lengths + valid[:, None] for layer in held]
-    grown, short = zip(
-        *(_allocate(layer, n, most) for layer, n in zip(held, lengths, strict=True)), strict=True
-    )
     # layers first, then heads: XLA would take apart a reduction over a stack of layers
     full = functools.reduce(
-        jnp.logical_or, (n > layer.capacity for layer, n in zip(held, lengths, strict=True))
+        jnp.logical_or, (layer.lengths + valid[:, None] > layer.capacity for layer in held)
     )
+    short = (rows for layer in held if (rows := _short_of_pages(layer, valid, most)) is not None)
     cache = cache._replace(
-        overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full))
+        overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full, axis=1))
     )
+    valid = taken(cache, valid)
+    lengths = [layer.lengths + valid[:, None] for layer in held]
+    grown = [_allocate(layer, valid, most) for layer in held]
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their
     # (donated) place
     for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
         cache = replace_layer(cache, i, layer._replace(lengths=n))
     return cache
+
+
+def taken(cache: KVCache, valid: Rows) -> Rows:
+    """Returns how many of `valid[b]` new tokens row b takes in: none where room ran out."""
+    return jnp.where(cache.overflow, 0, valid)
 
 
 def fill(
@@ -308,26 +378,39 @@ def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
     return (tokens + page_size - 1) // page_size
 
 
-def _allocate(
-    layer: LayerCache, lengths: Lengths, max_new: int
-) -> tuple[LayerCache, Bool[Array, ""]]:
-    """Gives heads the pages for growing to `lengths`; also returns whether the pool ran dry.
+def _wanted(layer: LayerCache, valid: Rows, most: int) -> tuple[Array, Array]:
+    """Returns the logical pages that `valid[b]` ≤ `most` more tokens may touch, and which are new.
 
-    A head that finds no free page gets the scratch page.
+    Both are [B, K, n].
+    """
+    first = _pages_for(layer.lengths, layer.page_size)
+    last = _pages_for(layer.lengths + valid[:, None], layer.page_size)
+    page = first[:, :, None] + jnp.arange(-(-most // layer.page_size) + 1, dtype=jnp.int32)
+    return page, (page < last[:, :, None]) & (page < layer.num_pages)
+
+
+def _short_of_pages(layer: LayerCache, valid: Rows, most: int) -> Bool[Array, "B"] | None:
+    """Marks the rows for which too few pages are free; rows are served in their order.
+
+    It is None where the device hands out no pages.
     """
     if layer.block_table is None or layer.free is None:
-        return layer, jnp.bool_(False)
-    first = _pages_for(layer.lengths, layer.page_size)
-    step = jnp.arange(-(-max_new // layer.page_size) + 1, dtype=jnp.int32)
-    page = first[:, :, None] + step
-    wanted = (page < _pages_for(lengths, layer.page_size)[:, :, None]) & (page < layer.num_pages)
+        return None
+    _, wanted = _wanted(layer, valid, most)
+    per_row = jnp.sum(wanted, axis=(1, 2), dtype=jnp.int32)
+    return (jnp.cumsum(per_row) > layer.free.count) & (per_row > 0)
+
+
+def _allocate(layer: LayerCache, valid: Rows, most: int) -> LayerCache:
+    """Gives heads the pages for `valid[b]` ≤ `most` more tokens, which must be free."""
+    if layer.block_table is None or layer.free is None:
+        return layer
+    page, wanted = _wanted(layer, valid, most)
     order = jnp.cumsum(wanted.reshape(-1), dtype=jnp.int32).reshape(wanted.shape)
-    at = layer.free.count - order
-    taken = jnp.where(at >= 0, layer.free.pages[jnp.maximum(at, 0)], layer.k.shape[0] - 1)
+    pages = layer.free.pages[jnp.maximum(layer.free.count - order, 0)]
     row, head = jnp.indices(layer.lengths.shape, dtype=jnp.int32)
     table = layer.block_table.at[
         row[:, :, None], head[:, :, None], jnp.where(wanted, page, layer.num_pages)
-    ].set(taken, mode="drop")
-    total = order.reshape(-1)[-1]
-    free = layer.free._replace(count=jnp.maximum(layer.free.count - total, 0))
-    return layer._replace(block_table=table, free=free), total > layer.free.count
+    ].set(pages, mode="drop")
+    free = layer.free._replace(count=layer.free.count - order.reshape(-1)[-1])
+    return layer._replace(block_table=table, free=free)

@@ -15,12 +15,13 @@ from jaxtyping import Array, Float32
 
 from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.generation import cache_spec
 from jsparse.host_reader import OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.channel_ranking import Ranking
-from jsparse.policy import Policy, PrefillView, State, builder, dense
-from jsparse.runtime import capacity, prefill, session
+from jsparse.policy import Policy, PrefillView, State, at_layer, builder, dense
+from jsparse.runtime import capacity, prefill
+from jsparse.runtime.capacity import cache_spec
+from jsparse.runtime.session import Session
 
 
 def calibrate_channels(
@@ -48,8 +49,9 @@ def calibrate_channels(
         policy = _weighed(max(prefill.chunk_sizes(len(ids), chunk)))
         capacity.require_fit(spec, policy)
         with capacity.exhaustion(spec):
-            state = jax.device_get(session.prime(params, policy, [ids], spec, report).state)
-        weights += np.concatenate(state)
+            session = Session(params, policy, spec)
+            session.read([ids], report)
+        weights += np.concatenate(jax.device_get(session.held.state))
     return np.argsort(-weights, axis=-1, kind="stable").astype(np.int32)
 
 
@@ -65,7 +67,7 @@ def _weighed(window: int) -> Policy:
         return tuple(jnp.zeros(shape, jnp.float32) for _ in range(spec.num_layers))
 
     def take(state: State, layer: int, view: PrefillView) -> State:
-        return (*state[:layer], state[layer] + _weights(view), *state[layer + 1 :])
+        return at_layer(state, layer, state[layer] + _weights(view))
 
     return dense()._replace(init=init, prefill=take, window=window)
 

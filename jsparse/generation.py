@@ -1,26 +1,23 @@
-"""Defines `generate`, which validates a request and runs it with jsparse.runtime.session."""
+"""Defines `generate`, which checks requests and runs them with jsparse.runtime.session."""
 
-import time
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, overload
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jsparse import prompts
-from jsparse.cache import CacheSpec
 from jsparse.host_reader import Generation, OnProgress, Reader, Row, Streamer
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy
-from jsparse.runtime import capacity, session
+from jsparse.policy import Policy, whole_number
+from jsparse.request import Request, SamplingParams, knobs, requests
+from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.sampling import Sampling
+from jsparse.runtime.sampling import chooser
+from jsparse.runtime.session import Session
 from jsparse.text_stream import TextStream
 
-PAGE_SIZES = (8, 16, 32, 64)
 Message = Mapping[str, Any]
 OnePrompt = str | Sequence[int] | Sequence[Message]
 # str is a sequence of str, so that many texts are a list or a tuple
@@ -42,6 +39,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: bool
     streamer: Streamer | Sequence[Streamer] | None
     policy: Policy | str
+    sampling: SamplingParams | Sequence[SamplingParams] | None
     max_length: int | None
     page_size: int
     on_progress: OnProgress | None
@@ -75,6 +73,7 @@ def generate(
     logprobs: bool = False,
     streamer: Streamer | Sequence[Streamer] | None = None,
     policy: Policy | str = "dense",
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     max_length: int | None = None,
     page_size: int = 16,
     on_progress: OnProgress | None = None,
@@ -82,7 +81,8 @@ def generate(
     """Continues a prompt, or a batch of prompts.
 
     The decode step is compiled once for each batch size, capacity and policy, prefill also for each
-    size of its last chunk, a power of two. Other prompts and options need no new compilation.
+    size of its last chunk, a power of two. Greedy decoding and sampling are two programs; other
+    prompts and other values of options need no new compilation.
 
     Args:
         params: the model that `jsparse.load` returned.
@@ -104,6 +104,8 @@ def generate(
             prompt.
         policy: the policy, or its expression, that chooses what decoding attends to. The prompt is
             always read densely.
+        sampling: how to continue each prompt, one SamplingParams for all or one per prompt; then
+            none of the options from max_new_tokens to logprobs may be given.
         max_length: the cache's capacity in tokens; None fits the longest prompt and max_new_tokens,
             rounded up so that few sizes are compiled.
         page_size: the number of tokens per page: 8, 16, 32 or 64.
@@ -116,138 +118,111 @@ def generate(
         ValueError: an argument is out of its range, or prompt and new tokens do not fit.
     """
     rows, alone = prompts.encode(params, prompt)
-    options = _sampling(params, temperature, top_k, top_p, min_p, repetition_penalty)
     chosen = as_policy(policy)
-    stop = stop_strings(params, stop)
-    ends = end_tokens(params, eos_token_id)
-    spec = cache_spec(params, rows, max_new_tokens, max_length, page_size)
+    options = sampling_params(
+        params,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        eos_token_id=eos_token_id,
+        logprobs=logprobs,
+    )
+    if sampling is not None and options != SamplingParams():
+        raise ValueError(
+            "sampling: must not be given with other options of sampling, such as max_new_tokens"
+        )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
-    streamers = _streamers(streamer, len(rows), alone)
-    capacity.require_fit(spec, chosen)
-    keep_compilations()
-    report = on_progress or (lambda *_: None)
-    reader = Reader(
-        [Row(TextStream(params.tokenizer, stop), ends, emit) for emit in streamers],
-        max_new_tokens,
-        report,
+    asked = requests(params, rows, options if sampling is None else sampling, chosen, seed=seed)
+    spec = capacity.cache_spec(
+        params, rows, [request.sampling.max_tokens for request in asked], max_length, page_size
     )
-    began = time.perf_counter()
-    with capacity.exhaustion(spec):
-        primed = session.prime(params, chosen, rows, spec, report)
-        session.decode(params, chosen, options, rows, primed, seed, reader)
-    outs = [reader.generation(i, len(ids), began, logprobs) for i, ids in enumerate(rows)]
+    streamers = _streamers(streamer, len(rows), alone)
+    session = Session(params, chosen, spec)
+    capacity.require_fit(spec, chosen)
+    outs = run(session, asked, streamers, on_progress or (lambda *_: None))
     return outs[0] if alone else outs
 
 
-def _sampling(params: Params, temperature, top_k, top_p, min_p, repetition_penalty) -> Sampling:
-    given = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    chosen = {name: _number(name, value) for name, value in given.items() if value is not None}
-    defaults = {
-        name: value
-        for name, value in params.generation_defaults.items()
-        if name in Sampling._fields
-    }
-    return Sampling(**(defaults | chosen)).validate()
+def run(
+    session: Session,
+    asked: Sequence[Request],
+    streamers: Sequence[Streamer],
+    report: OnProgress,
+    read: Sequence[Sequence[int]] | None = None,
+) -> list[Generation]:
+    """Reads the prompts of a session's next turn and decodes the answers.
 
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name}={value!r}: must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: must be a number that fits in a float") from None
-    return int(number) if isinstance(value, Integral) else number
-
-
-def stop_strings(params: Params, stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the strings that end a text.
+    `read` are the tokens to read of each prompt, where a further turn has read some before.
 
     Raises:
-        ValueError: one is not a string or is empty, or there is no tokenizer to find them.
+        ValueError: the device's memory does not suffice.
     """
-    if not isinstance(stop, Sequence):
-        raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in stop:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop={list(stop)!r}: must be strings of at least one character")
-    if stop:
-        prompts.tokenizer_of(params, "stop")
-    return stop
+    keep_compilations()
+    began = session.clock()
+    with capacity.exhaustion(session.spec):
+        session.read([request.ids for request in asked] if read is None else read, report)
+        return answers(session, asked, streamers, report, began)
 
 
-def end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    """Returns the tokens that end a text, by default the model's own.
-
-    Raises:
-        ValueError: a token is outside the vocabulary.
-    """
-    if eos_token_id is None:
-        eos_token_id = params.generation_defaults.get("eos_token_id")
-    if eos_token_id is None:
-        return frozenset(params.tokenizer.eos_token_ids if params.tokenizer else ())
-    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
-    for token in ids:
-        if (
-            not isinstance(token, int)
-            or isinstance(token, bool)
-            or not 0 <= token < params.config.vocab_size
-        ):
-            raise ValueError(
-                f"eos_token_id={token!r}: must be token ids from 0 to "
-                f"{params.config.vocab_size - 1}"
-            )
-    return frozenset(ids)
+def answers(
+    session: Session,
+    asked: Sequence[Request],
+    streamers: Sequence[Streamer],
+    report: OnProgress,
+    began: float,
+) -> list[Generation]:
+    """Decodes the answers to prompts that the session has read, since the time `began`."""
+    tokenizer = session.params.tokenizer
+    rows = [
+        Row(request, TextStream(tokenizer, tuple(request.sampling.stop)), emit)
+        for request, emit in zip(asked, streamers, strict=True)
+    ]
+    reader = Reader(rows, report, session.clock)
+    choose, given = chooser(asked, session.params.config.vocab_size)
+    limits = [request.sampling.max_tokens for request in asked]
+    reader.read_all(session.steps(choose, given, limits=limits, knobs=knobs(asked)))
+    return reader.generations(began)
 
 
-def cache_spec(
+def sampling_params(
     params: Params,
-    rows: list[list[int]],
+    *,
     max_new_tokens: int,
-    max_length: int | None,
-    page_size: int,
-) -> CacheSpec:
-    """Returns the cache's sizes.
+    stop: str | Sequence[str],
+    eos_token_id: int | Sequence[int] | None,
+    logprobs: bool = False,
+    **options: float | None,
+) -> SamplingParams:
+    """Returns the SamplingParams for options that are named as `generate` names them.
 
     Raises:
-        ValueError: an argument is out of its range, or prompt and new tokens do not fit the model
-            or the capacity asked for.
+        ValueError: a value is outside its range.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
-        if name == "max_length" and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
-    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
-        raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
-    config, longest = params.config, max(map(len, rows))
-    needed = longest + max_new_tokens
-    limits = {"the model's maximum": config.max_position_embeddings, "max_length": max_length}
-    for name, limit in limits.items():
-        if limit is not None and needed > limit:
-            raise ValueError(
-                f"prompt of {longest} tokens + max_new_tokens={max_new_tokens} is {needed}: "
-                f"must be at most {limit}, {name}"
-            )
-    slots = capacity.bucket(needed, page_size) if max_length is None else max_length
-    return CacheSpec(
-        num_layers=config.num_layers,
-        batch=len(rows),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        num_pages=-(-slots // page_size),
-        dtype=jnp.dtype(params.dtype),
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    return SamplingParams(
+        max_tokens=max_new_tokens,
+        stop=stop,
+        stop_token_ids=_end_tokens(params, eos_token_id),
+        ignore_eos=eos_token_id is not None,
+        logprobs=0 if logprobs else None,
+        **options,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return ()
+    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
+    vocab = params.config.vocab_size
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise ValueError(f"eos_token_id={token!r}: must be token ids from 0 to {vocab - 1}")
+    return tuple(ids)
 
 
 def _streamers(

@@ -1,26 +1,26 @@
 """Reads results back from the device and turns them into ids, text and statistics.
 
 The host reads each step a few steps after it was dispatched, so that the device never waits for it.
-A stop rule or a full cache that it finds then ends the loop; the few steps made in the meantime are
-dropped.
+A stop rule that it finds then ends the loop; the few steps made in the meantime are dropped.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
-from jsparse.runtime.decode_step import StepStats
+from jsparse.request import Request
+from jsparse.runtime.prefill import OnProgress
+from jsparse.runtime.session import StepResult
 from jsparse.text_stream import TextStream
 
+# steps that the device may be ahead of the host; one program, where that is more
 HOST_LAG = 2
 Streamer = Callable[[str], Any]
-OnProgress = Callable[[str, int, int], Any]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class GenerationStats:
         prompt_tokens, new_tokens: this prompt's number of tokens, and of new tokens.
         prefill_seconds: the time until the first token of the batch was known, including prefill's
             compilation, if there was any.
-        decode_tokens_per_second: the speed of all rows together, from the second token on and so
-            without compilation; None for fewer than three tokens.
+        decode_tokens_per_second: the speed of all rows together after their first tokens, without
+            compilation; None if no decode step was run.
         attended_fraction: tokens attended over positions so far, averaged over steps, layers and KV
             heads; None if no decode step was run.
         read_fraction: the same fraction for tokens whose K and V were read.
@@ -56,7 +56,8 @@ class Generation:
         token_ids: the new ids, including the end token if one came.
         logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
             options; None unless asked for.
-        finish_reason: "stop" (an end token or a stop string) or "length".
+        finish_reason: "stop" (an end token or a stop string), "length", or "overflow" where the
+            row found no more room in the cache: the policy left too little.
         stats: counts, times and attended fractions.
     """
 
@@ -67,21 +68,12 @@ class Generation:
     logprobs: list[float] | None = None
 
 
-class StepResult(NamedTuple):
-    """Holds one step's results, still on the device."""
-
-    tokens: Array
-    logprobs: Array
-    stats: StepStats | None
-    overflow: Array
-
-
 @dataclass
 class Row:
     """Collects one prompt's growing output on the host."""
 
+    request: Request
     stream: TextStream
-    ends: frozenset[int]
     emit: Streamer
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -89,19 +81,17 @@ class Row:
     read: list[float] = field(default_factory=list)
     finish: str | None = None
 
-    def take(self, token: int, logprob: float, attended: float | None, read: float | None) -> None:
-        if self.finish:
-            return
+    def take(self, token: int, logprob: float) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if attended is not None and read is not None:
-            self.attended.append(attended)
-            self.read.append(read)
-        piece = "" if token in self.ends else self.stream.push(token)
+        is_end = token in self.request.ends
+        piece = "" if is_end else self.stream.push(token)
         if piece:
             self.emit(piece)
-        if token in self.ends or self.stream.stopped:
+        if is_end or self.stream.stopped:
             self.close("stop")
+        elif len(self.ids) == self.request.sampling.max_tokens:
+            self.close("length")
 
     def close(self, reason: str) -> None:
         """Ends the row and emits what was held back, unless it completes a stop string."""
@@ -111,64 +101,78 @@ class Row:
             self.finish = "stop" if self.stream.stopped else reason
 
 
-@dataclass
 class Reader:
-    """Reads steps late, gives each row its token, and knows when all rows are done."""
+    """Reads steps late, gives each row its token, and knows when all rows are done.
 
-    rows: list[Row]
-    max_new_tokens: int
-    report: OnProgress
-    pending: deque[StepResult] = field(default_factory=deque)
-    times: list[float] = field(default_factory=list)
+    Attributes:
+        rows: the output of each prompt so far.
+    """
 
-    def push(self, step: StepResult) -> None:
-        for array in jax.tree.leaves(step):
-            array.copy_to_host_async()
-        self.pending.append(step)
-        # wait for the first token, so that it is shown before the decode step compiles
-        while len(self.pending) > (HOST_LAG if self.times else 0):
+    def __init__(
+        self,
+        rows: list[Row],
+        report: OnProgress = lambda *_: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Prepares to read the steps of these rows; `clock` times them, in seconds."""
+        self.rows, self._report, self._clock = rows, report, clock
+        self._most = max(row.request.sampling.max_tokens for row in rows)
+        self._pending: deque[StepResult] = deque()
+        self._times: list[float] = []
+
+    def read_all(self, steps: Iterable[StepResult]) -> None:
+        """Reads steps as they are dispatched, until all rows are done; then stops iterating."""
+        for step in steps:
+            for array in jax.tree.leaves(step):
+                array.copy_to_host_async()
+            self._pending.append(step)
+            # wait for the first token, so that it is shown before the decode step compiles
+            lag = max(HOST_LAG, step.tokens.shape[0]) if self._times else 0
+            while sum(pending.tokens.shape[0] for pending in self._pending) > lag:
+                self._read()
+            if self.finished:
+                break
+        while self._pending:
             self._read()
-
-    def drain(self) -> None:
-        while self.pending:
-            self._read()
-        for row in self.rows:
-            row.close("length")
 
     @property
     def finished(self) -> bool:
+        """Whether no row wants more tokens."""
         return all(row.finish for row in self.rows)
 
     def _read(self) -> None:
-        step = jax.device_get(self.pending.popleft())
-        if self.finished:
-            return
-        if step.overflow:
-            raise RuntimeError(
-                "the cache's page pool ran out: nothing after this token would be right"
-            )
-        self.times.append(time.perf_counter())
-        for b, row in enumerate(self.rows):
-            shares = (
-                (None, None)
-                if step.stats is None
-                else (float(step.stats.attended[b]), float(step.stats.read[b]))
-            )
-            row.take(int(step.tokens[b]), float(step.logprobs[b]), *shares)
-        self.report("decode", len(self.times), self.max_new_tokens)
+        results = jax.device_get(self._pending.popleft())
+        now = self._clock()
+        for nth, (tokens, logprobs, overflow) in enumerate(
+            zip(results.tokens, results.logprobs, results.overflow, strict=True)
+        ):
+            if self.finished:
+                return
+            self._times.append(now)
+            for b, row in enumerate(self.rows):
+                if row.finish:
+                    continue
+                if overflow[b]:
+                    row.close("overflow")
+                    continue
+                if results.stats is not None:
+                    row.attended.append(float(results.stats.attended[nth, b]))
+                    row.read.append(float(results.stats.read[nth, b]))
+                row.take(int(tokens[b]), float(logprobs[b]))
+            self._report("decode", len(self._times), self._most)
 
-    def generation(
-        self, index: int, prompt_tokens: int, began: float, logprobs: bool
-    ) -> Generation:
-        row, times = self.rows[index], self.times
-        # the first interval holds the compilation of the step
-        made = sum(max(len(row.ids) - 2, 0) for row in self.rows)
-        rate = made / (times[-1] - times[1]) if len(times) > 2 else None
+    def generations(self, began: float) -> list[Generation]:
+        """Returns what was generated; `began` is when, by the clock, the prompts were given."""
+        return [self._generation(row, began) for row in self.rows]
+
+    def _generation(self, row: Row, began: float) -> Generation:
+        times = self._times
+        made = sum(max(len(row.ids) - 1, 0) for row in self.rows)
         stats = GenerationStats(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(row.request.ids),
             new_tokens=len(row.ids),
             prefill_seconds=times[0] - began,
-            decode_tokens_per_second=rate,
+            decode_tokens_per_second=made / (times[-1] - times[0]) if made else None,
             attended_fraction=float(np.mean(row.attended)) if row.attended else None,
             read_fraction=float(np.mean(row.read)) if row.read else None,
         )
@@ -177,5 +181,5 @@ class Reader:
             row.ids,
             row.finish or "length",
             stats,
-            row.logprobs if logprobs else None,
+            None if row.request.sampling.logprobs is None else row.logprobs,
         )

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 StatsKind = Literal["page_mass", "token_logits"]
 
@@ -21,6 +21,20 @@ class Stats(NamedTuple):
 
     scores: Float32[Array, "B K units"]
     lse: Float32[Array, "B K"]
+
+
+class Summary(NamedTuple):
+    """Holds what stands for tokens that a selection leaves out: a partial merged into attention.
+
+    Attributes:
+        o, lse: the partial; lse = -inf where there is nothing to merge.
+        attended, read: the tokens per head that count as attended and as read on its account.
+    """
+
+    o: Float32[Array, "B N H"]
+    lse: Float32[Array, "B N"]
+    attended: Int32[Array, "B K"] | int = 0
+    read: Int32[Array, "B K"] | int = 0
 
 
 class AttentionOut(NamedTuple):

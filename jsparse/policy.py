@@ -8,14 +8,21 @@ shapes, hyper-parameters) and never on values.
 The state is any pytree of arrays that `init` returns, of fixed shapes and dtypes; by convention a
 tuple with one entry per layer, so that updating a layer touches its own arrays alone. It never
 holds the cache's arrays (both are donated). It is threaded through the layers in order, so what one
-layer decides reaches the next.
+layer decides reaches the next. Every array belongs either to the rows of the batch, and has an axis
+of `spec.batch`, or to the pages of the cache, and has one of `spec.pages` (jsparse.owners).
 
-The engine calls, for every prompt chunk and layer, `prefill`; for every decode step and layer,
-`append`, `select` and, after attention, `update`. While a token is taken in, `cache.positions` is
-still its own position (of several, the first's), and a layer's lengths count it from `append` on;
-those of later layers may do so already. Every `period` steps it calls `maintain`. Every
-`correct_every` steps it computes the newest tokens again as one dense chunk, overwrites their K and
-V and calls `append` for them once more: writing a position again replaces it.
+The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
+every decode step and layer, `append`, `select` and, after attention, `update`. While a token is
+taken in, `cache.positions` is still its own position (of several, the first's), and a layer's
+lengths count it from `append` on; those of later layers may do so already. Every `period` tokens of
+its own a row goes through `maintain`, and every `correct_every` tokens the newest are computed
+again as one dense chunk, their K and V are overwritten, and `append` is called for them once more:
+writing a position again replaces it. A further turn of a conversation cuts rows back to the end of
+the last prompt and calls `prefill` for what follows: what `prefill` builds at the last chunk must
+be built from nothing.
+
+In a decode step some rows may be inactive (`cache.active`). The engine puts their row arrays back
+as they were; a method that writes page arrays of its own skips such rows itself, as sidecars do.
 
 InitFn … FallbackFn below give the signatures; docs/contract.md shows how five methods fit.
 """
@@ -25,18 +32,20 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jsparse import deprecated
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
 from jsparse.deprecated import renamed_arguments
-from jsparse.partials import Stats, StatsKind
+from jsparse.partials import Stats, StatsKind, Summary
 from jsparse.selection import Selection, everything
-from jsparse.shapes import ChunkKV, Partial, Queries, Rows, Tokens
+from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
 
 State = Any
+Shares = Literal["pages", "keys"]
 
 
 class PrefillView(NamedTuple):
@@ -94,12 +103,12 @@ class AppendFn(Protocol):
 class SelectFn(Protocol):
     """Choose what each KV head attends to in one decode step.
 
-    The second result is None or a summary, an (o, lse) partial that is merged into attention's.
+    The second result is None or a Summary, which is merged into attention's result.
     """
 
     def __call__(
         self, state: State, layer: int, q: Queries, cache: KVCache, /
-    ) -> tuple[Selection, Partial | None, State]: ...
+    ) -> tuple[Selection, Summary | None, State]: ...
 
 
 class UpdateFn(Protocol):
@@ -111,9 +120,28 @@ class UpdateFn(Protocol):
 
 
 class MaintainFn(Protocol):
-    """Rework state and cache between steps, in a jitted call of its own."""
+    """Rework state and cache between steps, in a jitted call of its own.
+
+    Both hold only the rows that are due. Rows are treated apart: what becomes of one must not
+    depend on the others.
+    """
 
     def __call__(self, state: State, cache: KVCache, /) -> tuple[State, KVCache]: ...
+
+
+class AfterPromptFn(Protocol):
+    """Rework state and cache once, after the prompt and before the first step.
+
+    It runs outside jit: what it returns may have other capacities, or lie in another memory.
+    """
+
+    def __call__(self, state: State, cache: KVCache, /) -> tuple[State, KVCache]: ...
+
+
+class MostFn(Protocol):
+    """Return the number of slots that a head can come to hold after `after_prompt`."""
+
+    def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
 
 
 class StatsFn(Protocol):
@@ -151,15 +179,25 @@ class Policy(NamedTuple):
         select: chooses what is attended to.
         init: makes the state; by default there is none.
         prefill, append, update, maintain: keep it up to date; by default they change nothing.
+        after_prompt: reworks state and cache once, before the first step; None changes nothing.
+        most: the slots that a head can come to hold after `after_prompt`; None is the tokens of the
+            prompt and the new ones.
+        evicts: whether heads lose tokens, so that slots no longer tell positions. Wrappers that
+            rely on these refuse such a method, and a further dense chunk cannot follow.
         stats: names the report that attention makes: None, "page_mass" or "token_logits".
         fallback: where it is true, the layer is dense in this step, and neither select nor sparse
             attention runs; None is never. It speaks for the whole batch: where rows differ, select
             must make the rows concerned dense itself.
-        period: steps between calls of maintain; 0 is never.
+        period: new tokens of a row between its calls of maintain; 0 is never.
         window: W, the number of last prompt queries that prefill wants.
-        correct_every: steps between corrections; 0 is never. Not for methods whose maintain
-            truncates heads: a correction requires all heads of a row to hold the same tokens.
-        needs: optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS).
+        correct_every: new tokens of a row between its corrections; 0 is never. Not for methods that
+            evict: a correction requires all heads of a row to hold the same tokens.
+        needs: optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS),
+            and constants of the model, which hooks find in `cache.constants`.
+        shares: what other requests with the same prefix may use. "pages": K, V and the page arrays
+            of the state, which depend on nothing but the tokens up to them. "keys": K and V, from
+            which the state is built anew. None: nothing.
+        per_row: hyper-parameters that may differ by row; `knob` reads them.
         dense_at: hyper-parameters at which the method equals dense attention; None where there are
             none.
         name: the expression that builds it.
@@ -177,8 +215,23 @@ class Policy(NamedTuple):
     window: int = 0
     correct_every: int = 0
     needs: tuple[str, ...] = ()
+    after_prompt: AfterPromptFn | None = None
+    most: MostFn | None = None
+    evicts: bool = False
+    shares: Shares | None = None
+    per_row: tuple[str, ...] = ()
     dense_at: Mapping[str, Any] | None = None
     name: str = ""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The optional fields of the cache among what the method needs."""
+        return tuple(name for name in self.needs if name in OPTIONAL_FIELDS)
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The constants of the model among what the method needs."""
+        return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
 
     @property
     def full(self) -> Mapping[str, Any] | None:
@@ -200,6 +253,10 @@ class Policy(NamedTuple):
 Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
+# the call and the arguments that built each policy
+_BUILT: dict[Policy, tuple[Callable[..., Policy], dict[str, Any]]] = {}
+
+
 def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
     """Mark a function of hyper-parameters as a method.
 
@@ -210,10 +267,13 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
 
     @functools.cache
     def once(arguments: tuple[tuple[str, type, Any], ...]) -> Policy:
-        policy = call(**{key: value for key, _, value in arguments})
+        given = {key: value for key, _, value in arguments}
+        policy = call(**given)
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
         dense_at = None if policy.dense_at is None else MappingProxyType(dict(policy.dense_at))
-        return policy._replace(name=f"{build.__name__}({shown})", dense_at=dense_at)
+        policy = policy._replace(name=f"{build.__name__}({shown})", dense_at=dense_at)
+        _BUILT[policy] = call, given
+        return policy
 
     @functools.wraps(build)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Policy:
@@ -252,6 +312,45 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str | Policy | None)
 
 
+def at_layer(state: State, layer: int, entry: Any) -> State:
+    """Return a state of one entry per layer with the entry of `layer` replaced."""
+    return (*state[:layer], entry, *state[layer + 1 :])
+
+
+def knob(cache: KVCache, name: str, value: Any) -> Any:
+    """Return a hyper-parameter per row and head [B, K] where rows have their own, else `value`."""
+    if cache.knobs is None or name not in cache.knobs:
+        return value
+    rows = cache.knobs[name]
+    rows = jnp.where(jnp.isnan(rows), value, rows)
+    return jnp.broadcast_to(rows[:, None], cache.layers[0].lengths.shape)
+
+
+def require_knob(policy: Policy, name: str, value: Any) -> None:
+    """Raise ValueError unless rows may give the hyper-parameter `name` this value.
+
+    The value must be one that the method's builder takes.
+    """
+    if name not in policy.per_row:
+        allowed = sorted({"dense", *policy.per_row})
+        raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    build, arguments = _BUILT.get(policy, (None, {}))
+    if build is not None and name in arguments:
+        build(**{**arguments, name: value})
+        return
+    for inner in arguments.values():
+        if isinstance(inner, Policy) and name in inner.per_row:
+            require_knob(inner, name, value)
+
+
+def require_stays(name: str, policy: Policy, reason: str) -> None:
+    """Raise ValueError if a policy evicts; `reason` says what for its tokens must stay."""
+    if policy.evicts:
+        raise ValueError(f"{name}={policy}: must leave tokens in their slots, {reason}")
+
+
 def whole_number(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless a hyper-parameter is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -283,4 +382,4 @@ def dense() -> Policy:
     def select(state: State, layer: int, q: Array, cache: KVCache):
         return everything(cache.layers[layer].lengths), None, state
 
-    return Policy(select, dense_at={})
+    return Policy(select, shares="pages", dense_at={})

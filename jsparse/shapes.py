@@ -9,7 +9,7 @@ A token's "slot" is its place in its head's cache; its "position" is its place i
 RoPE needs. They are equal until a policy compacts a head.
 """
 
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 Queries = Float[Array, "B N H"]
 ChunkQueries = Float[Array, "B T N H"]
@@ -19,7 +19,6 @@ BlockTable = Int32[Array, "B K M"]
 Lengths = Int32[Array, "B K"]
 Rows = Int32[Array, "B"]
 Tokens = Int32[Array, "B T"]
-Partial = tuple[Float32[Array, "B N H"], Float32[Array, "B N"]]
 HeadFlags = Bool[Array, "B K"]
 Ids = Int32[Array, "B K C"]
 Bits = UInt32[Array, "B K C"]

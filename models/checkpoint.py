@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Params:
             far as generation_config.json states them; without a temperature the model wants greedy
             decoding.
         name: the name under which the model was loaded, for messages.
+        constants: arrays that policies need of the model, by name, such as "key_constants".
     """
 
     weights: Weights
@@ -52,6 +53,7 @@ class Params:
     tokenizer: Tokenizer | None
     generation_defaults: dict[str, Any]
     name: str
+    constants: Mapping[str, jax.Array] = field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:

@@ -33,10 +33,9 @@ class Int4Keys(NamedTuple):
     zero: Float16[Array, "pages P"]
 
 
-def init(spec: CacheSpec, *, pool_pages: int | None = None) -> Int4Keys:
-    """Make the keys of an empty layer; `pool_pages` means what it means to the cache's init."""
-    pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
-    rows = (pages, spec.page_size)
+def init(spec: CacheSpec) -> Int4Keys:
+    """Make the keys of an empty layer."""
+    rows = (spec.pages, spec.page_size)
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
     return Int4Keys(
         packed, jnp.ones(rows, jnp.float16), jnp.zeros(rows, jnp.float16)

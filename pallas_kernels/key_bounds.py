@@ -88,12 +88,9 @@ def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def init(
-    spec: CacheSpec, *, form: type[Bounds] = PageBounds, pool_pages: int | None = None
-) -> Bounds:
-    """Make the bounds of an empty layer; `pool_pages` means what it means to the cache's init."""
-    pages = spec.batch * spec.num_kv_heads * spec.num_pages if pool_pages is None else pool_pages
-    keys = jax.ShapeDtypeStruct((pages, spec.head_dim), spec.dtype)
+def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds) -> Bounds:
+    """Make the bounds of an empty layer."""
+    keys = jax.ShapeDtypeStruct((spec.pages, spec.head_dim), spec.dtype)
     return jax.tree.map(
         lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys)
     )

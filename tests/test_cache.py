@@ -1,6 +1,5 @@
 """Tests the cache against a model of dicts of lists: contents, owners of pages, overflow."""
 
-import functools
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ class Pair:
     """
 
     def __init__(self, pool_pages: int | None):
-        self.cache = kv.init(SPEC, fields=FIELDS, pool_pages=pool_pages)
+        self.cache = kv.init(SPEC._replace(pool_pages=pool_pages), fields=FIELDS)
         self.heads = {head: [] for head in HEADS}
         self.pool_pages = pool_pages
         self.written = 0
@@ -140,10 +139,10 @@ def test_any_history_reads_back_as_written(pool_pages, history):
     for name, numbers in history:
         if name == "append" and not pair.fits(numbers):
             pair.append(numbers)
-            assert bool(pair.cache.overflow)
+            assert pair.cache.overflow.any()
             return
         getattr(pair, "rewrite" if name == "write" else name)(numbers)
-        assert not bool(pair.cache.overflow)
+        assert not pair.cache.overflow.any()
         pair.check()
         if pool_pages is not None:
             pair.check_pages()
@@ -158,42 +157,40 @@ def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
         held = {head: len(rows) for head, rows in pair.heads.items()}
         fitted = pair.fits(valid)
         pair.append(valid)
-        assert bool(pair.cache.overflow) == (not fitted)
+        overflow = np.asarray(pair.cache.overflow)
+        assert overflow.any() == (not fitted)
         if not fitted:
             break
     keys = np.asarray(kv.read_heads(pair.layer.k, pair.layer))
     for (b, n), rows in pair.heads.items():
-        expected = np.array([row[0] for row in rows[: held[b, n]]]).reshape(-1, H)
-        np.testing.assert_array_equal(keys[b, n, : held[b, n]], expected)
-    if pool_pages is None:
-        whole = [
-            row[0] for rows in pair.heads.values() for row in (rows + [(np.zeros(H),)] * S)[:S]
-        ]
-        np.testing.assert_array_equal(
-            keys.reshape(-1, H), whole
-        )  # what fits is written, the rest nowhere
+        # a row without room takes in nothing, the others everything
+        taken = [row[0] for row in (rows[: held[b, n]] if overflow[b] else rows)]
+        assert int(pair.layer.lengths[b, n]) == len(taken)
+        np.testing.assert_array_equal(keys[b, n, : len(taken)], np.array(taken).reshape(-1, H))
+        if pool_pages is None:
+            assert not keys[b, n, len(taken) :].any()
 
 
 def test_overflow_stays_set():
     pair = Pair(None)
     for _ in range(3):
         pair.append([T, 0])
-    assert bool(pair.cache.overflow)
+    assert pair.cache.overflow.any()
     pair.truncate([0] * (B * K))
     pair.append([1, 1])
-    assert bool(pair.cache.overflow)
+    assert pair.cache.overflow.any()
 
 
 def test_a_pool_can_be_filled_to_its_last_page():
     pair = Pair(9)
     for valid in ([T, 2], [2, T], [0, 0]):
         pair.append(valid)
-        assert not bool(pair.cache.overflow)
+        assert not pair.cache.overflow.any()
         pair.check()
         pair.check_pages()
     assert int(pair.layer.free.count) == 0
     pair.append([0, 1])
-    assert bool(pair.cache.overflow)
+    assert pair.cache.overflow.any()
 
 
 def test_freed_pages_are_reused():
@@ -203,7 +200,7 @@ def test_freed_pages_are_reused():
         pair.check_pages()
         pair.truncate([0] * (B * K))
         pair.check_pages()
-    assert not bool(pair.cache.overflow)
+    assert not pair.cache.overflow.any()
     assert int(pair.layer.free.count) == 7
 
 
@@ -275,12 +272,26 @@ def test_spec_states_sizes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "arguments", "message"),
     [
-        ({"fields": ("bias", "age")}, r"unknown \['age'\], must be among"),
-        ({"pool_pages": 1}, "pool_pages=1: must be at least 2"),
+        ({}, {"fields": ("bias", "age")}, r"unknown \['age'\], must be among"),
+        ({"pool_pages": 1}, {}, "pool_pages=1: must be at least 2"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, message):
+def test_wrong_arguments_are_refused(sizes, arguments, message):
     with pytest.raises(ValueError, match=message):
-        functools.partial(kv.init, SPEC, **arguments)()
+        kv.init(SPEC._replace(**sizes), **arguments)
+
+
+def test_a_row_without_room_stops_and_the_others_go_on():
+    """A pool of 8 pages, one of them scratch; row 1 would need a page for each of its heads."""
+    pair = Pair(8)
+    pair.append([T, 2])
+    pair.append([0, 3])
+    assert pair.cache.overflow.tolist() == [False, True]
+    free = int(pair.layer.free.count)
+    lengths = np.asarray(pair.layer.lengths).tolist()
+    pair.append([1, 1])
+    assert pair.cache.overflow.tolist() == [False, True]
+    assert np.asarray(pair.layer.lengths).tolist() == [[n + 1 for n in lengths[0]], lengths[1]]
+    assert int(pair.layer.free.count) == free

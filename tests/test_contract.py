@@ -331,8 +331,8 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     """
     params, policy = tiny_params(), shrink()
     expected, rules = slow_logits("maintenance, bias and positions")
-    spec = spec_of(params, len(LENGTHS), page_size=PAGE)
-    cache = kv_cache.init(spec, fields=policy.needs, pool_pages=pool_pages)
+    spec = spec_of(params, len(LENGTHS), page_size=PAGE)._replace(pool_pages=pool_pages)
+    cache = kv_cache.init(spec, fields=policy.needs)
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
     tokens = np.zeros((len(LENGTHS), 40), np.int32)
     for b, prompt in enumerate(PROMPTS):
@@ -366,7 +366,7 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
         if held.free is not None:
             pages = np.ceil(lengths / PAGE).sum()
             assert int(held.free.count) == pool_pages - 1 - pages
-    assert not cache.overflow
+    assert not cache.overflow.any()
     # heads that hold less can attend to less: the shares are of positions, not of the slots that
     # are left
     longest = max(
@@ -402,8 +402,8 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
     states = []
     correct = session.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state):
-        cache, state = correct(decoder, policy, weights, tokens, cache, state)
+    def watched(decoder, policy, weights, tokens, cache, state, lent):
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, lent)
         states.append(float(state))
         return cache, state
 

@@ -10,9 +10,9 @@ import pytest
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import host_reader, memory
+from jsparse import generation, memory
 from jsparse.policy import Policy, dense
-from jsparse.runtime import capacity, prefill, session
+from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
@@ -44,10 +44,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     steps = max(map(len, ids))
     table = np.array([r + [5] * (steps - len(r)) for r in ids], np.int32)
 
-    def sample(_, logits, key, step, seen):
-        return jnp.asarray(table[:, int(step)]), jnp.zeros(len(rows))
-
-    monkeypatch.setattr(session, "sample", sample)
+    monkeypatch.setattr(generation, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     return jsparse.generate(
         params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options)
@@ -375,10 +372,10 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
 
     correct = session.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state):
+    def watched(decoder, policy, weights, tokens, cache, state, lent):
         calls.append(("correct", int(cache.positions[0])))
         newest.append(np.asarray(tokens))
-        return correct(decoder, policy, weights, tokens, cache, state)
+        return correct(decoder, policy, weights, tokens, cache, state, lent)
 
     newest = []
     monkeypatch.setattr(session, "correct", watched)
@@ -394,13 +391,20 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
     )
 
 
-def test_a_pool_that_ran_dry_is_an_error(params):
+def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
     def maintain(state, cache):
-        return state, cache._replace(overflow=jnp.bool_(True))
+        return state, cache._replace(overflow=cache.overflow.at[1].set(True))
 
-    policy = dense()._replace(maintain=maintain, period=2)
-    with pytest.raises(RuntimeError, match="ran out"):
-        jsparse.generate(params, PROMPTS[2], max_new_tokens=9, policy=policy, eos_token_id=[])
+    policy = dense()._replace(maintain=maintain, period=4)
+    options = {"max_new_tokens": 9, "eos_token_id": []}
+    whole = jsparse.generate(params, PROMPTS, **options)
+    outs = jsparse.generate(params, PROMPTS, policy=policy, **options)
+    assert [out.finish_reason for out in outs] == ["length", "overflow", "length"]
+    assert [out.token_ids for out in outs] == [
+        whole[0].token_ids,
+        whole[1].token_ids[:5],
+        whole[2].token_ids,
+    ]
 
 
 # Compilations
@@ -408,11 +412,10 @@ def test_a_pool_that_ran_dry_is_an_error(params):
 
 def compilations():
     return traces(
-        session.step,
-        session.sample,
+        session.decode_steps,
+        session.first_tokens,
         session.first_logits,
         session.empty,
-        session._mark_seen,
         prefill.prefill_chunk,
     )
 
@@ -548,7 +551,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
 def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
     """One row ends at once, the other goes on: a step takes a second, so one token per second."""
     clock = iter(range(1000))
-    monkeypatch.setattr(host_reader.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(session.Session, "clock", lambda _: float(next(clock)))
     free = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])
     assert free[0].stats.decode_tokens_per_second == pytest.approx(2.0)
     end = free[0].token_ids[0]

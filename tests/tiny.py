@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jsparse
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
+from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
-from jsparse.runtime import prefill, session
+from jsparse.runtime import capacity, prefill, sampling
+from jsparse.runtime.session import Session
 
 VOCAB = 300
 
@@ -68,27 +69,31 @@ def engine_logits(
     forced: np.ndarray,
     *,
     chunk: int = 512,
-    **options,
+    page_size: int = 16,
+    max_length: int | None = None,
+    steps_per_program: int = 1,
 ) -> np.ndarray:
-    """Runs `generate` itself with `forced` in place of what it would sample; float32[steps, B, V].
+    """Runs a session on forced tokens; float32[steps, B, V].
 
     Entry i holds the logits after the prompt and the first i forced tokens. Prompts are read in
     pieces of `chunk`.
     """
-    seen = []
-
-    def sample(_, logits, key, step, mask):
-        seen.append(np.asarray(logits))
-        return jnp.asarray(forced[:, int(step)]), jnp.zeros(len(prompts))
-
+    steps = forced.shape[1]
+    spec = capacity.cache_spec(params, prompts, steps, max_length, page_size)
+    session = Session(params, as_policy(policy), spec, steps_per_program=steps_per_program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "sample", sample)
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
-        steps = forced.shape[1]
-        jsparse.generate(
-            params, prompts, policy=policy, max_new_tokens=steps, eos_token_id=[], **options
-        )
-    return np.stack(seen)
+        session.read(prompts)
+    return forced_logits(session, forced)
+
+
+def forced_logits(session: Session, forced: np.ndarray) -> np.ndarray:
+    """Decodes forced tokens after what a session has read; float32[steps, B, V]."""
+    rows, steps = forced.shape
+    # one size for any number of steps: tables of two sizes would be two programs
+    table = jnp.asarray(np.pad(forced, ((0, 0), (0, -steps % 32))).T)
+    results = session.steps(sampling.forced, table, limits=[steps] * rows, keep_logits=True)
+    return np.concatenate([np.asarray(result.logits) for result in results])
 
 
 def traces(*jitted: Any) -> list[int]:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.cache import LayerCache, read_heads, replace_layer, slot_positions, truncate
-from jsparse.partials import softmax_partial
+from jsparse.partials import Summary, softmax_partial
 from jsparse.policy import Policy, builder
+from jsparse.policy import at_layer as replaced
 from jsparse.selection import Selection, from_token_mask
 from jsparse.threshold import compact, top_k_mask
 
@@ -134,7 +135,7 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         lse = jnp.repeat(jnp.where(dense, -jnp.inf, 0.0), group, axis=1)
         return (
             Selection(ids, count, dense=dense),
-            (jnp.broadcast_to(value[..., None], q.shape), lse),
+            Summary(jnp.broadcast_to(value[..., None], q.shape), lse),
             state,
         )
 
@@ -211,7 +212,7 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
         )
         key = jnp.repeat(read_heads(held.k, held)[:, :, 0], group, axis=1)
         lse = jnp.einsum("bnh,bnh->bn", q, key) * q.shape[-1] ** -0.5 - 1.0
-        return chosen, (value.astype(jnp.float32), lse.astype(jnp.float32)), state
+        return chosen, Summary(value.astype(jnp.float32), lse.astype(jnp.float32)), state
 
     def update(state, layer, stats, cache):
         some = jnp.isfinite(stats.lse)[..., None]
@@ -293,7 +294,13 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
         )
         return truncate(held, count)
 
-    return Policy(select, maintain=maintain, period=period, needs=("bias", "slot_positions"))
+    return Policy(
+        select,
+        maintain=maintain,
+        period=period,
+        needs=("bias", "slot_positions"),
+        evicts=True,
+    )
 
 
 @builder
@@ -330,8 +337,3 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
         return Selection(chosen.ids, chosen.count, dense=dense, granularity="token"), None, state
 
     return Policy(select, init=init, prefill=prefill, append=append, fallback=fallback)
-
-
-def replaced(state, layer, entry):
-    """The state with one layer's entry replaced."""
-    return (*state[:layer], entry, *state[layer + 1 :])

@@ -69,19 +69,10 @@ def teacher_cache(decoder: Decoder, weights: Weights, batch: Batch, match: Match
 def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows) -> tuple[KV, ...]:
     """Returns K and V of the first `held` tokens, from the engine's own prefill."""
     config, (rows, size) = decoder.config, context.shape
-    sizes = prefill.chunk_sizes(size, prefill.chunk_tokens(decoder, rows))
     shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
-    spec = CacheSpec(*shape, page_size=16, num_pages=-(-sum(sizes) // 16), dtype=decoder.dtype)
+    spec = CacheSpec(*shape, page_size=16, num_pages=-(-size // 16), dtype=decoder.dtype)
     carry = prefill.start(decoder, dense(), kv_cache.init(spec), ())
-    tokens = jnp.pad(context, ((0, 0), (0, sum(sizes) - size)))
-    done = 0
-    for chunk in sizes:
-        valid = jnp.clip(held - done, 0, chunk)
-        part = tokens[:, done : done + chunk]
-        carry = prefill.prefill_chunk(
-            decoder, dense(), weights, part, valid, carry, last=done + chunk == sum(sizes)
-        )
-        done += chunk
+    carry = prefill.read_prompts(decoder, dense(), weights, context, held, carry)
     return tuple(
         (read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers
     )

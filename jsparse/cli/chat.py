@@ -6,17 +6,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from jsparse.cli.console import Bars, TextOutput, print_error, print_stats
+from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
 from jsparse.cli.options import GenerationOptions, takes_generation_options
 
 if TYPE_CHECKING:
+    from jsparse.conversation import Conversation
     from jsparse.models.checkpoint import Params
 
 Messages = list[dict[str, str]]
 
 
 class Chat:
-    """Holds a conversation with a model; every turn reads the whole conversation again."""
+    """Holds a conversation with a model.
+
+    A further turn reads only the last answer and the new message, after what the session has read
+    of the conversation. Everything is read anew where that cannot be: the policy evicts tokens, the
+    template rewrites what was said before, or the cache has become too small.
+    """
 
     def __init__(
         self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
@@ -39,10 +45,11 @@ class Chat:
             [{"role": "system", "content": system}] if system is not None else []
         )
         self.messages = list(self._opening)
+        self._conversation: Conversation | None = None
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        self.messages = list(self._opening)
+        self.messages, self._conversation = list(self._opening), None
 
     def answer(self, text: str) -> None:
         """Streams the answer to one more message; an interrupted answer is kept as far as it came.
@@ -50,19 +57,19 @@ class Chat:
         Raises:
             ValueError: `jsparse.generate` refused the message, which is then forgotten.
         """
-        from jsparse.generation import generate
+        from jsparse.conversation import Conversation
 
+        if self._conversation is None:
+            self._conversation = Conversation(self._params, **self._arguments)
+            if self._conversation.reads_anew:
+                print_note(self._conversation.reads_anew)
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         output = TextOutput(self._bars)
         made = None
         try:
             with suppress(KeyboardInterrupt):
-                made = generate(
-                    self._params,
-                    asked,
-                    streamer=output,
-                    on_progress=self._bars.prefill,
-                    **self._arguments,
+                made = self._conversation.answer(
+                    asked, streamer=output, on_progress=self._bars.prefill
                 )
         finally:
             self._bars.close()

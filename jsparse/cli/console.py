@@ -49,6 +49,11 @@ def print_error(error: BaseException) -> None:
     print("error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
 
 
+def print_note(text: str) -> None:
+    """Prints `note: …` on standard error, as one line."""
+    print("note:", " ".join(text.split("\n")), file=sys.stderr, flush=True)
+
+
 class Bars:
     """Shows the progress of loading and generating on standard error.
 

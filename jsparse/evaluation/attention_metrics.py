@@ -7,7 +7,6 @@ compares with dense attention on the same query and cache. The decode step does 
     print(attention_metrics(forcing)[0].heads.recall.mean())
 """
 
-from collections import deque
 from typing import NamedTuple
 
 import jax
@@ -18,12 +17,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
 from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.pallas_kernels.threshold_select.reference import pooled
-from jsparse.partials import merge, softmax_partial
+from jsparse.partials import Summary, merge, softmax_partial
+from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.policy import Policy, at_layer, builder, require_stays, whole_number
 from jsparse.selection import Selection, count_tokens, token_mask
-from jsparse.shapes import Lengths, Partial, Queries, Rows
+from jsparse.shapes import Lengths, Queries, Rows
 from jsparse.threshold import top_k_mask
 
 
@@ -72,17 +72,10 @@ class AttentionMetrics(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Holds one layer's sums over the steps so far, and their number."""
+    """Holds one layer's sums over the steps so far, and their number in each row."""
 
     heads: HeadMetrics
-    steps: Int32[Array, ""]
-
-
-class MeasuredState(NamedTuple):
-    """Holds the wrapped policy's state, and one Sums per layer."""
-
-    policy: State
-    sums: tuple[Sums, ...]
+    steps: Int32[Array, "B"]
 
 
 @builder
@@ -96,46 +89,26 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
     whole_number("top_k", top_k, 0)
     base = as_policy(policy)
 
-    def reading(hook):
-        return lambda state, *args: hook(state.policy, *args)
+    require_stays("policy", base, "since dense attention over what is left is no yardstick")
 
-    def passed_on(hook):
-        return lambda state, *args: state._replace(policy=hook(state.policy, *args))
-
-    def init(spec: CacheSpec) -> MeasuredState:
+    def init(spec: CacheSpec) -> tuple[Sums, ...]:
         def zeros() -> Float32[Array, "B K"]:
             return jnp.zeros((spec.batch, spec.num_kv_heads), jnp.float32)
 
         def layer() -> Sums:
-            return Sums(HeadMetrics(*(zeros() for _ in HeadMetrics._fields)), jnp.int32(0))
+            heads = HeadMetrics(*(zeros() for _ in HeadMetrics._fields))
+            return Sums(heads, jnp.zeros(spec.batch, jnp.int32))
 
-        return MeasuredState(base.init(spec), tuple(layer() for _ in range(spec.num_layers)))
+        return tuple(layer() for _ in range(spec.num_layers))
 
-    def select(state: MeasuredState, layer: int, q: Queries, cache: KVCache):
-        chosen, summary, inner = base.select(state.policy, layer, q, cache)
-        heads, steps = state.sums[layer]
+    def select(state: Paired, layer: int, q: Queries, cache: KVCache):
+        chosen, summary, inner = base.select(state.base, layer, q, cache)
+        heads, steps = state.own[layer]
         new = _head_metrics(q, cache.layers[layer], cache.positions, chosen, summary, top_k)
         added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
-        return (
-            chosen,
-            summary,
-            MeasuredState(inner, (*state.sums[:layer], added, *state.sums[layer + 1 :])),
-        )
+        return chosen, summary, Paired(inner, at_layer(state.own, layer, added))
 
-    def maintain(state: MeasuredState, cache: KVCache):
-        inner, cache = base.maintain(state.policy, cache)
-        return state._replace(policy=inner), cache
-
-    return base._replace(
-        select=select,
-        init=init,
-        prefill=passed_on(base.prefill),
-        append=passed_on(base.append),
-        update=passed_on(base.update),
-        maintain=maintain,
-        fallback=base.fallback and reading(base.fallback),
-        dense_at=None,
-    )
+    return with_state(base, init, select=select)._replace(dense_at=None)
 
 
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
@@ -156,12 +129,13 @@ def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
 
 
 def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
-    if not isinstance(forcing.shared.states[index], MeasuredState):
+    state = forcing.shared.held.state[index]
+    if not isinstance(state, Paired) or not any(isinstance(x, Sums) for x in state.own):
         raise ValueError(
             f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)"
         )
-    sums = jax.device_get(deque(forcing.steps(index), maxlen=1)[0].state.sums)
-    steps = np.stack([layer.steps for layer in sums])
+    sums = jax.device_get(forcing.last_state(index).own)
+    steps = np.stack([layer.steps[0] for layer in sums])
     with np.errstate(invalid="ignore"):
         heads = jax.tree.map(
             lambda *layers: np.stack(layers) / np.float32(steps[:, None, None]),
@@ -175,7 +149,7 @@ def _head_metrics(
     held: LayerCache,
     positions: Rows,
     chosen: Selection,
-    summary: Partial | None,
+    summary: Summary | None,
     top_k: int,
 ) -> HeadMetrics:
     """Computes one step's metrics in plain jnp: everything the head holds is read."""
@@ -185,9 +159,13 @@ def _head_metrics(
     o, kept_lse = _attend(jnp.where(mask[:, :, None], logits, -jnp.inf), values)
     lse = kept_lse
     if summary is not None:
-        o, lse = merge(o, lse, *(part.reshape(*lse.shape, *part.shape[2:]) for part in summary))
+        summary = Summary(*summary)
+        parts = (summary.o, summary.lse)
+        o, lse = merge(o, lse, *(part.reshape(*lse.shape, *part.shape[2:]) for part in parts))
     error = jnp.linalg.norm(exact_o - o, axis=-1) / jnp.linalg.norm(exact_o, axis=-1)
     attended, read = count_tokens(chosen, held.lengths, held.page_size)
+    if summary is not None:
+        attended, read = attended + summary.attended, read + summary.read
     return HeadMetrics(
         recall=_recall(pooled(logits, softmax=True), mask, held.lengths, top_k),
         mass=jnp.mean(jnp.exp(kept_lse - exact_lse), axis=-1),

@@ -54,7 +54,7 @@ def closeness(forcing: Forcing) -> Closeness:
     their axis B.
     """
     names = tuple(map(str, forcing.shared.policies))
-    tokens = np.stack(jax.device_get(forcing.tokens), axis=-1)
+    tokens = np.asarray(forcing.tokens).T
     compared = zip(*(_compare(forcing, index) for index in range(len(names))), strict=True)
     return Closeness(names, tokens, *map(np.stack, compared))
 

@@ -30,14 +30,15 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jsparse.generation import PAGE_SIZES, end_tokens, generate
+from jsparse.generation import generate
 from jsparse.models.checkpoint import load
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.own_code import resolve
 from jsparse.policy import Policy
 from jsparse.prompts import tokenizer_of
+from jsparse.request import OFF, end_tokens
 from jsparse.runtime import capacity, scoring
-from jsparse.runtime.sampling import Sampling
+from jsparse.runtime.capacity import PAGE_SIZES
 
 _log = logging.getLogger(__name__)
 
@@ -295,8 +296,8 @@ class JSparseLM(TemplateLM):
         del given["do_sample"]  # it has set the temperature
         stop = [text for text in given.pop("until") if text]
         new_tokens = _count("max_gen_toks", given.pop("max_gen_toks"))
-        if unknown := given.keys() - set(Sampling._fields):
-            known = ("until", "max_gen_toks", "do_sample", *Sampling._fields)
+        if unknown := given.keys() - OFF.keys():
+            known = ("until", "max_gen_toks", "do_sample", *OFF)
             raise ValueError(
                 f"generation arguments {sorted(unknown)}: must be among {', '.join(known)}"
             )
@@ -304,12 +305,16 @@ class JSparseLM(TemplateLM):
             raise ValueError(
                 f"max_gen_toks={new_tokens}: must be less than max_length={self.max_length}"
             )
-        ends = end_tokens(self._params, None) | self._control_tokens(stop)
-        return Sampling(**given)._asdict() | {
-            "max_new_tokens": new_tokens,
-            "stop": stop,
-            "eos_token_id": sorted(ends),
-        }
+        ends = end_tokens(self._params) | self._control_tokens(stop)
+        return (
+            OFF
+            | given
+            | {
+                "max_new_tokens": new_tokens,
+                "stop": stop,
+                "eos_token_id": sorted(ends),
+            }
+        )
 
     def _control_tokens(self, texts: list[str]) -> set[int]:
         """Returns the ids of texts that are one control token, which generated text never shows."""

@@ -13,39 +13,45 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
 
 from jsparse import generation, prompts
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
-from jsparse.host_reader import Generation, OnProgress, Reader, Row
+from jsparse.host_reader import Generation, OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, PrefillView, State
-from jsparse.runtime import capacity, session
+from jsparse.request import OFF, requests
+from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.sampling import Sampling
-from jsparse.text_stream import TextStream
+from jsparse.runtime.session import Held, Session
 
 
 class Shared(NamedTuple):
     """Holds prompts that were read for several policies.
 
     Attributes:
-        policies: the policies, in the order of `states`.
-        logits: the dense logits that follow the prompts.
-        cache: the cache, with every field that any policy needs.
-        states: the state of each policy.
+        params: the model.
+        spec: the sizes of the cache.
+        prompt_tokens: the number of tokens of the longest prompt.
+        policies: the policies.
+        held: the dense logits that follow the prompts, the cache with every field that any policy
+            needs, and a tuple of the policies' states.
     """
 
+    params: Params
+    spec: CacheSpec
+    prompt_tokens: int
     policies: tuple[Policy, ...]
-    logits: Float32[Array, "B V"]
-    cache: KVCache
-    states: tuple[State, ...]
+    held: Held
 
-    def primed(self, index: int) -> session.Primed:
-        """Returns what policy `index` decodes from: copies, since decoding donates them."""
-        own = _with_fields(self.cache, self.policies[index].needs), self.states[index]
-        return session.Primed(self.logits, *jax.tree.map(jnp.copy, own))
+    def session(self, index: int) -> Session:
+        """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
+        policy = self.policies[index]
+        cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
+        session = Session(self.params, policy, self.spec)
+        own = Held(self.held.logits, cache, state)
+        session.adopt(jax.tree.map(jnp.copy, own), self.prompt_tokens)
+        return session
 
 
 def as_policies(policies: Sequence[Policy | str]) -> tuple[Policy, ...]:
@@ -74,8 +80,10 @@ def prime(
     keep_compilations()
     bundled = bundle(policies)
     capacity.require_fit(spec, bundled)
+    session = Session(params, bundled, spec)
     with capacity.exhaustion(spec):
-        return Shared(policies, *session.prime(params, bundled, rows, spec, report))
+        session.read(rows, report)
+    return Shared(params, spec, max(map(len, rows)), policies, session.held)
 
 
 @functools.cache
@@ -99,9 +107,7 @@ def bundle(policies: tuple[Policy, ...]) -> Policy:
         )
 
     name = f"bundle({', '.join(map(str, policies))})"
-    needs = tuple(
-        field for field in OPTIONAL_FIELDS if any(field in policy.needs for policy in policies)
-    )
+    needs = tuple(sorted({name for policy in policies for name in policy.needs}))
     window = max(policy.window for policy in policies)
     return Policy(select, init=init, prefill=prefill, window=window, needs=needs, name=name)
 
@@ -128,31 +134,30 @@ def generate(
         read the prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
-    stop, ends = generation.stop_strings(params, stop), generation.end_tokens(params, eos_token_id)
-    spec = generation.cache_spec(params, rows, max_new_tokens, max_length, page_size)
+    options = generation.sampling_params(
+        params,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        eos_token_id=eos_token_id,
+        logprobs=True,
+        **OFF,
+    )
+    spec = capacity.cache_spec(params, rows, max_new_tokens, max_length, page_size)
     report = on_progress or (lambda *_: None)
     chosen = as_policies(policies)
     began = time.perf_counter()
     shared = prime(params, chosen, rows, spec, report)
-    jax.block_until_ready(shared)
+    jax.block_until_ready(shared.held)
     read = time.perf_counter() - began
 
     def decode(index: int) -> list[Generation]:
-        reader = Reader(
-            [Row(TextStream(params.tokenizer, stop), ends, _ignore) for _ in rows],
-            max_new_tokens,
-            report,
-        )
+        asked = requests(params, rows, options, chosen[index])
+        silent = [lambda piece: None] * len(rows)
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
-            session.decode(params, chosen[index], Sampling(), rows, shared.primed(index), 0, reader)
-        return [reader.generation(i, len(ids), began, logprobs=True) for i, ids in enumerate(rows)]
+            return generation.answers(shared.session(index), asked, silent, report, began)
 
     return [decode(index) for index in range(len(chosen))]
-
-
-def _ignore(piece: str) -> None:
-    pass
 
 
 def _view_of(policy: Policy, view: PrefillView) -> PrefillView:

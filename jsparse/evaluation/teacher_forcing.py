@@ -5,21 +5,22 @@ n + 1 tokens. Its first follows from the prefill's logits, which are dense for e
 is only fed; each of the others is what one decode step had to predict.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jsparse import generation, memory, prompts
+from jsparse import memory, prompts
 from jsparse.evaluation.shared_prefill import Shared, as_policies, prime
 from jsparse.host_reader import OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, State, dense
-from jsparse.runtime import capacity, session
+from jsparse.runtime import capacity
 from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.sampling import ChooseFn, forced, greedy
+from jsparse.runtime.session import Session
 from jsparse.shapes import Rows
 
 
@@ -30,30 +31,26 @@ class ForcedStep(NamedTuple):
         logits: the logits after the token that was fed.
         target: the token that really follows; it is fed next.
         stats: how much was attended and read.
-        state: the policy's state, which the next step takes.
     """
 
     logits: Float32[Array, "B V"]
     target: Rows
     stats: StepStats
-    state: State
 
 
 class Forcing(NamedTuple):
     """Holds prompts that were read once, and the tokens that every policy is fed.
 
     Attributes:
-        params: the model.
         shared: the prompts read by dense() and, after it, the policies.
         reference: dense attention's steps. Their logits stay on the device: steps · B · V float32.
-        tokens: the continuation, n + 1 arrays.
+        tokens: the continuation.
         report: the callback for progress.
     """
 
-    params: Params
     shared: Shared
     reference: list[ForcedStep]
-    tokens: list[Rows]
+    tokens: Int32[Array, "n B"]
     report: OnProgress
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
@@ -63,19 +60,19 @@ class Forcing(NamedTuple):
         """
         if index == 0:
             return iter(self.reference)
-        return self._run(index)
+        return self._run(index, self.shared.session(index))
 
-    def _run(self, index: int) -> Iterator[ForcedStep]:
-        count, policies = len(self.reference), self.shared.policies
-        forced = _decode(
-            self.params,
-            policies[index],
-            self.shared.primed(index),
-            lambda i, _: self.tokens[i],
-            count,
-        )
-        for i, step in enumerate(forced, 1):
-            self.report("decode", index * count + i, len(policies) * count)
+    def last_state(self, index: int) -> State:
+        """Returns the state of policy `index` after all steps, which are run anew."""
+        session = self.shared.session(index)
+        for _ in self._run(index, session):
+            pass
+        return session.held.state
+
+    def _run(self, index: int, session: Session) -> Iterator[ForcedStep]:
+        count, policies = len(self.reference), len(self.shared.policies)
+        for i, step in enumerate(_decode(session, forced, jnp.copy(self.tokens), count), 1):
+            self.report("decode", index * count + i, policies * count)
             yield step
 
 
@@ -113,7 +110,7 @@ def force(
     """
     rows, _ = prompts.encode(params, prompt)
     chosen = (dense(), *(policy for policy in as_policies(policies) if policy is not dense()))
-    spec = generation.cache_spec(params, rows, max_new_tokens, max_length, page_size)
+    spec = capacity.cache_spec(params, rows, max_new_tokens, max_length, page_size)
     given = (
         None if continuation is None else _given(params, continuation, len(rows), max_new_tokens)
     )
@@ -129,45 +126,25 @@ def force(
         )
     report = on_progress or (lambda *_: None)
     shared = prime(params, chosen, rows, spec, report)
-    choose = _greedy if given is None else lambda i, _: given[i]
+    choose = (greedy, ()) if given is None else (forced, jnp.copy(given))
     with capacity.exhaustion(spec):
-        reference = list(_decode(params, chosen[0], shared.primed(0), choose, max_new_tokens))
+        reference = list(_decode(shared.session(0), *choose, max_new_tokens))
     report("decode", max_new_tokens, len(chosen) * max_new_tokens)
-    tokens = [choose(0, shared.logits), *(step.target for step in reference)]
-    return Forcing(params, shared, reference, tokens, report)
+    first = jnp.argmax(shared.held.logits, axis=-1).astype(jnp.int32) if given is None else given[0]
+    tokens = jnp.stack([first, *(step.target for step in reference)])
+    return Forcing(shared, reference, tokens, report)
 
 
-def _decode(
-    params: Params,
-    policy: Policy,
-    primed: session.Primed,
-    choose: Callable[[int, Array], Rows],
-    steps: int,
-) -> Iterator[ForcedStep]:
-    """Decodes, with maintenance and corrections.
-
-    `choose(i, logits)` is the continuation's token i.
-    """
-    logits, cache, state = primed
-    recent, tokens = session.recent_tokens(policy), choose(0, logits)
-    try:
-        for i in range(1, steps + 1):
-            logits, cache, state, stats = session.advance(
-                params, policy, i, recent, tokens, cache, state
-            )
-            tokens = choose(i, logits)
-            yield ForcedStep(logits, tokens, stats, state)
-    finally:
-        jax.block_until_ready(logits)  # a process that exits under a running step is aborted
-
-
-@jax.jit
-def _argmax(logits: Float32[Array, "B V"]) -> Rows:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _greedy(i: int, logits: Float32[Array, "B V"]) -> Rows:
-    return _argmax(logits)
+def _decode(session: Session, choose: ChooseFn, given: Any, steps: int) -> Iterator[ForcedStep]:
+    """Decodes a number of steps, after the token that follows the prompt."""
+    limits = [steps + 1] * session.spec.batch
+    results = session.steps(choose, given, limits=limits, keep_logits=True)
+    next(results)
+    for result in results:
+        logits, stats = result.logits, result.stats
+        assert logits is not None
+        assert stats is not None
+        yield from map(ForcedStep, logits, result.tokens, map(StepStats, *stats))
 
 
 def _given(params: Params, continuation: Any, batch: int, steps: int) -> Int32[Array, "n B"]:

@@ -1,11 +1,88 @@
 """Wraps policies in what methods share: tokens that are always kept, layers that stay dense.
 
-These are wrappers rather than flags of every method.
+These are wrappers rather than flags of every method. `with_state` is what a wrapper is made with
+that keeps a state of its own.
 """
 
-from jsparse.cache import KVCache
-from jsparse.policy import Policy, State, builder, require_policy, whole_number
+from typing import Any, NamedTuple
+
+from jsparse.cache import CacheSpec, KVCache
+from jsparse.policy import (
+    AppendFn,
+    InitFn,
+    Policy,
+    PrefillFn,
+    PrefillView,
+    SelectFn,
+    State,
+    builder,
+    require_policy,
+    require_stays,
+    whole_number,
+)
 from jsparse.selection import everything, union, window
+
+
+class Paired(NamedTuple):
+    """Holds the state of a wrapped policy and the wrapper's own."""
+
+    base: State
+    own: State
+
+
+def with_state(
+    base: Policy,
+    init: InitFn,
+    *,
+    prefill: PrefillFn | None = None,
+    append: AppendFn | None = None,
+    select: SelectFn | None = None,
+) -> Policy:
+    """Give a policy a second state, the wrapper's own; its hooks still see theirs alone.
+
+    The state becomes Paired(base, own). `prefill` and `append` get and return the own state, after
+    the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
+    """
+
+    def both(spec: CacheSpec) -> Paired:
+        return Paired(base.init(spec), init(spec))
+
+    def prefilled(state: Paired, layer: int, view: PrefillView) -> Paired:
+        of_base = base.prefill(state.base, layer, view)
+        return Paired(of_base, prefill(state.own, layer, view) if prefill else state.own)
+
+    def appended(state: Paired, *arguments: Any) -> Paired:
+        of_base = base.append(state.base, *arguments)
+        return Paired(of_base, append(state.own, *arguments) if append else state.own)
+
+    def selected(state: Paired, *arguments: Any):
+        chosen, summary, of_base = base.select(state.base, *arguments)
+        return chosen, summary, state._replace(base=of_base)
+
+    def updated(state: Paired, *arguments: Any) -> Paired:
+        return state._replace(base=base.update(state.base, *arguments))
+
+    def falls_back(state: Paired, layer: int, cache: KVCache):
+        assert base.fallback is not None
+        return base.fallback(state.base, layer, cache)
+
+    def reworked(hook):
+        def rework(state: Paired, cache: KVCache):
+            of_base, cache = hook(state.base, cache)
+            return state._replace(base=of_base), cache
+
+        return rework
+
+    return base._replace(
+        init=both,
+        prefill=prefilled,
+        append=appended,
+        select=select or selected,
+        update=updated,
+        maintain=reworked(base.maintain),
+        after_prompt=base.after_prompt and reworked(base.after_prompt),
+        fallback=base.fallback and falls_back,
+    )
 
 
 @builder
@@ -14,6 +91,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
     require_policy("policy", policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
+    require_stays("policy", policy, "of which keep lists the first and the newest")
 
     def select(state: State, layer: int, q, cache: KVCache):
         chosen, summary, state = policy.select(state, layer, q, cache)
@@ -45,6 +123,7 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
     """
     require_policy("policy", policy)
     whole_number("n", n, 0)
+    require_stays("policy", policy, "all of which the first layers attend to")
 
     def select(state: State, layer: int, q, cache: KVCache):
         if layer < n:

@@ -31,7 +31,7 @@ from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, PrefillView, State, builder, whole_number
+from jsparse.policy import Policy, PrefillView, State, at_layer, builder, whole_number
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
@@ -109,7 +109,7 @@ def double_sparsity(
         )
         k = read_heads(held.k, held).swapaxes(1, 2)
         labels = taken_in(labels, held, k, held.lengths[:, 0], jnp.zeros_like(held.lengths))
-        return (*state[:layer], labels, *state[layer + 1 :])
+        return at_layer(state, layer, labels)
 
     def select(state: State, layer: int, q: Queries, cache: KVCache):
         held = cache.layers[layer]
@@ -127,7 +127,13 @@ def double_sparsity(
         return chosen, None, state
 
     return Policy(
-        select, init=init, prefill=prefill, append=tokens.append, dense_at={"budget": 2**30}
+        select,
+        init=init,
+        prefill=prefill,
+        append=tokens.append,
+        # without calibration each row writes its own channels into pages that others would read
+        shares=None if ranking is None else "pages",
+        dense_at={"budget": 2**30},
     )
 
 

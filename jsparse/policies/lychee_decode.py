@@ -26,7 +26,7 @@ from jsparse.deprecated import renamed_arguments
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
 from jsparse.partials import Stats
 from jsparse.policies import head_gates
-from jsparse.policy import Policy, State, below_one, builder, fraction, whole_number
+from jsparse.policy import Policy, State, below_one, builder, fraction, knob, whole_number
 from jsparse.selection import Granularity, Selection
 
 Rule = Literal["top_k", "top_p", "threshold", "ratio"]
@@ -111,7 +111,7 @@ def lychee_decode(
         }.get(rule, units)
         return min(max(most, 1), units)
 
-    def cut(held: LayerCache):
+    def cut(held: LayerCache, number):
         match rule:
             case "top_k":
                 return TopK(max(int(number) // size(held.page_size), 1))
@@ -148,7 +148,7 @@ def lychee_decode(
         ids, count = state
         picked = threshold_select(
             stats.scores[:, :, None],
-            cut(cache.layers[layer]),
+            cut(cache.layers[layer], knob(cache, "value", number)),
             capacity=ids.shape[-1],
             granularity=granularity,
         )
@@ -164,5 +164,7 @@ def lychee_decode(
         update=update,
         stats=stats,
         correct_every=correct_every,
+        shares="pages",
+        per_row=("value",) if rule in ("top_p", "threshold") else (),
         dense_at={"rule": "top_k", "value": 2**30},
     )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32
 
 from jsparse.cache import KVCache, LayerCache, read_heads
 from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
-from jsparse.policy import Policy, State, builder, fraction, whole_number
+from jsparse.policy import Policy, State, builder, fraction, knob, whole_number
 from jsparse.selection import Granularity
 
 
@@ -37,7 +37,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         )
         return chosen, None, state
 
-    return Policy(select, dense_at={"budget": 2**30})
+    return Policy(select, shares="pages", dense_at={"budget": 2**30})
 
 
 @builder
@@ -54,12 +54,14 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
         units = held.capacity // _unit(granularity, held)
         logits = attention_logits(q, held)
         return (
-            threshold_select(logits, TopP(p), capacity=units, **_what(granularity, held)),
+            threshold_select(
+                logits, TopP(knob(cache, "p", p)), capacity=units, **_what(granularity, held)
+            ),
             None,
             state,
         )
 
-    return Policy(select, dense_at={"p": 1.0})
+    return Policy(select, shares="pages", per_row=("p",), dense_at={"p": 1.0})
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:

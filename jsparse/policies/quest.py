@@ -63,4 +63,4 @@ def quest(budget: int = 1024, bounds_dtype: str | None = None) -> Policy:
         )
 
     kept = sidecar(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)
-    return Policy(select, **kept._asdict(), dense_at={"budget": 2**30})
+    return Policy(select, **kept._asdict(), shares="pages", dense_at={"budget": 2**30})

@@ -6,11 +6,10 @@ An entry takes in whatever the cache does, at prefill and at every step.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache
-from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State
+from jsparse.cache import CacheSpec, KVCache, LayerCache, taking_part
+from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
 
@@ -45,7 +44,7 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
 
     def taken_in(state: State, layer: int, held: LayerCache, k: Array, valid: Array) -> State:
         entry = take_in(state[layer], held, k, valid, held.lengths - valid[:, None])
-        return (*state[:layer], entry, *state[layer + 1 :])
+        return at_layer(state, layer, entry)
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
         return taken_in(state, layer, view.cache.layers[layer], view.k, view.valid)
@@ -59,8 +58,6 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
         positions: Array,
         cache: KVCache,
     ) -> State:
-        return taken_in(
-            state, layer, cache.layers[layer], k, jnp.full(k.shape[0], k.shape[1], jnp.int32)
-        )
+        return taken_in(state, layer, cache.layers[layer], k, taking_part(cache, k.shape[1]))
 
     return Sidecar(layers, prefill, append)

@@ -63,4 +63,6 @@ def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
     def stats(layer: int):
         return "token_logits" if picks(layer) else None
 
-    return Policy(select, init=init, update=update, stats=stats, dense_at={"budget": 2**30})
+    return Policy(
+        select, init=init, update=update, stats=stats, shares="pages", dense_at={"budget": 2**30}
+    )

@@ -24,8 +24,9 @@ from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.all_pages import all_pages
+from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, PrefillView, State, builder, fraction, require_policy
+from jsparse.policy import Policy, builder, fraction, knob, require_policy, require_stays
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
@@ -66,43 +67,35 @@ def twilight(
         raise ValueError(f"prune={prune!r}: must be one of {list(get_args(Prune))}")
     if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
-    if "slot_positions" in base.needs:
-        raise ValueError(
-            f"base={base}: must leave tokens in their slots, where their 4-bit copies are"
-        )
-    keys = sidecar(int4_keys.init, int4_append)
+    require_stays("base", base, "where their 4-bit copies are")
 
-    def shortest(held: LayerCache) -> int:
-        return break_even(held) if dense_below == "auto" else dense_below
-
-    def init(spec: CacheSpec):
+    def empty_copy(spec: CacheSpec) -> Int4Keys:
         if prune == "bits" and spec.page_size > MAX_BITS_PAGE:
             raise ValueError(
                 f"prune={prune!r}: pages must have at most {MAX_BITS_PAGE} tokens, not "
                 f"{spec.page_size}"
             )
-        return base.init(spec), keys.init(spec)
+        return int4_keys.init(spec)
 
-    def prefill(state: State, layer: int, view: PrefillView):
-        return base.prefill(state[0], layer, view), keys.prefill(state[1], layer, view)
+    keys = sidecar(empty_copy, int4_append)
 
-    def append(state: State, *arguments):
-        return base.append(state[0], *arguments), keys.append(state[1], *arguments)
+    def shortest(held: LayerCache) -> int:
+        return break_even(held) if dense_below == "auto" else dense_below
 
-    def select(state: State, layer: int, q, cache: KVCache):
+    def select(state: Paired, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        chosen, summary, of_base = base.select(state[0], layer, q, cache)
+        chosen, summary, of_base = base.select(state.base, layer, q, cache)
         if summary is not None:
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
-            chosen = pruned(q, held, state[1][layer], chosen)
+            chosen = pruned(q, held, state.own[layer], chosen, knob(cache, "p", p))
         if dense_below:
             short = jnp.max(held.lengths, axis=1, keepdims=True) < shortest(held)
             dense = jnp.broadcast_to(short, held.lengths.shape)
             chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
-        return chosen, None, (of_base, state[1])
+        return chosen, None, state._replace(base=of_base)
 
-    def pruned(q, held: LayerCache, copy: Int4Keys, chosen: Selection) -> Selection:
+    def pruned(q, held: LayerCache, copy: Int4Keys, chosen: Selection, mass) -> Selection:
         pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
         logits = int4_scores(q, held, copy, pages).reshape(
             *held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size
@@ -114,7 +107,7 @@ def twilight(
         bits = pages.bits if prune == "page_mass" else None
         kept = threshold_select(
             logits,
-            TopP(p),
+            TopP(mass),
             capacity=logits.shape[-1] // (size or 1),
             granularity=prune,
             page_size=size,
@@ -124,26 +117,14 @@ def twilight(
             kept = within(kept, pages.ids, bits)
         return replace(kept, dense=pages.dense)
 
-    def update(state: State, *arguments):
-        return base.update(state[0], *arguments), state[1]
-
-    def maintain(state: State, cache: KVCache):
-        of_base, cache = base.maintain(state[0], cache)
-        return (of_base, state[1]), cache
-
-    def fallback(state: State, layer: int, cache: KVCache):
+    def fallback(state: Paired, layer: int, cache: KVCache):
         held = cache.layers[layer]
         short = jnp.max(held.lengths) < shortest(held)
-        return short if base.fallback is None else short | base.fallback(state[0], layer, cache)
+        return short if base.fallback is None else short | base.fallback(state.base, layer, cache)
 
-    return base._replace(
-        select=select,
-        init=init,
-        prefill=prefill,
-        append=append,
-        update=update,
-        maintain=maintain,
+    return with_state(base, **keys._asdict(), select=select)._replace(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
+        per_row=(*base.per_row, "p"),
         dense_at={"base": all_pages(), "p": 1.0},
     )
 

@@ -1,15 +1,19 @@
 """Chooses cache capacities and checks that they fit in memory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jsparse import memory
 from jsparse.cache import CacheSpec
+from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
+
+PAGE_SIZES = (8, 16, 32, 64)
 
 
 def bucket(tokens: int, page_size: int) -> int:
@@ -21,6 +25,51 @@ def bucket(tokens: int, page_size: int) -> int:
     return -(-tokens // step) * step
 
 
+def cache_spec(
+    params: Params,
+    rows: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    max_length: int | None,
+    page_size: int,
+) -> CacheSpec:
+    """Returns the sizes of the cache for these prompts, each with its number of new tokens.
+
+    Raises:
+        ValueError: an argument is out of its range, or prompt and new tokens do not fit the model
+            or the capacity asked for.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
+        if isinstance(value, Sequence) or (name == "max_length" and value is None):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
+    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
+    config = params.config
+    new = max_new_tokens if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(rows)
+    needed, prompt, tokens = max(
+        (len(ids) + n, len(ids), n) for ids, n in zip(rows, new, strict=True)
+    )
+    limits = {"the model's maximum": config.max_position_embeddings, "max_length": max_length}
+    for name, limit in limits.items():
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"prompt of {prompt} tokens + max_new_tokens={tokens} is {needed}: "
+                f"must be at most {limit}, {name}"
+            )
+    slots = bucket(needed, page_size) if max_length is None else max_length
+    return CacheSpec(
+        num_layers=config.num_layers,
+        batch=len(rows),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        num_pages=-(-slots // page_size),
+        dtype=jnp.dtype(params.dtype),
+    )
+
+
 def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes that a policy keeps beside K and V, without allocating them.
 
@@ -29,7 +78,12 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
     state = sum(
         _nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec)))
     )
-    return state + len(policy.needs) * 4 * spec.num_slots
+    return state + len(policy.fields) * 4 * spec.num_slots
+
+
+def fits(spec: CacheSpec, policy: Policy) -> bool:
+    """Returns whether the cache and the policy's state fit in the memory that is free."""
+    return spec.nbytes + policy_bytes(spec, policy) <= memory.available_bytes()
 
 
 def require_fit(spec: CacheSpec, policy: Policy) -> None:

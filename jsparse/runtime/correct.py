@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jsparse.cache import KVCache, replace_layer, write
+from jsparse.cache import NOTHING, KVCache, Lent, lend, replace_layer, write
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, State
 from jsparse.runtime.prefill import attend_chunk
@@ -15,17 +15,24 @@ from jsparse.shapes import Tokens
 
 @partial(jax.jit, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
 def correct(
-    decoder: Decoder, policy: Policy, weights: Weights, tokens: Tokens, cache: KVCache, state: State
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Tokens,
+    cache: KVCache,
+    state: State,
+    lent: Lent = NOTHING,
 ) -> tuple[KVCache, State]:
     """Recomputes the newest T tokens of each row densely and overwrites their K and V.
 
     The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
     removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
-    cache holds.
+    cache holds. Hooks borrow `lent`.
     """
     count = tokens.shape[1]
     first = cache.positions - count
-    cache = cache._replace(positions=first)  # as they stood before the first of these tokens
+    # as positions stood before the first of these tokens
+    cache = lend(cache, lent)._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
     all_valid = jnp.full_like(first, count)
 
@@ -39,4 +46,4 @@ def correct(
         return o
 
     hidden_states(decoder, weights, tokens, positions, attend)
-    return cache._replace(positions=first + count), state
+    return lend(cache, NOTHING)._replace(positions=first + count), state

@@ -3,19 +3,21 @@
 It names no method.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
-from jsparse.cache import KVCache, fill, grow
+from jsparse.cache import KVCache, fill, grow, spec_of, taken
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
+from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import AttentionOut, merge
+from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, State
-from jsparse.selection import count_tokens, everything
+from jsparse.selection import Selection, count_tokens, everything
 from jsparse.shapes import Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
@@ -34,7 +36,13 @@ class StepStats(NamedTuple):
 
 
 def decode_step(
-    decoder: Decoder, policy: Policy, weights: Weights, tokens: Rows, cache: KVCache, state: State
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Rows,
+    cache: KVCache,
+    state: State,
+    active: Bool[Array, "B"] | None = None,
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
     """Runs one token of every row through the model.
 
@@ -45,15 +53,21 @@ def decode_step(
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V of everything before.
         state: the method's state.
+        active: the rows that take part; None is all. The others change nothing, in the cache, in
+            the state or in pages, and their results are finite and mean nothing. Neither do those
+            of rows that overflow.
 
     Returns:
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
         read.
     """
-    positions = cache.positions[:, None]
-    one = jnp.ones_like(cache.positions)
-    counts = []
+    before, positions = state, cache.positions[:, None]
+    one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)
+    one = taken(cache, one)
+    if active is not None:
+        cache = cache._replace(active=one > 0)
+    counts = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
@@ -66,9 +80,13 @@ def decode_step(
 
     hidden = hidden_states(decoder, weights, tokens[:, None], positions, attend)
     logits = to_logits(decoder, weights, hidden[:, 0])
-    cache = cache._replace(positions=cache.positions + 1)
+    if active is not None:
+        spec = spec_of(cache, decoder.config.num_heads)
+        state = keep_inactive(policy, spec, one > 0, state, before)
+    cache = cache._replace(positions=cache.positions + one, active=None)
+    held = jnp.maximum(cache.positions, 1)
     shares = StepStats(
-        *(jnp.mean(jnp.stack(n), axis=(0, 2)) / cache.positions for n in zip(*counts, strict=True))
+        *(jnp.mean(jnp.stack(n), axis=(0, 2)) / held for n in zip(*counts, strict=True))
     )
     return logits, cache, state, shares
 
@@ -83,14 +101,17 @@ def attend_layer(
     held = cache.layers[layer]
 
     def attend(selection, summary, state):
+        selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
         out = ATTENTION[selection.granularity](
             q, held, selection, stats=policy.stats(layer), dtype=dtype
         )
+        counted = count_tokens(selection, held.lengths, held.page_size)
         if summary is not None:
-            o, lse = merge(out.o, out.lse, *summary)
+            o, lse = merge(out.o, out.lse, summary.o, summary.lse)
             out = AttentionOut(o.astype(q.dtype), lse, out.stats)
-        return out, state, count_tokens(selection, held.lengths, held.page_size)
+            counted = counted[0] + summary.attended, counted[1] + summary.read
+        return out, state, counted
 
     def sparse(state):
         return attend(*policy.select(state, layer, q, cache))
@@ -103,3 +124,24 @@ def attend_layer(
         sparse,
         state,
     )
+
+
+def _dense_rows(
+    selection: Selection, summary: Summary | None, cache: KVCache
+) -> tuple[Selection, Summary | None]:
+    """Lets rows whose knob `dense` is set attend to everything, without the summary."""
+    summary = None if summary is None else Summary(*summary)
+    if cache.knobs is None or "dense" not in cache.knobs:
+        return selection, summary
+    rows = cache.knobs["dense"][:, None]
+    dense = jnp.broadcast_to(rows, selection.count.shape)
+    if summary is not None:
+        summary = Summary(
+            summary.o,
+            jnp.where(rows, -jnp.inf, summary.lse),
+            jnp.where(rows, 0, summary.attended),
+            jnp.where(rows, 0, summary.read),
+        )
+    return replace(
+        selection, dense=dense if selection.dense is None else dense | selection.dense
+    ), summary

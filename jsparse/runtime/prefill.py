@@ -6,14 +6,16 @@ serves every chunk of one size.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import KVCache, LayerCache, append, read_pages
+from jsparse.cache import NOTHING, KVCache, LayerCache, Lent, append, lend, read_pages
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
@@ -22,6 +24,7 @@ from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
 # that size squared; without it the scores are stored.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
+OnProgress = Callable[[str, int, int], Any]
 
 
 class PrefillCarry(NamedTuple):
@@ -51,6 +54,54 @@ def start(decoder: Decoder, policy: Policy, cache: KVCache, state: State) -> Pre
     )
 
 
+def read_prompts(
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Tokens | np.ndarray,
+    lengths: Rows | np.ndarray,
+    carry: PrefillCarry,
+    *,
+    lent: Lent = NOTHING,
+    report: OnProgress = lambda *_: None,
+) -> PrefillCarry:
+    """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
+
+    They follow what `carry`, which is donated, has read already. `report` gets ("prefill", tokens
+    done, tokens) after each chunk.
+    """
+    batch, longest = tokens.shape
+    sizes = chunk_sizes(longest, chunk_tokens(decoder, batch))
+    array = np if isinstance(tokens, np.ndarray) else jnp
+    tokens = array.pad(tokens, ((0, 0), (0, sum(sizes) - longest)))
+    done = 0
+    try:
+        for size in sizes:
+            carry = prefill_chunk(
+                decoder,
+                policy,
+                weights,
+                jnp.asarray(tokens[:, done : done + size], jnp.int32),
+                jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32),
+                carry,
+                lent,
+                last=done + size >= longest,
+            )
+            done += size
+            report("prefill", min(done, longest), longest)
+    except BaseException:
+        settle(carry)
+        raise
+    return carry
+
+
+def settle(*running: Any) -> None:
+    """Waits for running programs: a process that exits during one is aborted."""
+    for array in jax.tree.leaves(running):
+        if isinstance(array, jax.Array) and not array.is_deleted():
+            array.block_until_ready()
+
+
 @partial(jax.jit, static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
 def prefill_chunk(
     decoder: Decoder,
@@ -59,14 +110,16 @@ def prefill_chunk(
     tokens: Tokens,
     valid: Rows,
     carry: PrefillCarry,
+    lent: Lent = NOTHING,
     *,
     last: bool,
 ) -> PrefillCarry:
     """Reads the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
 
-    Rows whose prompt has ended take part with valid = 0 and do not change.
+    Rows whose prompt has ended take part with valid = 0 and do not change. Hooks
+    borrow `lent`.
     """
-    cache, state = carry.cache, carry.state
+    cache, state = lend(carry.cache, lent), carry.state
     before = cache.positions
     positions = before[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     windows = list(carry.windows)
@@ -87,7 +140,7 @@ def prefill_chunk(
     hidden = hidden_states(decoder, weights, tokens, positions, attend)
     newest = jnp.take_along_axis(hidden, jnp.maximum(valid - 1, 0)[:, None, None], axis=1)[:, 0]
     return PrefillCarry(
-        cache._replace(positions=before + valid),
+        lend(cache, NOTHING)._replace(positions=before + valid),
         state,
         jnp.where((valid > 0)[:, None], newest, carry.last_hidden),
         tuple(windows),

@@ -1,52 +1,152 @@
-"""Dispatches the jitted programs of prefill and decoding to the device.
+"""Runs a batch of requests over one cache: reads prompts, then decodes step by step.
+
+There is one loop of decode steps, `Session.steps`. Generation, evaluation on given tokens and
+benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and in what they do
+with the results.
 
 The host runs ahead: it never waits for a step before it dispatches the next (see
-jsparse.host_reader).
+jsparse.host_reader). On a GPU several steps are one program, since the host takes longer to start a
+program than the device to run a small model's step.
 """
 
-from collections import deque
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache
-from jsparse.host_reader import OnProgress, Reader, StepResult
+from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
-from jsparse.models.transformer import to_logits
+from jsparse.models.transformer import Decoder, Weights, to_logits
+from jsparse.owners import row_arrays, with_row_arrays
 from jsparse.policy import Policy, State
-from jsparse.runtime import prefill, sampling
+from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.sampling import Sampling
+from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
+from jsparse.runtime.sampling import ChooseFn
 from jsparse.shapes import Rows
 
-step = jax.jit(
-    decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state")
+# steps per program on a GPU
+STEPS_PER_PROGRAM = 8
+
+
+class StepResult(NamedTuple):
+    """Holds the results of n steps of one program, on the device.
+
+    Attributes:
+        tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
+        stats: how much was attended and read; None for the token that follows the prompt.
+        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
+        logits: the logits that the tokens were chosen from; None unless asked for.
+    """
+
+    tokens: Int32[Array, "n B"]
+    logprobs: Float32[Array, "n B"]
+    stats: StepStats | None
+    overflow: Bool[Array, "n B"]
+    logits: Float32[Array, "n B V"] | None
+
+
+class Carry(NamedTuple):
+    """Holds what one decode step passes to the next; donated.
+
+    Attributes:
+        tokens: the newest token of each row, whose K and V the cache does not hold yet.
+        cache, state: the cache and the policy's state.
+        given: what the way to choose carries.
+        nth: the number of the next token.
+        recent: the newest tokens that the cache holds, as many as a correction recomputes.
+    """
+
+    tokens: Rows
+    cache: KVCache
+    state: State
+    given: Any
+    nth: Int32[Array, ""]
+    recent: Int32[Array, "B n"]
+
+
+@partial(
+    jax.jit,
+    static_argnames=("decoder", "policy", "choose", "count", "keep_logits"),
+    donate_argnames=("carry",),
 )
-sample = jax.jit(sampling.sample, static_argnames=("sampling",))
+def decode_steps(
+    decoder: Decoder,
+    policy: Policy,
+    choose: ChooseFn,
+    count: int,
+    keep_logits: bool,
+    weights: Weights,
+    lent: Lent,
+    carry: Carry,
+) -> tuple[Carry, StepResult]:
+    """Runs `count` decode steps in one program, each of which chooses the token of the next."""
+
+    def step(carry: Carry, _: None) -> tuple[Carry, StepResult]:
+        tokens, cache, state, given, nth, recent = carry
+        logits, cache, state, stats = decode_step(
+            decoder, policy, weights, tokens, lend(cache, lent), state
+        )
+        chosen, logprobs, given = choose(given, nth, logits)
+        recent = jnp.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
+        result = StepResult(
+            chosen, logprobs, stats, cache.overflow, logits if keep_logits else None
+        )
+        return Carry(chosen, lend(cache, NOTHING), state, given, nth + 1, recent), result
+
+    if count > 1:
+        return jax.lax.scan(step, carry, length=count)
+    carry, result = step(carry, None)
+    return carry, jax.tree.map(lambda x: x[None], result)
+
+
+@partial(jax.jit, static_argnames=("choose", "keep_logits"), donate_argnames=("given",))
+def first_tokens(
+    choose: ChooseFn, keep_logits: bool, given: Any, logits: Float32[Array, "B V"]
+) -> tuple[Rows, Any, StepResult]:
+    """Chooses the tokens that follow the prompts."""
+    tokens, logprobs, given = choose(given, jnp.int32(0), logits)
+    none = jnp.zeros(tokens.shape, jnp.bool_)
+    result = StepResult(tokens, logprobs, None, none, logits if keep_logits else None)
+    return tokens, given, jax.tree.map(lambda x: x[None], result)
+
+
 first_logits = jax.jit(to_logits, static_argnames=("decoder",))
-_mark_seen = jax.jit(sampling.mark_seen, donate_argnames=("seen",))
 
 
 @partial(jax.jit, static_argnames=("spec", "policy"))
 def empty(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
     """Returns an empty cache and the policy's first state."""
-    return kv_cache.init(spec, fields=policy.needs), policy.init(spec)
+    return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "state"))
-def maintain(policy: Policy, cache: KVCache, state: State) -> tuple[KVCache, State]:
-    """Runs the policy's maintenance."""
-    state, cache = policy.maintain(state, cache)
-    return cache, state
+def maintain(
+    policy: Policy, cache: KVCache, state: State, lent: Lent = NOTHING
+) -> tuple[KVCache, State]:
+    """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
+    state, cache = policy.maintain(state, lend(cache, lent))
+    return lend(cache, NOTHING), state
 
 
-class Primed(NamedTuple):
+@partial(jax.jit, donate_argnames=("cache",))
+def cut_back(cache: KVCache, positions: Rows) -> KVCache:
+    """Drops all tokens from these positions on; all heads of a row hold the same tokens."""
+    lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
+    layers = (kv_cache.truncate(layer, lengths) for layer in cache.layers)
+    return cache._replace(
+        layers=tuple(layers), positions=positions, overflow=jnp.zeros_like(cache.overflow)
+    )
+
+
+class Held(NamedTuple):
     """Holds the logits that follow the prompts, the cache and the policy's state."""
 
     logits: Float32[Array, "B V"]
@@ -54,111 +154,272 @@ class Primed(NamedTuple):
     state: State
 
 
-def prime(
-    params: Params, policy: Policy, rows: list[list[int]], spec: CacheSpec, report: OnProgress
-) -> Primed:
-    """Reads the prompts chunk by chunk, all rows side by side."""
-    longest = max(map(len, rows))
-    sizes = prefill.chunk_sizes(longest, prefill.chunk_tokens(params.decoder, len(rows)))
-    tokens = np.zeros((len(rows), sum(sizes)), np.int32)
-    for b, ids in enumerate(rows):
-        tokens[b, : len(ids)] = ids
-    lengths = np.array([len(ids) for ids in rows], np.int32)
-    carry = prefill.start(params.decoder, policy, *empty(spec, policy))
-    done = 0
-    try:
-        for size in sizes:
-            carry = prefill.prefill_chunk(
-                params.decoder,
-                policy,
-                params.weights,
-                jnp.asarray(tokens[:, done : done + size]),
-                jnp.asarray(np.clip(lengths - done, 0, size)),
-                carry,
-                last=done + size >= longest,
-            )
-            done += size
-            report("prefill", min(done, longest), longest)
-        return Primed(
-            first_logits(params.decoder, params.weights, carry.last_hidden),
-            carry.cache,
-            carry.state,
-        )
-    except BaseException:
-        _settle(carry)
-        raise
+class _AtPromptEnd(NamedTuple):
+    """Holds what a further turn starts from, besides K, V and page arrays."""
+
+    positions: np.ndarray
+    last_hidden: Array
+    windows: tuple[Array, ...]
+    rows: list[Array]
 
 
-def decode(
-    params: Params,
-    policy: Policy,
-    options: Sampling,
-    rows: list[list[int]],
-    primed: Primed,
-    seed: int,
-    reader: Reader,
-) -> None:
-    """Decodes until every row has stopped, has max_new_tokens, or the cache is full.
+class Session:
+    """Holds a batch of rows, from their prompts on.
 
-    The reader gets every token.
+    Attributes:
+        params, policy, spec: the model, the policy and the sizes of the cache.
+        compiling: the seconds that steps have spent being compiled.
     """
-    logits, cache, state = primed
-    stats = None
-    # a key takes 32 bits of a seed: the upper ones are folded in
-    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
-    seen = _seen(rows, params.config.vocab_size) if options.repetition_penalty != 1.0 else None
-    recent = recent_tokens(policy)
-    try:
-        for i in range(reader.max_new_tokens):
-            tokens, logprobs = sample(options, logits, key, jnp.int32(i), seen)
-            reader.push(
-                StepResult(tokens, logprobs, stats, cache.overflow + False)
-            )  # a copy: the cache is donated below
-            if reader.finished or i + 1 == reader.max_new_tokens:
-                break
-            seen = _mark_seen(seen, tokens)
-            logits, cache, state, stats = advance(
-                params, policy, i + 1, recent, tokens, cache, state
+
+    def __init__(
+        self,
+        params: Params,
+        policy: Policy,
+        spec: CacheSpec,
+        *,
+        resumable: bool = False,
+        steps_per_program: int | None = None,
+    ) -> None:
+        """Prepares an empty session; nothing is allocated before the prompts are read.
+
+        Args:
+            params: the model.
+            policy: the policy that decodes.
+            spec: the sizes of the cache, whose batch is the number of rows.
+            resumable: whether `read` will be called again, for further turns; it keeps a copy of
+                the arrays that rows own in the policy's state.
+            steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
+
+        Raises:
+            ValueError: the policy needs a constant that the model lacks, or asks for what cannot be
+                had together.
+        """
+        self.params, self.policy, self.spec = params, policy, spec
+        self.compiling = 0.0
+        self._constants = constants(params, policy)
+        if policy.evicts and policy.correct_every:
+            raise ValueError(
+                f"correct_every={policy.correct_every}: must be 0 where the policy evicts, since "
+                "heads then hold different tokens"
             )
-        reader.drain()
-    finally:
-        _settle(logits, cache, state)
+        if resumable:
+            require_resumable(policy)
+        on_gpu = jax.default_backend() == "gpu"
+        self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
+        self._resumable = resumable
+        self._held: Held | None = None
+        self._prompt_end: _AtPromptEnd | None = None
+        self._begun = False
+        self._age = 0
+
+    @property
+    def held(self) -> Held:
+        """What the session holds now; steps take it away while they run.
+
+        Raises:
+            ValueError: there is nothing.
+        """
+        if self._held is None:
+            raise ValueError("session: must have read prompts, and not be decoding")
+        return self._held
+
+    @property
+    def can_read_on(self) -> bool:
+        """Whether `read` can take a further turn."""
+        return self._held is not None and self._prompt_end is not None
+
+    def clock(self) -> float:
+        """Returns a time in seconds that stands still while steps are compiled."""
+        return time.perf_counter() - self.compiling
+
+    def read(self, rows: Sequence[Sequence[int]], report: OnProgress = lambda *_: None) -> None:
+        """Reads the prompts, densely.
+
+        Called again, it reads a further turn: rows are cut back to the end of the last prompt, and
+        `rows` are the tokens that follow there, those that were generated included. They are read
+        densely, as a prompt is: K and V of generated tokens came from sparse attention.
+
+        Raises:
+            ValueError: there is not one list of tokens per row, they do not fit in the cache, or
+                the session is not resumable.
+        """
+        lengths = np.array([len(ids) for ids in rows], np.int32)
+        if len(rows) != self.spec.batch or not lengths.any():
+            raise ValueError(
+                f"rows has {len(rows)} entries of {lengths.tolist()} tokens: must be "
+                f"{self.spec.batch}, not all empty"
+            )
+        carry, before = self._start()
+        if (before + lengths).max() > self.spec.capacity:
+            raise ValueError(
+                f"rows of {(before + lengths).tolist()} tokens: must fit in the "
+                f"{self.spec.capacity} of the cache"
+            )
+        tokens = np.zeros((len(rows), lengths.max()), np.int32)
+        for b, ids in enumerate(rows):
+            tokens[b, : len(ids)] = ids
+        decoder, weights = self.params.decoder, self.params.weights
+        carry = prefill.read_prompts(
+            *(decoder, self.policy, weights, tokens, lengths, carry),
+            lent=Lent(self._constants),
+            report=report,
+        )
+        if self._resumable:
+            self._prompt_end = _AtPromptEnd(
+                before + lengths,
+                carry.last_hidden,
+                carry.windows,
+                [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)],
+            )
+        logits = first_logits(decoder, weights, carry.last_hidden)
+        self.adopt(Held(logits, carry.cache, carry.state), int((before + lengths).max()))
+
+    def adopt(self, held: Held, prompt_tokens: int) -> None:
+        """Takes over prompts that were read elsewhere for this policy, of at most this length.
+
+        Raises:
+            ValueError: `after_prompt` left less room than the policy says heads may need.
+        """
+        self._begun = True
+        logits, cache, state = held
+        if self.policy.after_prompt is not None:
+            state, cache = self.policy.after_prompt(state, lend(cache, Lent(self._constants)))
+            cache = lend(cache, NOTHING)
+            self._require_room(cache, prompt_tokens)
+        self._held, self._age = Held(logits, cache, state), 0
+
+    def steps(
+        self,
+        choose: ChooseFn,
+        given: Any,
+        *,
+        limits: Sequence[int],
+        knobs: dict[str, Array] | None = None,
+        keep_logits: bool = False,
+    ) -> Iterator[StepResult]:
+        """Decodes, and yields the results of each program once it is dispatched.
+
+        The first result is the token that follows the prompt. A program runs several steps, or one
+        where fewer remain to a row's limit or to a due maintenance or correction. Whoever has seen
+        enough stops iterating.
+
+        Args:
+            choose: the way to choose tokens.
+            given: what it carries at first, which is donated.
+            limits: the number of tokens of each row, from the first on; rows that have reached
+                theirs decode on, for nothing, while others have not.
+            knobs: hyper-parameters that differ by row.
+            keep_logits: whether results hold the logits.
+        """
+        decoder, policy = self.params.decoder, self.policy
+        lent = Lent(self._constants, knobs)
+        logits, cache, state = self.held
+        tokens, given, result = first_tokens(choose, keep_logits, given, logits)
+        recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
+        carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
+        self._held = None  # donated
+        try:
+            yield result
+            done = 1
+            while done < max(limits):
+                count = self._count(done, limits)
+                program = (decoder, policy, choose, count, keep_logits)
+                began = time.perf_counter()
+                carry, result = decode_steps(*program, self.params.weights, lent, carry)
+                if _new(*program, self.spec, tuple(knobs or ())):
+                    self.compiling += time.perf_counter() - began
+                done, self._age = done + count, self._age + count
+                carry = self._serviced(carry, lent)
+                yield result
+        finally:
+            self._held = Held(logits, carry.cache, carry.state)
+            settle(carry)
+
+    def _start(self) -> tuple[PrefillCarry, np.ndarray]:
+        """Returns the carry of the next prompt, and the tokens that it has read of each row."""
+        if not self._begun:
+            self._begun = True
+            made = empty(self.spec, self.policy)
+            return prefill.start(self.params.decoder, self.policy, *made), np.zeros(
+                self.spec.batch, np.int32
+            )
+        if self._prompt_end is None:
+            raise ValueError(
+                "resumable=False: must be True to read a further turn"
+                if not self._resumable
+                else "session: must begin anew after a turn that failed"
+            )
+        end, held = self._prompt_end, self.held
+        self._prompt_end = self._held = None  # donated
+        cache = cut_back(held.cache, jnp.asarray(end.positions))
+        state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
+        return PrefillCarry(cache, state, end.last_hidden, end.windows), end.positions
+
+    def _count(self, done: int, limits: Sequence[int]) -> int:
+        """Returns the number of steps that the next program runs."""
+        left = [limit - done for limit in limits if limit > done]
+        due = [
+            every - self._age % every
+            for every in (self.policy.period, self.policy.correct_every)
+            if every
+        ]
+        return self._most_steps if min(left + due) >= self._most_steps else 1
+
+    def _serviced(self, carry: Carry, lent: Lent) -> Carry:
+        """Runs the corrections and the maintenance that are due; all rows are of one age."""
+        policy, (cache, state) = self.policy, carry[1:3]
+        if policy.correct_every and self._age % policy.correct_every == 0:
+            cache, state = correct(
+                *(self.params.decoder, policy, self.params.weights, carry.recent),
+                *(cache, state, lent),
+            )
+        if policy.period and self._age % policy.period == 0:
+            cache, state = maintain(policy, cache, state, lent)
+        return carry._replace(cache=cache, state=state)
+
+    def _require_room(self, cache: KVCache, prompt_tokens: int) -> None:
+        most = self.policy.most
+        if most is None:
+            return
+        new_tokens = self.spec.capacity - prompt_tokens
+        wanted = min(most(prompt_tokens, new_tokens), self.spec.capacity)
+        for layer in cache.layers:
+            if layer.capacity < wanted:
+                raise ValueError(
+                    f"policy={self.policy}: after_prompt left room for {layer.capacity} tokens per "
+                    f"head: must be at least {wanted}, which `most` names"
+                )
 
 
-def recent_tokens(policy: Policy) -> deque[Rows]:
-    """Returns a deque for the tokens that were fed, as long as `advance` may correct."""
-    return deque(maxlen=policy.correct_every or 1)
+def constants(params: Params, policy: Policy) -> dict[str, Array] | None:
+    """Returns the constants of the model that a policy needs.
+
+    Raises:
+        ValueError: the model lacks one.
+    """
+    for name in policy.constants:
+        if name not in params.constants:
+            raise ValueError(
+                f"policy={policy} needs {name!r}: must be among the constants of the model "
+                f"{params.name!r}, which has {sorted(params.constants)}"
+            )
+    return {name: params.constants[name] for name in policy.constants} or None
 
 
-def advance(
-    params: Params,
-    policy: Policy,
-    nth: int,
-    recent: deque[Rows],
-    tokens: Rows,
-    cache: KVCache,
-    state: State,
-) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
-    """Runs the nth decode step, from 1 on, and the corrections and maintenance due after it."""
-    decoder, weights = params.decoder, params.weights
-    logits, cache, state, stats = step(decoder, policy, weights, tokens, cache, state)
-    recent.append(tokens)
-    if policy.correct_every and nth % policy.correct_every == 0:
-        cache, state = correct(decoder, policy, weights, jnp.stack(recent, axis=1), cache, state)
-    if policy.period and nth % policy.period == 0:
-        cache, state = maintain(policy, cache, state)
-    return logits, cache, state, stats
+def require_resumable(policy: Policy) -> None:
+    """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
+    if policy.evicts or policy.after_prompt is not None:
+        raise ValueError(
+            f"policy={policy}: changes the cache after the prompt, so that a further dense chunk "
+            "cannot follow: read the whole conversation anew"
+        )
 
 
-def _settle(*running: Any) -> None:
-    """Waits for running steps: a process that exits during one is aborted."""
-    for array in jax.tree.leaves(running):
-        if isinstance(array, jax.Array) and not array.is_deleted():
-            array.block_until_ready()
+_seen_programs: set[Any] = set()
 
 
-def _seen(rows: list[list[int]], vocab_size: int) -> Array:
-    seen = np.zeros((len(rows), vocab_size), np.bool_)
-    for b, ids in enumerate(rows):
-        seen[b, ids] = True
-    return jnp.asarray(seen)
+def _new(*program: Any) -> bool:
+    """Returns whether a program is met for the first time in this process."""
+    is_new = program not in _seen_programs
+    _seen_programs.add(program)
+    return is_new

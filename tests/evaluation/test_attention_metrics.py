@@ -173,8 +173,8 @@ def test_metrics_equal_slow_sums(name, summed, bias):
             assert given is chosen
             assert merged is summary
             expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
-        sums = state.sums[0]
-        assert int(sums.steps) == 2
+        sums = state.own[0]
+        assert sums.steps.tolist() == [2] * BATCH
         for field, value, *steps in zip(HeadMetrics._fields, sums.heads, *expected, strict=True):
             np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
 
@@ -189,7 +189,7 @@ def test_the_oracle_recalls_everything(budget):
     cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), jnp.bool_(False))
     for top_k in (0, max(budget - 1, 1)):
         policy = measured(oracle_top_k(budget), top_k)
-        heads = policy.select(policy.init(SPEC), 0, q, cache)[2].sums[0].heads
+        heads = policy.select(policy.init(SPEC), 0, q, cache)[2].own[0].heads
         if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
             np.testing.assert_array_equal(heads.recall, 1)
         assert (np.asarray(heads.mass) <= 1 + 1e-6).all()

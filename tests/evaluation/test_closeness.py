@@ -113,10 +113,10 @@ def test_policies_see_their_own_window_and_fields(monkeypatch):
     policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
     shared = force(params(), policies, PROMPTS, max_new_tokens=1, page_size=PAGE).shared
     alone = force(params(), policies[:1], PROMPTS, max_new_tokens=1, page_size=PAGE).shared
-    assert float(shared.states[1]) == float(alone.states[1])
-    assert len({float(state) for state in shared.states[1:4]}) == 3
-    assert shared.primed(3).cache.layers[0].bias is None
-    assert shared.primed(4).cache.layers[0].bias is not None
+    assert float(shared.held.state[1]) == float(alone.held.state[1])
+    assert len({float(state) for state in shared.held.state[1:4]}) == 3
+    assert shared.session(3).held.cache.layers[0].bias is None
+    assert shared.session(4).held.cache.layers[0].bias is not None
 
 
 def test_dense_is_itself_and_full_budgets_are_dense():

@@ -64,12 +64,14 @@ def test_emptied_pages_go_back_and_no_other_is_touched(name):
 
 def test_a_compacted_head_takes_new_tokens_where_it_ends():
     inputs = by_name["scrambled"].build()
-    kv = cache.KVCache((compact_pages(*inputs[:2]),), jnp.zeros(2, jnp.int32), jnp.bool_(False))
+    kv = cache.KVCache(
+        (compact_pages(*inputs[:2]),), jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bool_)
+    )
     kept = heads_of(kv.layers[0])["k"]
     new = jnp.full((2, 1, 2, 64), -7.0)
     lengths = np.asarray(kv.layers[0].lengths)
     after = cache.append(kv, 0, new, new, jnp.full((2, 1), 99, jnp.int32), jnp.ones(2, jnp.int32))
-    assert not bool(after.overflow)
+    assert not after.overflow.any()
     rows = heads_of(after.layers[0])
     for head in np.ndindex(*lengths.shape):
         end = lengths[head]

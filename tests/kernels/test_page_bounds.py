@@ -93,9 +93,8 @@ def test_no_token_scores_above_its_page(case):
 def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     q, layer, codes = build(case, 1)
     everything = jnp.full(case.batch, case.slots, jnp.int32)
-    exact = init(
-        SPEC._replace(head_dim=case.head_dim, dtype=layer.k.dtype), pool_pages=layer.k.shape[0]
-    )
+    sizes = {"head_dim": case.head_dim, "dtype": layer.k.dtype, "pool_pages": layer.k.shape[0]}
+    exact = init(SPEC._replace(**sizes))
     exact = bounds_append(
         exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots
     )
@@ -222,7 +221,7 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history,
     """Bounds stay the tightest after chunks and rewrites, and no other page's change."""
     rng = np.random.default_rng(seed)
     pool = B * K * M + 1 if paged else None
-    cache, bounds = kv.init(SPEC, pool_pages=pool), init(SPEC, form=form, pool_pages=pool)
+    cache, bounds = kv.init(spec := SPEC._replace(pool_pages=pool)), init(spec, form=form)
     for kind, valid in history:
         lengths = np.asarray(cache.layers[0].lengths)
         room = S - lengths.max(1) if kind == "append" else lengths.min(1)
@@ -264,7 +263,7 @@ def test_tokens_without_room_change_no_page_of_another_head():
         full = jnp.full((B, T, K, H), value)
         cache, bounds = step(cache, bounds, full, jnp.array([T, 0], jnp.int32))
     cache, bounds = step(cache, bounds, jnp.full((B, T, K, H), 9.0), jnp.array([T, 0], jnp.int32))
-    assert bool(cache.overflow)
+    assert cache.overflow.tolist() == [True, False]
     np.testing.assert_array_equal(
         bounds.high[:, 0].reshape(B, K, M), [[[1, 2, 2]] * 2, [[0, 0, 0]] * 2]
     )

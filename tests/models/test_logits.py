@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
+from tiny import engine_logits
 
 import jsparse
 from jsparse.models.checkpoint import load
-from jsparse.runtime import session
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")
@@ -112,17 +112,8 @@ def test_decoding_gives_the_logits_of_one_pass(name):
     """
     expected = expected_of(name)
     params, tokens = load(HF / name, dtype="float32"), expected["tokens"]
-    forced, seen = tokens[:, -20:], []
-
-    def sample(_, logits, key, step, mask):
-        seen.append(np.asarray(logits))
-        return jnp.asarray(np.append(forced, forced[:, :1], axis=1)[:, int(step)]), jnp.zeros(
-            len(tokens)
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "sample", sample)
-        jsparse.generate(params, tokens[:, :-20], max_new_tokens=21, eos_token_id=[])
+    forced = np.append(tokens[:, -20:], tokens[:, :1], axis=1)
+    seen = engine_logits(params, "dense", tokens[:, :-20].tolist(), forced)
     assert int(expected["positions"][-1]) == tokens.shape[1] - 1
     assert worst(seen[-1], expected["logits"][:, -1]) < RTOL
     for step, position in enumerate(range(tokens.shape[1] - 21, tokens.shape[1])):

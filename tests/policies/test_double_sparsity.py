@@ -22,8 +22,10 @@ from jsparse.cli.app import app
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
-from jsparse.runtime import prefill, session
+from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
+from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.session import Session
 
 LAYERS, K, H, GROUP, PAGE = 3, 2, 16, 2, 8
 PROMPTS = random_prompts((37, 9))
@@ -53,8 +55,9 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
-        _, cache, state = session.prime(params, policy, prompts, spec, lambda *_: None)
-    return cache, state
+        session = Session(params, policy, spec)
+        session.read(prompts)
+    return session.held.cache, session.held.state
 
 
 def keys_of(cache, layer, row, head):
@@ -222,9 +225,10 @@ def test_labels_follow_decoding_and_corrections(calibrated, file):
     )
     cache, state = primed(policy)
     channels = [np.asarray(layer.channels) for layer in state]
-    for step in range(3):
-        _, cache, state, _ = session.step(
-            params.decoder, policy, params.weights, FORCED[:, step], cache, state
+    step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
+    for nth in range(3):
+        _, cache, state, _ = step(
+            params.decoder, policy, params.weights, FORCED[:, nth], cache, state
         )
     assert_labels_are_of_the_cache(cache, state)
     before = [np.asarray(layer.keys.packed) for layer in state]

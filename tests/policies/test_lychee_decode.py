@@ -281,9 +281,9 @@ def corrections(policy):
             ]
         )
 
-    def watched(decoder, policy, weights, tokens, cache, state):
+    def watched(decoder, policy, weights, tokens, cache, state, lent):
         before = held(cache)
-        cache, state = correct(decoder, policy, weights, tokens, cache, state)
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, lent)
         seen.append((before, held(cache)))
         return cache, state
 

@@ -162,20 +162,25 @@ def primed(policy: Policy, batch: int = 2):
     return carry.cache, carry.state
 
 
+step = jax.jit(
+    decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state")
+)
+
+
 @every_policy
 def test_jit_equals_eager(expression):
     p, policy = params(), parse(expression)
     cache, state = primed(policy, batch=1)
     args = (p.decoder, policy, p.weights, jnp.asarray(FORCED[:1, 0]), cache, state)
     eager, *_ = decode_step(*args)
-    jitted, *_ = session.step(*args)  # takes cache and state
+    jitted, *_ = step(*args)  # takes cache and state
     assert_close(jitted, eager, rtol=1e-5)
 
 
 @every_policy
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
-    jitted = (session.step, session.maintain, correct, prefill.prefill_chunk)
+    jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
     first = 2 + parse(expression).correct_every
     alone(expression, PROMPTS[1], FORCED[:1, :first])
     before = traces(*jitted)

@@ -43,8 +43,8 @@ def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
     tokens = np.zeros((len(prompts), sum(sizes)), np.int32)
     for b, prompt in enumerate(prompts):
         tokens[b, : len(prompt)] = prompt
-    spec = spec_of(params, len(prompts), page_size=PAGE)
-    cache = kv_cache.init(spec, fields=policy.needs, pool_pages=pool_pages)
+    spec = spec_of(params, len(prompts), page_size=PAGE)._replace(pool_pages=pool_pages)
+    cache = kv_cache.init(spec, fields=policy.needs)
     carry, done = prefill.start(params.decoder, policy, cache, policy.init(spec)), 0
     for size in sizes:
         carry = prefill.prefill_chunk(

@@ -9,12 +9,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.runtime.sampling import Sampling, mark_seen, sample, truncated
+from jsparse.request import OFF, Request, SamplingParams
+from jsparse.runtime import sampling as ways
+from jsparse.runtime.sampling import RowSampling, chooser, greedy, sampled, truncated
 
 V = 12
-draw = jax.jit(sample, static_argnums=0)
-cut = jax.jit(truncated, static_argnums=0)
-KEY = jax.random.key(3)
+draw = jax.jit(sampled)
+cut = jax.jit(truncated)
+
+
+def options(**given) -> SamplingParams:
+    """Options of which none is left to a model."""
+    return SamplingParams(**(OFF | {"seed": 3} | given))
+
+
+def rows_of(*asked: SamplingParams, vocab=V, prompts=None) -> RowSampling:
+    """What `sampled` carries for these rows, which draw from streams of their own."""
+    prompts = prompts or [[]] * len(asked)
+    pairs = zip(prompts, asked, strict=True)
+    requests = [Request(ids, own, frozenset(), i) for i, (ids, own) in enumerate(pairs)]
+    # one row that is not greedy makes all of them draw
+    requests.append(Request([], options(temperature=1.0), frozenset(), 0))
+    choose, given = chooser(requests, vocab)
+    assert choose is sampled
+    return jax.tree.map(lambda x: x[:-1], given)
+
+
+def drawn(own: SamplingParams, logits, nth=0, seen=None):
+    """The tokens and log-probabilities of rows that all ask for the same."""
+    given = rows_of(*[own] * len(logits), vocab=logits.shape[1])
+    given = given if seen is None else given._replace(seen=jnp.asarray(seen))
+    return draw(given, jnp.int32(nth), jnp.asarray(logits))[:2]
+
+
+def left(own: SamplingParams, logits):
+    """The logits after temperature and cuts."""
+    return np.asarray(cut(rows_of(*[own] * len(logits), vocab=logits.shape[1]), logits))
 
 
 def softmax(x):
@@ -22,7 +52,7 @@ def softmax(x):
     return e / e.sum()
 
 
-def slow_truncated(sampling: Sampling, row: np.ndarray) -> np.ndarray:
+def slow_truncated(sampling: SamplingParams, row: np.ndarray) -> np.ndarray:
     """Truncates one row in float64: sorts and cuts in HF's order; equal logits: lowest id first."""
     x = row.astype(np.float64) / sampling.temperature
     order = sorted(range(x.size), key=lambda i: (-x[i], i))
@@ -41,22 +71,22 @@ def slow_truncated(sampling: Sampling, row: np.ndarray) -> np.ndarray:
 
 
 OPTIONS = [
-    Sampling(temperature=0.7),
-    Sampling(temperature=1.3, top_k=4),
-    Sampling(temperature=1.0, top_k=100),
-    Sampling(temperature=0.9, top_p=0.6),
-    Sampling(temperature=2.0, top_p=0.01),
-    Sampling(temperature=1.1, min_p=0.2),
-    Sampling(temperature=1.0, min_p=1.0),
-    Sampling(temperature=0.8, top_k=6, top_p=0.8),
-    Sampling(temperature=1.5, top_k=8, top_p=0.9, min_p=0.15),
+    options(temperature=0.7),
+    options(temperature=1.3, top_k=4),
+    options(temperature=1.0, top_k=100),
+    options(temperature=0.9, top_p=0.6),
+    options(temperature=2.0, top_p=0.01),
+    options(temperature=1.1, min_p=0.2),
+    options(temperature=1.0, min_p=1.0),
+    options(temperature=0.8, top_k=6, top_p=0.8),
+    options(temperature=1.5, top_k=8, top_p=0.9, min_p=0.15),
 ]
 
 
-@pytest.mark.parametrize("sampling", OPTIONS, ids=str)
+@pytest.mark.parametrize("sampling", OPTIONS, ids=range(len(OPTIONS)))
 def test_what_may_be_drawn(sampling):
     logits = np.random.default_rng(0).normal(size=(64, V)).astype(np.float32) * 2
-    got = np.asarray(cut(sampling, logits))
+    got = left(sampling, logits)
     expected = np.stack([slow_truncated(sampling, row) for row in logits])
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
     # a softmax does not see a shift
@@ -67,34 +97,34 @@ def test_what_may_be_drawn(sampling):
 
 def test_a_temperature_near_zero_is_greedy():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(16, V)), jnp.float32)
-    drawn, _ = sample(Sampling(temperature=1e-38), logits, jax.random.key(0), jnp.int32(0), None)
-    np.testing.assert_array_equal(drawn, logits.argmax(-1))
+    tokens, _ = drawn(options(temperature=1e-38), logits)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 def test_equal_logits_are_cut_by_id():
     logits = jnp.zeros((1, 8))
     for sampling, kept in (
-        (Sampling(1.0, top_k=3), 3),
-        (Sampling(1.0, top_p=0.5), 4),
-        (Sampling(1.0, top_p=0.51), 5),
-        (Sampling(1.0, min_p=1.0), 8),
+        (options(temperature=1.0, top_k=3), 3),
+        (options(temperature=1.0, top_p=0.5), 4),
+        (options(temperature=1.0, top_p=0.51), 5),
+        (options(temperature=1.0, min_p=1.0), 8),
     ):
-        np.testing.assert_array_equal(np.isfinite(cut(sampling, logits))[0], np.arange(8) < kept)
+        np.testing.assert_array_equal(np.isfinite(left(sampling, logits))[0], np.arange(8) < kept)
 
 
 def test_top_p_counts_what_top_k_left():
     """After top_k=2 the first of 0.5, 0.25, … has two thirds of the mass: top_p=0.6 keeps it."""
     logits = -np.log(2.0) * np.arange(V, dtype=np.float32)[None]
-    assert np.isfinite(cut(Sampling(1.0, top_p=0.6), logits)).sum() == 2
-    assert np.isfinite(cut(Sampling(1.0, top_k=2, top_p=0.6), logits)).sum() == 1
+    assert np.isfinite(left(options(temperature=1.0, top_p=0.6), logits)).sum() == 2
+    assert np.isfinite(left(options(temperature=1.0, top_k=2, top_p=0.6), logits)).sum() == 1
 
 
 def test_min_p_counts_what_top_p_left():
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
-    assert np.isfinite(cut(Sampling(1.0, min_p=0.6), logits)).tolist() == [
+    assert np.isfinite(left(options(temperature=1.0, min_p=0.6), logits)).tolist() == [
         [True, True, False, False]
     ]
-    assert np.isfinite(cut(Sampling(1.0, top_p=0.8, min_p=0.3), logits)).tolist() == [
+    assert np.isfinite(left(options(temperature=1.0, top_p=0.8, min_p=0.3), logits)).tolist() == [
         [True, True, True, False]
     ]
 
@@ -102,23 +132,30 @@ def test_min_p_counts_what_top_p_left():
 @pytest.mark.parametrize("top_p", [1e-45, 1e-38, 1e-6])
 def test_a_tiny_top_p_is_greedy(top_p):
     logits = np.random.default_rng(1).normal(size=(8, V)).astype(np.float32)
-    tokens, _ = draw(Sampling(1.0, top_p=top_p).validate(), logits, KEY, jnp.int32(0), None)
+    tokens, _ = drawn(options(temperature=1.0, top_p=top_p), logits)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(1.0, top_k=1), Sampling(0.7, min_p=1.0), Sampling(1e-4)]
+    "sampling",
+    [
+        options(),
+        options(temperature=1.0, top_k=1),
+        options(temperature=0.7, min_p=1.0),
+        options(temperature=1e-4),
+    ],
 )
 def test_greedy_in_all_its_forms(sampling):
     logits = np.random.default_rng(2).normal(size=(32, V)).astype(np.float32)
-    tokens, logprobs = draw(sampling, logits, KEY, jnp.int32(5), None)
+    tokens, logprobs = drawn(sampling, logits, 5)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     assert tokens.dtype == jnp.int32
     np.testing.assert_allclose(logprobs, [np.log(softmax(row)).max() for row in logits], rtol=1e-5)
 
 
 def test_greedy_takes_the_lowest_of_equals():
-    assert sample(Sampling(), jnp.zeros((1, V)), KEY, jnp.int32(0), None)[0].item() == 0
+    zeros = jnp.zeros((1, V))
+    assert drawn(options(), zeros)[0].item() == greedy((), jnp.int32(0), zeros)[0].item() == 0
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
@@ -127,7 +164,7 @@ def test_repetition_penalty(penalty):
     logits = rng.normal(size=(64, V)).astype(np.float32)
     seen = rng.random(logits.shape) < 0.5
     expected = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
-    tokens, logprobs = draw(Sampling(repetition_penalty=penalty), logits, KEY, jnp.int32(0), seen)
+    tokens, logprobs = drawn(options(repetition_penalty=penalty), logits, seen=seen)
     np.testing.assert_array_equal(tokens, expected.argmax(-1))
     assert (expected.argmax(-1) != logits.argmax(-1)).any()
     # the log-probability is the model's own, before the penalty
@@ -138,48 +175,72 @@ def test_repetition_penalty(penalty):
 def test_repetition_penalty_comes_before_top_k():
     logits = jnp.array([[3.0, 2.0, 1.0]])
     seen = jnp.array([[True, False, False]])
-    tokens, _ = sample(
-        Sampling(1.0, top_k=1, repetition_penalty=2.0), logits, KEY, jnp.int32(0), seen
-    )
+    own = options(temperature=1.0, top_k=1, repetition_penalty=2.0)
+    tokens, _ = drawn(own, logits, seen=seen)
     assert tokens.tolist() == [1]
 
 
-def test_seen_grows_by_each_token():
-    seen = jnp.zeros((2, 4), bool)
-    seen = mark_seen(mark_seen(seen, jnp.array([1, 3])), jnp.array([1, 0]))
-    assert seen is not None
-    np.testing.assert_array_equal(seen, [[0, 1, 0, 0], [1, 0, 0, 1]])
-    assert mark_seen(None, jnp.array([1])) is None
+def test_seen_holds_the_prompt_and_grows_by_each_token():
+    own = options(repetition_penalty=2.0)
+    given = rows_of(own, own, vocab=4, prompts=[[1], [0, 3]])
+    np.testing.assert_array_equal(given.seen, [[0, 1, 0, 0], [1, 0, 0, 1]])
+    _, _, given = draw(given, jnp.int32(0), jnp.asarray([[0.0, 0, 0, 1], [0, 0, 1, 0]]))
+    np.testing.assert_array_equal(given.seen, [[0, 1, 0, 1], [1, 0, 1, 1]])
 
 
 def test_a_row_draws_alike_in_any_batch():
     logits = np.random.default_rng(5).normal(size=(6, V)).astype(np.float32)
-    sampling = Sampling(1.0, top_p=0.95)
-    for step in range(8):
-        whole, _ = draw(sampling, logits, KEY, jnp.int32(step), None)
+    own = options(temperature=1.0, top_p=0.95)
+    for nth in range(8):
+        whole, _ = drawn(own, logits, nth)
         other = logits.copy()
         other[[0, 2, 3, 4, 5]] = 0.0
-        changed, _ = draw(sampling, other, KEY, jnp.int32(step), None)
-        alone, _ = draw(sampling, logits[:2], KEY, jnp.int32(step), None)
+        changed, _ = drawn(own, other, nth)
+        alone, _ = drawn(own, logits[:2], nth)
         assert whole[1] == changed[1] == alone[1]
 
 
-def test_draws_follow_seed_and_step():
+def test_rows_of_different_options_choose_as_if_alone():
+    asked = [*OPTIONS[1:], options(), options(repetition_penalty=3.0)]
+    logits = np.random.default_rng(6).normal(size=(len(asked), V)).astype(np.float32)
+    given = rows_of(*asked, prompts=[[1, 2]] * len(asked))
+    together, _, _ = draw(given, jnp.int32(4), logits)
+    for row in range(len(asked)):
+        at = slice(row, row + 1)
+        alone, _, _ = draw(RowSampling(*(x[at] for x in given)), jnp.int32(4), logits[at])
+        assert together[row] == alone[0], asked[row]
+
+
+def test_all_rows_greedy_is_a_program_of_its_own():
+    requests = [Request([], options(), frozenset(), 0)] * 2
+    assert chooser(requests, V) == (greedy, ())
+
+
+def test_draws_follow_seed_and_number():
     logits = jnp.zeros((4, 1000))
 
-    def tokens(seed, step):
-        return draw(Sampling(1.0), logits, jax.random.key(seed), jnp.int32(step), None)[0].tolist()
+    def tokens(seed, nth):
+        return drawn(options(temperature=1.0, seed=seed), logits, nth)[0].tolist()
 
     assert tokens(1, 0) == tokens(1, 0)
-    assert len({tuple(tokens(seed, step)) for seed in range(3) for step in range(3)}) == 9
+    assert len({tuple(tokens(seed, nth)) for seed in (0, 1, 2**32) for nth in range(3)}) == 9
     assert len(set(tokens(1, 0))) == 4  # rows with equal logits draw for themselves
+
+
+def test_given_tokens_are_taken_whatever_the_logits():
+    table = jnp.asarray([[3, 1], [0, 2]], jnp.int32)
+    logits = jnp.asarray(np.random.default_rng(7).normal(size=(2, 4)), jnp.float32)
+    tokens, logprobs, carried = ways.forced(table, jnp.int32(1), logits)
+    assert tokens.tolist() == [0, 2]
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits)[jnp.arange(2), tokens])
+    assert carried is table
 
 
 def test_frequencies_are_the_probabilities():
     logits = np.array([[2.0, 1.0, 0.0, -1.0, 1.5]], np.float32)
-    sampling, draws = Sampling(1.5, top_k=4), 20_000
+    sampling, draws = options(temperature=1.5, top_k=4), 20_000
     expected = softmax(slow_truncated(sampling, logits[0])) * draws
-    tokens = np.asarray(draw(sampling, np.repeat(logits, draws, 0), KEY, jnp.int32(0), None)[0])
+    tokens = np.asarray(drawn(sampling, np.repeat(logits, draws, 0))[0])
     counts = np.bincount(tokens, minlength=5)
     assert counts[3] == 0
     some = expected > 0
@@ -192,33 +253,49 @@ def test_frequencies_are_the_probabilities():
 @settings(max_examples=40)
 @given(st.lists(st.floats(-50, 50, width=32), min_size=V, max_size=V), st.integers(0, 1000))
 def test_never_draws_what_is_ruled_out(row, step):
-    sampling = Sampling(0.8, top_k=5, top_p=0.7, min_p=0.1)
+    sampling = options(temperature=0.8, top_k=5, top_p=0.7, min_p=0.1)
     logits = np.array([row], np.float32)
-    token = int(draw(sampling, logits, KEY, jnp.int32(step), None)[0][0])
-    assert np.isfinite(cut(sampling, logits)[0, token])
+    token = int(drawn(sampling, logits, step)[0][0])
+    assert np.isfinite(left(sampling, logits)[0, token])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1])
-@pytest.mark.parametrize("name", Sampling._fields)
-def test_validate_refuses(name, bad):
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1, "1", True])
+@pytest.mark.parametrize("name", OFF)
+def test_bad_options_are_refused(name, bad):
     with pytest.raises(ValueError, match=rf"^{name}={bad!r}: must be [^\n]+$"):
-        Sampling(**{name: bad}).validate()
+        SamplingParams(**{name: bad})
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.01}, {"min_p": 1.01}, {"repetition_penalty": 0.0}],
+    [
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"min_p": 1.01},
+        {"repetition_penalty": 0.0},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"max_tokens": 0},
+        {"ignore_eos": 1},
+        {"logprobs": 5},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": [-1]},
+        {"policy": [0.9]},
+    ],
 )
-def test_validate_refuses_just_outside(wrong):
+def test_options_just_outside_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"^{name}="):
-        Sampling(**wrong).validate()
+        SamplingParams(**wrong)
 
 
-def test_validate_returns_what_is_allowed():
-    for sampling in (
-        Sampling(),
-        Sampling(5.0, 2**40, 1.0, 1.0, 0.1),
-        Sampling(0.1, 1, 1e-9, 0.0, 50.0),
-    ):
-        assert sampling.validate() is sampling
+def test_what_is_allowed_is_kept():
+    assert SamplingParams() == SamplingParams(stop=[], stop_token_ids=())
+    own = SamplingParams(5.0, 2**40, 1.0, 1.0, 0.1, stop="end", stop_token_ids=[1, 2])
+    assert (own.temperature, own.top_k, own.stop, own.stop_token_ids) == (
+        5,
+        2**40,
+        ("end",),
+        (1, 2),
+    )

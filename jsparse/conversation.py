@@ -1,0 +1,107 @@
+"""Defines Conversation, which answers the turns of a chat and reads each of them once."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from jsparse import prompts
+from jsparse.cache import CacheSpec
+from jsparse.generation import GenerateOptions, Message, run, sampling_params
+from jsparse.host_reader import Generation, OnProgress, Streamer
+from jsparse.models.checkpoint import Params
+from jsparse.policies.expressions import as_policy
+from jsparse.request import Request, requests
+from jsparse.runtime import capacity
+from jsparse.runtime.session import Session, require_resumable
+
+
+class Conversation:
+    """Answers the turns of a chat; a further turn reads only the last answer and the new message.
+
+    What was read before stays in the cache, up to the end of the last prompt. Everything is read
+    anew where that cannot be: the policy changes the cache after the prompt, the chat template
+    rewrites what was said before, or the cache has become too small.
+
+        chat = Conversation(params, policy="quest(budget=1024)")
+        chat.answer([{"role": "user", "content": "Who was Turing?"}]).text
+
+    Attributes:
+        reads_anew: why every turn reads the whole conversation, or None if it does not.
+    """
+
+    def __init__(self, params: Params, **options: Unpack[GenerateOptions]) -> None:
+        """Begins a conversation.
+
+        Args:
+            params: the model; it must have a chat template.
+            options: keyword arguments of `jsparse.generate` for every turn, without streamer,
+                on_progress and logprobs.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        given: dict[str, Any] = dict(options)
+        self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
+        self._max_length, self._page_size = (
+            given.pop("max_length", None),
+            given.pop("page_size", 16),
+        )
+        self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
+        given = {"max_new_tokens": 128, "stop": (), "eos_token_id": None} | given
+        self._sampling = sampling_params(params, **given) if sampling is None else sampling
+        self._session: Session | None = None
+        self._read: list[int] = []
+        self.reads_anew: str | None = None
+        try:
+            require_resumable(self._policy)
+        except ValueError as error:
+            self.reads_anew = str(error)
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        streamer: Streamer = lambda piece: None,
+        on_progress: OnProgress = lambda *_: None,
+    ) -> Generation:
+        """Answers the last message of the whole conversation so far.
+
+        Args:
+            messages: the conversation; dicts with role and content.
+            streamer: a callable that gets each piece of the answer as it is made.
+            on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
+
+        Raises:
+            ValueError: the conversation and a new answer do not fit in the model or in memory.
+        """
+        rows, _ = prompts.encode(self._params, messages)
+        asked = requests(self._params, rows, self._sampling, self._policy, seed=self._seed)
+        session, new = self._session_for(asked[0])
+        self._session, self._read = session, rows[0]
+        return run(session, asked, [streamer], on_progress, [new])[0]
+
+    def _session_for(self, request: Request) -> tuple[Session, list[int]]:
+        """Returns the session that answers next, and the tokens that it has to read."""
+        held, read = self._session, self._read
+        if held is not None and held.can_read_on:
+            new = request.ids[len(read) :]
+            fits = request.most_tokens <= held.spec.capacity
+            if new and fits and request.ids[: len(read)] == read:
+                return held, new
+        self._session = held = None  # frees its cache
+        spec = self._spec(request)
+        return Session(
+            self._params, self._policy, spec, resumable=self.reads_anew is None
+        ), request.ids
+
+    def _spec(self, request: Request) -> CacheSpec:
+        """Returns the sizes of a cache with room for turns to come, if memory has it."""
+        own = [request.ids], [request.sampling.max_tokens]
+        spec = capacity.cache_spec(self._params, *own, self._max_length, self._page_size)
+        capacity.require_fit(spec, self._policy)
+        most = self._params.config.max_position_embeddings
+        room = min(2 * request.most_tokens, most)
+        if self._max_length is None and self.reads_anew is None:
+            larger = capacity.bucket(room, self._page_size) // self._page_size
+            if capacity.fits(spec._replace(num_pages=larger), self._policy):
+                return spec._replace(num_pages=larger)
+        return spec

@@ -1,0 +1,223 @@
+"""Finds who owns each array of a policy's state, a row or a page, and moves what rows own.
+
+A request that joins a running batch brings its rows' arrays; pages stay where they are, in a pool
+that all requests share. So every array must have an axis of rows or an axis of pages. Which one is
+found by looking at the shapes that `init` gives at two batch sizes and two pool sizes.
+
+The cache is divided in the same way: lengths, block tables, positions and overflow belong to rows,
+everything else to the pool.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jsparse.cache import CacheSpec, KVCache
+from jsparse.policy import Policy, State
+
+# sizes to look at: primes, so that no axis has one of them by chance
+_BATCHES, _POOLS = (2, 3), (53, 59)
+
+
+class Owner(NamedTuple):
+    """Says who owns an array: rows or pages, along which of its axes."""
+
+    kind: str
+    axis: int
+
+
+@functools.cache
+def owners(policy: Policy, spec: CacheSpec) -> tuple[Owner, ...]:
+    """Returns the owner of each array of the policy's state, in the order of its leaves.
+
+    Raises:
+        ValueError: an array has neither an axis of the batch nor one of the pool's pages, or both.
+    """
+
+    def leaves(batch: int, pool: int) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
+        sizes = spec._replace(batch=batch, pool_pages=pool)
+        state = jax.eval_shape(lambda: policy.init(sizes))
+        return jax.tree_util.tree_leaves_with_path(state)
+
+    first, more_rows, more_pages = (
+        leaves(batch, pool)
+        for batch, pool in (
+            (_BATCHES[0], _POOLS[0]),
+            (_BATCHES[1], _POOLS[0]),
+            (_BATCHES[0], _POOLS[1]),
+        )
+    )
+    return tuple(
+        _owner(policy, jax.tree_util.keystr(path), leaf.shape, by_row.shape, by_page.shape)
+        for (path, leaf), (_, by_row), (_, by_page) in zip(
+            first, more_rows, more_pages, strict=True
+        )
+    )
+
+
+def _owner(
+    policy: Policy,
+    name: str,
+    shape: tuple[int, ...],
+    by_row: tuple[int, ...],
+    by_page: tuple[int, ...],
+) -> Owner:
+    found = [
+        Owner(kind, axis)
+        for kind, sizes, other in (("row", _BATCHES, by_row), ("page", _POOLS, by_page))
+        for axis in range(len(shape))
+        if (shape[axis], other[axis]) == sizes
+    ]
+    changes = sum(a != b for other in (by_row, by_page) for a, b in zip(shape, other, strict=True))
+    if len(found) != 1 or changes != 1:
+        raise ValueError(
+            f"policy={policy}: state{name} is {list(shape)} for {_BATCHES[0]} rows and "
+            f"{_POOLS[0]} pages: must have one axis of spec.batch or one of spec.pages"
+        )
+    return found[0]
+
+
+def take_rows(
+    policy: Policy, spec: CacheSpec, cache: KVCache, state: State, rows: Int32[Array, "n"]
+) -> tuple[KVCache, State]:
+    """Returns cache and state of some rows as a batch of their own, over the same pages.
+
+    Raises:
+        ValueError: the cache has no block table, so that its pages cannot be parted from its rows.
+    """
+    _require_table(cache)
+    state = _map_rows_of(
+        policy, spec, lambda axis, leaf: jnp.take(leaf, rows, axis=axis), lambda leaf: leaf, state
+    )
+    return _map_cache(lambda x: x[rows], cache), state
+
+
+def put_rows(
+    policy: Policy,
+    spec: CacheSpec,
+    cache: KVCache,
+    state: State,
+    part: tuple[KVCache, State],
+    rows: Int32[Array, "n"],
+) -> tuple[KVCache, State]:
+    """Puts rows that were taken, or read alone, into the slots `rows` of a batch.
+
+    Pages are those of `part`, which may have written to them.
+
+    Raises:
+        ValueError: the cache has no block table.
+    """
+    _require_table(cache)
+    state = _map_rows_of(
+        policy,
+        spec,
+        lambda axis, leaf, new: _put(leaf, new, rows, axis),
+        lambda leaf, new: new,
+        state,
+        part[1],
+    )
+    held = _map_cache(lambda x, new: _put(x, new, rows, 0), cache, part[0])
+    pools = [
+        new._replace(lengths=layer.lengths, block_table=layer.block_table)
+        for layer, new in zip(held.layers, part[0].layers, strict=True)
+    ]
+    return held._replace(layers=tuple(pools)), state
+
+
+def clear_rows(
+    policy: Policy, spec: CacheSpec, cache: KVCache, state: State, rows: Int32[Array, "n"]
+) -> tuple[KVCache, State]:
+    """Empties the slots `rows`: no tokens, no pages, and the state of rows that have seen nothing.
+
+    To return pages to a free list, call `cache.truncate` before.
+
+    Raises:
+        ValueError: the cache has no block table.
+    """
+    _require_table(cache)
+    state = _map_rows_of(
+        policy,
+        spec,
+        lambda axis, leaf, fresh: _put(leaf, jnp.take(fresh, rows, axis=axis), rows, axis),
+        lambda leaf, fresh: leaf,
+        state,
+        policy.init(spec),
+    )
+    scratch = cache.layers[0].k.shape[0] - 1
+    return _map_cache(lambda x: x.at[rows].set(scratch if x.ndim == 3 else 0), cache), state
+
+
+def keep_inactive(
+    policy: Policy, spec: CacheSpec, active: Bool[Array, "B"], new: State, old: State
+) -> State:
+    """Returns `new` with the arrays that rows own as they were in `old` for inactive rows."""
+
+    def chosen(axis: int, after: Array, before: Array) -> Array:
+        if after is before:
+            return after
+        return jnp.where(
+            jnp.expand_dims(active, [i for i in range(after.ndim) if i != axis]), after, before
+        )
+
+    return _map_rows_of(policy, spec, chosen, lambda after, before: after, new, old)
+
+
+def row_arrays(policy: Policy, spec: CacheSpec, state: State) -> list[Array]:
+    """Returns the arrays of the state that rows own."""
+    found = zip(jax.tree.leaves(state), owners(policy, spec), strict=True)
+    return [leaf for leaf, owner in found if owner.kind == "row"]
+
+
+def with_row_arrays(policy: Policy, spec: CacheSpec, state: State, arrays: list[Array]) -> State:
+    """Returns the state with the arrays that `row_arrays` returned."""
+    rest = iter(arrays)
+    return _map_rows_of(policy, spec, lambda axis, leaf: next(rest), lambda leaf: leaf, state)
+
+
+def _map_rows_of(
+    policy: Policy,
+    spec: CacheSpec,
+    of_rows: Callable[..., Array],
+    of_pages: Callable[..., Array],
+    *states: State,
+) -> State:
+    """Maps of_rows(axis, *leaves) or of_pages(*leaves) over states of one structure."""
+    leaves, tree = jax.tree.flatten(states[0])
+    columns = zip(leaves, *map(jax.tree.leaves, states[1:]), strict=True)
+    made = [
+        of_rows(owner.axis, *column) if owner.kind == "row" else of_pages(*column)
+        for column, owner in zip(columns, owners(policy, spec), strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
+def _map_cache(function: Callable[..., Array], *caches: KVCache) -> KVCache:
+    """Maps over what rows own of caches; pools are those of the first."""
+    layers = [
+        layers[0]._replace(
+            lengths=function(*(layer.lengths for layer in layers)),
+            block_table=function(*(layer.block_table for layer in layers)),
+        )
+        for layers in zip(*(cache.layers for cache in caches), strict=True)
+    ]
+    return caches[0]._replace(
+        layers=tuple(layers),
+        positions=function(*(cache.positions for cache in caches)),
+        overflow=function(*(cache.overflow for cache in caches)),
+    )
+
+
+def _put(x: Array, new: Array, rows: Int32[Array, "n"], axis: int) -> Array:
+    return x.at[(slice(None),) * axis + (rows,)].set(new)
+
+
+def _require_table(cache: KVCache) -> None:
+    if cache.layers[0].block_table is None:
+        raise ValueError(
+            "cache: must have a block table (CacheSpec.pool_pages), so that rows can be moved "
+            "without their pages"
+        )
