@@ -16,7 +16,7 @@ from jsparse.cache import (
 )
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
-from jsparse.partials import Stats, StatsKind, merge
+from jsparse.partials import ListedLogits, Stats, StatsKind, merge
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
     AppendFn,
@@ -56,6 +56,7 @@ __all__ = [
     "InitFn",
     "KVCache",
     "LayerCache",
+    "ListedLogits",
     "MaintainFn",
     "Policy",
     "PrefillFn",

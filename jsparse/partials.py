@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-StatsKind = Literal["page_mass", "token_logits"]
+MeanStatsKind = Literal["page_mass", "token_logits"]  # those that Stats holds
+StatsKind = Literal[MeanStatsKind, "listed_logits"]
 
 
 class Stats(NamedTuple):
@@ -37,6 +38,24 @@ class Summary(NamedTuple):
     read: Int32[Array, "B K"] | int = 0
 
 
+class ListedLogits(NamedTuple):
+    """Holds the logit that every query head gave to each token that its list made it attend to.
+
+    There are C + 1 entries per head. Heads that are dense, attend to nothing or list pages report
+    none of them.
+
+    Attributes:
+        ids: the slots of the attended tokens, ascending and distinct; past `count` they are 0. Ids
+            past the head's length are left out, and the newest token is the last, listed or not.
+        count: the number of valid entries.
+        logits: q·k of each query head of the group, scaled and with bias; -inf past `count`.
+    """
+
+    ids: Int32[Array, "B K entries"]
+    count: Int32[Array, "B K"]  # pyright: ignore[reportIncompatibleMethodOverride]
+    logits: Float32[Array, "B K G entries"]
+
+
 class AttentionOut(NamedTuple):
     """Holds the whole output of attention, or a partial one with o in float32.
 
@@ -45,7 +64,7 @@ class AttentionOut(NamedTuple):
 
     o: Float[Array, "B N H"]
     lse: Float32[Array, "B N"]
-    stats: Stats | None = None
+    stats: Stats | ListedLogits | None = None
 
 
 def merge(

@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float
 from jsparse import deprecated
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
 from jsparse.deprecated import renamed_arguments
-from jsparse.partials import Stats, StatsKind, Summary
+from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection, everything
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
 
@@ -115,7 +115,7 @@ class UpdateFn(Protocol):
     """Take in what attention reported, if `stats` asked for a report in this layer."""
 
     def __call__(
-        self, state: State, layer: int, stats: Stats | None, cache: KVCache, /
+        self, state: State, layer: int, stats: Stats | ListedLogits | None, cache: KVCache, /
     ) -> State: ...
 
 
@@ -184,7 +184,8 @@ class Policy(NamedTuple):
             prompt and the new ones.
         evicts: whether heads lose tokens, so that slots no longer tell positions. Wrappers that
             rely on these refuse such a method, and a further dense chunk cannot follow.
-        stats: names the report that attention makes: None, "page_mass" or "token_logits".
+        stats: names the report that attention makes: None, "page_mass", "token_logits" or
+            "listed_logits".
         fallback: where it is true, the layer is dense in this step, and neither select nor sparse
             attention runs; None is never. It speaks for the whole batch: where rows differ, select
             must make the rows concerned dense itself.

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.deprecated import renamed_arguments
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
-from jsparse.partials import Stats
+from jsparse.partials import ListedLogits, Stats
 from jsparse.policies import head_gates
 from jsparse.policy import Policy, State, below_one, builder, fraction, knob, whole_number
 from jsparse.selection import Granularity, Selection
@@ -142,9 +142,12 @@ def lychee_decode(
         """Return whether a set that this layer picks is used in the next."""
         return layer + 1 < len(retrieval) and bool((retrieval[layer] & ~retrieval[layer + 1]).any())
 
-    def update(state: State, layer: int, stats: Stats | None, cache: KVCache) -> State:
+    def update(
+        state: State, layer: int, stats: Stats | ListedLogits | None, cache: KVCache
+    ) -> State:
         if stats is None:
             return state
+        assert isinstance(stats, Stats)
         ids, count = state
         picked = threshold_select(
             stats.scores[:, :, None],

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_mosaic, run
-from jsparse.partials import AttentionOut, StatsKind
+from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 
 
@@ -62,7 +62,8 @@ def block_sparse_decode(
         layer: the K and V pages, lengths, block table and bias.
         selection: the pages, at granularity "page"; `Selection` documents its fields.
         sm_scale: the factor of q·k; None is 1/√H.
-        stats: the report on the mean query of each group, or None.
+        stats: the report: "page_mass" or "token_logits" on the mean query of each group,
+            "listed_logits", which is empty for lists of pages, or None.
         dtype: the type to which o is rounded at the end; float32 where it is to be merged with
             another.
         implementation: "mosaic" (compute capability 9 or more; bfloat16 or float16), "reference",
@@ -77,5 +78,18 @@ def block_sparse_decode(
     check_shapes("block_sparse_decode", "page", q, layer, selection)
     check_stats(stats)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    options = {"sm_scale": sm_scale, "stats": stats, "dtype": dtype}
-    return run("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)
+    of_mean = None if stats == "listed_logits" else stats
+    options = {"sm_scale": sm_scale, "stats": of_mean, "dtype": dtype}
+    out = run("block_sparse_decode", implementation, BACKENDS, q, layer, selection, **options)
+    return out._replace(stats=_no_tokens(q, selection)) if stats == "listed_logits" else out
+
+
+def _no_tokens(q: Float[Array, "B N H"], selection: Selection) -> ListedLogits:
+    """Report on no token, with room for as many as a list of tokens of this length would name."""
+    batch, heads, capacity = selection.ids.shape
+    entries = (batch, heads, q.shape[1] // heads, capacity + 1)
+    return ListedLogits(
+        jnp.zeros((batch, heads, capacity + 1), jnp.int32),
+        jnp.zeros((batch, heads), jnp.int32),
+        jnp.full(entries, -jnp.inf, jnp.float32),
+    )

@@ -28,7 +28,7 @@ from jsparse.pallas_kernels.block_sparse_decode.producer import produce
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.place_logits.api import place_logits
-from jsparse.partials import AttentionOut, Stats, StatsKind
+from jsparse.partials import AttentionOut, MeanStatsKind, Stats
 from jsparse.selection import Selection
 
 
@@ -38,7 +38,7 @@ def block_sparse_decode(
     selection: Selection,
     *,
     sm_scale: float,
-    stats: StatsKind | None,
+    stats: MeanStatsKind | None,
     dtype: DTypeLike = jnp.float32,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -197,7 +197,7 @@ def _stats(
     lse: Float32[Array, "B K"],
     layer: LayerCache,
     selection: Selection,
-    stats: StatsKind,
+    stats: MeanStatsKind,
 ) -> Stats:
     """Put the mean query's logits, which lie in the order of the tiles, where the pages are."""
     pages, size = layer.num_pages, layer.page_size

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages, read_slots
-from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
 from jsparse.selection import Selection, token_mask, unpack_bits
 
 
@@ -16,7 +16,7 @@ def block_sparse_decode(
     selection: Selection,
     *,
     sm_scale: float,
-    stats: StatsKind | None,
+    stats: MeanStatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
     """Implement `api.block_sparse_decode` in plain jnp.
@@ -33,7 +33,7 @@ def masked(
     layer: LayerCache,
     selection: Selection,
     sm_scale: float,
-    stats: StatsKind | None,
+    stats: MeanStatsKind | None,
 ) -> AttentionOut:
     """Read every slot and mask what is not selected, for a selection of any granularity."""
     mask = token_mask(
@@ -51,7 +51,7 @@ def gathered(
     layer: LayerCache,
     selection: Selection,
     sm_scale: float,
-    stats: StatsKind | None,
+    stats: MeanStatsKind | None,
 ) -> AttentionOut:
     """Read what is listed and no more, with the newest token behind lists that lack it."""
     lengths = layer.lengths[..., None]
@@ -115,16 +115,7 @@ def attend(
     """Compute o, lse and the logits of the mean query of each group."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
-
-    def score(queries: Float[Array, "B K n H"]) -> Float32[Array, "B K n S"]:
-        logits = sm_scale * jnp.einsum(
-            "bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32
-        )
-        if bias is not None:
-            logits += bias[:, :, None]
-        return jnp.where(mask[:, :, None], logits, -jnp.inf)
-
-    weights, total, lse = softmax_partial(score(grouped))
+    weights, total, lse = softmax_partial(score(grouped, k, mask, bias, sm_scale))
     o = jnp.einsum(
         "bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
@@ -132,8 +123,24 @@ def attend(
     return (
         o.reshape(batch, heads, head_dim),
         lse.reshape(batch, heads),
-        score(_mean_query(grouped))[:, :, 0],
+        score(_mean_query(grouped), k, mask, bias, sm_scale)[:, :, 0],
     )
+
+
+def score(
+    queries: Float[Array, "B K n H"],
+    k: Float[Array, "B K S H"],
+    mask: Bool[Array, "B K S"],
+    bias: Float32[Array, "B K S"] | None,
+    sm_scale: float,
+) -> Float32[Array, "B K n S"]:
+    """Compute the logits, -inf where the mask is not set."""
+    logits = sm_scale * jnp.einsum(
+        "bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        logits += bias[:, :, None]
+    return jnp.where(mask[:, :, None], logits, -jnp.inf)
 
 
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
@@ -147,7 +154,7 @@ def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
 
 
 def _report(
-    mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: StatsKind | None
+    mean_logits: Float32[Array, "B K S"], layer: LayerCache, stats: MeanStatsKind | None
 ) -> Stats | None:
     if stats is None:
         return None

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float32
 
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.place_logits import reference
-from jsparse.partials import StatsKind
+from jsparse.partials import MeanStatsKind
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -28,7 +28,7 @@ def place_logits(
     selection: Selection,
     lengths: Lengths,
     *,
-    stats: StatsKind,
+    stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
     implementation: str | None = None,
@@ -55,8 +55,8 @@ def place_logits(
     Raises:
         ValueError: shapes or granularity do not fit together, or there is no such report.
     """
-    if stats not in get_args(StatsKind):
-        raise ValueError(f"stats={stats!r}: must be one of {list(get_args(StatsKind))}")
+    if stats not in get_args(MeanStatsKind):
+        raise ValueError(f"stats={stats!r}: must be one of {list(get_args(MeanStatsKind))}")
     if selection.granularity != "page":
         raise ValueError(
             f"selection.granularity={selection.granularity!r}: place_logits takes 'page'"

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jsparse.partials import StatsKind, softmax_partial
+from jsparse.partials import MeanStatsKind, softmax_partial
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -13,7 +13,7 @@ def place_logits(
     selection: Selection,
     lengths: Lengths,
     *,
-    stats: StatsKind,
+    stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:

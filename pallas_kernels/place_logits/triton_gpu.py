@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float32
 
-from jsparse.partials import StatsKind
+from jsparse.partials import MeanStatsKind
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -23,7 +23,7 @@ def place_logits(
     selection: Selection,
     lengths: Lengths,
     *,
-    stats: StatsKind,
+    stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:

@@ -55,8 +55,8 @@ def token_sparse_decode(
     """Compute attention of one query per head over the listed slots of its KV head.
 
     Rows are gathered one by one. Arguments, results and errors are those of `block_sparse_decode`,
-    except that `selection` lists tokens and that `implementation` is "triton", "reference", or None
-    to pick.
+    except that `selection` lists tokens, that `stats="listed_logits"` therefore reports on them,
+    and that `implementation` is "triton", "reference", or None to pick.
     """
     check_shapes("token_sparse_decode", "token", q, layer, selection)
     check_stats(stats)

@@ -1,11 +1,13 @@
 """Implements `api.token_sparse_decode` in plain jnp, with tokens as pages of one."""
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
-from jsparse.partials import AttentionOut, StatsKind
+from jsparse.cache import LayerCache, read_slots
+from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked, score
+from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
+from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.selection import Selection
 
 
@@ -23,5 +25,21 @@ def token_sparse_decode(
     With dense heads every slot is read and masked; without, only the listed slots are gathered.
     """
     run = gathered if selection.dense is None else masked
-    out = run(q, layer, selection, sm_scale, stats)
+    if stats == "listed_logits":
+        out = run(q, layer, selection, sm_scale, None)
+        out = out._replace(stats=_listed_logits(q, layer, selection, sm_scale))
+    else:
+        out = run(q, layer, selection, sm_scale, stats)
     return out._replace(o=out.o.astype(dtype))
+
+
+def _listed_logits(
+    q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
+) -> ListedLogits:
+    """Read K of the listed tokens and score it for every query head."""
+    ids, count = listed_tokens(selection, layer.lengths)
+    valid = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
+    grouped = q.reshape(*count.shape, -1, q.shape[-1])
+    bias = None if layer.bias is None else read_slots(layer.bias, layer, ids)
+    logits = score(grouped, read_slots(layer.k, layer, ids), valid, bias, sm_scale)
+    return ListedLogits(ids, count, logits)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
-from jsparse.partials import AttentionOut, Stats, StatsKind, softmax_partial
+from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
+from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
 
 
@@ -67,18 +68,19 @@ def token_sparse_decode(
     # a list, and the newest token behind it
     longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
-    rows = group + (stats is not None)
+    listed = stats == "listed_logits"
+    rows = group + (stats is not None and not listed)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
-    scores = (
-        absent if stats is None else jnp.full((batch, heads, layer.capacity), -jnp.inf, jnp.float32)
-    )
+    ids, count = listed_tokens(selection, layer.lengths) if listed else (absent, absent)
+    units = (group, capacity + 1) if listed else (layer.capacity,)
+    scores = absent if stats is None else jnp.full((batch, heads, *units), -jnp.inf, jnp.float32)
     o, lse, used, scores = triton_call(
         *(q, layer.k, layer.v, layer.lengths, selection.count),
         absent if selection.dense is None else selection.dense,
         selection.ids if capacity else absent,
         absent if layer.block_table is None else layer.block_table,
         absent if layer.bias is None else layer.bias,
-        scores,
+        *(scores, count),
         *(pairs, capacity, layer.num_pages, splits),
         kernel=attend_kernel,
         out_shape=[
@@ -98,6 +100,7 @@ def token_sparse_decode(
         HAS_TABLE=layer.block_table is not None,
         HAS_BIAS=layer.bias is not None,
         STATS=rows - group,  # 1 or 0
+        LISTED=listed,
         G=group,
         H=head_dim,
         P=layer.page_size,
@@ -113,6 +116,8 @@ def token_sparse_decode(
     out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
         return out
+    if listed:
+        return out._replace(stats=ListedLogits(ids, count, scores))
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
     return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
@@ -184,6 +189,7 @@ def attend_kernel(
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
     _,  # an alias of scores_ptr, full of -inf
+    reported_ptr,  # [B, K], with LISTED
     pairs,
     capacity,
     pages,  # M, of a head
@@ -191,7 +197,7 @@ def attend_kernel(
     o_ptr,  # [pairs, splits, STATS + G, H]
     lse_ptr,  # [pairs, splits, STATS + G]
     used_ptr,  # [pairs]
-    scores_ptr,  # [pairs, pages · P]
+    scores_ptr,  # [pairs, pages · P] with STATS; [pairs, G, capacity + 1] with LISTED
     BLOCK: tl.constexpr,
     UNIT_BLOCKS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
@@ -199,6 +205,7 @@ def attend_kernel(
     HAS_TABLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STATS: tl.constexpr,
+    LISTED: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -208,7 +215,10 @@ def attend_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the partial (o, lse) of every unit; with STATS, the group's mean query is row 0."""
+    """Compute the partial (o, lse) of every unit; with STATS, the group's mean query is row 0.
+
+    With LISTED, every row's logits are stored in the order of the list.
+    """
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     offset, everyone = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
@@ -223,6 +233,8 @@ def attend_kernel(
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
         entries, listed = _entries(lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE)
         newest = tl.load(lengths_ptr + pair) - 1
+        reported = tl.load(reported_ptr + pair) if LISTED else 0  # 0 for a dense head too
+        lines_ptr = scores_ptr + pair.to(tl.int64) * G * (capacity + 1)  # of LISTED
         size = _unit_size(entries, BLOCK, UNIT_BLOCKS, MAX_UNITS)
         first = split * size
         slot, at, valid = _find(
@@ -273,6 +285,16 @@ def attend_kernel(
             if STATS:
                 of_mean = tl.sum(tl.where(row == 0, logits, 0.0), 0)
                 tl.store(scores_ptr + pair.to(tl.int64) * pages * P + slot, of_mean, mask=valid)
+            if LISTED:
+                # the newest token, read behind the list, is reported right behind the older ones:
+                # lists may name it, and go on past the head's length
+                entry = start + offset
+                place = tl.where(entry == entries - 1, reported - 1, entry)
+                tl.store(
+                    lines_ptr + row * (capacity + 1) + place[None, :],
+                    logits,
+                    mask=valid[None, :] & (row < G) & (reported > 0),
+                )
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN

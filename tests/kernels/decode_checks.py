@@ -1,12 +1,13 @@
 """Checks what every backend of a decode op must do for every case."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.partials import StatsKind
 from jsparse.selection import Granularity, Selection
 from tests.kernels.dense_attention import expected
 
@@ -19,7 +20,7 @@ def tolerance(case: Case) -> dict[str, Any]:
 
 
 def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
-    """Check o, lse and both stats against the slow dense computation.
+    """Check o, lse and all three reports against the slow dense computation.
 
     `op` is called as `op(q, layer, selection, sm_scale=…, stats=…)`.
     """
@@ -30,12 +31,12 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
     def run(inputs):
         return [
             op(*inputs, sm_scale=case.sm_scale, stats=stats)
-            for stats in (None, "page_mass", "token_logits")
+            for stats in (None, *get_args(StatsKind))
         ]
 
-    plain, by_page, by_token = run(inputs)
+    plain, by_page, by_token, of_listed = run(inputs)
     close = tolerance(case)
-    for out in (plain, by_page, by_token):
+    for out in (plain, by_page, by_token, of_listed):
         assert (out.o.dtype, out.lse.dtype) == (np.float32, np.float32)
         np.testing.assert_allclose(out.o, want.o, **close)
         np.testing.assert_allclose(out.lse, want.lse, **close)
@@ -45,6 +46,11 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
     for out, scores in ((by_page, want.page_mass), (by_token, want.token_logits)):
         np.testing.assert_allclose(out.stats.scores, scores, **close)
         np.testing.assert_allclose(out.stats.lse, want.stats_lse, **close)
+    ids, count, logits = want.listed
+    np.testing.assert_array_equal(of_listed.stats.ids, ids)
+    np.testing.assert_array_equal(of_listed.stats.count, count)
+    np.testing.assert_allclose(of_listed.stats.logits, logits, **close)
+    assert [x.dtype for x in of_listed.stats] == [np.int32, np.int32, np.float32]
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:

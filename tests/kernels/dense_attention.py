@@ -18,6 +18,7 @@ class Expected(NamedTuple):
     token_logits: np.ndarray
     page_mass: np.ndarray
     stats_lse: np.ndarray
+    listed: tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, count and logits
 
 
 def attended_slots(chosen, head, length: int, page_size: int) -> list[int]:
@@ -43,7 +44,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
-    """Compute attention of every query head, and the stats of each group's mean query."""
+    """Compute attention of every query head, and all reports on it."""
     q = np.asarray(inputs.q, np.float64)
     layer = SimpleNamespace(
         **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}
@@ -57,6 +58,9 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
     group, scale = q.shape[1] // heads, q.shape[2] ** -0.5 if sm_scale is None else sm_scale
     o, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     logits_of_mean = np.full((batch, heads, num_pages * size), -np.inf)
+    entries = chosen.ids.shape[-1] + 1
+    ids, count = np.zeros((batch, heads, entries), np.int32), np.zeros((batch, heads), np.int32)
+    logits_of_heads = np.full((batch, heads, group, entries), -np.inf)
     for b, k in np.ndindex(batch, heads):
         slots = attended_slots(chosen, (b, k), int(layer.lengths[b, k]), size)
         first = (b * heads + k) * num_pages
@@ -73,10 +77,14 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
         bias = np.zeros(len(slots))
         if layer.bias is not None:
             bias += [layer.bias[lies[s // size], s % size] for s in slots]
+        if chosen.granularity == "token" and not (chosen.dense is not None and chosen.dense[b, k]):
+            count[b, k] = len(slots)
+            ids[b, k, : len(slots)] = slots
         for n in range(k * group, (k + 1) * group):
             logits = scale * keys @ q[b, n] + bias
             lse[b, n] = logsumexp(logits)
             o[b, n] = np.exp(logits - lse[b, n]) @ values if slots else 0.0
+            logits_of_heads[b, k, n - k * group, : count[b, k]] = logits[: count[b, k]]
         logits_of_mean[b, k, slots] = (
             scale * keys @ q[b, k * group : (k + 1) * group].mean(0) + bias
         )
@@ -87,4 +95,5 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
         logits_of_mean,
         np.apply_along_axis(logsumexp, -1, pages),
         np.apply_along_axis(logsumexp, -1, logits_of_mean),
+        (ids, count, logits_of_heads),
     )

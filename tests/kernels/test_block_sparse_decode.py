@@ -147,7 +147,7 @@ def wrong_calls():
         "stats": (
             (q, layer, selection),
             {"stats": "all"},
-            r"stats='all': must be None or one of \['page_mass'",
+            r"stats='all': must be None or one of \['page_mass', 'token_logits', 'listed_logits'\]",
         ),
     }
 

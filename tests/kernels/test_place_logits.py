@@ -109,6 +109,7 @@ INPUTS = BASE.build()
 @pytest.mark.parametrize(
     ("change", "sizes", "message"),
     [
+        ({"stats": "listed_logits"}, {}, r"stats='listed_logits': must be one of \['page_mass'"),
         ({"stats": "mass"}, {}, r"stats='mass': must be one of \['page_mass', 'token_logits'\]"),
         ({"stats": None}, {}, "stats=None: must be one of"),
         (

@@ -10,7 +10,8 @@ from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
-from jsparse.selection import from_token_mask, nothing, token_mask
+from jsparse.partials import ListedLogits
+from jsparse.selection import Selection, from_token_mask, nothing, token_mask
 from tests.kernels.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
@@ -41,6 +42,25 @@ def test_tokens_and_pages_with_bits_say_the_same():
     by_token = jax.jit(lambda: token_sparse_decode(q, layer, tokens, stats="page_mass"))()
     for a, b in zip(jax.tree.leaves(by_page), jax.tree.leaves(by_token), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_listed_logits_leave_out_what_is_not_attended_to():
+    """Ids behind the list and past the head's length are left out; the newest token counts once."""
+    q, layer, _ = Case("", batch=1, kv_heads=2, lengths="full", bias=True).build()
+    layer = layer._replace(lengths=jnp.array([[40, 17]], jnp.int32))
+    ids = jnp.array([[[3, 8, 39, 41, 90], [2, 5, 20, 9, 2**31 - 1]]], jnp.int32)
+    chosen = Selection(ids, jnp.array([[5, 3]], jnp.int32), granularity="token")
+    want = [[3, 8, 39], [2, 5, 16]]
+    out = token_sparse_decode(q, layer, chosen, stats="listed_logits")
+    assert isinstance(out.stats, ListedLogits)
+    np.testing.assert_array_equal(out.stats.count, [[3, 3]])
+    np.testing.assert_array_equal(out.stats.ids, [[[*slots, 0, 0, 0] for slots in want]])
+    k, bias = (np.asarray(pool).reshape(2, 96, -1) for pool in (layer.k, layer.bias))
+    grouped = np.asarray(q).reshape(2, 4, 64)
+    for head, slots in enumerate(want):
+        logits = grouped[head] @ k[head, slots].T / 8 + bias[head, slots, 0]
+        np.testing.assert_allclose(out.stats.logits[0, head, :, :3], logits, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(out.stats.logits[..., 3:]).all()
 
 
 def test_cases_list_tokens_and_have_names_of_their_own():
