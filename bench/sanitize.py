@@ -84,7 +84,7 @@ def attention(op: Callable[..., Any], implementation: str, case: Any, inputs: An
         jax.jit(partial(op, sm_scale=case.sm_scale, stats=stats, implementation=implementation))(
             *inputs
         )
-        for stats in (None, "token_logits")
+        for stats in (None, "token_logits", "listed_logits")
     ]
 
 

@@ -100,6 +100,17 @@ def test_page_mass_is_that_of_the_token_logits():
     assert_near(attend(inputs, "mosaic", None, "page_mass"), want)
 
 
+def test_listed_logits_are_those_of_no_token_and_change_nothing():
+    inputs = build(MANY)
+    got, plain = attend(inputs, stats="listed_logits"), attend(inputs)
+    np.testing.assert_array_equal(got.o, plain.o)
+    np.testing.assert_array_equal(got.lse, plain.lse)
+    entries = inputs.selection.ids.shape[-1] + 1
+    assert got.stats.logits.shape == (MANY.batch, MANY.kv_heads, MANY.group, entries)
+    assert not got.stats.count.any() and not got.stats.ids.any()
+    assert np.isneginf(got.stats.logits).all()
+
+
 @pytest.mark.parametrize("case", [MANY, LONG], ids=lambda case: case.name)
 def test_the_same_call_gives_the_same_bits(case):
     inputs = build(case)

@@ -1,6 +1,7 @@
 """Tests the triton backend of token_sparse_decode against the float32 reference."""
 
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case, Inputs
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
+from jsparse.partials import StatsKind
 from jsparse.selection import Selection
 from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
@@ -50,7 +52,11 @@ def assert_near(got, want, dtype):
     error = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}[str(dtype)]
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.dtype, a.shape) == (np.float32, b.shape)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.dtype == np.int32:
+            np.testing.assert_array_equal(a, b)
+            continue
+        assert a.dtype == np.float32
         np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
         np.testing.assert_allclose(a, b, rtol=max(error, 1e-5), atol=error)
 
@@ -61,7 +67,7 @@ def assert_same(got, want):
 
 
 @gpu
-@pytest.mark.parametrize("stats", [None, "page_mass", "token_logits"])
+@pytest.mark.parametrize("stats", [None, *get_args(StatsKind)])
 @pytest.mark.parametrize("case", [*CASES, MANY_HEADS, LONG, LONG_LISTS], ids=lambda case: case.name)
 def test_matches_the_reference(case, stats):
     inputs = case.build()
@@ -120,8 +126,11 @@ def test_ids_behind_the_list_may_be_anything():
     behind = jnp.arange(chosen.ids.shape[-1]) >= chosen.count[..., None]
     ids = jnp.where(behind, 2**31 - 1, chosen.ids)
     assert_same(
-        attend(Inputs(q, layer, Selection(ids, chosen.count, granularity="token"))),
-        attend((q, layer, chosen)),
+        attend(
+            Inputs(q, layer, Selection(ids, chosen.count, granularity="token")),
+            stats="listed_logits",
+        ),
+        attend((q, layer, chosen), stats="listed_logits"),
     )
 
 
@@ -136,10 +145,11 @@ def test_equal_logits_weigh_the_same():
 
 
 @gpu
+@pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
 @pytest.mark.parametrize("case", [MANY_HEADS, LONG], ids=lambda case: case.name)
-def test_a_row_alone_gives_the_same_bits(case):
+def test_a_row_alone_gives_the_same_bits(case, stats):
     q, layer, chosen = case.build()
-    whole = attend(Inputs(q, layer, chosen), stats="token_logits")
+    whole = attend(Inputs(q, layer, chosen), stats=stats)
     for row in range(min(case.batch, 3)):
         at = slice(row, row + 1)
         alone = Inputs(
@@ -147,17 +157,17 @@ def test_a_row_alone_gives_the_same_bits(case):
             layer._replace(lengths=layer.lengths[at], block_table=layer.block_table[at]),
             jax.tree.map(lambda x, at=at: x[at], chosen),
         )
-        assert_same(
-            attend(alone, stats="token_logits"), jax.tree.map(lambda x, at=at: x[at], whole)
-        )
+        assert_same(attend(alone, stats=stats), jax.tree.map(lambda x, at=at: x[at], whole))
 
 
 @gpu
-def test_the_same_call_gives_the_same_bits():
-    inputs = LONG.build()
-    first = attend(inputs, stats="token_logits")
+@pytest.mark.parametrize("case", [LONG, LONG_LISTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("stats", ["token_logits", "listed_logits"])
+def test_the_same_call_gives_the_same_bits(stats, case):
+    inputs = case.build()
+    first = attend(inputs, stats=stats)
     for _ in range(50):
-        assert_same(attend(inputs, stats="token_logits"), first)
+        assert_same(attend(inputs, stats=stats), first)
 
 
 @gpu
