@@ -1,5 +1,5 @@
-"""The contract carries five methods: toy policies run by the engine against slow models of the same
-rules.
+"""The contract carries five methods and every report: toy policies run by the engine against slow
+models of the same rules.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ import pytest
 from marks import slow_except
 from slow_model import SlowModel, SlowRow, attend, logits_of, logsumexp, softmax
 from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
-from toy_policies import bypass, even_ids, inherit, page_bound, shrink
+from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
 from jsparse.policy import dense
@@ -235,12 +235,39 @@ class SlowEvenIds(SlowRule):
         return sorted({*even, *range(length - self.recent, length)})
 
 
+class SlowEcho(SlowRule):
+    sink, recent = 2, 6
+
+    def __init__(self, row, prompt):
+        super().__init__(row, prompt)
+        self.seen = {}
+
+    def layer(self, layer, q):
+        out = []
+        for n in range(len(q)):
+            head = n // self.row.group
+            keys, values = self.row.k[layer][head], self.row.v[layer][head]
+            if (layer, head) == (0, 0):
+                out.append(attend(q[n], keys, values))
+                continue
+            ends = [*range(self.sink), *range(len(keys) - self.recent, len(keys))]
+            slots = sorted({slot for slot in ends if 0 <= slot < len(keys)})
+            logits = logits_of(q[n], [keys[s] for s in slots])
+            weights = softmax([*logits, self.seen.get((layer, n), -np.inf)])
+            out.append(weights[:-1] @ np.asarray([values[s] for s in slots]))
+            self.seen[layer, n] = logsumexp(
+                [logit for slot, logit in zip(slots, logits, strict=True) if slot % 2 == 0]
+            )
+        return out
+
+
 METHODS = {
     "sidecar, tokens and bits": (page_bound(), SlowPageBound),
     "page mass, inheritance and correction": (inherit(), SlowInherit),
     "summary, token logits and window": (bypass(), SlowBypass),
     "maintenance, bias and positions": (shrink(), SlowShrink),
     "token lists and fallback": (even_ids(), SlowEvenIds),
+    "token lists, listed logits and summary": (echo(), SlowEcho),
 }
 PROMPTS = random_prompts(LENGTHS)
 FORCED = random_tokens(len(LENGTHS), STEPS)

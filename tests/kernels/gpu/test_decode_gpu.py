@@ -12,14 +12,16 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.pallas_kernels import dispatch
+from jsparse.policy import Policy
 from tests.tiny import VOCAB, assert_close, engine_logits, random_prompts, random_tokens
+from tests.toy_policies import echo
 
 pytestmark = pytest.mark.gpu
 LENGTHS, STEPS = (37, 150, 301), 6
 # The page size and the backend that each policy must use. A page of 64 tokens carries no bits, so
 # streaming lists tokens. The top-p of lychee_decode is one that no running sum comes near, since
 # one page more or less is a visible difference; one token of 192 is not.
-RUNS = {
+RUNS: dict[str | Policy, tuple[int, str]] = {
     "dense()": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=4, recent=60)": (16, "block_sparse_decode: mosaic"),
     "streaming(sink=5, recent=61)": (64, "token_sparse_decode: triton"),
@@ -45,6 +47,7 @@ RUNS = {
     "twilight(all_pages(), p=0.9)": (16, "int4_append: triton"),
     "twilight(quest(budget=128), p=0.9, prune='bits')": (16, "block_sparse_decode: mosaic"),
     "twilight(quest(budget=128), p=0.9, prune='token')": (16, "token_sparse_decode: triton"),
+    echo(sink=5, recent=61): (16, "token_sparse_decode: triton"),
 }
 
 
@@ -75,14 +78,14 @@ def model(heads: int = 6, kv_heads: int = 2) -> Params:
     )
 
 
-@pytest.mark.parametrize("expression", RUNS)
-def test_logits_are_those_of_the_references(expression, caplog, monkeypatch):
-    page_size, ran = RUNS[expression]
+@pytest.mark.parametrize("policy", RUNS, ids=str)
+def test_logits_are_those_of_the_references(policy, caplog, monkeypatch):
+    page_size, ran = RUNS[policy]
     prompts, forced = random_prompts(LENGTHS), random_tokens(len(LENGTHS), STEPS)
 
     def logits():
         jax.clear_caches()
-        return engine_logits(model(), expression, prompts, forced, page_size=page_size)
+        return engine_logits(model(), policy, prompts, forced, page_size=page_size)
 
     with caplog.at_level(logging.DEBUG, logger="jsparse.kernels"):
         ours = logits()
