@@ -377,4 +377,3 @@ def echo(sink: int = 2, recent: int = 6) -> Policy:
         return replaced(state, layer, softmax_partial(logits)[2])
 
     return Policy(select, init=init, update=update, stats=lambda layer: "listed_logits")
-

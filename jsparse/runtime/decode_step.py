@@ -3,8 +3,9 @@
 It names no method.
 """
 
+import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logit
 from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import AttentionOut, Summary, merge
+from jsparse.partials import AttentionOut, ListedLogits, Summary, merge
 from jsparse.policy import Policy, State
 from jsparse.selection import Selection, count_tokens, everything
 from jsparse.shapes import Lengths, Queries, Rows
@@ -118,12 +119,23 @@ def attend_layer(
 
     if policy.fallback is None:
         return sparse(state)
-    return jax.lax.cond(
-        policy.fallback(state, layer, cache),
-        lambda s: attend(everything(held.lengths), None, s),
-        sparse,
-        state,
-    )
+
+    def all_dense(state):
+        out, state, counted = attend(everything(held.lengths), None, state)
+        wanted = jax.eval_shape(sparse, state)[0].stats
+        return out._replace(stats=_none_of(out.stats, wanted)), state, counted
+
+    return jax.lax.cond(policy.fallback(state, layer, cache), all_dense, sparse, state)
+
+
+def _none_of(report: Any, wanted: Any) -> Any:
+    """Gives an empty report on listed tokens the shape of one that lists some."""
+    if not isinstance(report, ListedLogits):
+        return report
+    more = wanted.ids.shape[-1] - report.ids.shape[-1]
+    pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, 0), (0, more)))
+    logits = jnp.pad(report.logits, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
+    return report._replace(ids=pad(report.ids), logits=logits)
 
 
 def _dense_rows(
