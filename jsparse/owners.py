@@ -148,7 +148,11 @@ def clear_rows(
         policy.init(spec),
     )
     scratch = cache.layers[0].k.shape[0] - 1
-    return _map_cache(lambda x: x.at[rows].set(scratch if x.ndim == 3 else 0), cache), state
+
+    def empty(x: Array) -> Array:
+        return x.at[rows].set(jnp.asarray(scratch if x.ndim == 3 else 0, x.dtype))
+
+    return _map_cache(empty, cache), state
 
 
 def keep_inactive(

@@ -1,7 +1,7 @@
 """Makes a tiny random model, and runs the engine on forced tokens to see every step's logits."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, KVCache, replace_layer, truncate
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
+from jsparse.owners import clear_rows
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
-from jsparse.runtime.session import Session
+from jsparse.runtime.session import Held, Session, empty, first_logits
 
 VOCAB = 300
 
@@ -94,6 +95,65 @@ def forced_logits(session: Session, forced: np.ndarray) -> np.ndarray:
     table = jnp.asarray(np.pad(forced, ((0, 0), (0, -steps % 32))).T)
     results = session.steps(sampling.forced, table, limits=[steps] * rows, keep_logits=True)
     return np.concatenate([np.asarray(result.logits) for result in results])
+
+
+def pooled_logits(
+    params: Params,
+    policy: Policy,
+    prompts: list[list[int]],
+    forced: np.ndarray,
+    *,
+    page_size: int,
+    chunk: int = 512,
+) -> np.ndarray:
+    """Does what `engine_logits` does, over a shared pool whose pages other rows have used before.
+
+    Pages are handed out in a scrambled order, in each layer another.
+    """
+    steps = forced.shape[1]
+    spec = capacity.cache_spec(params, prompts, steps, None, page_size)
+    pages = sum(-(-(len(ids) + steps) // page_size) for ids in prompts)
+    spec = spec._replace(pool_pages=spec.num_kv_heads * pages + 1)
+    carry = scrambled(prefill.start(params.decoder, policy, *empty(spec, policy)))
+    for rows in (random_prompts([len(ids) for ids in reversed(prompts)], seed=8), prompts):
+        part = given_back(policy, spec, carry.cache, carry.state)
+        carry = prefill.start(params.decoder, policy, *part)
+        lengths = np.array([len(ids) for ids in rows])
+        tokens = np.zeros((len(rows), lengths.max()), np.int32)
+        for b, ids in enumerate(rows):
+            tokens[b, : len(ids)] = ids
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+            carry = prefill.read_prompts(
+                params.decoder, policy, params.weights, tokens, lengths, carry
+            )
+    session = Session(params, policy, spec, steps_per_program=1)
+    logits = first_logits(params.decoder, params.weights, carry.last_hidden)
+    session.adopt(Held(logits, carry.cache, carry.state), lengths.max())
+    made = forced_logits(session, forced)
+    assert not session.held.cache.overflow.any()
+    return made
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def given_back(policy: Policy, spec: CacheSpec, cache: KVCache, state: Any):
+    """Empties all rows, and puts their pages back on the free lists."""
+    layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
+    rows = jnp.arange(spec.batch)
+    return clear_rows(policy, spec, cache._replace(layers=layers), state, rows)
+
+
+def scrambled(carry: prefill.PrefillCarry) -> prefill.PrefillCarry:
+    """Shuffles the free pages of every layer, but for the scratch page."""
+    cache = carry.cache
+    for i, layer in enumerate(cache.layers):
+        free = layer.free
+        assert free is not None
+        count = int(free.count)
+        order = np.random.default_rng(i).permutation(count)
+        free = free._replace(pages=free.pages.at[:count].set(free.pages[:count][order]))
+        cache = replace_layer(cache, i, layer._replace(free=free))
+    return carry._replace(cache=cache)
 
 
 def traces(*jitted: Any) -> list[int]:

@@ -85,9 +85,9 @@ def decode_step(
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
     cache = cache._replace(positions=cache.positions + one, active=None)
-    held = jnp.maximum(cache.positions, 1)
+    per_position = one / jnp.maximum(cache.positions, 1)
     shares = StepStats(
-        *(jnp.mean(jnp.stack(n), axis=(0, 2)) / held for n in zip(*counts, strict=True))
+        *(jnp.mean(jnp.stack(n), axis=(0, 2)) * per_position for n in zip(*counts, strict=True))
     )
     return logits, cache, state, shares
 
@@ -102,6 +102,8 @@ def attend_layer(
     held = cache.layers[layer]
 
     def attend(selection, summary, state):
+        if summary is not None:
+            summary = _of_active(Summary(*summary), cache)
         selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
         out = ATTENTION[selection.granularity](
@@ -128,6 +130,22 @@ def attend_layer(
     return jax.lax.cond(policy.fallback(state, layer, cache), all_dense, sparse, state)
 
 
+def _of_active(summary: Summary, cache: KVCache) -> Summary:
+    """Drops the summaries of inactive rows, which may hold nothing: a mean of that is NaN."""
+    return summary if cache.active is None else _without(summary, ~cache.active)
+
+
+def _without(summary: Summary, rows: Bool[Array, "B"]) -> Summary:
+    """Drops the summaries of some rows."""
+    gone = rows[:, None]
+    return Summary(
+        summary.o,
+        jnp.where(gone, -jnp.inf, summary.lse),
+        jnp.where(gone, 0, summary.attended),
+        jnp.where(gone, 0, summary.read),
+    )
+
+
 def _none_of(report: Any, wanted: Any) -> Any:
     """Gives an empty report on listed tokens the shape of one that lists some."""
     if not isinstance(report, ListedLogits):
@@ -142,18 +160,12 @@ def _dense_rows(
     selection: Selection, summary: Summary | None, cache: KVCache
 ) -> tuple[Selection, Summary | None]:
     """Lets rows whose knob `dense` is set attend to everything, without the summary."""
-    summary = None if summary is None else Summary(*summary)
     if cache.knobs is None or "dense" not in cache.knobs:
         return selection, summary
     rows = cache.knobs["dense"][:, None]
     dense = jnp.broadcast_to(rows, selection.count.shape)
     if summary is not None:
-        summary = Summary(
-            summary.o,
-            jnp.where(rows, -jnp.inf, summary.lse),
-            jnp.where(rows, 0, summary.attended),
-            jnp.where(rows, 0, summary.read),
-        )
+        summary = _without(summary, cache.knobs["dense"])
     return replace(
         selection, dense=dense if selection.dense is None else dense | selection.dense
     ), summary

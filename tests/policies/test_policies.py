@@ -11,6 +11,7 @@ from policy_table import TABLE, at_dense, marked, outermost
 from tiny import (
     assert_close,
     engine_logits,
+    pooled_logits,
     random_prompts,
     random_tokens,
     spec_of,
@@ -21,6 +22,7 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
+from jsparse.owners import owners
 from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
@@ -148,6 +150,14 @@ def test_a_row_does_not_depend_on_its_batch(expression):
     assert_close(logits[:, 0], together[:8, 1], rtol=2e-5)
 
 
+@every_policy
+def test_a_shared_pool_of_used_pages_gives_the_same(expression):
+    """Its table is scrambled, and other rows have written to its pages and given them back."""
+    identity, _ = table_logits(expression)
+    pooled = pooled_logits(params(), parse(expression), PROMPTS, FORCED, page_size=PAGE)
+    assert_close(pooled, identity, rtol=1e-6)
+
+
 def primed(policy: Policy, batch: int = 2):
     """Return cache and state after a prompt of 9 tokens per row.
 
@@ -175,6 +185,45 @@ def test_jit_equals_eager(expression):
     eager, *_ = decode_step(*args)
     jitted, *_ = step(*args)  # takes cache and state
     assert_close(jitted, eager, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [*marked(TABLE), *slow_except(TOYS)], ids=str)
+def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
+    """Neither its own arrays nor a page changes, though its table still names pages."""
+    p, policy = params(), as_policy(policy)
+    cache, state = primed(policy)
+    args = p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0])
+    copied = jax.tree.map(jnp.copy, (cache, state))
+    before = row_of(policy, jax.tree.map(np.asarray, (cache, state)), 1)
+    _, *after, shares = step(*args, cache, state, jnp.array([True, False]))
+    for was, now in zip(before, row_of(policy, after, 1), strict=True):
+        np.testing.assert_array_equal(was, now)
+    whole, *together, _ = step(*args, *copied, jnp.array([True, True]))
+    assert np.isfinite(whole).all()
+    for was, now in zip(row_of(policy, together, 0), row_of(policy, after, 0), strict=True):
+        np.testing.assert_array_equal(was, now)
+    assert shares.attended[0] > 0
+    assert shares.attended[1] == shares.read[1] == 0
+
+
+def row_of(policy, part, row):
+    """All that one row owns in a cache of an identity table and in a state, its pages included."""
+    cache, state = part
+    spec = spec_of(params(), 2, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
+    own = spec.pages // spec.batch
+
+    def pages(leaf, axis=0):
+        return np.take(np.asarray(leaf), range(row * own, (row + 1) * own), axis=axis)
+
+    arrays = [
+        np.take(np.asarray(leaf), row, axis=owner.axis)
+        if owner.kind == "row"
+        else pages(leaf, owner.axis)
+        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, spec), strict=True)
+    ]
+    for layer in cache.layers:
+        arrays += [np.asarray(layer.lengths)[row], pages(layer.k), pages(layer.v)]
+    return [*arrays, np.asarray(cache.positions)[row], np.asarray(cache.overflow)[row]]
 
 
 @every_policy

@@ -54,19 +54,20 @@ def softmax(x):
 
 def slow_truncated(sampling: SamplingParams, row: np.ndarray) -> np.ndarray:
     """Truncates one row in float64: sorts and cuts in HF's order; equal logits: lowest id first."""
-    x = row.astype(np.float64) / sampling.temperature
+    options = {name: getattr(sampling, name) for name in OFF}
+    x = row.astype(np.float64) / options["temperature"]
     order = sorted(range(x.size), key=lambda i: (-x[i], i))
-    if sampling.top_k:
-        x[order[sampling.top_k :]] = -np.inf
-    if sampling.top_p < 1:
+    if options["top_k"]:
+        x[order[options["top_k"] :]] = -np.inf
+    if options["top_p"] < 1:
         probs, mass = softmax(x), 0.0
         for i in order:
-            if mass >= sampling.top_p:
+            if mass >= options["top_p"]:
                 x[i] = -np.inf
             mass += probs[i]
-    if sampling.min_p:
+    if options["min_p"]:
         probs = softmax(x)
-        x[probs < sampling.min_p * probs.max()] = -np.inf
+        x[probs < options["min_p"] * probs.max()] = -np.inf
     return x
 
 

@@ -1,0 +1,256 @@
+"""Tests that requests may join and leave a running batch, whose pages the host hands out."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import TABLE, marked
+from tiny import random_prompts, spec_of, tiny_params
+from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
+
+import jsparse
+from jsparse import cache as kv_cache
+from jsparse.models.transformer import to_logits
+from jsparse.owners import clear_rows, put_rows, take_rows
+from jsparse.policies import channel_ranking
+from jsparse.policies.double_sparsity import double_sparsity
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.runtime import prefill
+from jsparse.runtime.correct import correct
+from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.session import maintain
+
+PAGE, SLOTS, PAGES, HEADS, CHUNK = 8, 4, 5, 2, 16
+GROUPS = 13  # of one page per head; too few for all requests at once, so that pages are used again
+TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())
+
+
+class Asked(NamedTuple):
+    """One request: when it comes, its prompt, and how many tokens it wants."""
+
+    born: int
+    prompt: list[int]
+    tokens: int
+
+
+REQUESTS = tuple(
+    map(
+        Asked,
+        (0, 0, 1, 4, 6, 9, 10),
+        random_prompts((9, 16, 3, 14, 7, 16, 5), seed=5),
+        (14, 5, 21, 9, 17, 6, 11),
+    )
+)
+
+
+def pages_of(asked):
+    """The pages per head that a request needs in the end."""
+    return -(-(len(asked.prompt) + asked.tokens) // PAGE)
+
+
+static = {"static_argnames": ("policy", "spec")}
+take, put, clear = (jax.jit(f, **static) for f in (take_rows, put_rows, clear_rows))
+step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
+logits_of = jax.jit(to_logits, static_argnames=("decoder",))
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def empty(policy, spec):
+    made = kv_cache.init(spec, fields=policy.fields)
+    layers = tuple(layer._replace(free=None) for layer in made.layers)
+    return made._replace(layers=layers), policy.init(spec)
+
+
+class Slots:
+    """A running batch of four slots over one pool; the host owns the block tables."""
+
+    def __init__(self, policy, groups):
+        self.params = tiny_params(num_layers=2)
+        self.policy = policy._replace(fallback=None)
+        pool = GROUPS * HEADS + 1
+        self.spec = spec_of(self.params, SLOTS, page_size=PAGE, num_pages=PAGES)
+        self.spec = self.spec._replace(pool_pages=pool)
+        self.cache, self.state = empty(self.policy, self.spec)
+        self.free = list(groups)
+        self.slots = [None] * SLOTS
+
+    def join(self, slot, nth, asked, shared=()):
+        """Reads a prompt as a batch of one over the same pool, and puts it into a slot.
+
+        The pages of its first tokens may be shared with another request that has read the same.
+        """
+        p, rows = self.params, jnp.array([slot])
+        self.cache, self.state = clear(self.policy, self.spec, self.cache, self.state, rows)
+        groups = [*shared, *(self.free.pop() for _ in range(pages_of(asked) - len(shared)))]
+        known = len(shared) * PAGE
+        for layer, held in enumerate(self.cache.layers):
+            pages = jnp.array(groups)[None] * HEADS + jnp.arange(HEADS)[:, None]
+            table = held.block_table.at[slot, :, : len(groups)].set(pages)
+            held = held._replace(block_table=table, lengths=held.lengths.at[slot].set(known))
+            self.cache = kv_cache.replace_layer(self.cache, layer, held)
+        self.cache = self.cache._replace(positions=self.cache.positions.at[slot].set(known))
+        part = take(self.policy, self.spec, self.cache, self.state, rows)
+        carry = prefill.start(p.decoder, self.policy, *part)
+        new = np.array([asked.prompt[known:]], np.int32)
+        tokens = np.pad(new, ((0, 0), (0, -new.size % CHUNK)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+            carry = prefill.read_prompts(
+                p.decoder, self.policy, p.weights, tokens, np.array([new.size]), carry
+            )
+        part = carry.cache, carry.state
+        self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
+        logits = np.asarray(logits_of(p.decoder, p.weights, carry.last_hidden))[0]
+        self.slots[slot] = {"nth": nth, "asked": asked, "groups": groups, "logits": [logits]}
+
+    def leave(self, slot):
+        done = self.slots[slot]
+        self.free += done["groups"]
+        self.slots[slot] = None
+        rows = jnp.array([slot])
+        self.cache, self.state = clear(self.policy, self.spec, self.cache, self.state, rows)
+        return done["logits"]
+
+    def step(self):
+        """Decodes a token of every request, greedily, and services the rows that are due."""
+        active = np.array([slot is not None for slot in self.slots])
+        tokens = [int(s["logits"][-1].argmax()) if s else 0 for s in self.slots]
+        p, policy = self.params, self.policy
+        logits, self.cache, self.state, shares = step(
+            *(p.decoder, policy, p.weights, jnp.array(tokens, jnp.int32)),
+            *(self.cache, self.state, jnp.asarray(active)),
+        )
+        assert np.isfinite(logits).all()
+        assert (np.asarray(shares.attended)[~active] == 0).all()
+        for slot, held in enumerate(self.slots):
+            if held is not None:
+                held["logits"].append(np.asarray(logits[slot]))
+                self.service(slot, len(held["logits"]) - 1)
+
+    def service(self, slot, age):
+        p, policy, rows = self.params, self.policy, jnp.array([slot])
+        part = None
+        if policy.correct_every and age % policy.correct_every == 0:
+            newest = self.slots[slot]["logits"][-policy.correct_every - 1 : -1]
+            tokens = jnp.array([[int(x.argmax()) for x in newest]], jnp.int32)
+            part = take(policy, self.spec, self.cache, self.state, rows)
+            part = correct(p.decoder, policy, p.weights, tokens, *part)
+            self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
+        if policy.period and age % policy.period == 0:
+            part = take(policy, self.spec, self.cache, self.state, rows)
+            part = maintain(policy, *part)
+            self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
+
+    def run(self, requests, order):
+        """Serves the requests as slots and pages allow; each one's logits [tokens, V]."""
+        waiting, done, clock = list(range(len(requests))), {}, 0
+        while waiting or any(self.slots):
+            for slot, held in enumerate(self.slots):
+                if held and len(held["logits"]) == held["asked"].tokens:
+                    done[held["nth"]] = np.stack(self.leave(slot))
+            for slot in order:
+                if self.slots[slot] is None and waiting and self.fits(requests[waiting[0]], clock):
+                    nth = waiting.pop(0)
+                    self.join(slot, nth, requests[nth])
+            if any(self.slots):
+                self.step()
+            clock += 1
+        return [done[nth] for nth in range(len(requests))]
+
+    def fits(self, asked, clock):
+        return asked.born <= clock and pages_of(asked) <= len(self.free)
+
+
+@cache
+def in_the_crowd(policy):
+    return Slots(policy, range(GROUPS)).run(REQUESTS, order=(0, 1, 2, 3))
+
+
+every_policy = pytest.mark.parametrize(
+    "policy", [*marked(TABLE), *slow_except(TOYS, shrink(), inherit())], ids=str
+)
+
+
+@every_policy
+def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
+    """Bit for bit, in another slot and over other pages."""
+    policy = as_policy(policy)
+    crowd = in_the_crowd(policy)
+    slots = Slots(policy, reversed(range(GROUPS)))
+    for nth in (0, 3, 4):
+        asked = REQUESTS[nth]
+        (alone,) = slots.run([asked._replace(born=0)], order=(3, 2, 1, 0))
+        np.testing.assert_array_equal(crowd[nth], alone)
+
+
+@pytest.mark.parametrize(
+    "policy", slow_except((*TABLE, *TOYS), "dense()", "twilight(all_pages(), p=0.6)"), ids=str
+)
+def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
+    policy = as_policy(policy)
+    for asked, logits in zip(REQUESTS, in_the_crowd(policy), strict=True):
+        out = jsparse.generate(
+            tiny_params(num_layers=2),
+            asked.prompt,
+            policy=policy._replace(fallback=None),
+            max_new_tokens=asked.tokens,
+            max_length=PAGE * PAGES,
+            page_size=PAGE,
+            eos_token_id=[],
+        )
+        assert out.token_ids == logits.argmax(-1).tolist()
+
+
+PREFIX, *SUFFIXES = random_prompts((CHUNK, 7, 5), seed=6)
+OWNER, SHARER = (Asked(0, PREFIX + suffix, 8) for suffix in SUFFIXES)
+
+
+def logits_beside(policy, owner, sharer, *, shared):
+    """The logits of two requests of which the second joins three steps after the first.
+
+    It reads everything itself, or takes over the pages of what both prompts begin with.
+    """
+    slots = Slots(policy, range(GROUPS))
+    slots.join(0, 0, owner)
+    for _ in range(3):
+        slots.step()
+    slots.join(1, 1, sharer, slots.slots[0]["groups"][: CHUNK // PAGE] if shared else ())
+    for _ in range(4):
+        slots.step()
+    return [np.stack(slots.slots[slot]["logits"]) for slot in (0, 1)]
+
+
+def may_share(policy):
+    """Whether owner and sharer give, bit for bit, what they give without sharing."""
+    apart, together = (
+        logits_beside(policy, OWNER, SHARER, shared=shared) for shared in (False, True)
+    )
+    return all(np.array_equal(a, b) for a, b in zip(apart, together, strict=True))
+
+
+@pytest.mark.parametrize("expression", marked(TABLE))
+def test_what_a_policy_says_it_shares_can_be_shared(expression):
+    policy = parse(expression)
+    if policy.shares is None:
+        pytest.skip("shares nothing")
+    assert policy.shares == "pages"
+    assert may_share(policy)
+
+
+def test_sharing_what_a_row_s_own_channels_wrote_is_found_out():
+    """Without calibration Double Sparsity writes each row's own channels into the pages."""
+    policy = parse("double_sparsity(budget=8)")
+    assert policy.shares is None
+    assert not may_share(policy)
+
+
+def test_calibrated_double_sparsity_shares_its_pages(tmp_path):
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(16), (2, HEADS, 1)), axis=-1)
+    channel_ranking.save(order.astype(np.int32), tmp_path / "ranking.safetensors")
+    policy = double_sparsity(budget=8, calibration=str(tmp_path / "ranking.safetensors"))
+    assert policy.shares == "pages"
+    assert may_share(policy)

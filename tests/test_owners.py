@@ -1,0 +1,155 @@
+"""Tests who owns the arrays of a policy's state, and that rows move without their pages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_table import TABLE
+from tiny import spec_of, tiny_params
+from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
+
+from jsparse import cache as kv_cache
+from jsparse.owners import (
+    Owner,
+    clear_rows,
+    keep_inactive,
+    owners,
+    put_rows,
+    row_arrays,
+    take_rows,
+    with_row_arrays,
+)
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.policy import Policy, dense
+
+SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(pool_pages=26)
+TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())
+
+
+@pytest.mark.parametrize("policy", [*TABLE, *TOYS], ids=str)
+def test_every_array_has_an_owner_whose_axis_it_has(policy):
+    policy = as_policy(policy)
+    state = jax.eval_shape(lambda: policy.init(SPEC))
+    sizes = {"row": SPEC.batch, "page": SPEC.pages}
+    for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True):
+        assert leaf.shape[owner.axis] == sizes[owner.kind]
+
+
+def test_owners_are_what_one_would_say():
+    quest, lychee = parse("quest(budget=16)"), parse("lychee_decode(((1, 1), (0, 1)), value=16)")
+    assert set(owners(quest, SPEC)) == {Owner("page", 0)}
+    assert set(owners(lychee, SPEC)) == {Owner("row", 0)}
+    labels = owners(parse("double_sparsity(budget=8)"), SPEC)
+    assert labels[:4] == (Owner("row", 0), *[Owner("page", 0)] * 3)
+    assert owners(dense(), SPEC) == ()
+
+
+def with_init(init) -> Policy:
+    return dense()._replace(init=init, name="mine")
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        lambda spec: {"steps": jnp.zeros((), jnp.int32)},
+        lambda spec: {"steps": jnp.zeros((spec.num_layers, 5))},
+        lambda spec: {"steps": jnp.zeros((spec.batch, spec.pages))},
+        lambda spec: {"steps": jnp.zeros((spec.batch, spec.batch))},
+        lambda spec: {"steps": jnp.zeros((spec.batch * spec.num_kv_heads, 4))},
+        lambda spec: {"steps": jnp.zeros((spec.batch, 2 * spec.batch))},
+    ],
+    ids=["scalar", "of the model", "both", "twice", "rows and heads in one", "another axis grows"],
+)
+def test_an_array_without_one_owner_is_refused_by_name(init):
+    with pytest.raises(ValueError, match=r"policy=mine: state\['steps'\] is .* must have one axis"):
+        owners(with_init(init), SPEC)
+
+
+def numbered(policy: Policy, seed: int):
+    """A cache and a state of this policy full of numbers."""
+    rng = np.random.default_rng(seed)
+
+    def filled(leaf):
+        if leaf.dtype == jnp.bool_:
+            return jnp.asarray(rng.random(leaf.shape) < 0.5)
+        return jnp.asarray(rng.integers(0, 99, leaf.shape), leaf.dtype)
+
+    return jax.tree.map(filled, (kv_cache.init(SPEC, fields=policy.fields), policy.init(SPEC)))
+
+
+def of_rows(policy, cache, state, rows):
+    """What rows own, as numpy arrays."""
+    arrays = [
+        np.take(np.asarray(leaf), rows, axis=owner.axis)
+        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True)
+        if owner.kind == "row"
+    ]
+    held = [x for layer in cache.layers for x in (layer.lengths, layer.block_table)]
+    return arrays + [np.asarray(x)[rows] for x in (*held, cache.positions, cache.overflow)]
+
+
+def of_pages(policy, cache, state):
+    """What pages own, as numpy arrays."""
+    arrays = [
+        leaf
+        for leaf, owner in zip(jax.tree.leaves(state), owners(policy, SPEC), strict=True)
+        if owner.kind == "page"
+    ]
+    pools = [x for layer in cache.layers for x in (layer.k, layer.v, layer.bias)]
+    return [np.asarray(x) for x in (*arrays, *pools) if x is not None]
+
+
+def assert_same(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+MOVED = ("double_sparsity(budget=8)", "twilight(tidal(budget=12, first=0, again=5), p=0.8)")
+
+
+@pytest.mark.parametrize("policy", [*MOVED, shrink(), even_ids()], ids=str)
+def test_rows_are_taken_put_and_cleared_and_nothing_else_moves(policy):
+    policy = as_policy(policy)
+    cache, state = numbered(policy, 1)
+    part = take_rows(policy, SPEC, cache, state, jnp.array([2, 0]))
+    assert_same(of_rows(policy, *part, [0, 1]), of_rows(policy, cache, state, [2, 0]))
+    assert_same(of_pages(policy, *part), of_pages(policy, cache, state))
+
+    other = take_rows(policy, SPEC, *numbered(policy, 2), jnp.array([1]))
+    joined = put_rows(policy, SPEC, cache, state, other, jnp.array([2]))
+    assert_same(of_rows(policy, *joined, [2]), of_rows(policy, *other, [0]))
+    assert_same(of_rows(policy, *joined, [0, 1]), of_rows(policy, cache, state, [0, 1]))
+    assert_same(of_pages(policy, *joined), of_pages(policy, *other))
+
+    cleared = clear_rows(policy, SPEC, cache, state, jnp.array([1]))
+    assert_same(of_rows(policy, *cleared, [0, 2]), of_rows(policy, cache, state, [0, 2]))
+    assert_same(of_pages(policy, *cleared), of_pages(policy, cache, state))
+    blank = kv_cache.init(SPEC, fields=policy.fields), policy.init(SPEC)
+    assert_same(of_rows(policy, *cleared, [1]), of_rows(policy, *blank, [1]))
+
+
+def test_rows_of_an_identity_table_cannot_be_moved():
+    spec = SPEC._replace(pool_pages=None)
+    cache = kv_cache.init(spec)
+    for move in (take_rows, clear_rows):
+        with pytest.raises(ValueError, match="must have a block table"):
+            move(dense(), spec, cache, (), jnp.array([0]))
+    with pytest.raises(ValueError, match="must have a block table"):
+        put_rows(dense(), spec, cache, (), (cache, ()), jnp.array([0]))
+
+
+def test_inactive_rows_keep_their_arrays_and_pages_keep_the_new():
+    policy = parse("double_sparsity(budget=8)")
+    (cache, old), (_, new) = numbered(policy, 1), numbered(policy, 2)
+    kept = keep_inactive(policy, SPEC, jnp.array([True, False, True]), new, old)
+    assert_same(of_rows(policy, cache, kept, [0, 2]), of_rows(policy, cache, new, [0, 2]))
+    assert_same(of_rows(policy, cache, kept, [1]), of_rows(policy, cache, old, [1]))
+    assert_same(of_pages(policy, cache, kept), of_pages(policy, cache, new))
+
+
+def test_row_arrays_go_out_and_back():
+    policy = parse("double_sparsity(budget=8)")
+    (cache, first), (_, second) = numbered(policy, 1), numbered(policy, 2)
+    mixed = with_row_arrays(policy, SPEC, second, row_arrays(policy, SPEC, first))
+    assert_same(of_rows(policy, cache, mixed, [0, 1, 2]), of_rows(policy, cache, first, [0, 1, 2]))
+    assert_same(of_pages(policy, cache, mixed), of_pages(policy, cache, second))
