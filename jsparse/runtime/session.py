@@ -209,7 +209,7 @@ class Session:
         self._resumable = resumable
         self._held: Held | None = None
         self._prompt_end: _AtPromptEnd | None = None
-        self._begun = False
+        self._begun = self._decoded = False
         self._age = 0
 
     @property
@@ -241,7 +241,7 @@ class Session:
 
         Raises:
             ValueError: there is not one list of tokens per row, they do not fit in the cache, or
-                the session is not resumable.
+                the session cannot take a further turn.
         """
         lengths = np.array([len(ids) for ids in rows], np.int32)
         if len(rows) != self.spec.batch or not lengths.any():
@@ -249,12 +249,13 @@ class Session:
                 f"rows has {len(rows)} entries of {lengths.tolist()} tokens: must be "
                 f"{self.spec.batch}, not all empty"
             )
-        carry, before = self._start()
+        before = self._tokens_before()
         if (before + lengths).max() > self.spec.capacity:
             raise ValueError(
                 f"rows of {(before + lengths).tolist()} tokens: must fit in the "
                 f"{self.spec.capacity} of the cache"
             )
+        carry = self._start()
         tokens = np.zeros((len(rows), lengths.max()), np.int32)
         for b, ids in enumerate(rows):
             tokens[b, : len(ids)] = ids
@@ -286,7 +287,7 @@ class Session:
             state, cache = self.policy.after_prompt(state, lend(cache, Lent(self._constants)))
             cache = lend(cache, NOTHING)
             self._require_room(cache, prompt_tokens)
-        self._held, self._age = Held(logits, cache, state), 0
+        self._held, self._age, self._decoded = Held(logits, cache, state), 0, False
 
     def steps(
         self,
@@ -310,10 +311,16 @@ class Session:
                 theirs decode on, for nothing, while others have not.
             knobs: hyper-parameters that differ by row.
             keep_logits: whether results hold the logits.
+
+        Raises:
+            ValueError: nothing has been read since the last steps.
         """
         decoder, policy = self.params.decoder, self.policy
         lent = Lent(self._constants, knobs)
         logits, cache, state = self.held
+        if self._decoded:
+            raise ValueError("session: must read before it decodes again")
+        self._decoded = True
         tokens, given, result = first_tokens(choose, keep_logits, given, logits)
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
@@ -335,25 +342,27 @@ class Session:
             self._held = Held(logits, carry.cache, carry.state)
             settle(carry)
 
-    def _start(self) -> tuple[PrefillCarry, np.ndarray]:
-        """Returns the carry of the next prompt, and the tokens that it has read of each row."""
+    def _tokens_before(self) -> np.ndarray:
+        """Returns the number of tokens of each row that the next prompt follows."""
         if not self._begun:
+            return np.zeros(self.spec.batch, np.int32)
+        if not self._resumable:
+            raise ValueError("resumable=False: must be True to read a further turn")
+        if self._prompt_end is None:
+            raise ValueError("session: must begin anew after a turn that failed")
+        return self._prompt_end.positions
+
+    def _start(self) -> PrefillCarry:
+        """Returns the carry before the next prompt: an empty one, or rows that are cut back."""
+        if not self._begun or self._prompt_end is None:
             self._begun = True
             made = empty(self.spec, self.policy)
-            return prefill.start(self.params.decoder, self.policy, *made), np.zeros(
-                self.spec.batch, np.int32
-            )
-        if self._prompt_end is None:
-            raise ValueError(
-                "resumable=False: must be True to read a further turn"
-                if not self._resumable
-                else "session: must begin anew after a turn that failed"
-            )
+            return prefill.start(self.params.decoder, self.policy, *made)
         end, held = self._prompt_end, self.held
         self._prompt_end = self._held = None  # donated
         cache = cut_back(held.cache, jnp.asarray(end.positions))
         state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
-        return PrefillCarry(cache, state, end.last_hidden, end.windows), end.positions
+        return PrefillCarry(cache, state, end.last_hidden, end.windows)
 
     def _count(self, done: int, limits: Sequence[int]) -> int:
         """Returns the number of steps that the next program runs."""
