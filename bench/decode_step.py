@@ -30,7 +30,7 @@ from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs that are not timed; steps per timing, in programs of any size; timings
-WARM_UP, STEPS, RUNS = 5, 96, 5
+WARM_UP, STEPS, RUNS = 5, 104, 5
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
 
