@@ -65,7 +65,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
         donate_argnums=1,
         keep_unused=True,
     )
-    cache = kv_cache.init(spec, fields=method.needs)
+    cache = kv_cache.init(spec, fields=method.fields)
     cache = cache._replace(
         layers=tuple(
             layer._replace(

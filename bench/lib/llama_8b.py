@@ -53,23 +53,26 @@ def state_after_prompt(policy, spec, cache):
     return take_in(cache)
 
 
-def huggingface_model():
-    """Returns the same shape in transformers: random bf16 weights on the GPU, PyTorch's SDPA."""
+def huggingface_model(config=LLAMA_8B, device="cuda"):
+    """Returns a shape in transformers: random weights through PyTorch's SDPA.
+
+    Weights are bfloat16 on a GPU and float32 on a CPU, as in jsparse.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=LLAMA_8B.vocab_size,
-        hidden_size=LLAMA_8B.hidden_size,
-        intermediate_size=LLAMA_8B.intermediate_size,
-        num_hidden_layers=LLAMA_8B.num_layers,
-        num_attention_heads=LLAMA_8B.num_heads,
-        num_key_value_heads=LLAMA_8B.num_kv_heads,
-        head_dim=LLAMA_8B.head_dim,
-        max_position_embeddings=LLAMA_8B.max_position_embeddings,
-        tie_word_embeddings=False,
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
         attn_implementation="sdpa",
     )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    with torch.device(device):
+        return LlamaForCausalLM(shape).eval()
