@@ -1,6 +1,7 @@
 # The one list of public names: __init__.py reads it and imports each name when it is first used.
 from jsparse.cache import KVCache as KVCache
 from jsparse.channel_calibration import calibrate_channels as calibrate_channels
+from jsparse.conversation import Conversation as Conversation
 from jsparse.generation import generate as generate
 from jsparse.host_reader import Generation as Generation
 from jsparse.host_reader import GenerationStats as GenerationStats
