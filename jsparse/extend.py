@@ -12,28 +12,36 @@ from jsparse.cache import (
     read_pages,
     read_slots,
     replace_layer,
+    taking_part,
     truncate,
 )
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
-from jsparse.partials import ListedLogits, Stats, StatsKind, merge
+from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
+from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
+    AfterPromptFn,
     AppendFn,
     FallbackFn,
     InitFn,
     MaintainFn,
+    MostFn,
     Policy,
     PrefillFn,
     PrefillView,
     SelectFn,
+    Shares,
     State,
     StatsFn,
     UpdateFn,
+    at_layer,
     below_one,
     builder,
     fraction,
+    knob,
     require_policy,
+    require_stays,
     whole_number,
 )
 from jsparse.selection import (
@@ -49,6 +57,7 @@ from jsparse.selection import (
 )
 
 __all__ = [
+    "AfterPromptFn",
     "AppendFn",
     "CacheSpec",
     "FallbackFn",
@@ -58,20 +67,25 @@ __all__ = [
     "LayerCache",
     "ListedLogits",
     "MaintainFn",
+    "MostFn",
+    "Paired",
     "Policy",
     "PrefillFn",
     "PrefillView",
     "SelectFn",
     "Selection",
+    "Shares",
     "Sidecar",
     "State",
     "Stats",
     "StatsFn",
     "StatsKind",
+    "Summary",
     "Threshold",
     "TopK",
     "TopP",
     "UpdateFn",
+    "at_layer",
     "below_one",
     "builder",
     "compact_pages",
@@ -79,6 +93,7 @@ __all__ = [
     "fraction",
     "from_page_mask",
     "from_token_mask",
+    "knob",
     "merge",
     "nothing",
     "paged",
@@ -87,10 +102,13 @@ __all__ = [
     "read_slots",
     "replace_layer",
     "require_policy",
+    "require_stays",
     "sidecar",
+    "taking_part",
     "threshold_select",
     "truncate",
     "union",
     "whole_number",
     "window",
+    "with_state",
 ]

@@ -4,8 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from tiny import random_prompts, tiny_params
+
+import jsparse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"})
@@ -42,10 +47,28 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 
 def test_the_policy_of_the_docs_is_that_of_the_example():
-    [block] = blocks(ROOT / "docs" / "own_policy.md", "python")
+    block, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
     _, _, builder = block.partition("@builder")
     assert builder
     assert f"@builder{builder}" in (ROOT / "examples" / "own_policy.py").read_text()
+
+
+def test_the_wrapper_of_the_docs_is_dense_at_first():
+    _, block = blocks(ROOT / "docs" / "own_policy.md", "python")
+    written: dict[str, Any] = {}
+    exec(block, written)
+    wrapped = written["dense_first"](jsparse.streaming(sink=1, recent=3), tokens=4)
+    (prompt,) = random_prompts([20])
+    dense, sparse = (
+        jsparse.generate(
+            tiny_params(), prompt, max_new_tokens=9, logprobs=True, policy=policy, page_size=8
+        )
+        for policy in ("dense", wrapped)
+    )
+    # the last of 4 new tokens that attend to everything chooses the fifth
+    np.testing.assert_allclose(sparse.logprobs[:5], dense.logprobs[:5], rtol=1e-5)
+    assert abs(sparse.logprobs[5] - dense.logprobs[5]) > 1e-3
+    assert 0.5 < sparse.stats.attended_fraction < 1
 
 
 @pytest.mark.slow
