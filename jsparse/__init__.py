@@ -1,8 +1,8 @@
 """Sparse-attention decoding of long contexts for Llama and Qwen models, in JAX.
 
-    params = jsparse.load("smollm2")
-    out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
-    print(out.text)
+params = jsparse.load("smollm2")
+out = jsparse.generate(params, "Gravity is", max_new_tokens=40)
+print(out.text)
 """
 
 import ast

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.generation import GenerateOptions, Message, run, sampling_params
+from jsparse.generation import GenerateOptions, Message, one_or_other, run
 from jsparse.host_reader import Generation, OnProgress, Streamer
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
@@ -47,7 +47,7 @@ class Conversation:
         )
         self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
         given = {"max_new_tokens": 128, "stop": (), "eos_token_id": None} | given
-        self._sampling = sampling_params(params, **given) if sampling is None else sampling
+        self._sampling = one_or_other(params, sampling, self._seed, **given)
         self._session: Session | None = None
         self._read: list[int] = []
         self.reads_anew: str | None = None
@@ -81,6 +81,8 @@ class Conversation:
 
     def _session_for(self, request: Request) -> tuple[Session, list[int]]:
         """Returns the session that answers next, and the tokens that it has to read."""
+        own = [request.ids], [request.sampling.max_tokens]
+        least = capacity.cache_spec(self._params, *own, self._max_length, self._page_size)
         held, read = self._session, self._read
         if held is not None and held.can_read_on:
             new = request.ids[len(read) :]
@@ -88,15 +90,13 @@ class Conversation:
             if new and fits and request.ids[: len(read)] == read:
                 return held, new
         self._session = held = None  # frees its cache
-        spec = self._spec(request)
+        spec = self._with_room(least, request)
         return Session(
             self._params, self._policy, spec, resumable=self.reads_anew is None
         ), request.ids
 
-    def _spec(self, request: Request) -> CacheSpec:
+    def _with_room(self, spec: CacheSpec, request: Request) -> CacheSpec:
         """Returns the sizes of a cache with room for turns to come, if memory has it."""
-        own = [request.ids], [request.sampling.max_tokens]
-        spec = capacity.cache_spec(self._params, *own, self._max_length, self._page_size)
         capacity.require_fit(spec, self._policy)
         most = self._params.config.max_position_embeddings
         room = min(2 * request.most_tokens, most)

@@ -1,6 +1,7 @@
 """Defines `generate`, which checks requests and runs them with jsparse.runtime.session."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
@@ -105,7 +106,8 @@ def generate(
         policy: the policy, or its expression, that chooses what decoding attends to. The prompt is
             always read densely.
         sampling: how to continue each prompt, one SamplingParams for all or one per prompt; then
-            none of the options from max_new_tokens to logprobs may be given.
+            none of the options from max_new_tokens to logprobs may be given but the seed, which is
+            that of prompts whose SamplingParams names none.
         max_length: the cache's capacity in tokens; None fits the longest prompt and max_new_tokens,
             rounded up so that few sizes are compiled.
         page_size: the number of tokens per page: 8, 16, 32 or 64.
@@ -119,8 +121,10 @@ def generate(
     """
     rows, alone = prompts.encode(params, prompt)
     chosen = as_policy(policy)
-    options = sampling_params(
+    options = one_or_other(
         params,
+        sampling,
+        seed,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -131,13 +135,7 @@ def generate(
         eos_token_id=eos_token_id,
         logprobs=logprobs,
     )
-    if sampling is not None and options != SamplingParams():
-        raise ValueError(
-            "sampling: must not be given with other options of sampling, such as max_new_tokens"
-        )
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
-    asked = requests(params, rows, options if sampling is None else sampling, chosen, seed=seed)
+    asked = requests(params, rows, options, chosen, seed=seed)
     spec = capacity.cache_spec(
         params, rows, [request.sampling.max_tokens for request in asked], max_length, page_size
     )
@@ -185,8 +183,32 @@ def answers(
     reader = Reader(rows, report, session.clock)
     choose, given = chooser(asked, session.params.config.vocab_size)
     limits = [request.sampling.max_tokens for request in asked]
-    reader.read_all(session.steps(choose, given, limits=limits, knobs=knobs(asked)))
+    steps = session.steps(choose, given, limits=limits, knobs=knobs(asked))
+    # so that the session is at rest even while someone looks at an exception
+    with closing(steps):
+        reader.read_all(steps)
     return reader.generations(began)
+
+
+def one_or_other(
+    params: Params,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    seed: int,
+    **options: Any,
+) -> SamplingParams | Sequence[SamplingParams]:
+    """Returns `sampling`, or else what `sampling_params` makes of the options.
+
+    Raises:
+        ValueError: a value is outside its range, or both are given.
+    """
+    made = sampling_params(params, **options)
+    if sampling is not None and made != SamplingParams():
+        raise ValueError(
+            "sampling: must not be given with other options of sampling, such as max_new_tokens"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
+    return made if sampling is None else sampling
 
 
 def sampling_params(

@@ -31,6 +31,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -327,6 +328,12 @@ def knob(cache: KVCache, name: str, value: Any) -> Any:
     return jnp.broadcast_to(rows[:, None], cache.layers[0].lengths.shape)
 
 
+def without_knob(cache: KVCache, name: str) -> KVCache:
+    """Return the cache for a wrapped policy that has a hyper-parameter of the same name."""
+    others = {key: rows for key, rows in (cache.knobs or {}).items() if key != name}
+    return cache._replace(knobs=others or None)
+
+
 def require_knob(policy: Policy, name: str, value: Any) -> None:
     """Raise ValueError unless rows may give the hyper-parameter `name` this value.
 
@@ -335,8 +342,8 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
     if name not in policy.per_row:
         allowed = sorted({"dense", *policy.per_row})
         raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r}: must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be a finite number")
     build, arguments = _BUILT.get(policy, (None, {}))
     if build is not None and name in arguments:
         build(**{**arguments, name: value})

@@ -130,8 +130,9 @@ def requests(
     """
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(rows)
-    wrong = next((s for s in sampling if not isinstance(s, SamplingParams)), None)
-    if wrong is not None:
+    given = sampling if isinstance(sampling, Sequence) else [sampling]
+    wrong = next((s for s in given if not isinstance(s, SamplingParams)), None)
+    if wrong is not None or given is not sampling:
         raise ValueError(f"sampling={wrong!r}: must be SamplingParams, or a list of them")
     if len(sampling) != len(rows):
         raise ValueError(

@@ -184,7 +184,7 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
             return state
         held = view.cache.layers[layer]
         window = view.q_window.shape[1]
-        table = state[layer]
+        table = jnp.zeros_like(state[layer])  # a further turn builds it anew
         for j in range(window):
             back = window - 1 - j
             logits = masked_logits(mean_query(view.q_window[:, j], held.lengths.shape[1]), held)

@@ -162,8 +162,10 @@ def generate(
 
 def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
     """Returns the view that the policy would have alone."""
+    cache = _with_fields(view.cache, policy.needs)
+    constants = {name: (cache.constants or {})[name] for name in policy.constants} or None
     return view._replace(
-        cache=_with_fields(view.cache, policy.needs),
+        cache=cache._replace(constants=constants),
         q_window=view.q_window[:, view.q_window.shape[1] - policy.window :],
         window_valid=jnp.minimum(view.window_valid, policy.window),
     )

@@ -26,7 +26,15 @@ from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, builder, fraction, knob, require_policy, require_stays
+from jsparse.policy import (
+    Policy,
+    builder,
+    fraction,
+    knob,
+    require_policy,
+    require_stays,
+    without_knob,
+)
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
@@ -84,7 +92,7 @@ def twilight(
 
     def select(state: Paired, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        chosen, summary, of_base = base.select(state.base, layer, q, cache)
+        chosen, summary, of_base = base.select(state.base, layer, q, without_knob(cache, "p"))
         if summary is not None:
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
@@ -124,7 +132,8 @@ def twilight(
 
     return with_state(base, **keys._asdict(), select=select)._replace(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
-        per_row=(*base.per_row, "p"),
+        # a row's p is this one, never the base's
+        per_row=(*(name for name in base.per_row if name != "p"), "p"),
         dense_at={"base": all_pages(), "p": 1.0},
     )
 

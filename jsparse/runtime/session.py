@@ -10,7 +10,7 @@ program than the device to run a small model's step.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import row_arrays, with_row_arrays
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy, State, whole_number
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -204,6 +204,8 @@ class Session:
             )
         if resumable:
             require_resumable(policy)
+        if steps_per_program is not None:
+            whole_number("steps_per_program", steps_per_program, 1)
         on_gpu = jax.default_backend() == "gpu"
         self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
         self._resumable = resumable
@@ -240,8 +242,8 @@ class Session:
         densely, as a prompt is: K and V of generated tokens came from sparse attention.
 
         Raises:
-            ValueError: there is not one list of tokens per row, they do not fit in the cache, or
-                the session cannot take a further turn.
+            ValueError: there is not one list of tokens per row, they do not fit in the cache, the
+                session cannot take a further turn, or is decoding. It is left as it was.
         """
         lengths = np.array([len(ids) for ids in rows], np.int32)
         if len(rows) != self.spec.batch or not lengths.any():
@@ -297,7 +299,7 @@ class Session:
         limits: Sequence[int],
         knobs: dict[str, Array] | None = None,
         keep_logits: bool = False,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult]:
         """Decodes, and yields the results of each program once it is dispatched.
 
         The first result is the token that follows the prompt. A program runs several steps, or one
@@ -339,8 +341,10 @@ class Session:
                 carry = self._serviced(carry, lent)
                 yield result
         finally:
-            self._held = Held(logits, carry.cache, carry.state)
             settle(carry)
+            # a program that failed may have taken what it was given
+            if not any(array.is_deleted() for array in jax.tree.leaves(carry)):
+                self._held = Held(logits, carry.cache, carry.state)
 
     def _tokens_before(self) -> np.ndarray:
         """Returns the number of tokens of each row that the next prompt follows."""
@@ -353,12 +357,13 @@ class Session:
         return self._prompt_end.positions
 
     def _start(self) -> PrefillCarry:
-        """Returns the carry before the next prompt: an empty one, or rows that are cut back."""
-        if not self._begun or self._prompt_end is None:
+        """Returns the carry of the next prompt."""
+        end = self._prompt_end
+        if end is None:
             self._begun = True
             made = empty(self.spec, self.policy)
             return prefill.start(self.params.decoder, self.policy, *made)
-        end, held = self._prompt_end, self.held
+        held = self.held
         self._prompt_end = self._held = None  # donated
         cache = cut_back(held.cache, jnp.asarray(end.positions))
         state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
