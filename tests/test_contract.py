@@ -2,6 +2,7 @@
 models of the same rules.
 """
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -10,12 +11,38 @@ import numpy as np
 import pytest
 from marks import slow_except
 from slow_model import SlowModel, SlowRow, attend, logits_of, logsumexp, softmax
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
-from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
+from tiny import (
+    assert_close,
+    engine_logits,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+    traces,
+)
+from toy_policies import (
+    bypass,
+    counted,
+    echo,
+    even_ids,
+    inherit,
+    page_bound,
+    parity,
+    prompt_ends,
+    shrink,
+)
 
+import jsparse
+from jsparse import SamplingParams
 from jsparse import cache as kv_cache
+from jsparse.evaluation.attention_metrics import attention_metrics, measured
+from jsparse.evaluation.shared_prefill import prime
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.policies.expressions import as_policy
 from jsparse.policy import dense
-from jsparse.runtime import prefill, session
+from jsparse.request import knobs, requests
+from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
 
 PAGE = 8
@@ -261,6 +288,42 @@ class SlowEcho(SlowRule):
         return out
 
 
+class SlowPromptEnds(SlowRule):
+    newest = 6, 3
+
+    def __init__(self, row, prompt):
+        super().__init__(row, prompt)
+        self.position, self.bias = {}, {}
+        for layer in range(self.num_layers):
+            for head in range(self.num_heads):
+                kept = [
+                    slot
+                    for slot in range(len(prompt))
+                    if slot == 0 or slot >= len(prompt) - self.newest[head]
+                ]
+                self.position[layer, head] = kept
+                self.bias[layer, head] = np.log(1 + len(prompt) - len(kept))
+                for held in (row.k, row.v):
+                    held[layer][head] = [held[layer][head][slot] for slot in kept]
+
+    def layer(self, layer, q):
+        row, out = self.row, []
+        for n in range(len(q)):
+            head = n // row.group
+            if n % row.group == 0:
+                self.position[layer, head].append(len(row.tokens) - 1)
+            positions = self.position[layer, head]
+            chosen = [
+                slot
+                for slot, position in enumerate(positions)
+                if position % 5 != 2 or slot == len(positions) - 1
+            ]
+            keys, values = ([x[layer][head][s] for s in chosen] for x in (row.k, row.v))
+            bias = [self.bias[layer, head], *[0.0] * (len(chosen) - 1)]
+            out.append(attend(q[n], keys, values, bias))
+        return out
+
+
 METHODS = {
     "sidecar, tokens and bits": (page_bound(), SlowPageBound),
     "page mass, inheritance and correction": (inherit(), SlowInherit),
@@ -268,6 +331,7 @@ METHODS = {
     "maintenance, bias and positions": (shrink(), SlowShrink),
     "token lists and fallback": (even_ids(), SlowEvenIds),
     "token lists, listed logits and summary": (echo(), SlowEcho),
+    "eviction after the prompt": (prompt_ends(), SlowPromptEnds),
 }
 PROMPTS = random_prompts(LENGTHS)
 FORCED = random_tokens(len(LENGTHS), STEPS)
@@ -439,3 +503,341 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         engine_logits(tiny_params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
     assert states == [0.0, 0.0]
     assert {width for _, width, _ in seen} == {1, 4}
+
+
+# After the prompt
+
+
+def read_by(policy, params=None, prompts=PROMPTS, **options):
+    """A session that has read the prompts, with room for 27 more tokens."""
+    params = tiny_params() if params is None else params
+    spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
+    made = session.Session(params, as_policy(policy), spec, **options)
+    made.read(prompts)
+    return made
+
+
+def test_eviction_after_the_prompt_makes_the_cache_smaller():
+    calls = []
+
+    def after_prompt(state, cache):
+        assert not isinstance(cache.positions, jax.core.Tracer)
+        calls.append(cache.positions.tolist())
+        return prompt_ends().after_prompt(state, cache)
+
+    made = read_by(prompt_ends()._replace(after_prompt=after_prompt))
+    assert calls == [list(LENGTHS)]
+    cache = made.held.cache
+    most = prompt_ends().most(max(LENGTHS), made.spec.capacity - max(LENGTHS))
+    assert most == 7 + 27
+    for held in cache.layers:
+        assert held.capacity == 40 < made.spec.capacity == 64
+        assert held.k.nbytes == made.spec.nbytes // (2 * len(cache.layers)) * 40 // 64
+        assert held.lengths.tolist() == [[7, 4], [7, 4], [3, 3]]
+    assert cache.positions.tolist() == list(LENGTHS)
+
+
+def test_too_little_room_after_the_prompt_is_an_error():
+    policy = prompt_ends()._replace(most=lambda prompt_tokens, new: 14 + new, name="cramped")
+    with pytest.raises(ValueError, match="policy=cramped: after_prompt left room for 40 tokens "
+                       "per head: must be at least 41, which `most` names"):  # fmt: skip
+        read_by(policy)
+    # heads never hold more than the cache did
+    read_by(policy._replace(after_prompt=lambda *held: held, most=lambda *_: 10**9))
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrapped"),
+    [
+        ("policy", jsparse.keep),
+        ("policy", jsparse.dense_layers),
+        ("base", jsparse.twilight),
+        ("policy", measured),
+    ],
+)
+@pytest.mark.parametrize("policy", [shrink(), prompt_ends()])
+def test_wrappers_refuse_policies_that_evict(policy, argument, wrapped):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        wrapped(policy)
+    assert str(error.value).startswith(f"{argument}={policy}: must leave tokens in their slots, ")
+
+
+def test_corrections_and_further_turns_refuse_policies_that_evict():
+    params = tiny_params()
+    with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
+        jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
+    spec = spec_of(params, 1)
+    for policy in (shrink(), dense()._replace(after_prompt=lambda *held: held, name="late")):
+        said = f"policy={policy}: changes the cache after the prompt"
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+            session.Session(params, policy, spec, resumable=True)
+        assert str(error.value).startswith(said)
+        session.Session(params, policy, spec)
+
+
+# What a summary counts
+
+
+def test_what_a_summary_counts_is_in_the_shares():
+    """Head 1 lists 4 tokens and counts 2 more as attended and 3 as read; a pair counts none."""
+    params = tiny_params(num_layers=1)
+    logits = []
+    for policy, attended, read in ((counted(), 2, 3), (counted(plain=True), 0, 0)):
+        results = list(
+            read_by(policy, params).steps(
+                sampling.forced,
+                jnp.asarray(FORCED[:, :3].T),
+                limits=[3] * 3,
+                keep_logits=True,
+            )
+        )
+        logits.append([result.logits for result in results])
+        for nth, result in enumerate(results[1:], 1):
+            for row, prompt in enumerate(LENGTHS):
+                length = prompt + nth
+                listed = min(4, length)
+                assert float(result.stats.attended[0, row]) == pytest.approx(
+                    (listed + attended / 2) / length
+                )
+                assert float(result.stats.read[0, row]) == pytest.approx(
+                    (listed + read / 2) / length
+                )
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("plain", slow_except([False, True], False))
+def test_what_a_summary_counts_is_in_the_metrics_of_heads(plain):
+    params, steps = tiny_params(num_layers=1), 2
+    forcing = force(
+        params,
+        [measured(counted(plain=plain))],
+        PROMPTS,
+        max_new_tokens=steps,
+        continuation=FORCED[:, : steps + 1],
+    )
+    heads = attention_metrics(forcing)[0].heads
+    for row, prompt in enumerate(LENGTHS):
+        lengths = prompt + np.arange(1, steps + 1)
+        listed = np.minimum(lengths, 4)
+        for head in range(2):
+            attended, read = (2, 3) if head == 1 and not plain else (0, 0)
+            np.testing.assert_allclose(
+                heads.attended[0, row, head], np.mean((listed + attended) / lengths), rtol=1e-6
+            )
+            # K and V of 16 channels in 4 bytes
+            np.testing.assert_allclose(
+                heads.bytes_read[0, row, head], 2 * 16 * 4 * np.mean(listed + read)
+            )
+
+
+# Hyper-parameters per row
+
+
+KNOB_PROMPTS = random_prompts((37, 30, 26, 33))
+KNOB_TOKENS = random_tokens(4, 6, seed=5)
+
+
+@cache
+def knob_logits(policy, rows=(), layers=2):
+    """Logits of a batch of four; `rows` are the hyper-parameters of each, as pairs."""
+    params = tiny_params(num_layers=layers)
+    asked = requests(
+        params, KNOB_PROMPTS, [SamplingParams(policy=dict(row)) for row in rows or [()] * 4],
+        as_policy(policy),
+    )  # fmt: skip
+    return engine_logits(
+        params, policy, KNOB_PROMPTS, KNOB_TOKENS, page_size=PAGE, knobs=knobs(asked)
+    )
+
+
+PER_ROW = [
+    ("oracle_top_p(p={})", "p", 0.5, 0.7, 0.9),
+    ("oracle_top_p(p={}, granularity='page')", "p", 0.5, 0.7, 0.9),
+    ("twilight(all_pages(), p={})", "p", 0.5, 0.7, 0.9),
+    ("twilight(oracle_top_p(p=0.8), p={}, prune='bits')", "p", 0.5, 0.7, 0.9),
+    ("keep(twilight(quest(budget=16), p={}, prune='token'), sink=1, recent=2)", "p", 0.5, 0.7, 0.9),
+    ("lychee_decode(((1, 1), (0, 0)), rule='top_p', value={})", "value", 0.3, 0.6, 0.8),
+    (
+        "lychee_decode(((1, 1), (0, 1)), rule='threshold', value={}, granularity='token')",
+        "value", 0.02, 0.05, 0.2,
+    ),
+    (
+        "twilight(lychee_decode(((1, 1), (0, 0)), rule='top_p', value={}), p=0.9)",
+        "value", 0.3, 0.6, 0.8,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_except(PER_ROW, PER_ROW[0]), ids=str)
+def test_rows_set_their_own_values(case):
+    """Each gives what the policy with that value gives; rows that set none have the policy's."""
+    expression, name, one, own, other = case
+    layers = 2 if "lychee" in expression else 1  # whose layers hand sets on
+    rows = (((name, one),), (), ((name, other),), (("dense", True),))
+    mixed = knob_logits(expression.format(own), rows, layers)
+    for row, policy in enumerate([*(expression.format(v) for v in (one, own, other)), "dense"]):
+        assert_close(mixed[:, row], knob_logits(policy, layers=layers)[:, row], rtol=1e-6, row=row)
+    plain = knob_logits(expression.format(own), layers=layers)
+    for row in (0, 2, 3):
+        assert np.abs(plain[:, row] - mixed[:, row]).max() > 1e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    slow_except(
+        [
+            bypass(),
+            echo(),
+            page_bound(),
+            even_ids(),
+            even_ids(within=31),
+            inherit(),
+            "quest(budget=8)",
+            "tidal(budget=4, first=0, again=5)",
+            "double_sparsity(budget=4)",
+            "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
+            "keep(streaming(sink=1, recent=4), sink=2, recent=6)",
+            "twilight(all_pages(), p=0.7, dense_below=32)",
+        ],
+        bypass(),
+        even_ids(),
+    ),
+    ids=str,
+)
+def test_rows_can_be_dense(policy):
+    """With a summary, with a fallback: they equal dense, and leave the others as they were."""
+    rows = ((), (("dense", True),), (("dense", False),), (("dense", True),))
+    layers = 1 if policy in (bypass(), even_ids()) else 2
+    mixed, plain, exact = (
+        knob_logits(*given, layers=layers) for given in ((policy, rows), (policy,), ("dense",))
+    )
+    for row in range(4):
+        expected = (plain, exact)[row % 2]
+        assert_close(mixed[:, row], expected[:, row], rtol=1e-5, row=row)
+    assert np.abs(plain - exact)[:, 1].max() > 1e-3 * np.abs(plain).max()
+
+
+def test_values_of_rows_compile_nothing():
+    policy = "oracle_top_p(p=0.7)"
+    knob_logits(policy, ((("p", 0.5),), (), (), (("dense", True),)), 1)
+    before = traces(session.decode_steps)
+    knob_logits(policy, ((("p", 0.9), ("dense", True)), (("p", 1),), (("p", 0.1),), ()), 1)
+    assert traces(session.decode_steps) == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "said"),
+    [
+        ("quest(budget=16)", {"p": 0.5}, ["policy={'p': 0.5}", "quest(", "set ['dense']"]),
+        ("oracle_top_p()", {"q": 0.5}, ["policy={'q': 0.5}", "['dense', 'p']"]),
+        ("oracle_top_p()", {3: 0.5}, ["policy={3: 0.5}", "['dense', 'p']"]),
+        ("oracle_top_p()", {"p": 1.5}, ["p=1.5", "at most 1"]),
+        ("oracle_top_p()", {"p": float("nan")}, ["p=nan", "number"]),
+        ("oracle_top_p()", {"p": "0.5"}, ["p='0.5'", "number"]),
+        ("oracle_top_p()", {"p": True}, ["p=True", "number"]),
+        ("twilight(all_pages())", {"p": 0}, ["p=0", "above 0"]),
+        ("keep(dense_layers(oracle_top_p()))", {"p": 2}, ["p=2", "at most 1"]),
+        ("twilight(lychee_decode(((1, 1), (0, 0)), rule='top_p'))", {"value": 3},
+         ["value=3", "at most 1", "rule='top_p'"]),
+        ("lychee_decode(((1, 1), (0, 0)), rule='threshold')", {"value": -0.5},
+         ["value=-0.5", "from 0", "rule='threshold'"]),
+        ("lychee_decode(((1, 1), (0, 0)), rule='top_k')", {"value": 16},
+         ["policy={'value': 16}", "set ['dense']"]),
+        ("dense", {"dense": 1}, ["dense=1", "true or false"]),
+    ],
+)  # fmt: skip
+def test_bad_values_of_rows_are_refused(policy, given, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        jsparse.generate(
+            tiny_params(num_layers=2),
+            [[1], [2]],
+            policy=policy,
+            sampling=[SamplingParams(), SamplingParams(policy=given)],
+        )
+    for part in said:
+        assert part in str(error.value), str(error.value)
+
+
+def test_values_for_policies_without_a_builder_are_numbers():
+    policy = as_policy("oracle_top_p()")._replace(per_row=("p", "q"), name="own")
+    params = tiny_params(num_layers=2)
+    with pytest.raises(ValueError, match="q=inf: must be a finite number"):
+        requests(params, [[1]], SamplingParams(policy={"q": float("inf")}), policy)
+    asked = requests(
+        params, [[1], [2]], [SamplingParams(policy={"q": 7}), SamplingParams()], policy
+    )
+    np.testing.assert_array_equal(knobs(asked)["q"], [7, np.nan])
+
+
+# Constants of the model
+
+
+def with_shift(shift):
+    return dataclasses.replace(tiny_params(num_layers=1), constants={"shift": jnp.int32(shift)})
+
+
+def test_constants_are_passed_like_weights():
+    """Two models that differ in nothing else share programs, and each has its own results."""
+    options = {"page_size": PAGE}
+    first = engine_logits(with_shift(0), parity(), PROMPTS, FORCED[:, :6], **options)
+    programs = session.decode_steps, prefill.prefill_chunk
+    before = traces(*programs)
+    second = engine_logits(with_shift(1), parity(), PROMPTS, FORCED[:, :6], **options)
+    assert traces(*programs) == before
+    assert np.abs(first - second)[1:].max() > 1e-2 * np.abs(first).max()
+    known = engine_logits(with_shift(0), parity(shift=1), PROMPTS, FORCED[:, :6], **options)
+    assert_close(second, known, rtol=1e-6)
+
+
+def test_constants_reach_every_policy_that_shares_a_prompt():
+    """Each sees those that it named and no others."""
+    seen = []
+
+    def prefill_of_another(state, layer, view):
+        seen.append(view.cache.constants)
+        return state
+
+    params, steps = with_shift(1), FORCED[:, :6]
+    spec = capacity.cache_spec(params, PROMPTS, steps.shape[1], None, PAGE)
+    other = dense()._replace(prefill=prefill_of_another)
+    shared = prime(params, (other, parity()), PROMPTS, spec, lambda *_: None)
+    alone = engine_logits(params, parity(), PROMPTS, steps, page_size=PAGE)
+    assert_close(forced_logits(shared.session(1), steps), alone, rtol=1e-6)
+    assert seen
+    assert set(seen) == {None}
+
+
+def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(session, "empty", lambda *_: pytest.fail("allocated"))
+    params = dataclasses.replace(with_shift(1), constants={"other": jnp.zeros(3)})
+    said = r"policy=parity\(shift=None\) needs 'shift': must be among .* 'tiny', .* \['other'\]"
+    with pytest.raises(ValueError, match=said):
+        jsparse.generate(params, [1], policy=parity())
+    with pytest.raises(ValueError, match="needs 'shift'"):
+        prime(params, (dense(), parity()), [[1]], spec_of(params, 1), lambda *_: None)
+
+
+# Reports and fallbacks
+
+
+def test_listed_logits_are_reported_whether_a_layer_falls_back_or_not():
+    """While the row is short it is dense and reports no tokens; then as ever."""
+    within, prompt, steps = 22, PROMPTS[1], FORCED[:1, :12]
+
+    class SlowShortDense(SlowEcho):
+        def layer(self, layer, q):
+            if len(self.row.tokens) > within:
+                return super().layer(layer, q)
+            return self.row.dense(layer, q)
+
+    def fallback(state, layer, cache):
+        return jnp.all(cache.layers[layer].lengths <= within)
+
+    params = tiny_params(num_layers=1)
+    row = SlowRow(SlowModel(params), prompt)
+    rule = SlowShortDense(row, prompt)
+    expected = [row.logits, *(rule.step(int(token)) for token in steps[0, :-1])]
+    policy = echo()._replace(fallback=fallback)
+    logits = engine_logits(params, policy, [prompt], steps, page_size=PAGE)
+    assert_close(logits[:, 0], np.asarray(expected), rtol=1e-4)
+    assert rule.seen

@@ -73,6 +73,7 @@ def engine_logits(
     page_size: int = 16,
     max_length: int | None = None,
     steps_per_program: int = 1,
+    knobs: dict[str, jax.Array] | None = None,
 ) -> np.ndarray:
     """Runs a session on forced tokens; float32[steps, B, V].
 
@@ -85,15 +86,19 @@ def engine_logits(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         session.read(prompts)
-    return forced_logits(session, forced)
+    return forced_logits(session, forced, knobs)
 
 
-def forced_logits(session: Session, forced: np.ndarray) -> np.ndarray:
+def forced_logits(
+    session: Session, forced: np.ndarray, knobs: dict[str, jax.Array] | None = None
+) -> np.ndarray:
     """Decodes forced tokens after what a session has read; float32[steps, B, V]."""
     rows, steps = forced.shape
     # one size for any number of steps: tables of two sizes would be two programs
     table = jnp.asarray(np.pad(forced, ((0, 0), (0, -steps % 32))).T)
-    results = session.steps(sampling.forced, table, limits=[steps] * rows, keep_logits=True)
+    results = session.steps(
+        sampling.forced, table, limits=[steps] * rows, knobs=knobs, keep_logits=True
+    )
     return np.concatenate([np.asarray(result.logits) for result in results])
 
 

@@ -1,5 +1,6 @@
 """Toy policies: five use the channels of the contract that one of the papers' methods needs, and
-little else; `echo` uses the report on listed tokens.
+little else. `echo` uses the report on listed tokens, `prompt_ends` evicts before the first step,
+`parity` needs a constant of the model, and `counted` says how much its summary counts.
 """
 
 from dataclasses import replace
@@ -377,3 +378,124 @@ def echo(sink: int = 2, recent: int = 6) -> Policy:
         return replaced(state, layer, softmax_partial(logits)[2])
 
     return Policy(select, init=init, update=update, stats=lambda layer: "listed_logits")
+
+
+@builder
+def prompt_ends(newest: tuple = (6, 3)) -> Policy:
+    """Evicts after the prompt: head k keeps token 0 and the newest `newest[k]`; new tokens stay.
+
+    The bias of token 0 becomes the logarithm of 1 + the number dropped. Attended is what is held
+    but for positions that leave 2 when divided by 5. Only for caches without a block table.
+    """
+
+    def after_prompt(state, cache):
+        kept = 1 + max(newest)
+        room = cache.layers[0].capacity - int(cache.positions.max())
+        return state, cache._replace(layers=tuple(cut(held, kept + room) for held in cache.layers))
+
+    def cut(held, most):
+        slots, lengths = slot_index(held), held.lengths[..., None]
+        recent = lengths - jnp.asarray(newest)[:, None]
+        order, count = compact(
+            (slots < lengths) & ((slots == 0) | (slots >= recent)),
+            -(-most // held.page_size) * held.page_size,
+        )
+
+        def moved(pool):
+            rows = read_heads(pool, held)
+            rows = jnp.take_along_axis(
+                rows, order.reshape(*order.shape, *[1] * (rows.ndim - 3)), axis=2
+            )
+            return rows.reshape(-1, held.page_size, *pool.shape[2:])
+
+        first = jnp.arange(order.shape[-1]) == 0
+        bias = jnp.where(first, jnp.log(1.0 + held.lengths - count)[..., None], 0.0)
+        return held._replace(
+            k=moved(held.k),
+            v=moved(held.v),
+            slot_positions=moved(held.slot_positions),
+            bias=bias.reshape(-1, held.page_size),
+            lengths=count,
+        )
+
+    def select(state, layer, q, cache):
+        held = cache.layers[layer]
+        seen = slot_index(held) < held.lengths[..., None]
+        mask = seen & (slot_positions(held) % 5 != 2)
+        return from_token_mask(mask, held.capacity, page_size=held.page_size), None, state
+
+    return Policy(
+        select,
+        after_prompt=after_prompt,
+        most=lambda prompt_tokens, new: min(prompt_tokens, 1 + max(newest)) + new,
+        needs=("bias", "slot_positions"),
+        evicts=True,
+    )
+
+
+@builder
+def parity(shift: int | None = None) -> Policy:
+    """Lists the last `3 + shift` tokens, and those whose id plus `shift` is even.
+
+    None takes the shift from the model's constants, in every hook.
+    """
+
+    def of(cache):
+        return cache.constants["shift"] if shift is None else shift
+
+    def init(spec):
+        return tuple(
+            jnp.zeros((spec.batch, spec.capacity), jnp.bool_) for _ in range(spec.num_layers)
+        )
+
+    def prefill(state, layer, view):
+        slots = chunk_slots(view, state[layer].shape[1])
+        even = (view.tokens + of(view.cache)) % 2 == 0
+        return replaced(state, layer, store(state[layer], slots, even))
+
+    def append(state, layer, k, v, tokens, positions, cache):
+        even = (tokens + of(cache)) % 2 == 0
+        return replaced(state, layer, store(state[layer], positions, even))
+
+    def select(state, layer, q, cache):
+        held = cache.layers[layer]
+        slots, lengths = slot_index(held), held.lengths[..., None]
+        recent = slots >= lengths - 3 - of(cache)
+        mask = (slots < lengths) & (recent | state[layer][:, None])
+        return from_token_mask(mask, held.capacity, page_size=held.page_size), None, state
+
+    return Policy(
+        select,
+        init=init,
+        prefill=prefill,
+        append=append,
+        needs=("shift",) if shift is None else (),
+    )
+
+
+@builder
+def counted(recent: int = 4, attended: int = 2, read: int = 3, plain: bool = False) -> Policy:
+    """Lists the last tokens, beside a summary of value 0 and logit 0 in head 1 that counts tokens.
+
+    With `plain` it is a pair (o, lse), which counts none.
+    """
+
+    def select(state, layer, q, cache):
+        held = cache.layers[layer]
+        chosen = window(
+            held.lengths,
+            sink=0,
+            recent=recent,
+            num_pages=held.num_pages,
+            page_size=held.page_size,
+            granularity="token",
+        )
+        second = jnp.arange(held.lengths.shape[1]) == 1
+        lse = jnp.repeat(jnp.where(second, 0.0, -jnp.inf), q.shape[1] // len(second))
+        partial = jnp.zeros(q.shape), jnp.broadcast_to(lse, q.shape[:2])
+        if plain:
+            return chosen, partial, state
+        counts = (jnp.broadcast_to(second * n, held.lengths.shape) for n in (attended, read))
+        return chosen, Summary(*partial, *counts), state
+
+    return Policy(select)
