@@ -131,9 +131,9 @@ def requests(
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(rows)
     given = sampling if isinstance(sampling, Sequence) else [sampling]
-    wrong = next((s for s in given if not isinstance(s, SamplingParams)), None)
-    if wrong is not None or given is not sampling:
-        raise ValueError(f"sampling={wrong!r}: must be SamplingParams, or a list of them")
+    for own in given:
+        if not isinstance(own, SamplingParams):
+            raise ValueError(f"sampling={own!r}: must be SamplingParams, or a list of them")
     if len(sampling) != len(rows):
         raise ValueError(
             f"sampling has {len(sampling)} entries: must have one for each of the {len(rows)} "

@@ -10,7 +10,8 @@ import pytest
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import generation, memory
+from jsparse import SamplingParams, generation, memory
+from jsparse.conversation import Conversation
 from jsparse.policy import Policy, dense
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.selection import everything
@@ -46,9 +47,8 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
 
     monkeypatch.setattr(generation, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
-    return jsparse.generate(
-        params, prompts, **({"max_new_tokens": steps, "eos_token_id": []} | options)
-    )
+    usual = {} if "sampling" in options else {"max_new_tokens": steps, "eos_token_id": []}
+    return jsparse.generate(params, prompts, **(usual | options))
 
 
 # Shapes of results
@@ -304,6 +304,115 @@ def test_generation_defaults_are_used_and_overruled(params):
     assert off.token_ids == plain
 
 
+# Options per prompt
+
+
+MIXED = [
+    SamplingParams(temperature=1.5, seed=4, max_tokens=9, ignore_eos=True, logprobs=0),
+    SamplingParams(max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=7, min_p=0.01, seed=2**40, max_tokens=7),
+    SamplingParams(repetition_penalty=3.0, max_tokens=9, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=2.0, top_p=0.7, seed=4, max_tokens=6, ignore_eos=True),
+]
+
+
+def test_prompts_have_their_own_options(params):
+    """Each gives what it gives alone, wherever it stands in the batch."""
+    prompts = [*PROMPTS, PROMPTS[2], PROMPTS[0]]
+    outs = jsparse.generate(params, prompts, sampling=MIXED)
+    assert [len(out.token_ids) for out in outs] == [9, 5, 7, 9, 6]
+    assert [out.logprobs is None for out in outs] == [False, True, True, False, True]
+    for prompt, options, out in zip(prompts, MIXED, outs, strict=True):
+        alone = jsparse.generate(params, prompt, sampling=options)
+        assert alone.token_ids == out.token_ids
+        if out.logprobs is not None:
+            assert alone.logprobs == pytest.approx(out.logprobs, abs=1e-5)
+    order = [3, 0, 4, 2, 1]
+    again = jsparse.generate(
+        params, [prompts[i] for i in order], sampling=[MIXED[i] for i in order], seed=77
+    )
+    assert [out.token_ids for out in again] == [outs[i].token_ids for i in order]
+
+
+def test_options_of_a_prompt_mean_what_generate_s_own_do(params):
+    """A seed of its own is that of the prompt alone; without one it draws from the batch's."""
+    names = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
+    alone = jsparse.generate(params, PROMPTS[1], max_new_tokens=9, seed=4, **names)
+    own, first = (
+        jsparse.generate(params, PROMPTS[1], sampling=SamplingParams(max_tokens=9, **given))
+        for given in ({"seed": 4, **names}, {"seed": 5, **names})
+    )
+    assert own.token_ids == alone.token_ids != first.token_ids
+    whole = jsparse.generate(params, PROMPTS, max_new_tokens=9, seed=4, **names)
+    own = jsparse.generate(
+        params, PROMPTS, sampling=[SamplingParams(max_tokens=9, **names)] * 3, seed=4
+    )
+    assert [out.token_ids for out in own] == [out.token_ids for out in whole]
+
+
+def test_prompts_stop_by_their_own_rules(texts, monkeypatch):
+    options = [
+        SamplingParams(stop="two", ignore_eos=True),
+        SamplingParams(ignore_eos=True),
+        SamplingParams(stop=["one. t", "three"], ignore_eos=True),
+        SamplingParams(stop_token_ids=texts.tokenizer.encode(".", add_special_tokens=False)),
+    ]
+    text = "one. two. three"
+    steps = len(texts.tokenizer.encode(text, add_special_tokens=False))
+    outs = forced(
+        texts,
+        [text] * 4,
+        monkeypatch,
+        sampling=[dataclasses.replace(own, max_tokens=steps) for own in options],
+    )
+    assert [out.text for out in outs[:3]] == ["one. ", text, ""]
+    assert [out.finish_reason for out in outs] == ["stop", "length", "stop", "stop"]
+    assert outs[3].token_ids == outs[1].token_ids[: len(outs[3].token_ids)]
+    assert outs[3].text.startswith("one")
+
+
+def test_two_programs_serve_all_options(params):
+    """One where all rows are greedy, one where some are not; no value compiles another."""
+
+    def run(*options):
+        jsparse.generate(
+            params,
+            PROMPTS,
+            page_size=32,
+            sampling=[SamplingParams(max_tokens=n, **own) for n, own in enumerate(options, 4)],
+        )
+
+    before = traces(session.decode_steps, session.first_tokens)
+    run({}, {"temperature": 0, "top_k": 3}, {"logprobs": 0, "ignore_eos": True})
+    run({"seed": 4}, {"stop_token_ids": [1, 2]}, {"min_p": 0.5})
+    run({"temperature": 0.7}, {}, {})
+    run({"repetition_penalty": 1.5}, {"top_p": 0.5, "temperature": 2.0}, {"top_k": 10**9})
+    run({"seed": 2**63 - 1, "temperature": 1e-3}, {"min_p": 0.5}, {"temperature": 1, "top_k": 1})
+    after = traces(session.decode_steps, session.first_tokens)
+    assert [new - old for new, old in zip(after, before, strict=True)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 5},
+        {"temperature": 0.5},
+        {"top_k": 0},
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"repetition_penalty": 1.0},
+        {"eos_token_id": []},
+        {"logprobs": True},
+    ],
+    ids=str,
+)
+def test_sampling_stands_alone(params, options):
+    with pytest.raises(ValueError, match="sampling: must not be given with other options"):
+        jsparse.generate(params, [1], sampling=SamplingParams(), **options)
+    with pytest.raises(ValueError, match="sampling: must not be given with other options"):
+        Conversation(params, sampling=SamplingParams(), **options)
+
+
 # Statistics
 
 
@@ -499,6 +608,11 @@ def test_max_length_is_the_capacity(params, monkeypatch):
         ([1], {"min_p": 1.5}, ["min_p=1.5", "0 to 1"]),
         ([1], {"repetition_penalty": 0}, ["repetition_penalty=0", "above 0"]),
         ([1], {"repetition_penalty": float("inf")}, ["repetition_penalty=inf", "number"]),
+        ([1], {"sampling": 3}, ["sampling=3", "or a list of them"]),
+        ([1], {"sampling": []}, ["0 entries", "each of the 1 prompt"]),
+        ([[1], [2]], {"sampling": [SamplingParams()]}, ["1 entries", "each of the 2 prompt"]),
+        ([1], {"sampling": SamplingParams(max_tokens=512)}, ["max_new_tokens=512", "at most 512"]),
+        ([1], {"sampling": SamplingParams(), "seed": -1}, ["seed=-1", "0 to 2^63 - 1"]),
         ([1], {"seed": -1}, ["seed=-1", "0 to 2^63 - 1"]),
         ([1], {"seed": 2**63}, [f"seed={2**63}", "2^63"]),
         ([1], {"seed": 1.0}, ["seed=1.0", "integer"]),

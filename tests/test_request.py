@@ -1,0 +1,157 @@
+"""Tests SamplingParams and the requests that they are checked into."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import tiny_params
+
+import jsparse
+from jsparse import SamplingParams
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import dense
+from jsparse.request import end_tokens, knobs, requests
+
+GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def params():
+    return dataclasses.replace(
+        tiny_params(num_layers=1),
+        generation_defaults={"temperature": 0.8, "top_k": 5, "eos_token_id": [7, 9], "else": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"temperature": -1}, ["temperature=-1", "at least 0"]),
+        ({"temperature": "1"}, ["temperature='1'", "a number"]),
+        ({"temperature": True}, ["temperature=True", "a number"]),
+        ({"temperature": 10**400}, ["temperature", "fits in a float"]),
+        ({"top_k": 1.5}, ["top_k=1.5", "integer"]),
+        ({"top_p": 0.0}, ["top_p=0.0", "above 0"]),
+        ({"min_p": 1.01}, ["min_p=1.01", "from 0 to 1"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0", "above 0"]),
+        ({"seed": -1}, ["seed=-1", "2^63 - 1"]),
+        ({"seed": 2**63}, [f"seed={2**63}", "2^63 - 1"]),
+        ({"seed": 1.0}, ["seed=1.0", "integer"]),
+        ({"seed": True}, ["seed=True", "integer"]),
+        ({"stop": 3}, ["stop=3", "strings"]),
+        ({"stop": ["a", ""]}, ["stop=['a', '']", "at least one character"]),
+        ({"stop": [b"a"]}, ["stop=[b'a']", "strings"]),
+        ({"stop_token_ids": 3}, ["stop_token_ids=3", "list"]),
+        ({"stop_token_ids": "3"}, ["stop_token_ids='3'", "list"]),
+        ({"stop_token_ids": [1, -1]}, ["stop_token_ids=-1", "from 0"]),
+        ({"stop_token_ids": [True]}, ["stop_token_ids=True", "integers"]),
+        ({"ignore_eos": 1}, ["ignore_eos=1", "true or false"]),
+        ({"max_tokens": 0}, ["max_tokens=0", "at least 1"]),
+        ({"max_tokens": 2.0}, ["max_tokens=2.0", "integer"]),
+        ({"max_tokens": True}, ["max_tokens=True", "integer"]),
+        ({"logprobs": 1}, ["logprobs=1", "None or 0"]),
+        ({"logprobs": False}, ["logprobs=False", "None or 0"]),
+        ({"policy": "p=0.5"}, ["policy='p=0.5'", "map names"]),
+    ],
+)
+def test_values_are_checked_when_they_are_given(given, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        SamplingParams(**given)
+    for part in said:
+        assert part in str(error.value), str(error.value)
+
+
+def test_what_is_given_is_kept_in_one_form():
+    own = SamplingParams(stop="end", stop_token_ids=[3, 4], top_k=5.0, temperature=np.float32(0.5))
+    assert (own.stop, own.stop_token_ids, own.top_k) == (("end",), (3, 4), 5)
+    assert type(own.temperature) is float
+    assert (
+        own
+        == SamplingParams(stop=["end"], stop_token_ids=(3, 4), top_k=5, temperature=0.5)
+        != SamplingParams()
+    )
+    assert len({own, SamplingParams(), SamplingParams(policy={})}) == 2
+
+
+def test_the_model_s_defaults_stand_for_none(params):
+    options = [SamplingParams(), SamplingParams(temperature=0, top_k=0, min_p=0.1, seed=3)]
+    first, second = requests(params, [[1, 2], [3]], options, dense(), seed=11)
+    assert first.sampling == SamplingParams(
+        temperature=0.8, top_k=5, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=11
+    )
+    assert second.sampling == SamplingParams(
+        temperature=0, top_k=0, top_p=1.0, min_p=0.1, repetition_penalty=1.0, seed=3
+    )
+    assert (first.ids, second.ids, second.most_tokens) == ([1, 2], [3], 1 + 128)
+    assert [request.sampling.greedy for request in (first, second)] == [False, True]
+
+
+def test_rows_without_a_seed_of_their_own_draw_from_streams_of_one(params):
+    options = [SamplingParams(), SamplingParams(seed=5), SamplingParams()]
+    asked = requests(params, [[1]] * 3, options, dense(), seed=2)
+    assert [(r.sampling.seed, r.stream) for r in asked] == [(2, 0), (5, 0), (2, 2)]
+
+
+def test_end_tokens_are_the_model_s_and_ones_own(params):
+    options = [
+        SamplingParams(),
+        SamplingParams(stop_token_ids=[3]),
+        SamplingParams(stop_token_ids=[3], ignore_eos=True),
+    ]
+    asked = requests(params, [[1]] * 3, options, dense())
+    assert [request.ends for request in asked] == [{7, 9}, {3, 7, 9}, {3}]
+    one = dataclasses.replace(params, generation_defaults={"eos_token_id": 8})
+    assert end_tokens(one) == {8}
+    texts = jsparse.load(GGUF, dtype="float32")
+    assert end_tokens(texts) == set(texts.tokenizer.eos_token_ids) != set()
+    with pytest.raises(ValueError, match="stop_token_ids=300: must be token ids from 0 to 299"):
+        requests(params, [[1]], SamplingParams(stop_token_ids=[300]), dense())
+
+
+def test_stop_strings_need_a_tokenizer(params):
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        requests(params, [[1]], SamplingParams(stop="x"), dense())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ([], ["0 entries", "each of the 2 prompt"]),
+        ([SamplingParams()] * 3, ["3 entries", "each of the 2 prompt"]),
+        ([SamplingParams(), None], ["sampling=None", "must be SamplingParams"]),
+        ([SamplingParams(), {"top_k": 3}], ["sampling={'top_k': 3}", "must be SamplingParams"]),
+        (3, ["sampling=3", "or a list of them"]),
+        ({"top_k": 3}, ["sampling={'top_k': 3}", "or a list of them"]),
+        ((SamplingParams() for _ in range(2)), ["sampling=<generator", "or a list of them"]),
+        ("greedy", ["sampling='g'", "or a list of them"]),
+    ],
+)  # fmt: skip
+def test_there_is_one_entry_per_prompt(params, sampling, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        requests(params, [[1], [2]], sampling, dense())
+    for part in said:
+        assert part in str(error.value), str(error.value)
+
+
+def test_one_entry_serves_all_prompts(params):
+    asked = requests(params, [[1], [2]], SamplingParams(max_tokens=3), dense())
+    assert [request.sampling.max_tokens for request in asked] == [3, 3]
+    asked = requests(params, [[1], [2]], (SamplingParams(), SamplingParams(top_k=2)), dense())
+    assert [request.sampling.top_k for request in asked] == [5, 2]
+
+
+def test_values_for_the_policy_become_arrays(params):
+    policy = as_policy("twilight(oracle_top_p(p=0.5), p=0.9)")
+    assert policy.per_row == ("p",)
+
+    def given(*rows):
+        options = [SamplingParams(policy=row) for row in rows]
+        return knobs(requests(params, [[1]] * len(rows), options, policy))
+
+    assert given({}, {}) is None
+    made = given({"p": 0.25}, {}, {"dense": True}, {"p": 1, "dense": False})
+    assert sorted(made) == ["dense", "p"]
+    np.testing.assert_array_equal(made["p"], np.float32([0.25, np.nan, np.nan, 1]))
+    np.testing.assert_array_equal(made["dense"], [False, False, True, False])
+    assert made["dense"].dtype == bool
