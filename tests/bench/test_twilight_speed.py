@@ -3,12 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_prompts, tiny_params
 
 import jsparse
 from bench.lib.replay import pages_kept, parse, spread_evenly
 from bench.twilight_speed import main, parts
 from bench.twilight_trace import counting
 from jsparse import cache as kv_cache
+from jsparse.evaluation.teacher_forcing import force
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (64, 8)])
@@ -71,6 +73,10 @@ def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
     assert all(float(line.split()[-1]) > 0 for line in lines)
 
 
-def test_what_falls_back_is_not_recorded():
-    with pytest.raises(ValueError, match="must neither fall back"):
-        counting(parse("twilight(all_pages(), dense_below=9)", 1024), 2)
+def test_only_steps_that_select_are_recorded():
+    """Rows of 21, 22 and 23 tokens fall back; three steps are left."""
+    policy = counting(parse("twilight(all_pages(), dense_below=24)", 1024), 6)
+    forcing = force(tiny_params(), [policy], random_prompts([20]), max_new_tokens=6)
+    steps, counts = forcing.last_state(1).own
+    assert steps.tolist() == [3] * len(counts)
+    assert (counts[:, :3] > 0).all() and (counts[:, 3:] == -1).all()
