@@ -43,6 +43,7 @@ from jsparse.policy import (
     require_policy,
     require_stays,
     whole_number,
+    without_knob,
 )
 from jsparse.selection import (
     Granularity,
@@ -111,4 +112,5 @@ __all__ = [
     "whole_number",
     "window",
     "with_state",
+    "without_knob",
 ]
