@@ -119,7 +119,7 @@ class KVCache(NamedTuple):
             nothing more.
         constants: arrays that belong to the model, by name, among those that the policy `needs`.
         knobs: hyper-parameters that differ by row, by name: one number per row.
-        active: the rows that take part in this step; None is all.
+        active: the rows that take in a token in this step; None is all.
     """
 
     layers: tuple[LayerCache, ...]

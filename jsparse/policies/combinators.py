@@ -14,6 +14,7 @@ from jsparse.policy import (
     PrefillFn,
     PrefillView,
     SelectFn,
+    Shares,
     State,
     builder,
     require_policy,
@@ -37,12 +38,16 @@ def with_state(
     prefill: PrefillFn | None = None,
     append: AppendFn | None = None,
     select: SelectFn | None = None,
+    shares: Shares | None = None,
 ) -> Policy:
     """Give a policy a second state, the wrapper's own; its hooks still see theirs alone.
 
     The state becomes Paired(base, own). `prefill` and `append` get and return the own state, after
     the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
+    `shares` says what of the own state other requests may use; the policy shares the lesser of that
+    and what the base shares.
     """
+    least = min(shares, base.shares, key=(None, "keys", "pages").index)
 
     def both(spec: CacheSpec) -> Paired:
         return Paired(base.init(spec), init(spec))
@@ -82,6 +87,7 @@ def with_state(
         maintain=reworked(base.maintain),
         after_prompt=base.after_prompt and reworked(base.after_prompt),
         fallback=base.fallback and falls_back,
+        shares=least,
     )
 
 

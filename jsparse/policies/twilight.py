@@ -130,7 +130,7 @@ def twilight(
         short = jnp.max(held.lengths) < shortest(held)
         return short if base.fallback is None else short | base.fallback(state.base, layer, cache)
 
-    return with_state(base, **keys._asdict(), select=select)._replace(
+    return with_state(base, **keys._asdict(), select=select, shares="pages")._replace(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
         # a row's p is this one, never the base's
         per_row=(*(name for name in base.per_row if name != "p"), "p"),

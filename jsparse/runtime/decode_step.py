@@ -66,8 +66,7 @@ def decode_step(
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)
     one = taken(cache, one)
-    if active is not None:
-        cache = cache._replace(active=one > 0)
+    cache = cache._replace(active=one > 0)
     counts = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:

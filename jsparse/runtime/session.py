@@ -23,7 +23,7 @@ from jsparse import cache as kv_cache
 from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
-from jsparse.owners import row_arrays, with_row_arrays
+from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, whole_number
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
@@ -203,7 +203,7 @@ class Session:
                 "heads then hold different tokens"
             )
         if resumable:
-            require_resumable(policy)
+            require_resumable(policy, spec)
         if steps_per_program is not None:
             whole_number("steps_per_program", steps_per_program, 1)
         on_gpu = jax.default_backend() == "gpu"
@@ -420,8 +420,9 @@ def constants(params: Params, policy: Policy) -> dict[str, Array] | None:
     return {name: params.constants[name] for name in policy.constants} or None
 
 
-def require_resumable(policy: Policy) -> None:
+def require_resumable(policy: Policy, spec: CacheSpec) -> None:
     """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
+    owners(policy, spec)
     if policy.evicts or policy.after_prompt is not None:
         raise ValueError(
             f"policy={policy}: changes the cache after the prompt, so that a further dense chunk "
