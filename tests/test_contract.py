@@ -593,6 +593,7 @@ def test_what_a_summary_counts_is_in_the_shares():
         )
         logits.append([result.logits for result in results])
         for nth, result in enumerate(results[1:], 1):
+            assert result.stats is not None
             for row, prompt in enumerate(LENGTHS):
                 length = prompt + nth
                 listed = min(4, length)

@@ -104,6 +104,7 @@ def test_end_tokens_are_the_model_s_and_ones_own(params):
     one = dataclasses.replace(params, generation_defaults={"eos_token_id": 8})
     assert end_tokens(one) == {8}
     texts = jsparse.load(GGUF, dtype="float32")
+    assert texts.tokenizer is not None
     assert end_tokens(texts) == set(texts.tokenizer.eos_token_ids) != set()
     with pytest.raises(ValueError, match="stop_token_ids=300: must be token ids from 0 to 299"):
         requests(params, [[1]], SamplingParams(stop_token_ids=[300]), dense())

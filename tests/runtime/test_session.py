@@ -1,0 +1,297 @@
+"""Tests sessions: several steps per program, further turns, refusals."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from marks import slow_except
+from policy_table import TABLE, marked
+from tiny import (
+    assert_close,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
+from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_ends, shrink
+
+import jsparse
+from jsparse import SamplingParams, generation
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import dense
+from jsparse.request import requests
+from jsparse.runtime import prefill, sampling, session
+from jsparse.runtime.session import Session
+
+PAGE = 8
+PROMPTS = random_prompts((37, 18, 3))
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Prompts are read in chunks of 16 tokens."""
+    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: 16)
+
+
+# Several steps in one program
+
+
+# What decides is worked out by hand: the steps left to a row's limit, and to what is due.
+LIMITS = (30, 30, 3)
+PROGRAMS = {
+    # 2 steps to the last row's limit, then 27
+    dense(): [1, 1, 8, 8, 8, 1, 1, 1],
+    # due after 11 and 22 steps
+    shrink(period=11): [1, 1, 8, 1, 8, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # due after 13 and 26
+    inherit()._replace(correct_every=13, name="inherit"): [1, 1, 8, 1, 1, 1, 8, *[1] * 8],
+    # something is always due soon
+    dense()._replace(period=9, correct_every=4, name="busy"): [1] * 29,
+    prompt_ends(): [1, 1, 8, 8, 8, 1, 1, 1],
+    **{
+        as_policy(expression): [1, 1, 8, 8, 8, 1, 1, 1]
+        for expression in (
+            "quest(budget=8)",
+            "twilight(quest(budget=24), p=0.8)",
+            "tidal(budget=8, first=0, again=5)",
+            "lychee_decode(((1, 1), (0, 1)), value=16)",
+            "double_sparsity(budget=8)",
+        )
+    },
+    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), echo(), even_ids(), page_bound())},
+}
+BY_DEFAULT = [policy for policy in PROGRAMS if str(policy).startswith(("shrink", "inherit"))]
+
+
+def decoded(policy, steps_per_program, limits=LIMITS):
+    """The results of every program, with the likeliest token in row 0 and others sampled."""
+    params = tiny_params(num_layers=2)
+    spec = spec_of(params, len(PROMPTS), page_size=PAGE)
+    made = Session(params, policy, spec, steps_per_program=steps_per_program)
+    made.read(PROMPTS)
+    options = [SamplingParams(), *(SamplingParams(temperature=t, seed=3) for t in (1.0, 2.0))]
+    chosen = sampling.chooser(requests(params, PROMPTS, options, policy), params.config.vocab_size)
+    return list(jax.device_get(list(made.steps(*chosen, limits=limits))))
+
+
+@pytest.mark.parametrize("policy", slow_except(PROGRAMS, *BY_DEFAULT), ids=str)
+def test_steps_of_one_program_are_steps_one_by_one(policy):
+    alone, together = decoded(policy, 1), decoded(policy, 8)
+    assert [len(result.tokens) for result in alone] == [1] * 30
+    assert [len(result.tokens) for result in together] == [1, *PROGRAMS[policy]]
+    for name in ("tokens", "logprobs", "overflow"):
+        one, other = (
+            np.concatenate([getattr(result, name) for result in results])
+            for results in (alone, together)
+        )
+        assert one.shape == other.shape == (30, 3)
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+    assert alone[0].stats is together[0].stats is None
+    for name in ("attended", "read"):
+        one, other = (
+            np.concatenate([getattr(result.stats, name) for result in results[1:]])
+            for results in (alone, together)
+        )
+        np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
+
+
+def test_what_follows_an_end_token_in_its_program_is_dropped(monkeypatch):
+    """Whatever generate() returns and tells on the way is what single steps give."""
+    texts = jsparse.load(
+        Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf", dtype="float32"
+    )
+    prompts = ["the cat", "a", "or so"]
+
+    def run(steps_per_program, **options):
+        monkeypatch.setattr(
+            generation, "Session", partial(Session, steps_per_program=steps_per_program)
+        )
+        told = []
+        streamers = [lambda piece, row=row: told.append((row, piece)) for row in range(3)]
+        outs = jsparse.generate(
+            texts,
+            prompts,
+            max_new_tokens=21,
+            temperature=1.5,
+            seed=2,
+            logprobs=True,
+            policy="streaming(sink=1, recent=3)",
+            streamer=streamers,
+            on_progress=lambda *call: told.append(call),
+            **options,
+        )
+        return outs, told
+
+    free, _ = run(1, eos_token_id=[])
+    # in the middle of the first program of 8, of the second, and in single steps after them, if
+    # none comes up before
+    ends = [free[0].token_ids[4], free[1].token_ids[12], free[2].token_ids[19]]
+    (one, told_one), (other, told_other) = (run(n, eos_token_id=ends) for n in (1, 8))
+    assert len({len(out.token_ids) for out in one}) == 3
+    for a, b in zip(one, other, strict=True):
+        assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        for name in ("attended_fraction", "read_fraction", "new_tokens"):
+            assert getattr(a.stats, name) == pytest.approx(getattr(b.stats, name))
+    assert told_one == told_other
+
+
+def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
+    """A streamer sees tokens at most one program late."""
+    params, events = tiny_params(num_layers=1), []
+    real = session.decode_steps
+
+    def watched(*arguments):
+        events.append("start")
+        return real(*arguments)
+
+    monkeypatch.setattr(session, "decode_steps", watched)
+    monkeypatch.setattr(generation, "Session", partial(Session, steps_per_program=8))
+    jsparse.generate(
+        params,
+        PROMPTS[0],
+        max_new_tokens=33,
+        on_progress=lambda what, done, _: what == "decode" and events.append(done),
+    )
+    first = [1, "start", "start", *range(2, 10), "start", *range(10, 18)]
+    assert events == [*first, "start", *range(18, 34)]
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True])
+def test_the_number_of_steps_per_program_is_checked(count):
+    params = tiny_params(num_layers=1)
+    with pytest.raises(ValueError, match=f"steps_per_program={count}: must be an integer"):
+        Session(params, dense(), spec_of(params, 1), steps_per_program=count)
+
+
+# Further turns
+
+STEPS = 6
+TURNS = (
+    # what is kept of the answer, and new tokens, by row
+    ((5, 2), (3, 20), (0, 33)),
+    ((6, 1), (6, 0), (2, 5)),
+)
+TOYS = (inherit(), bypass(), page_bound(), even_ids(), echo())
+
+
+def turn_logits(made, turn):
+    """Decodes forced tokens; the logits, and the tokens."""
+    forced = random_tokens(len(PROMPTS), STEPS, seed=10 + turn)
+    return forced_logits(made, forced), forced
+
+
+def further_turns(policy, params):
+    """Two further turns of a ragged batch equal sessions that read everything at once."""
+    spec = spec_of(params, len(PROMPTS), page_size=PAGE)
+    made = Session(params, policy, spec, resumable=True)
+    made.read(PROMPTS)
+    rows, (_, forced) = PROMPTS, turn_logits(made, 0)
+    assert made.can_read_on
+    for nth, turn in enumerate(TURNS, 1):
+        new = random_prompts([count for _, count in turn], seed=20 + nth)
+        more = [forced[row, :kept].tolist() + new[row] for row, (kept, _) in enumerate(turn)]
+        made.read(more)
+        rows = [ids + own for ids, own in zip(rows, more, strict=True)]
+        logits, forced = turn_logits(made, nth)
+        fresh = Session(params, policy, spec)
+        fresh.read(rows)
+        expected, _ = turn_logits(fresh, nth)
+        assert_close(logits, expected, rtol=1e-5, turn=nth)
+
+
+@pytest.mark.parametrize("expression", marked(TABLE))
+def test_a_further_turn_reads_only_what_is_new(expression, short_chunks):
+    further_turns(as_policy(expression), tiny_params(num_layers=2))
+
+
+@pytest.mark.parametrize("policy", slow_except(TOYS, bypass()), ids=str)
+def test_a_further_turn_of_toy_policies(policy, short_chunks):
+    further_turns(policy, tiny_params(num_layers=2))
+
+
+def test_only_new_tokens_are_read(short_chunks):
+    params, done = tiny_params(num_layers=1), []
+    made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
+    for rows in (PROMPTS, random_prompts((3, 20, 0)), random_prompts((1, 1, 1))):
+        made.read(rows, lambda *call: done.append(call))
+        list(made.steps(sampling.greedy, (), limits=[4] * 3))
+    assert done == [
+        ("prefill", 16, 37), ("prefill", 32, 37), ("prefill", 37, 37),
+        ("prefill", 16, 20), ("prefill", 20, 20), ("prefill", 1, 1),
+    ]  # fmt: skip
+    assert made.held.cache.positions.tolist() == [37 + 3 + 1 + 3, 18 + 20 + 1 + 3, 3 + 0 + 1 + 3]
+
+
+def test_what_cannot_be_read_is_refused_and_changes_nothing():
+    params = tiny_params(num_layers=1)
+    spec = spec_of(params, 3, page_size=PAGE, num_pages=8)
+    made = Session(params, dense(), spec, resumable=True)
+    with pytest.raises(ValueError, match="must have read prompts"):
+        _ = made.held
+    for rows in ([[1]], [[], [], []]):
+        with pytest.raises(ValueError, match="must be 3, not all empty"):
+            made.read(rows)
+    with pytest.raises(ValueError, match=r"rows of \[65, 1, 1\] tokens: must fit in the 64"):
+        made.read([[1] * 65, [1], [1]])
+    made.read(PROMPTS)
+    steps = made.steps(sampling.greedy, (), limits=[9] * 3)
+    next(steps)
+    with pytest.raises(ValueError, match="must have read prompts, and not be decoding"):
+        made.read([[1]] * 3)
+    steps.close()
+    said = r"rows of \[65, 19, 4\] tokens: must fit in the 64 of the cache"
+    with pytest.raises(ValueError, match=said):
+        made.read([[1] * 28, [1], [1]])
+    made.read([[1] * 27, [1], [1]])
+    assert made.held.cache.positions.tolist() == [64, 19, 4]
+
+
+def test_only_resumable_sessions_read_on(short_chunks):
+    params = tiny_params(num_layers=1)
+    made = Session(params, dense(), spec_of(params, 3, page_size=PAGE))
+    made.read(PROMPTS)
+    assert not made.can_read_on
+    with pytest.raises(ValueError, match="resumable=False: must be True"):
+        made.read(PROMPTS)
+
+
+def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
+    params = tiny_params(num_layers=1)
+    made = Session(params, dense(), spec_of(params, 3, page_size=PAGE), resumable=True)
+    made.read(PROMPTS)
+
+    def interrupt(what, done, total):
+        if done > 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.read(random_prompts((20, 20, 20)), interrupt)
+    assert not made.can_read_on
+    with pytest.raises(ValueError, match="must begin anew after a turn that failed"):
+        made.read([[1]] * 3)
+
+
+def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
+    """A program that failed may have taken the cache; an interruption between them has not."""
+    params = tiny_params(num_layers=1)
+    policy = dense()._replace(correct_every=1)
+    made = Session(params, policy, spec_of(params, 3, page_size=PAGE), resumable=True)
+    made.read(PROMPTS)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for _ in made.steps(sampling.greedy, (), limits=[9] * 3):
+            raise KeyboardInterrupt
+    assert made.can_read_on
+    made.read([[1]] * 3)
+
+    def failing(decoder, policy, weights, tokens, cache, state, lent):
+        jax.tree.map(lambda x: x.delete(), cache)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(session, "correct", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(made.steps(sampling.greedy, (), limits=[9] * 3))
+    assert not made.can_read_on
