@@ -53,8 +53,11 @@ class Conversation:
         self.reads_anew: str | None = None
         try:
             require_resumable(self._policy)
-        except ValueError as error:
-            self.reads_anew = str(error)
+        except ValueError:
+            self.reads_anew = (
+                f"policy={self._policy} changes the cache after the prompt: every turn reads the "
+                "whole conversation anew"
+            )
 
     def answer(
         self,

@@ -518,18 +518,20 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
 
 
 def test_eviction_after_the_prompt_makes_the_cache_smaller():
-    calls = []
+    calls, policy = [], prompt_ends()
+    rework, most = policy.after_prompt, policy.most
+    assert rework is not None
+    assert most is not None
 
     def after_prompt(state, cache):
         assert not isinstance(cache.positions, jax.core.Tracer)
         calls.append(cache.positions.tolist())
-        return prompt_ends().after_prompt(state, cache)
+        return rework(state, cache)
 
-    made = read_by(prompt_ends()._replace(after_prompt=after_prompt))
+    made = read_by(policy._replace(after_prompt=after_prompt))
     assert calls == [list(LENGTHS)]
     cache = made.held.cache
-    most = prompt_ends().most(max(LENGTHS), made.spec.capacity - max(LENGTHS))
-    assert most == 7 + 27
+    assert most(max(LENGTHS), made.spec.capacity - max(LENGTHS)) == 7 + 27
     for held in cache.layers:
         assert held.capacity == 40 < made.spec.capacity == 64
         assert held.k.nbytes == made.spec.nbytes // (2 * len(cache.layers)) * 40 // 64

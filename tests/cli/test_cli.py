@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse import generation
+from jsparse import generation, prompts
 from jsparse.cli import console
 from jsparse.cli.app import app
+from jsparse.conversation import Conversation
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 
@@ -48,14 +49,14 @@ def chat_model(tmp_path_factory):
 
 
 def asked(monkeypatch):
-    """Replaces the engine and returns the prompts it is called with."""
-    calls, real = [], generation.generate
+    """Watches the engine and returns the prompts it is called with."""
+    calls, encode = [], prompts.encode
 
-    def spy(params, prompt, **options):
+    def spy(params, prompt):
         calls.append(prompt)
-        return real(params, prompt, **options)
+        return encode(params, prompt)
 
-    monkeypatch.setattr(generation, "generate", spy)
+    monkeypatch.setattr(prompts, "encode", spy)
     return calls
 
 
@@ -67,6 +68,7 @@ def interrupt(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation, "generate", interrupted)
+    monkeypatch.setattr(Conversation, "answer", interrupted)
 
 
 @pytest.mark.slow
@@ -239,6 +241,21 @@ def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monke
     interrupt(monkeypatch)
     ran = run("chat", "--model", chat_model, stdin="one\ntwo\n")
     assert (ran.exit_code, ran.stdout) == (0, "so far\nso far\n")
+
+
+def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import jsparse\nmine = jsparse.dense()._replace(evicts=True)\n"
+    )
+    own = f"{tmp_path / 'own.py'}:mine"
+    options = ["--model", chat_model, "--max-new-tokens", "2", "--policy", own]
+    ran = run("chat", *options, stdin="one\ntwo\n")
+    assert (ran.exit_code, ran.stderr) == (
+        0,
+        f"note: policy={own} changes the cache after the prompt: every turn reads the whole "
+        "conversation anew\n",
+    )
+    assert run("chat", *options[:-2], stdin="one\ntwo\n").stderr == ""
 
 
 def test_chat_needs_a_template():

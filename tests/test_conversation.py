@@ -1,0 +1,201 @@
+"""Tests conversations: what a further turn reads, and that its answers are those of generate()."""
+
+from pathlib import Path
+
+import pytest
+from marks import slow_except
+from toy_policies import prompt_ends, shrink
+
+import jsparse
+from jsparse import SamplingParams
+from jsparse.conversation import Conversation
+from jsparse.runtime import capacity
+
+GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
+# control tokens, so that no merge joins a prompt's end to its answer
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+    "assistant<|eot_id|>"
+)
+OPTIONS = {"max_new_tokens": 9, "eos_token_id": []}
+SAID = ["the cat sat on the mat", "or so", "what then"]
+
+
+@pytest.fixture
+def params():
+    """Makes a model of 512 positions with a chat template."""
+    made = jsparse.load(GGUF, dtype="float32")
+    assert made.tokenizer is not None
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+def prompt_tokens(params, messages):
+    text = params.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return len(params.tokenizer.encode(text, add_special_tokens=False))
+
+
+class Chat:
+    """Talks, and checks every answer against generate() on the whole conversation.
+
+    Attributes:
+        read: the number of tokens that each turn read.
+        whole: the number of tokens of each turn's whole conversation.
+    """
+
+    def __init__(self, params, **options):
+        self.params, self.options = params, OPTIONS | options
+        self.conversation = Conversation(params, **self.options)
+        self.messages, self.read, self.whole = [], [], []
+
+    def say(self, text, **hooks):
+        self.messages.append({"role": "user", "content": text})
+        calls = []
+        made = self.conversation.answer(
+            self.messages, on_progress=lambda *call: calls.append(call), **hooks
+        )
+        alone = jsparse.generate(self.params, self.messages, **self.options)
+        assert (made.text, made.token_ids) == (alone.text, alone.token_ids)
+        assert made.stats.prompt_tokens == alone.stats.prompt_tokens
+        self.messages.append({"role": "assistant", "content": made.text})
+        self.read.append(next(total for what, _, total in calls if what == "prefill"))
+        self.whole.append(made.stats.prompt_tokens)
+        return made
+
+    @property
+    def new(self):
+        """What the turns would read if each went on from the last prompt."""
+        return [now - before for before, now in zip([0, *self.whole], self.whole)]  # noqa: B905
+
+
+def slots(chat):
+    """The capacity of the session that is kept for the next turn."""
+    session = chat.conversation._session
+    assert session is not None
+    return session.spec.capacity
+
+
+@pytest.mark.parametrize(
+    "options",
+    slow_except(
+        [
+            {},
+            {"policy": "quest(budget=16)"},
+            {"policy": "double_sparsity(budget=8)"},
+            {"policy": "lychee_decode(((1, 1), (0, 1)), value=16, correct_every=4)"},
+            {"temperature": 1.0, "seed": 3, "policy": "streaming(sink=2, recent=8)"},
+        ],
+        {"temperature": 1.0, "seed": 3, "policy": "streaming(sink=2, recent=8)"},
+    ),
+    ids=str,
+)
+def test_a_turn_reads_only_what_is_new(params, options):
+    chat = Chat(params, **options)
+    for text in SAID:
+        chat.say(text)
+    assert chat.read == chat.new
+    assert chat.conversation.reads_anew is None
+    assert all(new < whole for new, whole in zip(chat.read[1:], chat.whole[1:], strict=True))
+
+
+def test_a_template_that_rewrites_is_read_anew(params):
+    params.tokenizer.chat_template = "{{ messages|length }}<|eot_id|>" + TEMPLATE
+    chat = Chat(params)
+    for text in SAID[:2]:
+        chat.say(text)
+    assert chat.read == chat.whole
+
+
+def test_a_conversation_that_outgrows_its_cache_is_read_anew(params, monkeypatch):
+    chat = Chat(params)
+    chat.say(SAID[0])
+    small = slots(chat)
+    # there was room for twice as much as was asked for
+    assert small == capacity.bucket(2 * (chat.whole[0] + 9), 16)
+    chat.say("z" * small)
+    assert chat.read[1] == chat.whole[1] > small
+    chat.say(SAID[2])
+    assert chat.read[2] == chat.new[2]
+    # where memory has no such room, the cache is as small as generate() has it
+    monkeypatch.setattr(capacity, "fits", lambda *_: False)
+    tight = Chat(params)
+    tight.say(SAID[0])
+    assert slots(tight) == capacity.bucket(tight.whole[0] + 9, 16)
+
+
+def test_what_does_not_fit_is_refused_and_forgotten(params):
+    """As by generate(), even where pages have room for more than max_length."""
+    chat = Chat(params, max_length=100)
+    chat.say("a")
+    assert slots(chat) == 112
+    room = 112 - 9 - prompt_tokens(params, [*chat.messages, {"role": "user", "content": ""}])
+    with pytest.raises(ValueError, match="max_new_tokens=9 is 112: must be at most 100"):
+        chat.conversation.answer([*chat.messages, {"role": "user", "content": "z" * room}])
+    chat.say("c")
+    assert chat.read == chat.new
+
+
+@pytest.mark.parametrize("policy", slow_except([shrink(period=4), prompt_ends()], prompt_ends()))
+def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
+    chat = Chat(params, policy=policy)
+    for text in SAID[:2]:
+        chat.say(text)
+    assert chat.read == chat.whole
+    assert chat.conversation.reads_anew == (
+        f"policy={policy} changes the cache after the prompt: every turn reads the whole "
+        "conversation anew"
+    )
+
+
+def test_an_interrupted_answer_leaves_the_conversation_usable(params):
+    chat = Chat(params)
+    chat.say(SAID[0])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def answer(**hooks):
+        with pytest.raises(KeyboardInterrupt) as kept:
+            chat.conversation.answer(
+                [*chat.messages, {"role": "user", "content": SAID[1]}], **hooks
+            )
+        return kept  # as a notebook keeps the exception, and all that it refers to
+
+    kept = answer(streamer=interrupt)
+    # the prompt was read: what was said then is new no more
+    chat.messages += [
+        {"role": "user", "content": SAID[1]},
+        {"role": "assistant", "content": "so far"},
+    ]
+    chat.whole.append(prompt_tokens(params, chat.messages[:-1]))
+    chat.say(SAID[2])
+    assert chat.read[1] == chat.whole[2] - chat.whole[1]
+    kept = answer(on_progress=interrupt)
+    chat.say(SAID[1])
+    assert chat.read[2] == chat.whole[3]
+    del kept
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": -1}, "seed=-1: must be an integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be an integer"),
+        ({"temperature": -1}, "temperature=-1: must be"),
+        ({"policy": "nonesuch"}, "unknown policy"),
+        ({"sampling": SamplingParams(), "top_k": 3}, "sampling: must not be given with other"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_before_the_first_turn(params, options, said):
+    with pytest.raises(ValueError, match=said):
+        Conversation(params, **options)
+
+
+def test_the_options_of_a_conversation_may_be_sampling_params(params):
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    conversation = Conversation(params, sampling=sampling)
+    asked = [{"role": "user", "content": SAID[0]}]
+    made = conversation.answer(asked)
+    assert made.token_ids == jsparse.generate(params, asked, sampling=sampling).token_ids
+    assert len(made.token_ids) == 4
