@@ -608,7 +608,7 @@ def test_what_a_summary_counts_is_in_the_shares():
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("plain", slow_except([False, True], False))
+@pytest.mark.parametrize("plain", slow_except([False, True]))
 def test_what_a_summary_counts_is_in_the_metrics_of_heads(plain):
     params, steps = tiny_params(num_layers=1), 2
     forcing = force(
@@ -640,17 +640,18 @@ KNOB_PROMPTS = random_prompts((37, 30, 26, 33))
 KNOB_TOKENS = random_tokens(4, 6, seed=5)
 
 
-@cache
-def knob_logits(policy, rows=(), layers=2):
-    """Logits of a batch of four; `rows` are the hyper-parameters of each, as pairs."""
-    params = tiny_params(num_layers=layers)
-    asked = requests(
-        params, KNOB_PROMPTS, [SamplingParams(policy=dict(row)) for row in rows or [()] * 4],
-        as_policy(policy),
-    )  # fmt: skip
-    return engine_logits(
-        params, policy, KNOB_PROMPTS, KNOB_TOKENS, page_size=PAGE, knobs=knobs(asked)
-    )
+def knob_logits(policies, layers=2):
+    """A function of a policy, and of the hyper-parameters of four rows, that returns logits."""
+    params, policies = tiny_params(num_layers=layers), tuple(map(as_policy, policies))
+    spec = capacity.cache_spec(params, KNOB_PROMPTS, KNOB_TOKENS.shape[1], None, PAGE)
+    shared = prime(params, policies, KNOB_PROMPTS, spec, lambda *_: None)
+
+    def logits(index, *rows):
+        options = [SamplingParams(policy=row) for row in rows or [{}] * 4]
+        asked = requests(params, KNOB_PROMPTS, options, policies[index])
+        return forced_logits(shared.session(index), KNOB_TOKENS, knobs(asked))
+
+    return logits
 
 
 PER_ROW = [
@@ -673,16 +674,24 @@ PER_ROW = [
 
 @pytest.mark.parametrize("case", slow_except(PER_ROW, PER_ROW[0]), ids=str)
 def test_rows_set_their_own_values(case):
-    """Each gives what the policy with that value gives; rows that set none have the policy's."""
+    """Each gives what the policy with that value gives, and no value compiles anything.
+
+    Rows that set none have the policy's own.
+    """
     expression, name, one, own, other = case
     layers = 2 if "lychee" in expression else 1  # whose layers hand sets on
-    rows = (((name, one),), (), ((name, other),), (("dense", True),))
-    mixed = knob_logits(expression.format(own), rows, layers)
-    for row, policy in enumerate([*(expression.format(v) for v in (one, own, other)), "dense"]):
-        assert_close(mixed[:, row], knob_logits(policy, layers=layers)[:, row], rtol=1e-6, row=row)
-    plain = knob_logits(expression.format(own), layers=layers)
+    policies = [*(expression.format(value) for value in (one, own, other)), "dense"]
+    logits = knob_logits(policies, layers)
+    rows = {name: one}, {}, {name: other}, {"dense": True}
+    mixed = logits(1, *rows)
+    for row in range(4):
+        assert_close(mixed[:, row], logits(row)[:, row], rtol=1e-6, row=row)
+    plain = logits(1)
     for row in (0, 2, 3):
         assert np.abs(plain[:, row] - mixed[:, row]).max() > 1e-3 * np.abs(plain).max()
+    before = traces(session.decode_steps)
+    logits(1, {name: other, "dense": True}, {name: one}, {"dense": False}, {})
+    assert traces(session.decode_steps) == before
 
 
 @pytest.mark.parametrize(
@@ -709,23 +718,13 @@ def test_rows_set_their_own_values(case):
 )
 def test_rows_can_be_dense(policy):
     """With a summary, with a fallback: they equal dense, and leave the others as they were."""
-    rows = ((), (("dense", True),), (("dense", False),), (("dense", True),))
-    layers = 1 if policy in (bypass(), even_ids()) else 2
-    mixed, plain, exact = (
-        knob_logits(*given, layers=layers) for given in ((policy, rows), (policy,), ("dense",))
-    )
+    logits = knob_logits([policy, "dense"], 1 if policy in (bypass(), even_ids()) else 2)
+    mixed = logits(0, {}, {"dense": True}, {"dense": False}, {"dense": True})
+    plain, exact = logits(0), logits(1)
     for row in range(4):
         expected = (plain, exact)[row % 2]
         assert_close(mixed[:, row], expected[:, row], rtol=1e-5, row=row)
     assert np.abs(plain - exact)[:, 1].max() > 1e-3 * np.abs(plain).max()
-
-
-def test_values_of_rows_compile_nothing():
-    policy = "oracle_top_p(p=0.7)"
-    knob_logits(policy, ((("p", 0.5),), (), (), (("dense", True),)), 1)
-    before = traces(session.decode_steps)
-    knob_logits(policy, ((("p", 0.9), ("dense", True)), (("p", 1),), (("p", 0.1),), ()), 1)
-    assert traces(session.decode_steps) == before
 
 
 @pytest.mark.parametrize(
@@ -788,12 +787,10 @@ def test_constants_are_passed_like_weights():
     second = engine_logits(with_shift(1), parity(), PROMPTS, FORCED[:, :6], **options)
     assert traces(*programs) == before
     assert np.abs(first - second)[1:].max() > 1e-2 * np.abs(first).max()
-    known = engine_logits(with_shift(0), parity(shift=1), PROMPTS, FORCED[:, :6], **options)
-    assert_close(second, known, rtol=1e-6)
 
 
 def test_constants_reach_every_policy_that_shares_a_prompt():
-    """Each sees those that it named and no others."""
+    """Each sees those that it named and no others; they are the values themselves."""
     seen = []
 
     def prefill_of_another(state, layer, view):
@@ -803,9 +800,12 @@ def test_constants_reach_every_policy_that_shares_a_prompt():
     params, steps = with_shift(1), FORCED[:, :6]
     spec = capacity.cache_spec(params, PROMPTS, steps.shape[1], None, PAGE)
     other = dense()._replace(prefill=prefill_of_another)
-    shared = prime(params, (other, parity()), PROMPTS, spec, lambda *_: None)
+    policies = other, parity(), parity(shift=1)
+    shared = prime(params, policies, PROMPTS, spec, lambda *_: None)
+    logits, known = (forced_logits(shared.session(index), steps) for index in (1, 2))
+    assert_close(logits, known, rtol=1e-6)
     alone = engine_logits(params, parity(), PROMPTS, steps, page_size=PAGE)
-    assert_close(forced_logits(shared.session(1), steps), alone, rtol=1e-6)
+    assert_close(logits, alone, rtol=1e-6)
     assert seen
     assert set(seen) == {None}
 

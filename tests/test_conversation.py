@@ -9,6 +9,7 @@ from toy_policies import prompt_ends, shrink
 import jsparse
 from jsparse import SamplingParams
 from jsparse.conversation import Conversation
+from jsparse.policy import dense
 from jsparse.runtime import capacity
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
@@ -17,7 +18,9 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"
     "assistant<|eot_id|>"
 )
-OPTIONS = {"max_new_tokens": 9, "eos_token_id": []}
+# one capacity, so that all chats and generate() share programs
+OPTIONS = {"max_new_tokens": 9, "eos_token_id": [], "max_length": 120}
+EVICTORS = dense()._replace(evicts=True, name="evictor"), shrink(period=4), prompt_ends()
 SAID = ["the cat sat on the mat", "or so", "what then"]
 
 
@@ -48,15 +51,17 @@ class Chat:
         self.conversation = Conversation(params, **self.options)
         self.messages, self.read, self.whole = [], [], []
 
-    def say(self, text, **hooks):
+    def say(self, text, *, checked=True, **hooks):
         self.messages.append({"role": "user", "content": text})
         calls = []
         made = self.conversation.answer(
             self.messages, on_progress=lambda *call: calls.append(call), **hooks
         )
-        alone = jsparse.generate(self.params, self.messages, **self.options)
-        assert (made.text, made.token_ids) == (alone.text, alone.token_ids)
-        assert made.stats.prompt_tokens == alone.stats.prompt_tokens
+        assert made.stats.prompt_tokens == prompt_tokens(self.params, self.messages)
+        if checked:
+            alone = jsparse.generate(self.params, self.messages, **self.options)
+            assert (made.text, made.token_ids) == (alone.text, alone.token_ids)
+            assert made.stats.prompt_tokens == alone.stats.prompt_tokens
         self.messages.append({"role": "assistant", "content": made.text})
         self.read.append(next(total for what, _, total in calls if what == "prefill"))
         self.whole.append(made.stats.prompt_tokens)
@@ -85,7 +90,7 @@ def slots(chat):
             {"policy": "lychee_decode(((1, 1), (0, 1)), value=16, correct_every=4)"},
             {"temperature": 1.0, "seed": 3, "policy": "streaming(sink=2, recent=8)"},
         ],
-        {"temperature": 1.0, "seed": 3, "policy": "streaming(sink=2, recent=8)"},
+        {},
     ),
     ids=str,
 )
@@ -107,35 +112,35 @@ def test_a_template_that_rewrites_is_read_anew(params):
 
 
 def test_a_conversation_that_outgrows_its_cache_is_read_anew(params, monkeypatch):
-    chat = Chat(params)
-    chat.say(SAID[0])
+    chat = Chat(params, max_length=None)
+    chat.say(SAID[0], checked=False)
     small = slots(chat)
     # there was room for twice as much as was asked for
     assert small == capacity.bucket(2 * (chat.whole[0] + 9), 16)
-    chat.say("z" * small)
+    chat.say("z" * small, checked=False)
     assert chat.read[1] == chat.whole[1] > small
-    chat.say(SAID[2])
+    chat.say(SAID[2], checked=False)
     assert chat.read[2] == chat.new[2]
     # where memory has no such room, the cache is as small as generate() has it
     monkeypatch.setattr(capacity, "fits", lambda *_: False)
-    tight = Chat(params)
-    tight.say(SAID[0])
+    tight = Chat(params, max_length=None)
+    tight.say(SAID[0], checked=False)
     assert slots(tight) == capacity.bucket(tight.whole[0] + 9, 16)
 
 
 def test_what_does_not_fit_is_refused_and_forgotten(params):
     """As by generate(), even where pages have room for more than max_length."""
-    chat = Chat(params, max_length=100)
+    chat = Chat(params)
     chat.say("a")
-    assert slots(chat) == 112
-    room = 112 - 9 - prompt_tokens(params, [*chat.messages, {"role": "user", "content": ""}])
-    with pytest.raises(ValueError, match="max_new_tokens=9 is 112: must be at most 100"):
+    assert slots(chat) == 128
+    room = 128 - 9 - prompt_tokens(params, [*chat.messages, {"role": "user", "content": ""}])
+    with pytest.raises(ValueError, match="max_new_tokens=9 is 128: must be at most 120"):
         chat.conversation.answer([*chat.messages, {"role": "user", "content": "z" * room}])
     chat.say("c")
     assert chat.read == chat.new
 
 
-@pytest.mark.parametrize("policy", slow_except([shrink(period=4), prompt_ends()], prompt_ends()))
+@pytest.mark.parametrize("policy", slow_except(EVICTORS, EVICTORS[0]))
 def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
     chat = Chat(params, policy=policy)
     for text in SAID[:2]:

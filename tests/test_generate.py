@@ -316,9 +316,12 @@ MIXED = [
 ]
 
 
+OF_MIXED = random_prompts((19, 24, 18, 29, 31), seed=6)
+
+
 def test_prompts_have_their_own_options(params):
     """Each gives what it gives alone, wherever it stands in the batch."""
-    prompts = [*PROMPTS, PROMPTS[2], PROMPTS[0]]
+    prompts = OF_MIXED
     outs = jsparse.generate(params, prompts, sampling=MIXED)
     assert [len(out.token_ids) for out in outs] == [9, 5, 7, 9, 6]
     assert [out.logprobs is None for out in outs] == [False, True, True, False, True]
@@ -377,18 +380,20 @@ def test_two_programs_serve_all_options(params):
     def run(*options):
         jsparse.generate(
             params,
-            PROMPTS,
-            page_size=32,
+            OF_MIXED,
             sampling=[SamplingParams(max_tokens=n, **own) for n, own in enumerate(options, 4)],
         )
+        return traces(session.decode_steps)[0]
 
-    (before,) = traces(session.decode_steps)
-    run({}, {"temperature": 0, "top_k": 3}, {"logprobs": 0, "ignore_eos": True})
-    run({"seed": 4}, {"stop_token_ids": [1, 2]}, {"min_p": 0.5})
-    run({"temperature": 0.7}, {}, {})
-    run({"repetition_penalty": 1.5}, {"top_p": 0.5, "temperature": 2.0}, {"top_k": 10**9})
-    run({"seed": 2**63 - 1, "temperature": 1e-3}, {"min_p": 0.5}, {"temperature": 1, "top_k": 1})
-    assert traces(session.decode_steps) == [before + 2]
+    jax.clear_caches()
+    assert [
+        run({}, {"temperature": 0, "top_k": 3}, {"logprobs": 0, "ignore_eos": True}, {}, {}),
+        run({"seed": 4}, {"stop_token_ids": [1, 2]}, {"min_p": 0.5}, {}, {}),
+        run({"temperature": 0.7}, {}, {}, {"repetition_penalty": 1.5}, {}),
+        run({"top_p": 0.5, "temperature": 2.0}, {"top_k": 10**9}, {}, {}, {"temperature": 1e-3}),
+        run({"seed": 2**63 - 1, "temperature": 1}, {"min_p": 0.5}, {"top_k": 1}, {"seed": 0}, {}),
+        run({}, {}, {}, {}, {}),
+    ] == [1, 1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
