@@ -41,23 +41,20 @@ class Conversation:
         """
         given: dict[str, Any] = dict(options)
         self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
-        self._max_length, self._page_size = (
-            given.pop("max_length", None),
-            given.pop("page_size", 16),
-        )
+        self._max_length = given.pop("max_length", None)
+        self._page_size = given.pop("page_size", 16)
         self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
         given = {"max_new_tokens": 128, "stop": (), "eos_token_id": None} | given
         self._sampling = one_or_other(params, sampling, self._seed, **given)
         self._session: Session | None = None
         self._read: list[int] = []
         self.reads_anew: str | None = None
+        # sizes of any cache: only who owns the policy's state is looked at
+        spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         try:
-            require_resumable(self._policy)
-        except ValueError:
-            self.reads_anew = (
-                f"policy={self._policy} changes the cache after the prompt: every turn reads the "
-                "whole conversation anew"
-            )
+            require_resumable(self._policy, spec)
+        except ValueError as error:
+            self.reads_anew = f"every turn reads the whole conversation anew: {error}"
 
     def answer(
         self,

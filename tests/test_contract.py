@@ -570,7 +570,7 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
         jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
     spec = spec_of(params, 1)
     for policy in (shrink(), dense()._replace(after_prompt=lambda *held: held, name="late")):
-        said = f"policy={policy}: changes the cache after the prompt"
+        said = f"policy={policy}: must leave the cache as it is after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             session.Session(params, policy, spec, resumable=True)
         assert str(error.value).startswith(said)

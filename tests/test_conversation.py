@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from marks import slow_except
 from toy_policies import prompt_ends, shrink
@@ -147,9 +148,19 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
         chat.say(text)
     assert chat.read == chat.whole
     assert chat.conversation.reads_anew == (
-        f"policy={policy} changes the cache after the prompt: every turn reads the whole "
-        "conversation anew"
+        f"every turn reads the whole conversation anew: policy={policy}: must leave the cache as "
+        "it is after the prompt, for a further dense chunk to follow"
     )
+
+
+def test_a_state_that_nobody_owns_is_read_anew(params):
+    """Such a policy cannot be cut back, but generates."""
+    own = dense()._replace(init=lambda spec: jnp.zeros(()), name="mine")
+    chat = Chat(params, policy=own)
+    for text in SAID[:2]:
+        chat.say(text)
+    assert chat.read == chat.whole
+    assert "policy=mine: state is [] for 2 rows" in chat.conversation.reads_anew
 
 
 def test_an_interrupted_answer_leaves_the_conversation_usable(params):

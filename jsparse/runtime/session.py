@@ -425,8 +425,8 @@ def require_resumable(policy: Policy, spec: CacheSpec) -> None:
     owners(policy, spec)
     if policy.evicts or policy.after_prompt is not None:
         raise ValueError(
-            f"policy={policy}: changes the cache after the prompt, so that a further dense chunk "
-            "cannot follow: read the whole conversation anew"
+            f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
+            "chunk to follow"
         )
 
 

@@ -252,8 +252,8 @@ def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     ran = run("chat", *options, stdin="one\ntwo\n")
     assert (ran.exit_code, ran.stderr) == (
         0,
-        f"note: policy={own} changes the cache after the prompt: every turn reads the whole "
-        "conversation anew\n",
+        f"note: every turn reads the whole conversation anew: policy={own}: must leave the cache "
+        "as it is after the prompt, for a further dense chunk to follow\n",
     )
     assert run("chat", *options[:-2], stdin="one\ntwo\n").stderr == ""
 
