@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.generation import GenerateOptions, Message, one_or_other, run
+from jsparse.generation import GenerateOptions, Message, chosen_sampling, run
 from jsparse.host_reader import Generation, OnProgress, Streamer
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
@@ -45,7 +45,7 @@ class Conversation:
         self._page_size = given.pop("page_size", 16)
         self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
         given = {"max_new_tokens": 128, "stop": (), "eos_token_id": None} | given
-        self._sampling = one_or_other(params, sampling, self._seed, **given)
+        self._sampling = chosen_sampling(params, sampling, self._seed, **given)
         self._session: Session | None = None
         self._read: list[int] = []
         self.reads_anew: str | None = None

@@ -121,7 +121,7 @@ def generate(
     """
     rows, alone = prompts.encode(params, prompt)
     chosen = as_policy(policy)
-    options = one_or_other(
+    options = chosen_sampling(
         params,
         sampling,
         seed,
@@ -190,7 +190,7 @@ def answers(
     return reader.generations(began)
 
 
-def one_or_other(
+def chosen_sampling(
     params: Params,
     sampling: SamplingParams | Sequence[SamplingParams] | None,
     seed: int,
