@@ -81,7 +81,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b")
     session = Session(params, method, spec, steps_per_program=count)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
-    session.adopt(Held(logits, cache, state), held)
+    session.adopt(Held(logits, cache, state))
     del cache, state
     results = session.steps(greedy, (), limits=[context] * batch)
     next(results)

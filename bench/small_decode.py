@@ -1,10 +1,10 @@
 """How many tokens per second does a small model decode after the first, next to Hugging Face?
 
-SmolLM2-135M's shape, a prompt of 2048 tokens, 256 new ones, greedy, batch 1; bfloat16 on a GPU and
-float32 on a CPU. Contenders, each in its own process:
+SmolLM2-135M's shape, a prompt of 2048 tokens, 256 new ones after the first, greedy, batch 1;
+bfloat16 on a GPU and float32 on a CPU. Contenders, each in its own process:
 
-    jsparse             jsparse.generate, for each policy of --policy and each number of steps per
-                        program of --steps-per-program; a session takes 8 on a GPU by itself
+    jsparse             what jsparse.generate runs, for each policy of --policy and each number of
+                        --steps-per-program; a session takes 8 on a GPU by itself
     hf-compile          transformers, StaticCache, SDPA, a step under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
@@ -20,46 +20,45 @@ the same by its definition: tokens after the first over the time from the first 
 import json
 import subprocess
 import time
-from functools import partial
 from typing import Any
-from unittest import mock
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-compile", "hf-cudagraphs")
-PROMPT_TOKENS, NEW_TOKENS, RUNS = 2048, 256, 5
+# whole programs of 8 steps follow the first token
+PROMPT_TOKENS, NEW_TOKENS, RUNS = 2048, 257, 5
 
 
 def jsparse_decode(
     model: str, policy: str, count: int, prompt_tokens: int, new_tokens: int, runs: int
 ) -> dict[str, Any]:
-    """Times jsparse.generate with at most `count` decode steps per program."""
+    """Times generation with at most `count` decode steps per program."""
     import jsparse
-    from jsparse import generation
+    from jsparse.generation import run
+    from jsparse.policies.expressions import parse
+    from jsparse.request import requests
+    from jsparse.runtime.capacity import cache_spec
     from jsparse.runtime.session import Session
 
     params, prompt = model_and_prompt(model, prompt_tokens)
+    method = parse(policy)
+    wanted = jsparse.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    asked = requests(params, [prompt], wanted, method)
+    spec = cache_spec(params, [prompt], new_tokens, None, 16)
 
     def once() -> jsparse.GenerationStats:
-        out = jsparse.generate(
-            params,
-            prompt,
-            max_new_tokens=new_tokens,
-            temperature=0.0,
-            eos_token_id=[],
-            policy=policy,
-        )
+        # what jsparse.generate does; the number of steps is an option of sessions
+        session = Session(params, method, spec, steps_per_program=count)
+        (out,) = run(session, asked, [lambda piece: None], lambda *_: None)
         assert len(out.token_ids) == new_tokens
         return out.stats
 
-    # the number of steps is an option of sessions, none of generate
-    with mock.patch.object(generation, "Session", partial(Session, steps_per_program=count)):
-        began = time.perf_counter()
-        once()
-        warm_up = time.perf_counter() - began
-        stats = [once() for _ in range(runs)]
+    began = time.perf_counter()
+    once()
+    warm_up = time.perf_counter() - began
+    stats = [once() for _ in range(runs)]
     return {
         "dtype": str(params.dtype),
         "decode_tokens_per_second": spread([own.decode_tokens_per_second or 0.0 for own in stats]),
@@ -175,7 +174,7 @@ def main() -> None:
         "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="prompt length (default 2048)"
     )
     parser.add_argument(
-        "--new-tokens", type=int, default=NEW_TOKENS, help="tokens to generate (default 256)"
+        "--new-tokens", type=int, default=NEW_TOKENS, help="tokens to generate (default 257)"
     )
     parser.add_argument(
         "--runs", type=int, default=RUNS, help="timed runs after the warm-up (default 5)"

@@ -264,18 +264,20 @@ def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None
     one launch for all of them.
 
     A row that finds no room in some layer, or found none earlier, is marked in `cache.overflow` and
-    grows nowhere: it keeps what it held. `taken` says how many tokens `fill` may write.
+    grows nowhere: it keeps what it held. `taken` says how many tokens `fill` may write. Rows are
+    served in their order, and one that gets nothing takes nothing from those behind it.
     """
     chosen = range(len(cache.layers)) if layers is None else layers
     held = [cache.layers[i] for i in chosen]
+    valid = taken(cache, valid)
     # layers first, then heads: XLA would take apart a reduction over a stack of layers
     full = functools.reduce(
         jnp.logical_or, (layer.lengths + valid[:, None] > layer.capacity for layer in held)
     )
-    short = (rows for layer in held if (rows := _short_of_pages(layer, valid, most)) is not None)
-    cache = cache._replace(
-        overflow=functools.reduce(jnp.logical_or, short, cache.overflow | jnp.any(full, axis=1))
-    )
+    cache = cache._replace(overflow=cache.overflow | jnp.any(full, axis=1))
+    if any(_hands_out(layer) for layer in held):
+        short = _short_of_pages(held, taken(cache, valid), most)
+        cache = cache._replace(overflow=cache.overflow | short)
     valid = taken(cache, valid)
     lengths = [layer.lengths + valid[:, None] for layer in held]
     grown = [_allocate(layer, valid, most) for layer in held]
@@ -389,16 +391,29 @@ def _wanted(layer: LayerCache, valid: Rows, most: int) -> tuple[Array, Array]:
     return page, (page < last[:, :, None]) & (page < layer.num_pages)
 
 
-def _short_of_pages(layer: LayerCache, valid: Rows, most: int) -> Bool[Array, "B"] | None:
-    """Marks the rows for which too few pages are free; rows are served in their order.
+def _hands_out(layer: LayerCache) -> bool:
+    """Returns whether the device hands out the layer's pages."""
+    return layer.block_table is not None and layer.free is not None
 
-    It is None where the device hands out no pages.
-    """
-    if layer.block_table is None or layer.free is None:
-        return None
-    _, wanted = _wanted(layer, valid, most)
-    per_row = jnp.sum(wanted, axis=(1, 2), dtype=jnp.int32)
-    return (jnp.cumsum(per_row) > layer.free.count) & (per_row > 0)
+
+def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, most: int) -> Bool[Array, "B"]:
+    """Marks the rows for which some layer has too few free pages."""
+    counted = [
+        (jnp.sum(_wanted(layer, valid, most)[1], axis=(1, 2), dtype=jnp.int32), layer.free.count)
+        for layer in layers
+        if layer.free is not None
+    ]
+    wanted, free = (jnp.stack(column) for column in zip(*counted, strict=True))  # [L, B], [L]
+
+    def serve(left: Array, row: Array) -> tuple[Array, Array]:
+        fits = jnp.all(row <= left)
+        return left - jnp.where(fits, row, 0), ~fits
+
+    return jax.lax.cond(
+        jnp.any(jnp.sum(wanted, axis=1) > free),
+        lambda: jax.lax.scan(serve, free, wanted.T)[1],
+        lambda: jnp.zeros(valid.shape, jnp.bool_),
+    )
 
 
 def _allocate(layer: LayerCache, valid: Rows, most: int) -> LayerCache:

@@ -13,6 +13,9 @@ from jsparse.request import Request, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.session import Session, require_resumable
 
+# options of `generate` that belong to one answer, not to a conversation
+OF_A_TURN = ("streamer", "on_progress", "logprobs")
+
 
 class Conversation:
     """Answers the turns of a chat; a further turn reads only the last answer and the new message.
@@ -40,6 +43,9 @@ class Conversation:
             ValueError: an option is out of its range.
         """
         given: dict[str, Any] = dict(options)
+        for name in given:
+            if name not in GenerateOptions.__annotations__ or name in OF_A_TURN:
+                raise ValueError(f"{name}={given[name]!r}: must not be given to a conversation")
         self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
         self._max_length = given.pop("max_length", None)
         self._page_size = given.pop("page_size", 16)

@@ -133,7 +133,8 @@ def clear_rows(
 ) -> tuple[KVCache, State]:
     """Empties the slots `rows`: no tokens, no pages, and the state of rows that have seen nothing.
 
-    To return pages to a free list, call `cache.truncate` before.
+    `spec` has the sizes that cache and state have now. To return pages to a free list, call
+    `cache.truncate` before.
 
     Raises:
         ValueError: the cache has no block table.
@@ -147,12 +148,20 @@ def clear_rows(
         state,
         policy.init(spec),
     )
-    scratch = cache.layers[0].k.shape[0] - 1
-
-    def empty(x: Array) -> Array:
-        return x.at[rows].set(jnp.asarray(scratch if x.ndim == 3 else 0, x.dtype))
-
-    return _map_cache(empty, cache), state
+    layers = [
+        layer._replace(
+            lengths=layer.lengths.at[rows].set(0),
+            block_table=layer.block_table.at[rows].set(layer.k.shape[0] - 1),
+        )
+        for layer in cache.layers
+        if layer.block_table is not None
+    ]
+    cache = cache._replace(
+        layers=tuple(layers),
+        positions=cache.positions.at[rows].set(0),
+        overflow=cache.overflow.at[rows].set(False),
+    )
+    return cache, state
 
 
 def keep_inactive(

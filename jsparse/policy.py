@@ -181,8 +181,8 @@ class Policy(NamedTuple):
         init: makes the state; by default there is none.
         prefill, append, update, maintain: keep it up to date; by default they change nothing.
         after_prompt: reworks state and cache once, before the first step; None changes nothing.
-        most: the slots that a head can come to hold after `after_prompt`; None is the tokens of the
-            prompt and the new ones.
+        most: the slots that a head can come to hold after `after_prompt`; None is the sum of the
+            row's prompt and new tokens.
         evicts: whether heads lose tokens, so that slots no longer tell positions. Wrappers that
             rely on these refuse such a method, and a further dense chunk cannot follow.
         stats: names the report that attention makes: None, "page_mass", "token_logits" or
@@ -255,8 +255,8 @@ class Policy(NamedTuple):
 Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
-# the call and the arguments that built each policy
-_BUILT: dict[Policy, tuple[Callable[..., Policy], dict[str, Any]]] = {}
+# the call and the arguments that built the policies of each name
+_BUILT: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {}
 
 
 def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
@@ -274,7 +274,7 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
         dense_at = None if policy.dense_at is None else MappingProxyType(dict(policy.dense_at))
         policy = policy._replace(name=f"{build.__name__}({shown})", dense_at=dense_at)
-        _BUILT[policy] = call, given
+        _BUILT[policy.name] = call, given
         return policy
 
     @functools.wraps(build)
@@ -344,7 +344,7 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
         raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise ValueError(f"{name}={value!r}: must be a finite number")
-    build, arguments = _BUILT.get(policy, (None, {}))
+    build, arguments = _BUILT.get(policy.name, (None, {}))
     if build is not None and name in arguments:
         build(**{**arguments, name: value})
         return

@@ -14,6 +14,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, require_knob
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 # the value at which each option does nothing, for models that name no default of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -76,6 +77,7 @@ class SamplingParams:
             raise ValueError(f"logprobs={self.logprobs!r}: must be None or 0")
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
+        object.__setattr__(self, "policy", MappingProxyType(dict(self.policy)))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
 
@@ -182,11 +184,10 @@ def knobs(asked: Sequence[Request]) -> dict[str, Array] | None:
 
     Rows that do not set one have NaN, which leaves them the policy's own. `dense` is a flag.
     """
-    names = sorted({name for request in asked for name in request.sampling.policy})
-    rows = {
-        name: [request.sampling.policy.get(name, float("nan")) for request in asked]
-        for name in names
-    }
+    set_by = [request.sampling.policy for request in asked]
+    # a flag that nobody raises needs no program of its own
+    names = sorted({name for own in set_by for name, value in own.items() if value is not False})
+    rows = {name: [own.get(name, float("nan")) for own in set_by] for name in names}
     return {
         name: jnp.asarray([value is True for value in row])
         if name == "dense"
@@ -218,7 +219,7 @@ def _option(name: str, value: Any) -> Any:
         "min_p": (0 <= number <= 1, "a number from 0 to 1 (0 is off)"),
         "repetition_penalty": (number > 0, "a number above 0 (1 is off)"),
     }[name]
-    if not ok or number in (float("inf"), float("-inf")):
+    if not ok or (name != "top_k" and number > FLOAT32_MAX):
         raise ValueError(f"{name}={value!r}: must be {rule}")
     return number
 
@@ -239,8 +240,8 @@ def _ids(tokens: Any) -> tuple[int, ...]:
     for token in tokens:
         if not _is_int(token) or token < 0:
             raise ValueError(f"stop_token_ids={token!r}: must be token ids, integers from 0 on")
-    return tuple(tokens)
+    return tuple(map(int, tokens))
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)

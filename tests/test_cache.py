@@ -295,3 +295,27 @@ def test_a_row_without_room_stops_and_the_others_go_on():
     assert pair.cache.overflow.tolist() == [False, True]
     assert np.asarray(pair.layer.lengths).tolist() == [[n + 1 for n in lengths[0]], lengths[1]]
     assert int(pair.layer.free.count) == free
+
+
+def test_rows_behind_one_that_gets_nothing_are_served():
+    """8 free pages and two heads: row 0 would need 16 pages, rows 1 and 2 need 2 each."""
+    spec = SPEC._replace(batch=3, num_pages=12, pool_pages=9)
+    grow = jax.jit(kv.grow, static_argnums=2)
+    cache = grow(kv.init(spec), jnp.array([8 * P, 1, 1], jnp.int32), 8 * P)
+    assert cache.overflow.tolist() == [True, False, False]
+    assert [layer.lengths[:, 0].tolist() for layer in cache.layers] == [[0, 1, 1]] * 2
+    assert [int(layer.free.count) for layer in cache.layers if layer.free] == [4, 4]
+    # nor does a row that overflowed ask for pages again
+    cache = grow(cache, jnp.array([8 * P, P, 1], jnp.int32), 8 * P)
+    assert cache.overflow.tolist() == [True, False, False]
+
+
+def test_a_row_must_find_room_in_every_layer():
+    """Layer 1 has fewer free pages than row 0 needs, and then neither layer gives it any."""
+    cache = kv.init(SPEC._replace(pool_pages=9))
+    second = cache.layers[1]
+    assert second.free is not None
+    short = second._replace(free=second.free._replace(count=jnp.int32(2)))
+    cache = kv.grow(kv.replace_layer(cache, 1, short), jnp.array([P + 1, 1], jnp.int32), T)
+    assert cache.overflow.tolist() == [True, False]
+    assert [int(layer.free.count) for layer in cache.layers if layer.free] == [6, 0]

@@ -541,11 +541,20 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
 
 def test_too_little_room_after_the_prompt_is_an_error():
     policy = prompt_ends()._replace(most=lambda prompt_tokens, new: 14 + new, name="cramped")
-    with pytest.raises(ValueError, match="policy=cramped: after_prompt left room for 40 tokens "
-                       "per head: must be at least 41, which `most` names"):  # fmt: skip
-        read_by(policy)
+
+    def begin(policy, limits):
+        next(read_by(policy).steps(sampling.greedy, (), limits=limits))
+
+    said = "after_prompt left room for 40 tokens per head: must be at least {}, as `most` says"
+    for limits, least in (([STEPS] * 3, 41), ([1, 1, 28], 42)):
+        with pytest.raises(ValueError, match=f"policy=cramped: {said.format(least)}"):
+            begin(policy, limits)
+    begin(policy, [26] * 3)
+    # without it a head may come to hold the prompt and all new tokens
+    with pytest.raises(ValueError, match=said.format(43)):
+        begin(policy._replace(most=None), [1, 25, 4])
     # heads never hold more than the cache did
-    read_by(policy._replace(after_prompt=lambda *held: held, most=lambda *_: 10**9))
+    begin(policy._replace(after_prompt=lambda *held: held, most=lambda *_: 10**9), [STEPS] * 3)
 
 
 @pytest.mark.parametrize(

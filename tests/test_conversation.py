@@ -160,7 +160,13 @@ def test_a_state_that_nobody_owns_is_read_anew(params):
     for text in SAID[:2]:
         chat.say(text)
     assert chat.read == chat.whole
-    assert "policy=mine: state is [] for 2 rows" in chat.conversation.reads_anew
+    assert "policy=mine: state is [] for 2 rows" in str(chat.conversation.reads_anew)
+
+
+@pytest.mark.parametrize("name", ["streamer", "on_progress", "logprobs", "temprature"])
+def test_options_of_one_answer_and_unknown_ones_are_refused(params, name):
+    with pytest.raises(ValueError, match=f"^{name}=1: must not be given to a conversation$"):
+        Conversation(params, **{name: 1})
 
 
 def test_an_interrupted_answer_leaves_the_conversation_usable(params):

@@ -134,7 +134,7 @@ def pooled_logits(
             )
     session = Session(params, policy, spec, steps_per_program=1)
     logits = first_logits(params.decoder, params.weights, carry.last_hidden)
-    session.adopt(Held(logits, carry.cache, carry.state), lengths.max())
+    session.adopt(Held(logits, carry.cache, carry.state))
     made = forced_logits(session, forced)
     assert not session.held.cache.overflow.any()
     return made

@@ -149,7 +149,10 @@ def print_stats(made: "Generation") -> None:
     stats = made.stats
     parts = [
         f"{stats.new_tokens} tokens"
-        + (", cut at --max-new-tokens" if made.finish_reason == "length" else "")
+        + {
+            "length": ", cut at --max-new-tokens",
+            "overflow": ", cut since the policy left no room in the cache",
+        }.get(made.finish_reason, "")
     ]
     if stats.decode_tokens_per_second is not None:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tok/s")

@@ -1,8 +1,13 @@
 """Registers jsparse on import as the model `jsparse` of EleutherAI's lm-evaluation-harness.
 
-    import jsparse.evaluation.lm_eval lm_eval.simple_evaluate(
-        model="jsparse", model_args={"pretrained": "smollm2", "policy": "streaming(sink=4,
-        recent=512)"}, tasks=["gsm8k"],
+    import lm_eval
+    import jsparse.evaluation.lm_eval
+
+    policy = "streaming(sink=4, recent=512)"
+    lm_eval.simple_evaluate(
+        model="jsparse",
+        model_args={"pretrained": "smollm2", "policy": policy},
+        tasks=["gsm8k"],
     )
 
 The harness does not find models of other packages, so in the shell use `python -m
@@ -212,6 +217,10 @@ class JSparseLM(TemplateLM):
                 **options[places[0]],
             )
             for place, out in dict(zip(places, made, strict=True)).items():
+                if out.finish_reason == "overflow":
+                    raise RuntimeError(
+                        f"policy={self.policy}: left too little room in the cache to answer"
+                    )
                 texts[place] = out.text
                 self.cache_hook.add_partial("generate_until", asked[place], out.text)
                 if out.stats.attended_fraction is not None:

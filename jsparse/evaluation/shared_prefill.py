@@ -32,7 +32,6 @@ class Shared(NamedTuple):
     Attributes:
         params: the model.
         spec: the sizes of the cache.
-        prompt_tokens: the number of tokens of the longest prompt.
         policies: the policies.
         held: the dense logits that follow the prompts, the cache with every field that any policy
             needs, and a tuple of the policies' states.
@@ -40,7 +39,6 @@ class Shared(NamedTuple):
 
     params: Params
     spec: CacheSpec
-    prompt_tokens: int
     policies: tuple[Policy, ...]
     held: Held
 
@@ -50,7 +48,7 @@ class Shared(NamedTuple):
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
         session = Session(self.params, policy, self.spec)
         own = Held(self.held.logits, cache, state)
-        session.adopt(jax.tree.map(jnp.copy, own), self.prompt_tokens)
+        session.adopt(jax.tree.map(jnp.copy, own))
         return session
 
 
@@ -83,7 +81,7 @@ def prime(
     session = Session(params, bundled, spec)
     with capacity.exhaustion(spec):
         session.read(rows, report)
-    return Shared(params, spec, max(map(len, rows)), policies, session.held)
+    return Shared(params, spec, policies, session.held)
 
 
 @functools.cache
@@ -145,17 +143,22 @@ def generate(
     spec = capacity.cache_spec(params, rows, max_new_tokens, max_length, page_size)
     report = on_progress or (lambda *_: None)
     chosen = as_policies(policies)
+    asked = [requests(params, rows, options, policy) for policy in chosen]
     began = time.perf_counter()
     shared = prime(params, chosen, rows, spec, report)
     jax.block_until_ready(shared.held)
     read = time.perf_counter() - began
 
     def decode(index: int) -> list[Generation]:
-        asked = requests(params, rows, options, chosen[index])
         silent = [lambda piece: None] * len(rows)
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
-            return generation.answers(shared.session(index), asked, silent, report, began)
+            made = generation.answers(shared.session(index), asked[index], silent, report, began)
+        if any(out.finish_reason == "overflow" for out in made):
+            raise RuntimeError(
+                f"policy={chosen[index]}: left too little room in the cache to answer"
+            )
+        return made
 
     return [decode(index) for index in range(len(chosen))]
 

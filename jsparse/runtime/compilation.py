@@ -1,9 +1,22 @@
-"""Keeps compiled programs on disk, so that the next process starts fast."""
+"""Keeps compiled programs on disk, so that the next process starts fast, and counts new ones."""
 
 import os
 from pathlib import Path
 
 import jax
+
+_traced = 0
+
+
+def note_trace() -> None:
+    """Counts a program; to be called in its body, which runs when it is traced and never else."""
+    global _traced
+    _traced += 1
+
+
+def traces() -> int:
+    """Returns how many programs have called `note_trace` so far, each time they were traced."""
+    return _traced
 
 
 def keep_compilations() -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array
 from jsparse.cache import NOTHING, KVCache, Lent, lend, replace_layer, write
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, State
+from jsparse.runtime.compilation import note_trace
 from jsparse.runtime.prefill import attend_chunk
 from jsparse.shapes import Tokens
 
@@ -27,23 +28,24 @@ def correct(
 
     The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
     removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
-    cache holds. Hooks borrow `lent`.
+    cache holds. Rows that ran out of room keep what they hold. Hooks borrow `lent`.
     """
+    note_trace()
     count = tokens.shape[1]
-    first = cache.positions - count
+    valid = jnp.where(cache.overflow, 0, count)
+    first = cache.positions - valid
     # as positions stood before the first of these tokens
-    cache = lend(cache, lent)._replace(positions=first)
+    cache = lend(cache, lent)._replace(positions=first, active=valid > 0)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
-    all_valid = jnp.full_like(first, count)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         held = cache.layers[layer]
-        held = write(held, k, v, positions, all_valid, held.lengths - count)
+        held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
         cache = replace_layer(cache, layer, held)
-        o = attend_chunk(q, k, v, held, all_valid)
+        o = attend_chunk(q, k, v, held, valid)
         state = policy.append(state, layer, k, v, tokens, positions, cache)
         return o
 
     hidden_states(decoder, weights, tokens, positions, attend)
-    return lend(cache, NOTHING)._replace(positions=first + count), state
+    return lend(cache, NOTHING)._replace(positions=first + valid, active=None), state

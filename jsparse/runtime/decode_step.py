@@ -84,11 +84,9 @@ def decode_step(
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
     cache = cache._replace(positions=cache.positions + one, active=None)
-    per_position = one / jnp.maximum(cache.positions, 1)
-    shares = StepStats(
-        *(jnp.mean(jnp.stack(n), axis=(0, 2)) * per_position for n in zip(*counts, strict=True))
-    )
-    return logits, cache, state, shares
+    means = (jnp.mean(jnp.stack(n), axis=(0, 2)) for n in zip(*counts, strict=True))
+    held = jnp.maximum(cache.positions, 1)
+    return logits, cache, state, StepStats(*(jnp.where(one > 0, n / held, 0.0) for n in means))
 
 
 def attend_layer(

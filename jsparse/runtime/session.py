@@ -9,6 +9,7 @@ jsparse.host_reader). On a GPU several steps are one program, since the host tak
 program than the device to run a small model's step.
 """
 
+import operator
 import time
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, whole_number
 from jsparse.runtime import prefill
+from jsparse.runtime.compilation import note_trace, traces
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
@@ -88,6 +90,7 @@ def decode_steps(
     carry: Carry,
 ) -> tuple[Carry, StepResult]:
     """Runs `count` decode steps in one program, each of which chooses the token of the next."""
+    note_trace()
 
     def step(carry: Carry, _: None) -> tuple[Carry, StepResult]:
         tokens, cache, state, given, nth, recent = carry
@@ -109,12 +112,15 @@ def decode_steps(
 
 @partial(jax.jit, static_argnames=("choose", "keep_logits"), donate_argnames=("given",))
 def first_tokens(
-    choose: ChooseFn, keep_logits: bool, given: Any, logits: Float32[Array, "B V"]
+    choose: ChooseFn,
+    keep_logits: bool,
+    given: Any,
+    logits: Float32[Array, "B V"],
+    overflow: Bool[Array, "B"],
 ) -> tuple[Rows, Any, StepResult]:
     """Chooses the tokens that follow the prompts."""
     tokens, logprobs, given = choose(given, jnp.int32(0), logits)
-    none = jnp.zeros(tokens.shape, jnp.bool_)
-    result = StepResult(tokens, logprobs, None, none, logits if keep_logits else None)
+    result = StepResult(tokens, logprobs, None, overflow, logits if keep_logits else None)
     return tokens, given, jax.tree.map(lambda x: x[None], result)
 
 
@@ -132,6 +138,7 @@ def maintain(
     policy: Policy, cache: KVCache, state: State, lent: Lent = NOTHING
 ) -> tuple[KVCache, State]:
     """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
+    note_trace()
     state, cache = policy.maintain(state, lend(cache, lent))
     return lend(cache, NOTHING), state
 
@@ -246,11 +253,10 @@ class Session:
                 session cannot take a further turn, or is decoding. It is left as it was.
         """
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        if len(rows) != self.spec.batch or not lengths.any():
-            raise ValueError(
-                f"rows has {len(rows)} entries of {lengths.tolist()} tokens: must be "
-                f"{self.spec.batch}, not all empty"
-            )
+        if len(rows) != self.spec.batch:
+            raise ValueError(f"rows has {len(rows)} entries: must be {self.spec.batch}")
+        if not lengths.any():
+            raise ValueError(f"rows={list(rows)}: must not all be empty")
         before = self._tokens_before()
         if (before + lengths).max() > self.spec.capacity:
             raise ValueError(
@@ -275,20 +281,15 @@ class Session:
                 [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)],
             )
         logits = first_logits(decoder, weights, carry.last_hidden)
-        self.adopt(Held(logits, carry.cache, carry.state), int((before + lengths).max()))
+        self.adopt(Held(logits, carry.cache, carry.state))
 
-    def adopt(self, held: Held, prompt_tokens: int) -> None:
-        """Takes over prompts that were read elsewhere for this policy, of at most this length.
-
-        Raises:
-            ValueError: `after_prompt` left less room than the policy says heads may need.
-        """
+    def adopt(self, held: Held) -> None:
+        """Takes over prompts that were read elsewhere for this policy."""
         self._begun = True
         logits, cache, state = held
         if self.policy.after_prompt is not None:
             state, cache = self.policy.after_prompt(state, lend(cache, Lent(self._constants)))
             cache = lend(cache, NOTHING)
-            self._require_room(cache, prompt_tokens)
         self._held, self._age, self._decoded = Held(logits, cache, state), 0, False
 
     def steps(
@@ -315,15 +316,23 @@ class Session:
             keep_logits: whether results hold the logits.
 
         Raises:
-            ValueError: nothing has been read since the last steps.
+            ValueError: nothing has been read since the last steps, there is not one limit per row,
+                or `after_prompt` left less room than the policy says heads may need.
         """
         decoder, policy = self.params.decoder, self.policy
         lent = Lent(self._constants, knobs)
         logits, cache, state = self.held
         if self._decoded:
             raise ValueError("session: must read before it decodes again")
+        if len(limits) != self.spec.batch or min(limits) < 1:
+            raise ValueError(
+                f"limits={list(limits)}: must be {self.spec.batch} numbers of at least 1, one per "
+                "row"
+            )
+        if policy.after_prompt is not None:
+            self._require_room(cache, limits)
+        tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
         self._decoded = True
-        tokens, given, result = first_tokens(choose, keep_logits, given, logits)
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
         self._held = None  # donated
@@ -332,13 +341,15 @@ class Session:
             done = 1
             while done < max(limits):
                 count = self._count(done, limits)
-                program = (decoder, policy, choose, count, keep_logits)
-                began = time.perf_counter()
-                carry, result = decode_steps(*program, self.params.weights, lent, carry)
-                if _new(*program, self.spec, tuple(knobs or ())):
-                    self.compiling += time.perf_counter() - began
+                began, traced = time.perf_counter(), traces()
+                carry, result = decode_steps(
+                    *(decoder, policy, choose, count, keep_logits),
+                    *(self.params.weights, lent, carry),
+                )
                 done, self._age = done + count, self._age + count
                 carry = self._serviced(carry, lent)
+                if traces() != traced:
+                    self.compiling += time.perf_counter() - began
                 yield result
         finally:
             settle(carry)
@@ -350,10 +361,10 @@ class Session:
         """Returns the number of tokens of each row that the next prompt follows."""
         if not self._begun:
             return np.zeros(self.spec.batch, np.int32)
-        if not self._resumable:
-            raise ValueError("resumable=False: must be True to read a further turn")
-        if self._prompt_end is None:
+        if self._prompt_end is None and self._held is None:
             raise ValueError("session: must begin anew after a turn that failed")
+        if self._prompt_end is None:
+            raise ValueError("resumable=False: must be True to read a further turn")
         return self._prompt_end.positions
 
     def _start(self) -> PrefillCarry:
@@ -391,18 +402,16 @@ class Session:
             cache, state = maintain(policy, cache, state, lent)
         return carry._replace(cache=cache, state=state)
 
-    def _require_room(self, cache: KVCache, prompt_tokens: int) -> None:
-        most = self.policy.most
-        if most is None:
-            return
-        new_tokens = self.spec.capacity - prompt_tokens
-        wanted = min(most(prompt_tokens, new_tokens), self.spec.capacity)
-        for layer in cache.layers:
-            if layer.capacity < wanted:
-                raise ValueError(
-                    f"policy={self.policy}: after_prompt left room for {layer.capacity} tokens per "
-                    f"head: must be at least {wanted}, which `most` names"
-                )
+    def _require_room(self, cache: KVCache, limits: Sequence[int]) -> None:
+        """Raises ValueError if heads have less room than rows with these limits may need."""
+        most, prompts = self.policy.most or operator.add, np.asarray(cache.positions).tolist()
+        wanted = max(most(prompt, new) for prompt, new in zip(prompts, limits, strict=True))
+        left = min(layer.capacity for layer in cache.layers)
+        if left < min(wanted, self.spec.capacity):
+            raise ValueError(
+                f"policy={self.policy}: after_prompt left room for {left} tokens per head: must be "
+                f"at least {min(wanted, self.spec.capacity)}, as `most` says"
+            )
 
 
 def constants(params: Params, policy: Policy) -> dict[str, Array] | None:
@@ -428,13 +437,3 @@ def require_resumable(policy: Policy, spec: CacheSpec) -> None:
             f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
             "chunk to follow"
         )
-
-
-_seen_programs: set[Any] = set()
-
-
-def _new(*program: Any) -> bool:
-    """Returns whether a program is met for the first time in this process."""
-    is_new = program not in _seen_programs
-    _seen_programs.add(program)
-    return is_new

@@ -187,7 +187,16 @@ def test_jit_equals_eager(expression):
     assert_close(jitted, eager, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", [*marked(TABLE), *slow_except(TOYS)], ids=str)
+SOME = (
+    "dense()",
+    "quest(budget=16)",
+    "double_sparsity(budget=8)",
+    "lychee_decode(((1, 1), (0, 1)), value=16)",
+    "twilight(all_pages(), p=0.6)",
+)
+
+
+@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME), ids=str)
 def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)

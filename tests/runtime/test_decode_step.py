@@ -13,7 +13,7 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, spe
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.policies.expressions import parse
-from jsparse.policy import builder, dense
+from jsparse.policy import at_layer, builder, dense
 from jsparse.runtime import prefill
 from jsparse.runtime.decode_step import decode_step
 
@@ -184,7 +184,7 @@ def dense_until(limit: int) -> jsparse.Policy:
 
     def select(state, layer, q, cache):
         selection, _, _ = inner.select((), layer, q, cache)
-        return selection, None, (*state[:layer], state[layer] + 1, *state[layer + 1 :])
+        return selection, None, at_layer(state, layer, state[layer] + 1)
 
     def fallback(state, layer, cache):
         return jnp.max(cache.layers[layer].lengths) <= limit

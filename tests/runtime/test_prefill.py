@@ -12,7 +12,7 @@ import jsparse
 from jsparse import cache as kv_cache
 from jsparse.cache import LayerCache
 from jsparse.models.transformer import to_logits
-from jsparse.policy import dense
+from jsparse.policy import at_layer, dense
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 
@@ -32,7 +32,7 @@ def windowed(size: int):
 
     def take(state, layer, view):
         entry = view.q_window.astype(jnp.float32), view.window_valid
-        return (*state[:layer], entry, *state[layer + 1 :])
+        return at_layer(state, layer, entry)
 
     return dense()._replace(window=size, init=init, prefill=take)
 
@@ -219,3 +219,18 @@ def test_chunks_shrink_with_the_batch_and_stay_powers_of_two():
     decoder = tiny_params().decoder
     sizes = [prefill.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
     assert sizes == [512, 256, 128, 64, 64]
+
+
+def test_corrections_leave_rows_that_ran_out_of_room_alone():
+    params = tiny_params()
+    carry = run(params, dense(), (16, 16, 8))
+    cache = carry.cache._replace(overflow=jnp.array([True, False, False]))
+    before = [held_rows(layer) for layer in cache.layers]
+    positions = np.asarray(cache.positions).tolist()
+    tokens = jnp.full((3, 2), 7, jnp.int32)
+    cache, _ = correct(params.decoder, dense(), params.weights, tokens, cache, carry.state)
+    assert np.asarray(cache.positions).tolist() == positions
+    for layer, rows in zip(cache.layers, before, strict=True):
+        heads = len(rows) // 3
+        for nth, (was, now) in enumerate(zip(rows, held_rows(layer), strict=True)):
+            assert (nth < heads) == all(map(np.array_equal, was, now))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import TABLE, marked
+from policy_table import TABLE
 from tiny import random_prompts, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
@@ -170,12 +170,18 @@ def in_the_crowd(policy):
     return Slots(policy, range(GROUPS)).run(REQUESTS, order=(0, 1, 2, 3))
 
 
-every_policy = pytest.mark.parametrize(
-    "policy", [*marked(TABLE), *slow_except(TOYS, shrink(), inherit())], ids=str
+SOME = (
+    "dense()",
+    "quest(budget=16)",
+    "double_sparsity(budget=8)",
+    "tidal(budget=8, first=0, again=5)",
+    "lychee_decode(((1, 1), (0, 1)), value=16)",
+    "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=4)",
+    "twilight(all_pages(), p=0.6)",
 )
 
 
-@every_policy
+@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME, shrink()), ids=str)
 def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
     """Bit for bit, in another slot and over other pages."""
     policy = as_policy(policy)
@@ -232,7 +238,7 @@ def may_share(policy):
     return all(np.array_equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
-@pytest.mark.parametrize("expression", marked(TABLE))
+@pytest.mark.parametrize("expression", slow_except(TABLE, *SOME))
 def test_what_a_policy_says_it_shares_can_be_shared(expression):
     policy = parse(expression)
     if policy.shares is None:

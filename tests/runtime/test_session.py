@@ -248,8 +248,8 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     made = Session(params, dense(), spec, resumable=True)
     with pytest.raises(ValueError, match="must have read prompts"):
         _ = made.held
-    for rows in ([[1]], [[], [], []]):
-        with pytest.raises(ValueError, match="must be 3, not all empty"):
+    for rows, said in (([[1]], "1 entries: must be 3"), ([[], [], []], "must not all be empty")):
+        with pytest.raises(ValueError, match=said):
             made.read(rows)
     with pytest.raises(ValueError, match=r"rows of \[65, 1, 1\] tokens: must fit in the 64"):
         made.read([[1] * 65, [1], [1]])
