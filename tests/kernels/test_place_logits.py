@@ -70,6 +70,7 @@ def test_every_page_has_what_was_read_of_it(case):
     check(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases, st.integers(0, 2**32 - 1))
 def test_any_shape(case, seed):

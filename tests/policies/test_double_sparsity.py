@@ -381,6 +381,7 @@ def command(*args):
     return CliRunner().invoke(app, ["calibrate-channels", "--model", MODEL, *map(str, args)])
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("the cat sat on the mat " * 9)

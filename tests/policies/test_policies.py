@@ -9,8 +9,10 @@ import pytest
 from marks import slow_except
 from policy_table import TABLE, at_dense, marked, outermost
 from tiny import (
+    VOCAB,
     assert_close,
     engine_logits,
+    forced_logits,
     pooled_logits,
     random_prompts,
     random_tokens,
@@ -179,11 +181,16 @@ step = jax.jit(
 
 @every_policy
 def test_jit_equals_eager(expression):
+    """The program is the one that `alone` runs, so that nothing is compiled for this."""
     p, policy = params(), parse(expression)
     cache, state = primed(policy, batch=1)
-    args = (p.decoder, policy, p.weights, jnp.asarray(FORCED[:1, 0]), cache, state)
-    eager, *_ = decode_step(*args)
-    jitted, *_ = step(*args)  # takes cache and state
+    spec = spec_of(p, 1, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
+    made = session.Session(p, policy, spec, steps_per_program=1)
+    copied = jax.tree.map(jnp.copy, (cache, state))
+    made.adopt(session.Held(jnp.zeros((1, VOCAB)), *copied))
+    _, jitted = forced_logits(made, FORCED[:1, :2])
+    tokens = jnp.asarray(FORCED[:1, 0])
+    eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state)
     assert_close(jitted, eager, rtol=1e-5)
 
 

@@ -137,9 +137,7 @@ def test_an_estimate_reads_the_bias():
 
 @pytest.mark.parametrize(
     "base",
-    slow_except(
-        (*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)"), BASES[1]
-    ),
+    slow_except((*BASES[1:], "tidal(budget=12, first=0, again=2)", "double_sparsity(budget=12)")),
 )
 def test_the_base_works_as_it_does_alone(base):
     """Everything that it selects is kept, so what its own hooks put into its state must be the
@@ -175,6 +173,7 @@ def test_bits_of_large_pages_are_refused_before_the_prompt_is_read():
         )
 
 
+@pytest.mark.slow
 def test_below_dense_below_everything_is_attended():
     params, forced = tiny_params(), random_tokens(1, 9)
     prompt = random_prompts((28,))

@@ -109,7 +109,6 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
             "oracle_top_k(budget=7)",
             "oracle_top_p(p=0.8, granularity='page')",
         ),
-        "streaming(sink=3, recent=9)",
     ),
 )
 def test_a_shared_pool_equals_the_identity_table(expression):
