@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import random_prompts, tiny_params
-from toy_policies import bypass, even_ids, inherit, shrink
+from toy_policies import bypass, even_ids, inherit
 
 from jsparse import cache as kv_cache
 from jsparse.cache import LayerCache
@@ -24,7 +24,7 @@ LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
 PROMPTS = random_prompts((37, 18, 9))
 STEPS = 8
 EXPRESSIONS = ("streaming(sink=2, recent=7)", "oracle_top_k(budget=6)")
-TOYS = (bypass(), shrink(period=3), inherit()._replace(correct_every=3))
+TOYS = (bypass(), inherit()._replace(correct_every=3))
 
 
 def ids(*rows):
@@ -238,14 +238,14 @@ def test_on_the_models_own_queries(forcing):
 
 @pytest.mark.slow
 def test_measuring_changes_nothing(forcing):
-    """States, maintenance and corrections are included.
+    """States and corrections are included.
 
     What was attended is what the step says.
     """
     watched = closeness(forcing)
     alone = closeness(force(params(), TOYS, PROMPTS, max_new_tokens=STEPS, page_size=8))
-    np.testing.assert_array_equal(watched.attended[-3:], alone.attended[1:])
-    np.testing.assert_allclose(watched.kl[-3:], alone.kl[1:], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(watched.attended[-len(TOYS) :], alone.attended[1:])
+    np.testing.assert_allclose(watched.kl[-len(TOYS) :], alone.kl[1:], rtol=1e-4, atol=1e-6)
     for index, metrics in enumerate(attention_metrics(forcing), 1):
         np.testing.assert_allclose(
             metrics.heads.attended.mean((0, 2)), watched.attended[index].mean(-1), rtol=1e-5
