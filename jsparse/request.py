@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jsparse import prompts
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, require_knob
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 # the value at which each option does nothing, for models that name no default of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -59,7 +57,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int = 128
     logprobs: int | None = None
-    policy: Mapping[str, float | bool] = field(default=_NOTHING, hash=False)
+    policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Checks what does not depend on the model."""
@@ -77,7 +75,7 @@ class SamplingParams:
             raise ValueError(f"logprobs={self.logprobs!r}: must be None or 0")
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
-        object.__setattr__(self, "policy", MappingProxyType(dict(self.policy)))
+        object.__setattr__(self, "policy", dict(self.policy))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
 

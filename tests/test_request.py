@@ -1,6 +1,8 @@
 """Tests SamplingParams and the requests that they are checked into."""
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +158,12 @@ def test_values_for_the_policy_become_arrays(params):
     np.testing.assert_array_equal(made["p"], np.float32([0.25, np.nan, np.nan, 1]))
     np.testing.assert_array_equal(made["dense"], [False, False, True, False])
     assert made["dense"].dtype == bool
+
+
+def test_options_can_be_copied_and_written_down():
+    given = {"p": 0.9}
+    own = SamplingParams(policy=given, stop="end")
+    assert copy.deepcopy(own) == own == pickle.loads(pickle.dumps(own))
+    assert dataclasses.asdict(own)["policy"] == {"p": 0.9}
+    given["p"] = 0.1
+    assert own.policy == {"p": 0.9}

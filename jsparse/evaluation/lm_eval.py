@@ -218,8 +218,8 @@ class JSparseLM(TemplateLM):
             )
             for place, out in dict(zip(places, made, strict=True)).items():
                 if out.finish_reason == "overflow":
-                    raise RuntimeError(
-                        f"policy={self.policy}: left too little room in the cache to answer"
+                    raise ValueError(
+                        f"policy={self.policy}: must leave room in the cache for the whole answer"
                     )
                 texts[place] = out.text
                 self.cache_hook.add_partial("generate_until", asked[place], out.text)

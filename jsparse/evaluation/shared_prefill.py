@@ -23,7 +23,7 @@ from jsparse.policy import Policy, PrefillView, State
 from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.session import Held, Session
+from jsparse.runtime.session import Held, Session, constants
 
 
 class Shared(NamedTuple):
@@ -76,6 +76,8 @@ def prime(
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
+    for policy in policies:
+        constants(params, policy)  # else the error would name the bundle
     bundled = bundle(policies)
     capacity.require_fit(spec, bundled)
     session = Session(params, bundled, spec)
@@ -155,8 +157,8 @@ def generate(
         with capacity.exhaustion(spec):
             made = generation.answers(shared.session(index), asked[index], silent, report, began)
         if any(out.finish_reason == "overflow" for out in made):
-            raise RuntimeError(
-                f"policy={chosen[index]}: left too little room in the cache to answer"
+            raise ValueError(
+                f"policy={chosen[index]}: must leave room in the cache for the whole answer"
             )
         return made
 
