@@ -11,7 +11,17 @@ from pathlib import Path
 
 # what each floor holds, from the ground up, by the first part of a module's name below jsparse
 FLOORS = (
-    ("vocabulary", "memory", "deprecated", "shapes", "threshold", "partials", "selection", "cache"),
+    (
+        "vocabulary",
+        "memory",
+        "deprecated",
+        "shapes",
+        "threshold",
+        "partials",
+        "selection",
+        "cache",
+        "key_constants",
+    ),
     ("kernels", "pallas_kernels"),
     ("contract", "policy", "owners"),
     ("policies", "policies", "extend"),

@@ -2,16 +2,18 @@
 
 int4_append writes it and int4_scores reads it. Quantisation is asymmetric, per token and KV head
 over its channels, as in Twilight (Lin et al., arXiv:2502.02770): channel ≈ scale · code + zero,
-with code in 0 … 15.
+with code in 0 … 15. What is quantised is K, or K in the frame of the model's constants
+(jsparse.key_constants), in all channels or in some of each row and head.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Float32, UInt8
+from jaxtyping import Array, Float, Float16, Float32, Int32, UInt8
 
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, LayerCache
+from jsparse.key_constants import KeyFrame
 
 LEVELS = 15
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -78,3 +80,24 @@ def dequantise(
     return codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32) + zero[
         ..., None
     ].astype(jnp.float32)
+
+
+def check_frame(
+    name: str,
+    head_dim: int,
+    layer: LayerCache,
+    frame: KeyFrame | None,
+    channels: Int32[Array, "B K r"] | None,
+) -> None:
+    """Raise ValueError where a frame or channels do not fit argument `name` of H channels."""
+    heads = layer.lengths.shape
+    if channels is not None and channels.shape[:2] != heads:
+        raise ValueError(f"channels.shape={channels.shape}: must begin with [B, K] = {heads}")
+    if frame is None:
+        return
+    wanted = KeyFrame((heads[1], head_dim), (heads[1], head_dim // 2), (layer.num_pages, head_dim))
+    for field, given, fits in zip(frame._fields, frame, wanted, strict=True):
+        if given.shape != fits:
+            raise ValueError(
+                f"frame.{field}.shape={given.shape}: must be {fits}, to fit the cache and {name}"
+            )

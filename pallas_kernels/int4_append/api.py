@@ -1,9 +1,12 @@
 """Appends new tokens to a 4-bit copy of K."""
 
+from jaxtyping import Array, Int32
+
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_append import reference
-from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
 
@@ -14,7 +17,7 @@ def _load_triton():
 
 
 BACKENDS = (
-    Backend("triton", _load_triton, lambda *_: no_triton()),
+    Backend("triton", _load_triton, lambda *_, **__: no_triton()),
     Backend("reference", lambda: reference.int4_append),
 )
 
@@ -26,6 +29,8 @@ def int4_append(
     valid: Rows,
     first: Lengths,
     *,
+    frame: KeyFrame | None = None,
+    channels: Int32[Array, "B K r"] | None = None,
     implementation: str | None = None,
 ) -> Int4Keys:
     """Append the first `valid[b]` of row b's T tokens, at each head's slots from `first` on.
@@ -38,17 +43,30 @@ def int4_append(
         keys: the 4-bit copy before the call.
         layer: the cache's layer with its pages allocated, for where pages lie and the dtype of K;
             its K and V are not read.
-        k: the tokens, in the channels that `keys` has.
+        k: the tokens, in all H channels.
         valid: the number of tokens that count in each row.
         first: the slot of each head's first new token.
+        frame: the frame that the copy is kept in; None keeps K as it is.
+        channels: the channels that `keys` has, each in [0, H); None is all, in their order.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
         ValueError: shapes do not fit together.
     """
-    wanted = (*first.shape, 2 * keys.packed.shape[-1])
-    if (k.shape[0], *k.shape[2:]) != wanted:
+    width = k.shape[-1] if channels is None else channels.shape[-1]
+    if (k.shape[0], k.shape[2]) != first.shape or width != 2 * keys.packed.shape[-1]:
+        wanted = (*first.shape, 2 * keys.packed.shape[-1])
         raise ValueError(
             f"k.shape={k.shape}: [B, K, H] must be {wanted}, to fit `first` and the keys"
+            if channels is None
+            else f"channels.shape={channels.shape}: [B, K, r] must be {wanted}, to fit the keys"
         )
-    return run("int4_append", implementation, BACKENDS, keys, layer, k, valid, first)
+    check_frame("k", k.shape[-1], layer, frame, channels)
+    return run(
+        "int4_append",
+        implementation,
+        BACKENDS,
+        *(keys, layer, k, valid, first),
+        frame=frame,
+        channels=channels,
+    )

@@ -3,11 +3,12 @@
 Twilight and Double Sparsity choose by these estimates.
 """
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
-from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
 from jsparse.pallas_kernels.int4_scores import reference
 from jsparse.selection import Selection, nothing
 
@@ -41,19 +42,25 @@ def int4_scores(
     keys: Int4Keys,
     selection: Selection | None,
     *,
+    frame: KeyFrame | None = None,
+    channels: Int32[Array, "B K r"] | None = None,
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N slots"]:
     """Estimate the logits of every query head for all slots of its KV head, or of listed pages.
 
-    The estimate is sm_scale · q·(scale · code + zero), without the layer's bias.
+    The estimate is sm_scale · q·(scale · code + zero), without the layer's bias. In a frame it is
+    sm_scale · ((q · half_range)·(scale · code + zero) + q·R(page)·mid), where the first product is
+    over the channels that `keys` has and the second over all.
 
     Args:
-        q: the queries, after RoPE, in the channels that `keys` has.
+        q: the queries, after RoPE, in all H channels.
         layer: the cache's layer, for where pages lie and how many slots each head holds; its K and
             V are not read.
-        keys: the 4-bit copy of the layer's K, in H channels; K itself may have others.
+        keys: the 4-bit copy of the layer's K.
         selection: the pages to read, at granularity "page"; None is all of them.
+        frame: the frame that the copy is kept in; None where it is K's own.
+        channels: the channels that `keys` has, each in [0, H); None is all, in their order.
         sm_scale: the factor of the dot product; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
@@ -67,15 +74,25 @@ def int4_scores(
     Raises:
         ValueError: shapes, granularity or page size do not fit together.
     """
-    head_dim, pages = 2 * keys.packed.shape[-1], layer.k.shape[:2]
+    width, pages = 2 * keys.packed.shape[-1], layer.k.shape[:2]
     listed = nothing(layer.lengths) if selection is None else selection
+    head_dim = width if channels is None else layer.k.shape[-1]
     check_shapes("int4_scores", "page", q, layer, listed, head_dim=head_dim)
-    for name, wanted in {"packed": (*pages, head_dim // 2), "scale": pages, "zero": pages}.items():
+    for name, wanted in {"packed": (*pages, width // 2), "scale": pages, "zero": pages}.items():
         if (shape := getattr(keys, name).shape) != wanted:
             raise ValueError(
                 f"keys.{name}.shape={shape}: must be {wanted}, to fit the cache's pages"
             )
+    if channels is not None and channels.shape[-1] != width:
+        raise ValueError(f"channels.shape={channels.shape}: the keys have {width} channels")
+    check_frame("q", q.shape[-1], layer, frame, channels)
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return run(
-        "int4_scores", implementation, BACKENDS, q, layer, keys, selection, sm_scale=sm_scale
+        "int4_scores",
+        implementation,
+        BACKENDS,
+        *(q, layer, keys, selection),
+        frame=frame,
+        channels=channels,
+        sm_scale=sm_scale,
     )

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages
+from jsparse.key_constants import KeyFrame, page_terms, scaled_queries
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise
 from jsparse.selection import Selection, unpack_bits
 
@@ -16,6 +17,8 @@ def int4_scores(
     selection: Selection | None,
     *,
     sm_scale: float,
+    frame: KeyFrame | None = None,
+    channels: Int32[Array, "B K r"] | None = None,
 ) -> Float32[Array, "B N slots"]:
     """Implement `api.int4_scores` in plain jnp."""
     batch, heads, head_dim = q.shape
@@ -26,10 +29,17 @@ def int4_scores(
         packed, scale, zero = (_flat(read_pages(pool, layer, selection.ids)) for pool in keys)
         seen = _listed(layer, selection)
     k = dequantise(packed, scale, zero)
-    grouped = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, head_dim)
-    scores = sm_scale * jnp.einsum(
-        "bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST
-    )
+    scaled = q if frame is None else scaled_queries(q, frame)
+    grouped = scaled.astype(jnp.float32).reshape(batch, k.shape[1], -1, head_dim)
+    if channels is not None:
+        grouped = jnp.take_along_axis(grouped, channels[:, :, None], axis=-1)
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST)
+    if frame is not None:
+        terms = page_terms(q, frame).reshape(*scores.shape[:3], -1)
+        if selection is not None:
+            terms = jnp.take_along_axis(terms, selection.ids[:, :, None], axis=-1, mode="clip")
+        scores += jnp.repeat(terms, layer.page_size, axis=-1)
+    scores *= sm_scale
     return jnp.where(seen[:, :, None], scores, -jnp.inf).reshape(batch, heads, seen.shape[-1])
 
 
