@@ -2,10 +2,13 @@
 
 As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
 mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
-differ: the query heads that share a KV head share its ranking, by the sum over them; and the text
-is the user's, read in one piece with full attention (theirs is cut into blocks of 512 tokens).
+differ: k is taken in the frame of the model's key constants (jsparse.key_constants), since what is
+constant in a channel need not be looked for; the query heads that share a KV head share its
+ranking, by the sum over them; and the text is the user's, read in one piece with full attention
+(theirs is cut into blocks of 512 tokens).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +19,15 @@ from jaxtyping import Array, Float32
 from jsparse import prompts
 from jsparse.cache import CacheSpec
 from jsparse.host_reader import OnProgress
+from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at, into_frame, scaled_queries
 from jsparse.models.checkpoint import Params
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, PrefillView, State, at_layer, builder, dense
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
+
+PAGE = 16
 
 
 def calibrate_channels(
@@ -42,7 +48,7 @@ def calibrate_channels(
             context, or in memory.
     """
     rows, _ = prompts.encode(params, prompt)
-    spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
+    spec = cache_spec(params, rows, 1, None, PAGE)._replace(batch=1)
     chunk, report = prefill.chunk_tokens(params.decoder, 1), on_progress or (lambda *_: None)
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
     for ids in rows:
@@ -67,20 +73,23 @@ def _weighed(window: int) -> Policy:
         return tuple(jnp.zeros(shape, jnp.float32) for _ in range(spec.num_layers))
 
     def take(state: State, layer: int, view: PrefillView) -> State:
-        return at_layer(state, layer, state[layer] + _weights(view))
+        return at_layer(state, layer, state[layer] + _weights(view, frame_at(view.cache, layer)))
 
-    return dense()._replace(init=init, prefill=take, window=window)
+    return dense()._replace(init=init, prefill=take, window=window, needs=KEY_CONSTANTS)
 
 
-def _weights(view: PrefillView) -> Float32[Array, "B K H"]:
+def _weights(view: PrefillView, frame: KeyFrame) -> Float32[Array, "B K H"]:
     """Sums |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
     nth = jnp.arange(view.k.shape[1], dtype=jnp.int32)
     at = (
         view.q_window.shape[1] - view.valid[:, None] + nth
     )  # the chunk's queries are the window's newest
     q = jnp.take_along_axis(view.q_window, at[:, :, None, None], axis=1, mode="clip")
-    grouped = q.reshape(*view.k.shape[:3], -1, q.shape[-1])
-    products = jnp.sum(jnp.abs(grouped.astype(jnp.float32)), axis=3) * jnp.abs(
-        view.k.astype(jnp.float32)
-    )
+    scaled = jax.vmap(partial(scaled_queries, frame=frame))(q)
+    grouped = scaled.reshape(*view.k.shape[:3], -1, q.shape[-1])
+    heads = (view.k.shape[0], view.k.shape[2], view.k.shape[1])
+    pages = jnp.broadcast_to((view.positions // PAGE)[:, None], heads)
+    products = jnp.sum(jnp.abs(grouped), axis=3) * jnp.abs(
+        into_frame(view.k.swapaxes(1, 2), frame, pages)
+    ).swapaxes(1, 2)
     return jnp.sum(jnp.where((nth < view.valid[:, None])[:, :, None, None], products, 0.0), axis=1)

@@ -21,22 +21,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import LayerCache
+from jsparse.cache import KVCache
 
 
 class KeyConstants(NamedTuple):
-    """Holds the constants of all layers.
+    """Holds the constants of all layers; its fields are their names among a model's constants.
 
     Attributes:
-        mid: the mean key before RoPE.
-        half_range: the reach of k - R(page)·mid in each rotated pair, channels i and i + H/2;
+        key_mid: the mean key before RoPE.
+        key_half_range: the reach of k - R(page)·mid in each rotated pair, channels i and i + H/2;
             above 0.
-        frequencies: the angle per position of each pair.
+        rope_frequencies: the angle per position of each pair.
     """
 
-    mid: Float32[Array, "L K H"]
-    half_range: Float32[Array, "L K H/2"]
-    frequencies: Float32[Array, "H/2"]
+    key_mid: Float32[Array, "L K H"]
+    key_half_range: Float32[Array, "L K H/2"]
+    rope_frequencies: Float32[Array, "H/2"]
+
+
+# what a policy needs that keeps something in the frame
+KEY_CONSTANTS = KeyConstants._fields
 
 
 class KeyFrame(NamedTuple):
@@ -53,10 +57,22 @@ class KeyFrame(NamedTuple):
     angles: Float32[Array, "M H"]
 
 
-def frame_of(constants: KeyConstants, layer: int, held: LayerCache) -> KeyFrame:
-    """Return the frame of one layer, whose slots must be the tokens' positions."""
-    angles = page_angles(constants.frequencies, held.num_pages, held.page_size)
-    return KeyFrame(constants.mid[layer], constants.half_range[layer], angles)
+def frame_at(cache: KVCache, layer: int) -> KeyFrame:
+    """Return the frame of one layer from the constants that the cache was lent.
+
+    Slots must be the tokens' positions.
+
+    Raises:
+        ValueError: the cache lacks them.
+    """
+    lent, held = cache.constants or {}, cache.layers[layer]
+    if missing := [name for name in KEY_CONSTANTS if name not in lent]:
+        raise ValueError(
+            f"cache.constants has {sorted(lent)}: must have {missing}, as the policy needs"
+        )
+    constants = KeyConstants(*(lent[name] for name in KEY_CONSTANTS))
+    angles = page_angles(constants.rope_frequencies, held.num_pages, held.page_size)
+    return KeyFrame(constants.key_mid[layer], constants.key_half_range[layer], angles)
 
 
 def page_angles(
@@ -72,10 +88,17 @@ def into_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, pages: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
     """Return (k - R(page)·mid) / half_range for keys that lie in these logical pages."""
-    cos, sin = jnp.split(frame.angles[pages], 2, axis=-1)
-    low, high = jnp.split(frame.mid[:, None], 2, axis=-1)
-    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return (k.astype(jnp.float32) - rotated) / _by_channel(frame)[:, None]
+    mid = rotated(frame.mid[:, None], frame.angles[pages])
+    return (k.astype(jnp.float32) - mid) / _by_channel(frame)[:, None]
+
+
+def rotated(
+    x: Float[Array, "*#rows H"], angles: Float32[Array, "*#rows H"]
+) -> Float32[Array, "*rows H"]:
+    """Rotate the pairs (x[i], x[i + H/2]) by angles given as cosines, then sines."""
+    cos, sin = jnp.split(angles, 2, axis=-1)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N H"]:

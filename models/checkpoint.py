@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jsparse.models import orbax_files
 from jsparse.models.config import Llama3Rope, ModelConfig
+from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.families import Family
 from jsparse.models.generation_config import read_generation_config, write_generation_config
 from jsparse.models.gguf import GGUFFile
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 _DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _WEIGHTS = "weights"
+_CONSTANTS = "constants.safetensors"
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -45,7 +47,9 @@ class Params:
             far as generation_config.json states them; without a temperature the model wants greedy
             decoding.
         name: the name under which the model was loaded, for messages.
-        constants: arrays that policies need of the model, by name, such as "key_constants".
+        constants: arrays that policies need of the model, by name, such as the mean keys that
+            jsparse.key_constants describes. They belong to the weights, are made when a policy
+            first needs them, and are kept here.
     """
 
     weights: Weights
@@ -53,7 +57,7 @@ class Params:
     tokenizer: Tokenizer | None
     generation_defaults: dict[str, Any]
     name: str
-    constants: Mapping[str, jax.Array] = field(default_factory=dict)
+    constants: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:
@@ -121,7 +125,10 @@ def _loadable(path: Path, model: str | os.PathLike[str]) -> Path:
 
 
 def save(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes weights, config, tokenizer and generation defaults into a folder that `load` reads.
+    """Writes a model into a folder that `load` reads.
+
+    These are weights, constants as far as they have been made, config, tokenizer and generation
+    defaults.
 
     Args:
         params: the model; the weights keep their dtype.
@@ -135,6 +142,8 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path={str(path)!r} exists: must be new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     orbax_files.save_weights(params.weights, folder / _WEIGHTS)
+    if params.constants:
+        write_constants(params.constants, folder / _CONSTANTS)
     if params.tokenizer is not None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
@@ -166,7 +175,8 @@ def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | 
         )
     else:
         weights = _load_safetensors(folder, config, family, dtype, on_progress)
-    return Params(weights, config, tokenizer, defaults, name)
+    constants = read_constants(folder / _CONSTANTS) if is_saved else {}
+    return Params(weights, config, tokenizer, defaults, name, constants)
 
 
 def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:

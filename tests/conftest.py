@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # One cache of compiled programs for all workers and for the next run; jax reads these on import.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JSPARSE_CACHE_DIR", str(ROOT / ".pytest_cache" / "jsparse"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Several processes share a GPU, if there is one. On a CPU, most of a test's time is compilation:

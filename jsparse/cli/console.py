@@ -76,8 +76,8 @@ class Bars:
         self._update(phase, done, total)
 
     def prefill(self, phase: str, done: int, total: int) -> None:
-        """Shows the progress of prefill alone, for commands that stream the text."""
-        if phase == "prefill":
+        """Shows the progress until the first token, for commands that stream the text."""
+        if phase != "decode":
             self._update(phase, done, total)
 
     def close(self) -> None:

@@ -23,7 +23,8 @@ from jsparse.policy import Policy, PrefillView, State
 from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.session import Held, Session, constants
+from jsparse.runtime.constants import require_constants
+from jsparse.runtime.session import Held, Session
 
 
 class Shared(NamedTuple):
@@ -77,7 +78,7 @@ def prime(
     """
     keep_compilations()
     for policy in policies:
-        constants(params, policy)  # else the error would name the bundle
+        require_constants(params, policy)  # else the error would name the bundle
     bundled = bundle(policies)
     capacity.require_fit(spec, bundled)
     session = Session(params, bundled, spec)

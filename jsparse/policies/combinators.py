@@ -39,13 +39,14 @@ def with_state(
     append: AppendFn | None = None,
     select: SelectFn | None = None,
     shares: Shares | None = None,
+    needs: tuple[str, ...] = (),
 ) -> Policy:
     """Give a policy a second state, the wrapper's own; its hooks still see theirs alone.
 
     The state becomes Paired(base, own). `prefill` and `append` get and return the own state, after
     the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
     `shares` says what of the own state other requests may use; the policy shares the lesser of that
-    and what the base shares.
+    and what the base shares. `needs` is what the wrapper needs beside the base.
     """
     least = min(shares, base.shares, key=(None, "keys", "pages").index)
 
@@ -88,6 +89,7 @@ def with_state(
         after_prompt=base.after_prompt and reworked(base.after_prompt),
         fallback=base.fallback and falls_back,
         shares=least,
+        needs=(*base.needs, *(name for name in needs if name not in base.needs)),
     )
 
 

@@ -8,9 +8,10 @@ Paper: "Post-Training Sparse Attention with Double Sparsity" (Yang et al.), arXi
 
 Where we differ: the query heads of a group share the channels and the tokens of their KV head, and
 tokens are ranked by their largest weight in any of these heads (the paper has as many KV heads as
-query heads). Without a calibration file the channels are those of largest mean |k| over the row's
-own prompt, which sees no queries. Labels have a scale and a zero per token, as Twilight's copy of K
-has. Whole pages can be chosen, too, by their tokens' mass.
+query heads). Labels are a copy of K like Twilight's, in the frame of the model's key constants; a
+channel is heavy for what varies in it, since what is constant is added exactly, in all channels.
+Without a calibration file the channels are found in the row's own prompt: by the mean |q| of its
+last queries times the mean |k| in the frame. Whole pages can be chosen, too, by their tokens' mass.
 """
 
 from functools import reduce
@@ -20,9 +21,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at, into_frame, scaled_queries
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -30,13 +32,14 @@ from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
 from jsparse.policies import channel_ranking
-from jsparse.policies.sidecars import sidecar
+from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import Policy, PrefillView, State, at_layer, builder, whole_number
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 LISTED_AS: dict[str, ListedAs] = {"token": "token", "page": "page_mass"}
 FAN = 16
+WINDOW = 32  # last queries of the prompt that rank channels
 
 
 class Labels(NamedTuple):
@@ -82,12 +85,20 @@ def double_sparsity(
         return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
 
     def taken_in(
-        labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
+        labels: Labels,
+        held: LayerCache,
+        k: ChunkKV,
+        valid: Rows,
+        first: Lengths,
+        *,
+        frame: KeyFrame,
     ) -> Labels:
-        heavy = jnp.take_along_axis(k, labels.channels[:, None], axis=-1)
-        return labels._replace(keys=int4_append(labels.keys, held, heavy, valid, first))
+        keys = int4_append(
+            labels.keys, held, k, valid, first, frame=frame, channels=labels.channels
+        )
+        return labels._replace(keys=keys)
 
-    tokens = sidecar(nothing_yet, taken_in)
+    tokens = framed_sidecar(nothing_yet, taken_in)
 
     def init(spec: CacheSpec) -> State:
         state = tokens.init(spec)
@@ -103,19 +114,19 @@ def double_sparsity(
             return tokens.prefill(state, layer, view)
         if not view.last:
             return state
-        held = view.cache.layers[layer]
-        labels = state[layer]._replace(
-            channels=heavy_channels(held, state[layer].channels.shape[-1])
-        )
+        held, frame = view.cache.layers[layer], frame_at(view.cache, layer)
+        count = state[layer].channels.shape[-1]
+        labels = state[layer]._replace(channels=heavy_channels(view.q_window, held, frame, count))
         k = read_heads(held.k, held).swapaxes(1, 2)
-        labels = taken_in(labels, held, k, held.lengths[:, 0], jnp.zeros_like(held.lengths))
+        start = jnp.zeros_like(held.lengths)
+        labels = taken_in(labels, held, k, held.lengths[:, 0], start, frame=frame)
         return at_layer(state, layer, labels)
 
     def select(state: State, layer: int, q: Queries, cache: KVCache):
         held = cache.layers[layer]
         size = held.page_size if granularity == "page" else None
         capacity = max(min(budget, held.capacity) // (size or 1), 1)
-        logits = label_logits(q, held, state[layer])
+        logits = label_logits(q, held, state[layer], frame_at(cache, layer))
         chosen = threshold_select(
             logits,
             TopK(capacity),
@@ -131,24 +142,38 @@ def double_sparsity(
         init=init,
         prefill=prefill,
         append=tokens.append,
+        window=WINDOW if ranking is None else 0,
+        needs=KEY_CONSTANTS,
         # without calibration each row writes its own channels into pages that others would read
         shares=None if ranking is None else "pages",
         dense_at={"budget": 2**30},
     )
 
 
-def heavy_channels(held: LayerCache, count: int) -> Int32[Array, "B K r"]:
-    """Return each head's `count` channels of largest mean |k|, ascending; ties go to the first."""
-    return jnp.sort(jax.lax.top_k(key_magnitudes(held), count)[1])
+def heavy_channels(
+    queries: Float[Array, "B W N H"], held: LayerCache, frame: KeyFrame, count: int
+) -> Int32[Array, "B K r"]:
+    """Return each head's `count` heaviest channels, ascending; ties go to the first.
+
+    A channel weighs the mean |q| of the prompt's last queries, all heads of the group together,
+    times the mean |k|, both in the frame.
+    """
+    batch, window, heads, head_dim = queries.shape
+    scaled = scaled_queries(queries.reshape(batch * window, heads, head_dim), frame)
+    grouped = jnp.abs(scaled).reshape(batch, window, held.lengths.shape[1], -1, head_dim)
+    weights = jnp.sum(grouped, axis=(1, 3)) * key_magnitudes(held, frame)
+    return jnp.sort(jax.lax.top_k(weights, count)[1])
 
 
-def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
-    """Sum |k| over the tokens that each head holds.
+def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
+    """Sum |k| in the frame over the tokens that each head holds.
 
     The order of the additions depends on neither batch nor capacity.
     """
-    seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
-    sums = jnp.where(seen[..., None], jnp.abs(read_heads(held.k, held)).astype(jnp.float32), 0.0)
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    pages = jnp.broadcast_to(slots // held.page_size, (*held.lengths.shape, held.capacity))
+    k = into_frame(read_heads(held.k, held), frame, pages)
+    sums = jnp.where((slots < held.lengths[..., None])[..., None], jnp.abs(k), 0.0)
     while sums.shape[2] > 1:
         sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
         batch, heads, slots, head_dim = sums.shape
@@ -157,15 +182,12 @@ def key_magnitudes(held: LayerCache) -> Float32[Array, "B K H"]:
     return sums[:, :, 0]
 
 
-def label_logits(q: Queries, held: LayerCache, labels: Labels) -> Float32[Array, "B K G S"]:
-    """Compute every slot's logit from the heavy channels alone; -inf past what a head holds."""
-    batch, heads, head_dim = q.shape
-    grouped = q.reshape(batch, held.lengths.shape[1], -1, head_dim)
-    heavy = jnp.take_along_axis(grouped, labels.channels[:, :, None], axis=-1).reshape(
-        batch, heads, -1
-    )
-    logits = int4_scores(heavy, held, labels.keys, None, sm_scale=head_dim**-0.5)
-    return logits.reshape(*grouped.shape[:3], held.capacity)
+def label_logits(
+    q: Queries, held: LayerCache, labels: Labels, frame: KeyFrame
+) -> Float32[Array, "B K G S"]:
+    """Estimate every slot's logit from the heavy channels; -inf past what a head holds."""
+    logits = int4_scores(q, held, labels.keys, None, frame=frame, channels=labels.channels)
+    return logits.reshape(*held.lengths.shape, -1, held.capacity)
 
 
 def _with_channels(labels: Labels, order: np.ndarray) -> Labels:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, taking_part
+from jsparse.key_constants import KeyFrame, frame_at
 from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
@@ -29,6 +30,22 @@ class TakeInFn(Protocol):
     ) -> Any: ...
 
 
+class TakeIntoFrameFn(Protocol):
+    """Take new tokens of a layer into an entry that is kept in the layer's frame."""
+
+    def __call__(
+        self,
+        entry: Any,
+        held: LayerCache,
+        k: ChunkKV,
+        valid: Rows,
+        first: Lengths,
+        /,
+        *,
+        frame: KeyFrame,
+    ) -> Any: ...
+
+
 def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
     """Build a sidecar of all layers from the functions of one.
 
@@ -39,15 +56,34 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
             count them.
     """
 
+    def taken_in(entry: Any, cache: KVCache, layer: int, *new: Any) -> Any:
+        return take_in(entry, cache.layers[layer], *new)
+
+    return _of_layers(init, taken_in)
+
+
+def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -> Sidecar:
+    """Build a sidecar that is kept in the frame of the model's key constants.
+
+    Arguments are those of `sidecar`; the policy `needs` KEY_CONSTANTS.
+    """
+
+    def taken_in(entry: Any, cache: KVCache, layer: int, *new: Any) -> Any:
+        return take_in(entry, cache.layers[layer], *new, frame=frame_at(cache, layer))
+
+    return _of_layers(init, taken_in)
+
+
+def _of_layers(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Sidecar:
     def layers(spec: CacheSpec) -> State:
         return tuple(init(spec) for _ in range(spec.num_layers))
 
-    def taken_in(state: State, layer: int, held: LayerCache, k: Array, valid: Array) -> State:
-        entry = take_in(state[layer], held, k, valid, held.lengths - valid[:, None])
-        return at_layer(state, layer, entry)
+    def taken_in(state: State, layer: int, cache: KVCache, k: Array, valid: Array) -> State:
+        first = cache.layers[layer].lengths - valid[:, None]
+        return at_layer(state, layer, take_in(state[layer], cache, layer, k, valid, first))
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
-        return taken_in(state, layer, view.cache.layers[layer], view.k, view.valid)
+        return taken_in(state, layer, view.cache, view.k, view.valid)
 
     def append(
         state: State,
@@ -58,6 +94,6 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
         positions: Array,
         cache: KVCache,
     ) -> State:
-        return taken_in(state, layer, cache.layers[layer], k, taking_part(cache, k.shape[1]))
+        return taken_in(state, layer, cache, k, taking_part(cache, k.shape[1]))
 
     return Sidecar(layers, prefill, append)

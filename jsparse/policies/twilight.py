@@ -7,9 +7,10 @@ a group each keep their own set; their KV head reads the union.
 Paper: "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (Lin et al.),
 arXiv:2502.02770. It leaves the first two layers dense: dense_layers(twilight(…), n=2).
 
-Where we differ: whole pages are one of three forms in which survivors are listed (`prune`), since
-attention reads whole pages. The mass is that of what the base listed: its newest token, attended in
-any case, counts if it was listed.
+Where we differ: the copy of K is kept in the frame of the model's key constants, without which
+constant channels, such as those of Qwen2, use up its 4 bits. Whole pages are one of three forms in
+which survivors are listed (`prune`), since attention reads whole pages. The mass is that of what
+the base listed: its newest token, attended in any case, counts if it was listed.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
+from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -25,7 +27,7 @@ from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.combinators import Paired, with_state
-from jsparse.policies.sidecars import sidecar
+from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import (
     Policy,
     builder,
@@ -85,7 +87,7 @@ def twilight(
             )
         return int4_keys.init(spec)
 
-    keys = sidecar(empty_copy, int4_append)
+    keys = framed_sidecar(empty_copy, int4_append)
 
     def shortest(held: LayerCache) -> int:
         return break_even(held) if dense_below == "auto" else dense_below
@@ -96,16 +98,19 @@ def twilight(
         if summary is not None:
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
-            chosen = pruned(q, held, state.own[layer], chosen, knob(cache, "p", p))
+            copy, frame = state.own[layer], frame_at(cache, layer)
+            chosen = pruned(q, held, copy, frame, chosen, knob(cache, "p", p))
         if dense_below:
             short = jnp.max(held.lengths, axis=1, keepdims=True) < shortest(held)
             dense = jnp.broadcast_to(short, held.lengths.shape)
             chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
         return chosen, None, state._replace(base=of_base)
 
-    def pruned(q, held: LayerCache, copy: Int4Keys, chosen: Selection, mass) -> Selection:
+    def pruned(
+        q, held: LayerCache, copy: Int4Keys, frame: KeyFrame, chosen: Selection, mass
+    ) -> Selection:
         pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
-        logits = int4_scores(q, held, copy, pages).reshape(
+        logits = int4_scores(q, held, copy, pages, frame=frame).reshape(
             *held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size
         )
         if held.bias is not None:
@@ -130,7 +135,8 @@ def twilight(
         short = jnp.max(held.lengths) < shortest(held)
         return short if base.fallback is None else short | base.fallback(state.base, layer, cache)
 
-    return with_state(base, **keys._asdict(), select=select, shares="pages")._replace(
+    kept = with_state(base, **keys._asdict(), select=select, shares="pages", needs=KEY_CONSTANTS)
+    return kept._replace(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
         # a row's p is this one, never the base's
         per_row=(*(name for name in base.per_row if name != "p"), "p"),

@@ -22,12 +22,18 @@ def traces() -> int:
 def keep_compilations() -> None:
     """Turns jax's persistent compilation cache on, unless the user has set it up already.
 
-    The cache lies in $JSPARSE_CACHE_DIR, else in the user's cache folder ($XDG_CACHE_HOME or
-    ~/.cache) under jsparse/jax.
+    The cache lies in `cache_folder`, under jax.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.get("JSPARSE_CACHE_DIR") or Path(home) / "jsparse" / "jax"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def cache_folder() -> Path:
+    """Returns the folder for what can be made again.
+
+    It is $JSPARSE_CACHE_DIR, else jsparse in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("JSPARSE_CACHE_DIR") or Path(home) / "jsparse")

@@ -28,6 +28,7 @@ from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, whole_number
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import note_trace, traces
+from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
@@ -203,7 +204,7 @@ class Session:
         """
         self.params, self.policy, self.spec = params, policy, spec
         self.compiling = 0.0
-        self._constants = constants(params, policy)
+        require_constants(params, policy)
         if policy.evicts and policy.correct_every:
             raise ValueError(
                 f"correct_every={policy.correct_every}: must be 0 where the policy evicts, since "
@@ -270,7 +271,7 @@ class Session:
         decoder, weights = self.params.decoder, self.params.weights
         carry = prefill.read_prompts(
             *(decoder, self.policy, weights, tokens, lengths, carry),
-            lent=Lent(self._constants),
+            lent=Lent(constants(self.params, self.policy, report)),
             report=report,
         )
         if self._resumable:
@@ -288,7 +289,8 @@ class Session:
         self._begun = True
         logits, cache, state = held
         if self.policy.after_prompt is not None:
-            state, cache = self.policy.after_prompt(state, lend(cache, Lent(self._constants)))
+            lent = Lent(constants(self.params, self.policy))
+            state, cache = self.policy.after_prompt(state, lend(cache, lent))
             cache = lend(cache, NOTHING)
         self._held, self._age, self._decoded = Held(logits, cache, state), 0, False
 
@@ -320,7 +322,7 @@ class Session:
                 or `after_prompt` left less room than the policy says heads may need.
         """
         decoder, policy = self.params.decoder, self.policy
-        lent = Lent(self._constants, knobs)
+        lent = Lent(constants(self.params, policy), knobs)
         logits, cache, state = self.held
         if self._decoded:
             raise ValueError("session: must read before it decodes again")
@@ -412,21 +414,6 @@ class Session:
                 f"policy={self.policy}: after_prompt left room for {left} tokens per head: must be "
                 f"at least {min(wanted, self.spec.capacity)}, as `most` says"
             )
-
-
-def constants(params: Params, policy: Policy) -> dict[str, Array] | None:
-    """Returns the constants of the model that a policy needs.
-
-    Raises:
-        ValueError: the model lacks one.
-    """
-    for name in policy.constants:
-        if name not in params.constants:
-            raise ValueError(
-                f"policy={policy} needs {name!r}: must be among the constants of the model "
-                f"{params.name!r}, which has {sorted(params.constants)}"
-            )
-    return {name: params.constants[name] for name in policy.constants} or None
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:

@@ -1,0 +1,155 @@
+"""Makes the constants of a model that policies need, once, and keeps them.
+
+They are kept in the loaded model, and on disk under a fingerprint of its config and weights, so
+that the next process finds them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from jsparse.key_constants import KEY_CONSTANTS, KeyConstants, page_angles, rotated
+from jsparse.models.checkpoint import Params
+from jsparse.models.constants_file import read_constants, write_constants
+from jsparse.models.layers import rope_frequencies
+from jsparse.models.transformer import Decoder, Weights, hidden_states
+from jsparse.policy import Policy
+from jsparse.runtime.compilation import cache_folder
+from jsparse.runtime.prefill import OnProgress, flash
+from jsparse.shapes import Tokens
+
+TOKENS = 1024  # read to find the mean and the reach of keys
+PAGE = 16  # tokens within which a mean key is taken not to turn
+HEAD_ROOM = 1.1  # how much further keys of other texts may reach
+SAMPLES = 4096  # numbers of the weights in a fingerprint
+VERSION = 1  # of how constants are made; files of other versions are not found
+
+logger = logging.getLogger("jsparse.constants")
+
+
+def constants(
+    params: Params, policy: Policy, report: OnProgress = lambda *_: None
+) -> dict[str, Array] | None:
+    """Returns the constants of the model that a policy needs, and makes those that can be made.
+
+    `report` gets ("key constants", tokens done, tokens) while they are made.
+
+    Raises:
+        ValueError: the model lacks one that nobody can make.
+    """
+    require_constants(params, policy)
+    for name in policy.constants:
+        if name not in params.constants:
+            params.constants.update(_found_or_made(params, MAKERS[name], report))
+    return {name: params.constants[name] for name in policy.constants} or None
+
+
+def require_constants(params: Params, policy: Policy) -> None:
+    """Raises ValueError if the model lacks a constant that a policy needs and nobody can make."""
+    there = {*params.constants, *MAKERS}
+    for name in policy.constants:
+        if name not in there:
+            raise ValueError(
+                f"policy={policy} needs {name!r}: must be among the constants of the model "
+                f"{params.name!r}, which has {sorted(params.constants)}"
+            )
+
+
+def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[str, Array]:
+    """Finds the mean and the reach of the keys of every layer and KV head.
+
+    One dense pass reads random tokens, the same for all models of a vocabulary, since the constant
+    part of keys hardly depends on the text.
+    """
+    config = params.config
+    count = min(TOKENS, config.max_position_embeddings)
+    report("key constants", 0, count)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count), np.int32)
+    made = jax.block_until_ready(_of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
+    report("key constants", count, count)
+    return made._asdict()
+
+
+MAKERS: dict[str, Callable[[Params, OnProgress], dict[str, Array]]] = dict.fromkeys(
+    KEY_CONSTANTS, key_constants
+)
+
+
+@partial(jax.jit, static_argnames=("decoder",))
+def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants:
+    frequencies = jnp.asarray(rope_frequencies(decoder.config))
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    by_token = page_angles(frequencies, tokens.shape[1], 1)
+    by_page = by_token[positions // PAGE * PAGE]
+    found = []
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        found.append(_mid_and_reach(k[0].swapaxes(0, 1), by_token, by_page))
+        return flash(q, k, v, causal=True)[0].astype(q.dtype)
+
+    hidden_states(decoder, weights, tokens, positions[None], attend)
+    mid, half_range = (jnp.stack(part) for part in zip(*found, strict=True))
+    return KeyConstants(mid, half_range, frequencies)
+
+
+def _mid_and_reach(
+    k: Float[Array, "K T H"], by_token: Float32[Array, "T H"], by_page: Float32[Array, "T H"]
+) -> tuple[Float32[Array, "K H"], Float32[Array, "K H/2"]]:
+    """Returns one layer's constants for keys after RoPE, and the angles of tokens and pages."""
+    half = k.shape[-1] // 2
+    back = by_token * jnp.where(jnp.arange(2 * half) < half, 1, -1)
+    mid = jnp.mean(rotated(k, back), axis=1)
+    left = jnp.abs(k.astype(jnp.float32) - rotated(mid[:, None], by_page))
+    reach = HEAD_ROOM * jnp.max(left.reshape(*left.shape[:2], 2, half), axis=(1, 2))
+    return mid, jnp.where(reach > 0, reach, 1.0)
+
+
+def _found_or_made(
+    params: Params, make: Callable[[Params, OnProgress], dict[str, Array]], report: OnProgress
+) -> dict[str, Array]:
+    """Returns what `make` makes, from disk if it is there."""
+    path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"
+    try:
+        if found := read_constants(path):
+            logger.debug("%s: read from %s", make.__name__, path)
+            return found
+    except ValueError as error:
+        logger.warning("%s; made again", error)
+    made = make(params, report)
+    _keep(made, path)
+    return made
+
+
+def _keep(made: dict[str, Array], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_constants(made, path)
+    except OSError as error:
+        logger.warning("%s cannot be written and will be made again: %s", path, error)
+
+
+def fingerprint(params: Params) -> str:
+    """Returns a digest of the config and of numbers at fixed places of all weights."""
+    leaves = jax.tree.leaves(params.weights)
+    each = max(SAMPLES // len(leaves), 1)
+    digest = hashlib.sha256(f"{VERSION} {params.dtype} ".encode())
+    digest.update(json.dumps(dataclasses.asdict(params.config), sort_keys=True).encode())
+    for sample in jax.device_get([_sampled(leaf, each) for leaf in leaves]):
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:32]
+
+
+@partial(jax.jit, static_argnames=("count",))
+def _sampled(leaf: Array, count: int) -> Array:
+    """Returns numbers at places that are spread evenly."""
+    places = np.linspace(0, leaf.size - 1, min(count, leaf.size)).astype(np.int64)
+    return leaf[np.unravel_index(places, leaf.shape)]
