@@ -32,7 +32,7 @@ from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Contender, Job, cache
 from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
 from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
-from bench.lib.llama_8b import state_after_prompt
+from bench.lib.llama_8b import key_constants, state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.replay import parse
 from bench.lib.subprocesses import run_child, write_report
@@ -123,7 +123,11 @@ def job(case: Attention, names: Sequence[str] | None) -> Job:
         queries = [
             jax.random.normal(key, (case.batch, case.heads, HEAD_DIM), jnp.bfloat16) for key in keys
         ]
-        return [KVCache((layer,), layer.lengths[:, 0], jnp.bool_(False)) for layer in held], queries
+        constants = key_constants(spec)
+        caches = [
+            KVCache((layer,), layer.lengths[:, 0], jnp.bool_(False), constants) for layer in held
+        ]
+        return caches, queries
 
     made = {"dense": dense()} | {
         name: parse(text, case.context) for name, text in policies(case.context).items()

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import no_constants
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
@@ -20,7 +21,8 @@ def _filled(policy: Policy, spec: CacheSpec, k, v):
     tokens = jnp.zeros((batch, length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     valid = jnp.full(batch, length, jnp.int32)
-    cache = kv_cache.append(kv_cache.init(spec, fields=policy.needs), 0, k, v, positions, valid)
+    cache = kv_cache.init(spec, fields=policy.fields)._replace(constants=no_constants(spec))
+    cache = kv_cache.append(cache, 0, k, v, positions, valid)
     return cache, policy.append(policy.init(spec), 0, k, v, tokens, positions, cache)
 
 

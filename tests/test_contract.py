@@ -423,7 +423,7 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     params, policy = tiny_params(), shrink()
     expected, rules = slow_logits("maintenance, bias and positions")
     spec = spec_of(params, len(LENGTHS), page_size=PAGE)._replace(pool_pages=pool_pages)
-    cache = kv_cache.init(spec, fields=policy.needs)
+    cache = kv_cache.init(spec, fields=policy.fields)
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
     tokens = np.zeros((len(LENGTHS), 40), np.int32)
     for b, prompt in enumerate(PROMPTS):

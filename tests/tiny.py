@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.cache import CacheSpec, KVCache, replace_layer, truncate
+from jsparse.cache import CacheSpec, KVCache, Lent, replace_layer, truncate
+from jsparse.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
@@ -17,6 +18,7 @@ from jsparse.owners import clear_rows
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
+from jsparse.runtime.constants import constants
 from jsparse.runtime.session import Held, Session, empty, first_logits
 
 VOCAB = 300
@@ -130,7 +132,8 @@ def pooled_logits(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
             carry = prefill.read_prompts(
-                params.decoder, policy, params.weights, tokens, lengths, carry
+                *(params.decoder, policy, params.weights, tokens, lengths, carry),
+                lent=lent(params, policy),
             )
     session = Session(params, policy, spec, steps_per_program=1)
     logits = first_logits(params.decoder, params.weights, carry.last_hidden)
@@ -159,6 +162,21 @@ def scrambled(carry: prefill.PrefillCarry) -> prefill.PrefillCarry:
         free = free._replace(pages=free.pages.at[:count].set(free.pages[:count][order]))
         cache = replace_layer(cache, i, layer._replace(free=free))
     return carry._replace(cache=cache)
+
+
+def lent(params: Params, policy: Policy | str) -> Lent:
+    """What a session lends to the policy's hooks, for tests that call them themselves."""
+    return Lent(constants(params, as_policy(policy)))
+
+
+def no_constants(spec: CacheSpec) -> dict[str, jnp.ndarray]:
+    """Key constants that leave keys as they are, for hooks that a test calls itself."""
+    shape = (spec.num_layers, spec.num_kv_heads)
+    return KeyConstants(
+        jnp.zeros((*shape, spec.head_dim)),
+        jnp.ones((*shape, spec.head_dim // 2)),
+        jnp.zeros(spec.head_dim // 2),
+    )._asdict()
 
 
 def traces(*jitted: Any) -> list[int]:

@@ -25,6 +25,20 @@ LLAMA_8B = ModelConfig(
 READ_BANDWIDTH = 4.4e12
 
 
+def key_constants(spec):
+    """Returns constants as a model of these sizes has them."""
+    import jax.numpy as jnp
+
+    from jsparse.key_constants import KeyConstants
+
+    shape = spec.num_layers, spec.num_kv_heads
+    return KeyConstants(
+        jnp.zeros((*shape, spec.head_dim)),
+        jnp.ones((*shape, spec.head_dim // 2)),
+        jnp.ones(spec.head_dim // 2),
+    )._asdict()
+
+
 def state_after_prompt(policy, spec, cache):
     """Returns the policy's state after a prompt of one chunk that filled the cache."""
     import jax

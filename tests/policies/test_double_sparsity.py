@@ -2,6 +2,7 @@
 calibration files.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,14 +12,24 @@ import pytest
 from marks import slow_except
 from safetensors.numpy import save_file
 from slow_model import SlowModel, SlowRow, softmax
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from tiny import (
+    assert_close,
+    engine_logits,
+    lent,
+    no_constants,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
 from typer.testing import CliRunner
 
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse import prompts
-from jsparse.cache import LayerCache, read_heads
+from jsparse.cache import LayerCache, lend, read_heads
 from jsparse.cli.app import app
+from jsparse.key_constants import KEY_CONSTANTS, frame_at, into_frame
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
@@ -31,7 +42,6 @@ LAYERS, K, H, GROUP, PAGE = 3, 2, 16, 2, 8
 PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 6)
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
-jitted_quantise = jax.jit(quantise)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +67,32 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         session = Session(params, policy, spec)
         session.read(prompts)
-    return session.held.cache, session.held.state
+    return lend(session.held.cache, lent(params, policy)), session.held.state
+
+
+def frame(cache, layer, head, pages):
+    """The frame of one head, in float64: R(page)·mid of these pages, and the range by channel."""
+    mid, half, frequencies = (
+        np.asarray(cache.constants[name], np.float64) for name in KEY_CONSTANTS
+    )
+    low, high = np.split(mid[layer, head], 2)
+    angles = np.outer(pages * PAGE, frequencies)
+    cos, sin = np.cos(angles), np.sin(angles)
+    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return turned, np.tile(half[layer, head], 2)
+
+
+def framed(k, cache, layer, head):
+    """Keys [n, H] of one head from its first slot on, in the frame."""
+    turned, half = frame(cache, layer, head, np.arange(len(k)) // PAGE)
+    return (k - turned) / half
 
 
 def keys_of(cache, layer, row, head):
-    """K of one head, as the cache holds it."""
+    """K of one head in the frame of the model's constants, in float64."""
     held = cache.layers[layer]
-    return np.asarray(read_heads(held.k, held))[row, head, : int(held.lengths[row, head])]
+    k = np.asarray(read_heads(held.k, held))[row, head, : int(held.lengths[row, head])]
+    return framed(k.astype(np.float64), cache, layer, head)
 
 
 def heaviest(weights, count):
@@ -90,19 +119,32 @@ def heads_of(state):
 
 def assert_labels_are_of_the_cache(cache, state):
     """Bit by bit, for all that is held."""
-    for layer, row, head in heads_of(state):
-        held, (channels, keys) = cache.layers[layer], state[layer]
-        k = keys_of(cache, layer, row, head)
-        wanted = jitted_quantise(jnp.asarray(k[:, np.asarray(channels)[row, head]], held.k.dtype))
-        for pool, part in zip(keys, wanted, strict=True):
-            np.testing.assert_array_equal(read_heads(pool, held)[row, head, : len(k)], part)
+    for layer, held in enumerate(cache.layers):
+        wanted = labels_of(cache, layer, state[layer].channels)
+        seen = np.arange(held.capacity) < np.asarray(held.lengths)[..., None]
+        for pool, part in zip(state[layer].keys, wanted, strict=True):
+            np.testing.assert_array_equal(read_heads(pool, held)[seen], part[seen])
+
+
+@partial(jax.jit, static_argnames=("layer",))
+def labels_of(cache, layer, channels):
+    """The labels of all slots, from the keys that the cache holds."""
+    held = cache.layers[layer]
+    pages = jnp.broadcast_to(
+        jnp.arange(held.capacity) // PAGE, (*held.lengths.shape, held.capacity)
+    )
+    k = into_frame(read_heads(held.k, held), frame_at(cache, layer), pages)
+    return quantise(jnp.take_along_axis(k, channels[:, :, None], axis=-1))
 
 
 @pytest.mark.parametrize("channels", [2, 6, 16])
-def test_the_channels_are_those_of_the_largest_keys(channels):
+def test_the_channels_are_those_of_the_largest_products(channels):
     cache, state = primed(double_sparsity(channels=channels))
+    rows = [SlowRow(SlowModel(tiny_params()), prompt) for prompt in PROMPTS]
     for layer, row, head in heads_of(state):
-        weights = np.abs(keys_of(cache, layer, row, head).astype(np.float64)).mean(axis=0)
+        last = np.array(rows[row].q[layer][-32:])[:, head * GROUP : (head + 1) * GROUP]
+        _, half = frame(cache, layer, head, np.zeros(1))
+        weights = np.abs(keys_of(cache, layer, row, head)).mean(0) * np.abs(last * half).sum((0, 1))
         assert state[layer].channels[row, head].tolist() == heaviest(weights, channels)
     chosen = {
         tuple(state[layer].channels[row, head].tolist()) for layer, row, head in heads_of(state)
@@ -116,7 +158,7 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
     for layer, row, head in heads_of(state):
         channels = state[layer].channels[row, head].tolist()
         assert not calibrated or channels == sorted(ranking[layer, head, :6].tolist())
-        k = keys_of(cache, layer, row, head)[:, channels].astype(np.float64)
+        k = keys_of(cache, layer, row, head)[:, channels]
         held = cache.layers[layer]
         labels = np.asarray(dequantise(*(read_heads(pool, held) for pool in state[layer].keys)))[
             row, head, : len(k)
@@ -128,10 +170,10 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
 
 def best(cache, layer, row, head, channels, q, budget, granularity):
     """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
-    labels = [labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]]
-    weights = np.array(
-        [softmax([float(one[channels] @ label) / H**0.5 for label in labels]) for one in q]
-    )
+    labels = np.array([labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]])
+    turned, half = frame(cache, layer, head, np.arange(len(labels)) // PAGE)
+    logits = (q * half)[:, channels] @ labels.T + q @ turned.T
+    weights = np.array([softmax(list(one / H**0.5)) for one in logits])
     if granularity == "page":
         weights = np.array(
             [[one[at : at + PAGE].sum() for at in range(0, len(labels), PAGE)] for one in weights]
@@ -200,7 +242,13 @@ def random_layer(rows, pages, lengths, *, scrambled=False):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 256, 257, 270])
 def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
-    magnitudes = jax.jit(key_magnitudes)
+    def framed_magnitudes(held):
+        sizes = spec_of(tiny_params(), len(held.lengths))
+        cache = kv_cache.KVCache((held,), held.lengths[:, 0], held.lengths[:, 0] < 0)
+        cache = cache._replace(constants=no_constants(sizes))
+        return key_magnitudes(held, frame_at(cache, 0))
+
+    magnitudes = jax.jit(framed_magnitudes)
     alone = magnitudes(random_layer([7], 34, [length]))
     exact = (
         np.abs(np.asarray(random_layer([7], 34, [length]).k, np.float64))
@@ -232,7 +280,11 @@ def test_labels_follow_decoding_and_corrections(calibrated, file):
         )
     assert_labels_are_of_the_cache(cache, state)
     before = [np.asarray(layer.keys.packed) for layer in state]
-    cache, state = correct(params.decoder, policy, params.weights, FORCED[:, :3], cache, state)
+    borrowed = lent(params, policy)
+    cache, state = correct(
+        params.decoder, policy, params.weights, FORCED[:, :3], cache, state, borrowed
+    )
+    cache = lend(cache, borrowed)
     assert_labels_are_of_the_cache(cache, state)
     assert cache.layers[0].lengths[:, 0].tolist() == [40, 12]
     assert any((new.keys.packed != old).any() for new, old in zip(state, before, strict=True))
@@ -350,10 +402,17 @@ def test_another_models_calibration_is_refused(shape, tmp_path):
 
 
 def slow_weights(row):
-    """Sums |q·k| of every token with itself over the queries of each group: float64[L, K, H]."""
+    """Sums |q·k| in the frame of every token with itself over the queries of each group.
+
+    They are float64[L, K, H].
+    """
     weights = np.zeros((LAYERS, K, H))
+    spec = spec_of(tiny_params(), 1, page_size=16)
+    cache = lend(kv_cache.init(spec), lent(tiny_params(), "double_sparsity"))
     for layer, head in np.ndindex(LAYERS, K):
-        for q, k in zip(row.q[layer], row.k[layer][head], strict=True):
+        keys = np.array(row.k[layer][head], np.float64)
+        turned, _ = frame(cache, layer, head, np.arange(len(keys)) // 16 * (16 // PAGE))
+        for q, k in zip(row.q[layer], keys - turned, strict=True):
             for n in range(head * GROUP, (head + 1) * GROUP):
                 weights[layer, head] += np.abs(q[n] * k)
     return weights

@@ -13,6 +13,7 @@ from tiny import (
     assert_close,
     engine_logits,
     forced_logits,
+    lent,
     pooled_logits,
     random_prompts,
     random_tokens,
@@ -170,7 +171,10 @@ def primed(policy: Policy, batch: int = 2):
     carry = prefill.start(p.decoder, policy, *session.empty(spec, policy))
     tokens = jnp.asarray(np.stack([PROMPTS[1] + [0] * 7] * batch), jnp.int32)
     valid = jnp.full(batch, len(PROMPTS[1]), jnp.int32)
-    carry = prefill.prefill_chunk(p.decoder, policy, p.weights, tokens, valid, carry, last=True)
+    borrowed = lent(p, policy)
+    carry = prefill.prefill_chunk(
+        p.decoder, policy, p.weights, tokens, valid, carry, borrowed, last=True
+    )
     return carry.cache, carry.state
 
 
@@ -190,6 +194,7 @@ def test_jit_equals_eager(expression):
     made.adopt(session.Held(jnp.zeros((1, VOCAB)), *copied))
     _, jitted = forced_logits(made, FORCED[:1, :2])
     tokens = jnp.asarray(FORCED[:1, 0])
+    cache = kv_cache.lend(cache, lent(p, policy))
     eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state)
     assert_close(jitted, eager, rtol=1e-5)
 
@@ -208,6 +213,7 @@ def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)
     cache, state = primed(policy)
+    cache = kv_cache.lend(cache, jax.tree.map(jnp.copy, lent(p, policy)))  # donated
     args = p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0])
     copied = jax.tree.map(jnp.copy, (cache, state))
     before = row_of(policy, jax.tree.map(np.asarray, (cache, state)), 1)
@@ -295,18 +301,20 @@ def test_no_function_changes_the_type_of_the_state(policy):
     watched = checked(policy, called)
     spec = spec_of(p, 2, page_size=PAGE, num_pages=4)
     tokens, count = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)
+    borrowed = lent(p, policy)
 
     def run(weights):
-        cache, state = kv_cache.init(spec, fields=policy.needs), policy.init(spec)
+        cache, state = kv_cache.init(spec, fields=policy.fields), policy.init(spec)
         start = signature(jax.tree.map(jax.typeof, (cache, state)))
         for last in (False, True):
             carry = prefill.start(p.decoder, watched, cache, state)
             carry = prefill.prefill_chunk(
-                p.decoder, watched, weights, tokens, count, carry, last=last
+                p.decoder, watched, weights, tokens, count, carry, borrowed, last=last
             )
             cache, state = carry.cache, carry.state
+        cache = kv_cache.lend(cache, borrowed)
         _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
-        cache, state = correct(p.decoder, watched, weights, tokens[:, :3], cache, state)
+        cache, state = correct(p.decoder, watched, weights, tokens[:, :3], cache, state, borrowed)
         state, cache = watched.maintain(state, cache)
         assert signature(jax.tree.map(jax.typeof, (cache, state))) == start
         assert not any(weak for *_, weak in start[1])

@@ -70,7 +70,7 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
     params = tiny_params()
     spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
     spec = spec._replace(pool_pages=pool_pages)
-    cache = kv_cache.init(spec, fields=policy.needs)
+    cache = kv_cache.init(spec, fields=policy.fields)
     if scramble:
         for i, layer in enumerate(cache.layers):
             assert layer.free is not None

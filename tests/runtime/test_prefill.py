@@ -44,7 +44,7 @@ def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
     for b, prompt in enumerate(prompts):
         tokens[b, : len(prompt)] = prompt
     spec = spec_of(params, len(prompts), page_size=PAGE)._replace(pool_pages=pool_pages)
-    cache = kv_cache.init(spec, fields=policy.needs)
+    cache = kv_cache.init(spec, fields=policy.fields)
     carry, done = prefill.start(params.decoder, policy, cache, policy.init(spec)), 0
     for size in sizes:
         carry = prefill.prefill_chunk(

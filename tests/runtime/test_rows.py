@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from marks import slow_except
 from policy_table import TABLE
-from tiny import random_prompts, spec_of, tiny_params
+from tiny import lent, random_prompts, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 import jsparse
@@ -71,6 +71,7 @@ class Slots:
     def __init__(self, policy, groups):
         self.params = tiny_params(num_layers=2)
         self.policy = policy._replace(fallback=None)
+        self.lent = lent(self.params, policy)
         pool = GROUPS * HEADS + 1
         self.spec = spec_of(self.params, SLOTS, page_size=PAGE, num_pages=PAGES)
         self.spec = self.spec._replace(pool_pages=pool)
@@ -100,7 +101,8 @@ class Slots:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
             carry = prefill.read_prompts(
-                p.decoder, self.policy, p.weights, tokens, np.array([new.size]), carry
+                *(p.decoder, self.policy, p.weights, tokens, np.array([new.size]), carry),
+                lent=self.lent,
             )
         part = carry.cache, carry.state
         self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
@@ -120,10 +122,11 @@ class Slots:
         active = np.array([slot is not None for slot in self.slots])
         tokens = [int(s["logits"][-1].argmax()) if s else 0 for s in self.slots]
         p, policy = self.params, self.policy
-        logits, self.cache, self.state, shares = step(
+        logits, cache, self.state, shares = step(
             *(p.decoder, policy, p.weights, jnp.array(tokens, jnp.int32)),
-            *(self.cache, self.state, jnp.asarray(active)),
+            *(kv_cache.lend(self.cache, self.lent), self.state, jnp.asarray(active)),
         )
+        self.cache = kv_cache.lend(cache, kv_cache.NOTHING)
         assert np.isfinite(logits).all()
         assert (np.asarray(shares.attended)[~active] == 0).all()
         for slot, held in enumerate(self.slots):
@@ -138,11 +141,11 @@ class Slots:
             newest = self.slots[slot]["logits"][-policy.correct_every - 1 : -1]
             tokens = jnp.array([[int(x.argmax()) for x in newest]], jnp.int32)
             part = take(policy, self.spec, self.cache, self.state, rows)
-            part = correct(p.decoder, policy, p.weights, tokens, *part)
+            part = correct(p.decoder, policy, p.weights, tokens, *part, self.lent)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
         if policy.period and age % policy.period == 0:
             part = take(policy, self.spec, self.cache, self.state, rows)
-            part = maintain(policy, *part)
+            part = maintain(policy, *part, self.lent)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
 
     def run(self, requests, order):
