@@ -27,8 +27,6 @@ from jsparse.runtime import capacity, prefill
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
 
-PAGE = 16
-
 
 def calibrate_channels(
     params: Params, prompt: Any, *, on_progress: OnProgress | None = None
@@ -48,7 +46,7 @@ def calibrate_channels(
             context, or in memory.
     """
     rows, _ = prompts.encode(params, prompt)
-    spec = cache_spec(params, rows, 1, None, PAGE)._replace(batch=1)
+    spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
     chunk, report = prefill.chunk_tokens(params.decoder, 1), on_progress or (lambda *_: None)
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
     for ids in rows:
@@ -88,8 +86,8 @@ def _weights(view: PrefillView, frame: KeyFrame) -> Float32[Array, "B K H"]:
     scaled = jax.vmap(partial(scaled_queries, frame=frame))(q)
     grouped = scaled.reshape(*view.k.shape[:3], -1, q.shape[-1])
     heads = (view.k.shape[0], view.k.shape[2], view.k.shape[1])
-    pages = jnp.broadcast_to((view.positions // PAGE)[:, None], heads)
+    slots = jnp.broadcast_to(view.positions[:, None], heads)
     products = jnp.sum(jnp.abs(grouped), axis=3) * jnp.abs(
-        into_frame(view.k.swapaxes(1, 2), frame, pages)
+        into_frame(view.k.swapaxes(1, 2), frame, slots)
     ).swapaxes(1, 2)
     return jnp.sum(jnp.where((nth < view.valid[:, None])[:, :, None, None], products, 0.0), axis=1)

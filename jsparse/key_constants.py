@@ -4,15 +4,16 @@ Some models have channels of K that hardly vary and are far from 0: the biases o
 200. A few bits per token would be spent on them. So quantised copies hold what is left when the
 mean key is taken off, divided by how far that reaches.
 
-The mean is that of keys before RoPE, rotated to the first position of each page: RoPE turns a
-constant channel, and a mean taken behind RoPE holds only near the positions it was taken at. Within
-a page a channel of long wavelength hardly turns, and one of short wavelength averages out.
+The mean is that of keys before RoPE, rotated to the first position of each span of SPAN tokens:
+RoPE turns a constant channel, and a mean taken behind RoPE holds only near the positions it was
+taken at. Within a span a channel of long wavelength hardly turns. In one of short wavelength a mean
+shortens nothing, and none is taken off there.
 
 Dot products are the same in the frame, up to rounding:
 
-    q·k = (q · half_range)·((k - R(page)·mid) / half_range) + q·R(page)·mid
+    q·k = (q · half_range)·((k - R(span)·mid) / half_range) + q·R(span)·mid
 
-The last term is one number per page and query head, `page_terms`.
+The last term is one number per span and query head, `span_terms`.
 """
 
 from typing import NamedTuple
@@ -21,15 +22,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import KVCache
+from jsparse.cache import KVCache, LayerCache
+
+SPAN = 128  # tokens
 
 
 class KeyConstants(NamedTuple):
     """Holds the constants of all layers; its fields are their names among a model's constants.
 
     Attributes:
-        key_mid: the mean key before RoPE.
-        key_half_range: the reach of k - R(page)·mid in each rotated pair, channels i and i + H/2;
+        key_mid: the mean key before RoPE; 0 in pairs where taking it off gains little.
+        key_half_range: the reach of k - R(span)·mid in each rotated pair, channels i and i + H/2;
             above 0.
         rope_frequencies: the angle per position of each pair.
     """
@@ -49,12 +52,12 @@ class KeyFrame(NamedTuple):
     Attributes:
         mid, half_range: those of the layer.
         angles: the cosines, then the sines, of every pair's angle at the first position of each
-            logical page; the same array in all layers.
+            span of a head's slots; the same array in all layers.
     """
 
     mid: Float32[Array, "K H"]
     half_range: Float32[Array, "K H/2"]
-    angles: Float32[Array, "M H"]
+    angles: Float32[Array, "spans H"]
 
 
 def frame_at(cache: KVCache, layer: int) -> KeyFrame:
@@ -71,24 +74,29 @@ def frame_at(cache: KVCache, layer: int) -> KeyFrame:
             f"cache.constants has {sorted(lent)}: must have {missing}, as the policy needs"
         )
     constants = KeyConstants(*(lent[name] for name in KEY_CONSTANTS))
-    angles = page_angles(constants.rope_frequencies, held.num_pages, held.page_size)
+    first = jnp.arange(num_spans(held), dtype=jnp.int32) * SPAN
+    angles = angles_at(first, constants.rope_frequencies)
     return KeyFrame(constants.key_mid[layer], constants.key_half_range[layer], angles)
 
 
-def page_angles(
-    frequencies: Float32[Array, "H/2"], num_pages: int, page_size: int
-) -> Float32[Array, "M H"]:
-    """Return cosines and sines of every pair's angle at the first position of each page."""
-    first = jnp.arange(num_pages, dtype=jnp.int32) * page_size
-    angles = first[:, None].astype(jnp.float32) * frequencies
+def num_spans(held: LayerCache) -> int:
+    """Return the number of spans of a head's slots; the last may be cut short."""
+    return -(-held.capacity // SPAN)
+
+
+def angles_at(
+    positions: Int32[Array, "*n"], frequencies: Float32[Array, "H/2"]
+) -> Float32[Array, "*n H"]:
+    """Return the cosines, then the sines, of every pair's angle at these positions."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def into_frame(
-    k: Float[Array, "B K T H"], frame: KeyFrame, pages: Int32[Array, "B K T"]
+    k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Return (k - R(page)·mid) / half_range for keys that lie in these logical pages."""
-    mid = rotated(frame.mid[:, None], frame.angles[pages])
+    """Return (k - R(span)·mid) / half_range for keys that lie in these slots."""
+    mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return (k.astype(jnp.float32) - mid) / _by_channel(frame)[:, None]
 
 
@@ -108,15 +116,15 @@ def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, 
     return (grouped * _by_channel(frame)[:, None]).reshape(q.shape)
 
 
-def page_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N M"]:
-    """Return q·R(page)·mid for all logical pages: what logits lack in the frame, unscaled."""
+def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
+    """Return q·R(span)·mid for all spans: what logits lack in the frame, unscaled."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     q_low, q_high = jnp.split(grouped, 2, axis=-1)
     low, high = jnp.split(frame.mid[:, None], 2, axis=-1)
     of_angles = jnp.concatenate([q_low * low + q_high * high, q_high * low - q_low * high], -1)
     return jnp.einsum(
-        "bnh,mh->bnm",
+        "bnh,sh->bns",
         of_angles.reshape(q.shape),
         frame.angles,
         precision=jax.lax.Precision.HIGHEST,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Float32, Int32, UInt8
 
 from jsparse.cache import CacheSpec, LayerCache
-from jsparse.key_constants import KeyFrame
+from jsparse.key_constants import KeyFrame, num_spans
 
 LEVELS = 15
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -95,7 +95,7 @@ def check_frame(
         raise ValueError(f"channels.shape={channels.shape}: must begin with [B, K] = {heads}")
     if frame is None:
         return
-    wanted = KeyFrame((heads[1], head_dim), (heads[1], head_dim // 2), (layer.num_pages, head_dim))
+    wanted = KeyFrame((heads[1], head_dim), (heads[1], head_dim // 2), (num_spans(layer), head_dim))
     for field, given, fits in zip(frame._fields, frame, wanted, strict=True):
         if given.shape != fits:
             raise ValueError(

@@ -171,8 +171,8 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
     The order of the additions depends on neither batch nor capacity.
     """
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    pages = jnp.broadcast_to(slots // held.page_size, (*held.lengths.shape, held.capacity))
-    k = into_frame(read_heads(held.k, held), frame, pages)
+    all_slots = jnp.broadcast_to(slots, (*held.lengths.shape, held.capacity))
+    k = into_frame(read_heads(held.k, held), frame, all_slots)
     sums = jnp.where((slots < held.lengths[..., None])[..., None], jnp.abs(k), 0.0)
     while sums.shape[2] > 1:
         sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.key_constants import KEY_CONSTANTS, KeyConstants, page_angles, rotated
+from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
@@ -28,7 +28,7 @@ from jsparse.runtime.prefill import OnProgress, flash
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the mean and the reach of keys
-PAGE = 16  # tokens within which a mean key is taken not to turn
+GAIN = 0.8  # a mean is taken off where the reach becomes less than this part of what it was
 HEAD_ROOM = 1.1  # how much further keys of other texts may reach
 SAMPLES = 4096  # numbers of the weights in a fingerprint
 VERSION = 1  # of how constants are made; files of other versions are not found
@@ -88,12 +88,10 @@ MAKERS: dict[str, Callable[[Params, OnProgress], dict[str, Array]]] = dict.fromk
 def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants:
     frequencies = jnp.asarray(rope_frequencies(decoder.config))
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    by_token = page_angles(frequencies, tokens.shape[1], 1)
-    by_page = by_token[positions // PAGE * PAGE]
     found = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        found.append(_mid_and_reach(k[0].swapaxes(0, 1), by_token, by_page))
+        found.append(mid_and_reach(k[0].swapaxes(0, 1), positions, frequencies))
         return flash(q, k, v, causal=True)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
@@ -101,16 +99,22 @@ def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants
     return KeyConstants(mid, half_range, frequencies)
 
 
-def _mid_and_reach(
-    k: Float[Array, "K T H"], by_token: Float32[Array, "T H"], by_page: Float32[Array, "T H"]
+def mid_and_reach(
+    k: Float[Array, "K T H"], positions: Int32[Array, "T"], frequencies: Float32[Array, "H/2"]
 ) -> tuple[Float32[Array, "K H"], Float32[Array, "K H/2"]]:
-    """Returns one layer's constants for keys after RoPE, and the angles of tokens and pages."""
-    half = k.shape[-1] // 2
-    back = by_token * jnp.where(jnp.arange(2 * half) < half, 1, -1)
-    mid = jnp.mean(rotated(k, back), axis=1)
-    left = jnp.abs(k.astype(jnp.float32) - rotated(mid[:, None], by_page))
-    reach = HEAD_ROOM * jnp.max(left.reshape(*left.shape[:2], 2, half), axis=(1, 2))
-    return mid, jnp.where(reach > 0, reach, 1.0)
+    """Returns `mid` and `half_range` of one layer from keys after RoPE at these positions."""
+    k = k.astype(jnp.float32)
+    mid = jnp.mean(rotated(k, angles_at(-positions, frequencies)), axis=1)
+    of_spans = angles_at(positions // SPAN * SPAN, frequencies)
+    before, after = (_reach(x) for x in (k, k - rotated(mid[:, None], of_spans)))
+    shorter = after < GAIN * before
+    reach = HEAD_ROOM * jnp.where(shorter, after, before)
+    return mid * jnp.tile(shorter, 2), jnp.where(reach > 0, reach, 1.0)
+
+
+def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K H/2"]:
+    """Returns the largest |k| of each pair."""
+    return jnp.max(jnp.abs(k).reshape(*k.shape[:2], 2, k.shape[-1] // 2), axis=(1, 2))
 
 
 def _found_or_made(

@@ -23,15 +23,14 @@ def int4_append(
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)
-    logical = jnp.where(ok, slots // layer.page_size, 0)
-    pages = physical_pages(layer, logical)
+    pages = physical_pages(layer, jnp.where(ok, slots // layer.page_size, 0))
     at = (
         jnp.where(ok, pages, keys.scale.shape[0]),
         slots % layer.page_size,
     )  # out of range: dropped
     rows = k.astype(layer.k.dtype).swapaxes(1, 2)
     if frame is not None:
-        rows = into_frame(rows, frame, logical)
+        rows = into_frame(rows, frame, jnp.where(ok, slots, 0))
     if channels is not None:
         rows = jnp.take_along_axis(rows, channels[:, :, None], axis=-1)
     return Int4Keys(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, read_heads, read_pages
-from jsparse.key_constants import KeyFrame, page_terms, scaled_queries
+from jsparse.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise
 from jsparse.selection import Selection, unpack_bits
 
@@ -35,24 +35,29 @@ def int4_scores(
         grouped = jnp.take_along_axis(grouped, channels[:, :, None], axis=-1)
     scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, precision=jax.lax.Precision.HIGHEST)
     if frame is not None:
-        terms = page_terms(q, frame).reshape(*scores.shape[:3], -1)
-        if selection is not None:
-            terms = jnp.take_along_axis(terms, selection.ids[:, :, None], axis=-1, mode="clip")
-        scores += jnp.repeat(terms, layer.page_size, axis=-1)
+        terms = span_terms(q, frame).reshape(*scores.shape[:3], -1)
+        spans = _slots(layer, selection) // SPAN
+        scores += jnp.take_along_axis(terms, spans[:, :, None], axis=-1, mode="clip")
     scores *= sm_scale
     return jnp.where(seen[:, :, None], scores, -jnp.inf).reshape(batch, heads, seen.shape[-1])
 
 
 def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
     """Mark the slots of the listed pages that count."""
-    slots = selection.ids[..., None] * layer.page_size + jnp.arange(
-        layer.page_size, dtype=jnp.int32
-    )
+    slots = _slots(layer, selection).reshape(*selection.ids.shape, layer.page_size)
     listed = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     seen = (slots < layer.lengths[..., None, None]) & listed[..., None]
     if selection.bits is not None:
         seen &= unpack_bits(selection.bits, layer.page_size)
     return _flat(seen)
+
+
+def _slots(layer: LayerCache, selection: Selection | None) -> Int32[Array, "B K slots"]:
+    """Return the slots of the listed pages, or of all."""
+    if selection is None:
+        return jax.lax.broadcasted_iota(jnp.int32, (*layer.lengths.shape, layer.capacity), 2)
+    within = jnp.arange(layer.page_size, dtype=jnp.int32)
+    return _flat(selection.ids[..., None] * layer.page_size + within)
 
 
 def _flat(pages: Array) -> Array:

@@ -70,13 +70,13 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     return lend(session.held.cache, lent(params, policy)), session.held.state
 
 
-def frame(cache, layer, head, pages):
-    """The frame of one head, in float64: R(page)·mid of these pages, and the range by channel."""
+def frame(cache, layer, head, spans):
+    """The frame of one head, in float64: R(span)·mid of these spans, and the range by channel."""
     mid, half, frequencies = (
         np.asarray(cache.constants[name], np.float64) for name in KEY_CONSTANTS
     )
     low, high = np.split(mid[layer, head], 2)
-    angles = np.outer(pages * PAGE, frequencies)
+    angles = np.outer(spans * 128, frequencies)
     cos, sin = np.cos(angles), np.sin(angles)
     turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return turned, np.tile(half[layer, head], 2)
@@ -84,7 +84,7 @@ def frame(cache, layer, head, pages):
 
 def framed(k, cache, layer, head):
     """Keys [n, H] of one head from its first slot on, in the frame."""
-    turned, half = frame(cache, layer, head, np.arange(len(k)) // PAGE)
+    turned, half = frame(cache, layer, head, np.arange(len(k)) // 128)
     return (k - turned) / half
 
 
@@ -130,10 +130,8 @@ def assert_labels_are_of_the_cache(cache, state):
 def labels_of(cache, layer, channels):
     """The labels of all slots, from the keys that the cache holds."""
     held = cache.layers[layer]
-    pages = jnp.broadcast_to(
-        jnp.arange(held.capacity) // PAGE, (*held.lengths.shape, held.capacity)
-    )
-    k = into_frame(read_heads(held.k, held), frame_at(cache, layer), pages)
+    slots = jnp.broadcast_to(jnp.arange(held.capacity), (*held.lengths.shape, held.capacity))
+    k = into_frame(read_heads(held.k, held), frame_at(cache, layer), slots)
     return quantise(jnp.take_along_axis(k, channels[:, :, None], axis=-1))
 
 
@@ -171,7 +169,7 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
 def best(cache, layer, row, head, channels, q, budget, granularity):
     """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
     labels = np.array([labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]])
-    turned, half = frame(cache, layer, head, np.arange(len(labels)) // PAGE)
+    turned, half = frame(cache, layer, head, np.arange(len(labels)) // 128)
     logits = (q * half)[:, channels] @ labels.T + q @ turned.T
     weights = np.array([softmax(list(one / H**0.5)) for one in logits])
     if granularity == "page":
@@ -411,7 +409,7 @@ def slow_weights(row):
     cache = lend(kv_cache.init(spec), lent(tiny_params(), "double_sparsity"))
     for layer, head in np.ndindex(LAYERS, K):
         keys = np.array(row.k[layer][head], np.float64)
-        turned, _ = frame(cache, layer, head, np.arange(len(keys)) // 16 * (16 // PAGE))
+        turned, _ = frame(cache, layer, head, np.arange(len(keys)) // 128)
         for q, k in zip(row.q[layer], keys - turned, strict=True):
             for n in range(head * GROUP, (head + 1) * GROUP):
                 weights[layer, head] += np.abs(q[n] * k)
