@@ -95,13 +95,13 @@ def lychee(gates: Path) -> tuple[str, ...]:
         *(f"value={value}, rule='top_p'" for value in (0.8, 0.9, 0.95)),
         *(f"value={value}, rule='threshold'" for value in (0.01, 0.003, 0.001)),
         "value=512, correct_every=32",
+        "value=512, sink=0, recent=0",
     )
     return (
         *(f"lychee_decode({file!r}, value=512)" for file in files),
         *(f"lychee_decode({files[0]!r}, {way})" for way in ways),
-        f"keep(lychee_decode({files[0]!r}, value=448), sink=4, recent=60)",
         *(f"duo_attention({file!r}, sink=64, recent=448)" for file in (files[0], files[2])),
-        "tidal(budget=512)",
+        *("tidal(budget=512)", "tidal(budget=512, sink=0, recent=0)"),
         _behind_two("quest(budget=1024)"),
     )
 

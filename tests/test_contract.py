@@ -669,13 +669,14 @@ PER_ROW = [
     ("twilight(all_pages(), p={})", "p", 0.5, 0.7, 0.9),
     ("twilight(oracle_top_p(p=0.8), p={}, prune='bits')", "p", 0.5, 0.7, 0.9),
     ("keep(twilight(quest(budget=16), p={}, prune='token'), sink=1, recent=2)", "p", 0.5, 0.7, 0.9),
-    ("lychee_decode(((1, 1), (0, 0)), rule='top_p', value={})", "value", 0.3, 0.6, 0.8),
+    ("lychee_decode(((1, 1), (0, 0)), rule='top_p', value={}, recent=2)", "value", 0.3, 0.6, 0.8),
     (
-        "lychee_decode(((1, 1), (0, 1)), rule='threshold', value={}, granularity='token')",
+        "lychee_decode(((1, 1), (0, 1)), rule='threshold', value={}, "
+        "granularity='token', sink=0, recent=0)",
         "value", 0.02, 0.05, 0.2,
     ),
     (
-        "twilight(lychee_decode(((1, 1), (0, 0)), rule='top_p', value={}), p=0.9)",
+        "twilight(lychee_decode(((1, 1), (0, 0)), rule='top_p', value={}, recent=2), p=0.9)",
         "value", 0.3, 0.6, 0.8,
     ),
 ]  # fmt: skip

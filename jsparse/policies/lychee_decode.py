@@ -9,9 +9,10 @@ et al.), arXiv:2602.04541. As in its appendix F, the weights of a group's mean q
 query heads. Attention reports them from the pass that it makes anyway, so picking reads no K.
 
 Where we differ: sets consist of pages of 16 tokens by default, since those are read at the full
-speed of memory (`granularity="token"` is the paper's). The weights of the projections are not
-reordered by head type, since one pool of work units over all heads of the batch needs no contiguous
-heads.
+speed of memory (`granularity="token"` is the paper's). Sinks and recent text are always picked,
+since the layers behind a retrieval head need them even where it passes them over (`sink=0,
+recent=0` is the paper's). The weights of the projections are not reordered by head type, since one
+pool of work units over all heads of the batch needs no contiguous heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +24,10 @@ from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.deprecated import renamed_arguments
-from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import ListedLogits, Stats
 from jsparse.policies import head_gates
+from jsparse.policies.picks import pick
 from jsparse.policy import Policy, State, below_one, builder, fraction, knob, whole_number
 from jsparse.selection import Granularity, Selection
 
@@ -64,6 +66,8 @@ def lychee_decode(
     rule: Rule = "top_k",
     granularity: Granularity = "page",
     correct_every: int = 0,
+    sink: int = 4,
+    recent: int = 64,
 ) -> Policy:
     """Attend to everything in retrieval heads and, in the others, to what these picked.
 
@@ -83,6 +87,11 @@ def lychee_decode(
             weights, "token" for single tokens.
         correct_every: the number of new tokens after which K and V of the newest tokens are
             recomputed densely; 0 is never. The paper uses 32.
+        sink: the number of first tokens that are picked, or whose pages are, whatever they weigh.
+        recent: the same of the last tokens. "top_k" and "ratio" count both among what they pick, so
+            a head attends to no more than without them; where they are more than that, it picks
+            the heaviest of them. "top_p" and "threshold" pick by their rule, and both are added.
+            0 and 0 are the paper's.
     """
     for name, given, kinds in (("rule", rule, Rule), ("granularity", granularity, Granularity)):
         if given not in get_args(kinds):
@@ -93,7 +102,8 @@ def lychee_decode(
         check("value", number)
     except ValueError as error:
         raise ValueError(f"{error} where rule={rule!r}") from None
-    whole_number("correct_every", correct_every, 0)
+    for name, count in (("correct_every", correct_every), ("sink", sink), ("recent", recent)):
+        whole_number(name, count, 0)
     retrieval = head_gates.retrieval_heads(gates)
     if not retrieval[0].all():
         raise ValueError(
@@ -149,11 +159,16 @@ def lychee_decode(
             return state
         assert isinstance(stats, Stats)
         ids, count = state
-        picked = threshold_select(
-            stats.scores[:, :, None],
-            cut(cache.layers[layer], knob(cache, "value", number)),
+        held = cache.layers[layer]
+        picked = pick(
+            stats.scores,
+            cut(held, knob(cache, "value", number)),
+            held.lengths,
+            sink=sink,
+            recent=recent,
             capacity=ids.shape[-1],
             granularity=granularity,
+            unit=size(held.page_size),
         )
         here = head_gates.of_rows(retrieval[layer], len(count))
         return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)

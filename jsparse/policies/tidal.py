@@ -7,27 +7,35 @@ et al.), arXiv:2410.05076.
 
 Where we differ: the weights of a group's mean query stand for its query heads, since dense
 attention can report them without a second pass over K. The weights of all KV heads are averaged, so
-that every head attends to the same tokens.
+that every head attends to the same tokens. Sinks and recent text are always among them; `sink=0,
+recent=0` is the paper's.
 """
 
 import jax.numpy as jnp
 
 from jsparse.cache import KVCache
-from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.threshold_select import TopK
+from jsparse.policies.picks import pick
 from jsparse.policy import Policy, State, builder, whole_number
 from jsparse.selection import Selection, everything
 
 
 @builder
-def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
+def tidal(
+    budget: int = 1024, first: int = 2, again: int = 13, sink: int = 4, recent: int = 64
+) -> Policy:
     """Attend to the `budget` tokens that layer `first`, and later `again`, weighs most.
 
     Layers up to `first` and layer `again` are dense. The defaults are the paper's for models of 32
     layers; a model without layer `again` picks once. All heads of a row must hold the same number
     of tokens.
+
+    The first `sink` and the last `recent` tokens are among the `budget`, whatever they weigh; where
+    they are more than it, the heaviest of them take all of it. 0 and 0 are the paper's.
     """
-    for name, value, least in (("budget", budget, 1), ("first", first, 0), ("again", again, 0)):
-        whole_number(name, value, least)
+    whole_number("budget", budget, 1)
+    for name, value in (("first", first), ("again", again), ("sink", sink), ("recent", recent)):
+        whole_number(name, value, 0)
 
     def picks(layer: int) -> bool:
         return layer in (first, again)
@@ -51,12 +59,19 @@ def tidal(budget: int = 1024, first: int = 2, again: int = 13) -> Policy:
     def update(state: State, layer: int, stats, cache: KVCache):
         if not picks(layer):
             return state
-        weights = jnp.exp(stats.scores - stats.lse[..., None])
-        weights = jnp.mean(jnp.where(jnp.isfinite(stats.scores), weights, 0.0), axis=1)
-        held = jnp.max(cache.layers[layer].lengths, axis=1, keepdims=True)
+        weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
+        held = stats.scores[:, :1] > -jnp.inf
         capacity = state[0].shape[-1]
-        chosen = threshold_select(
-            weights[:, None, None], TopK(capacity), capacity=capacity, weights="raw", lengths=held
+        chosen = pick(
+            jnp.where(held, weights, -jnp.inf),
+            TopK(capacity),
+            cache.layers[layer].lengths[:, :1],
+            sink=sink,
+            recent=recent,
+            capacity=capacity,
+            granularity="token",
+            unit=1,
+            weights="raw",
         )
         return chosen.ids[:, 0], chosen.count[:, 0]
 

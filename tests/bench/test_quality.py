@@ -39,15 +39,15 @@ def test_lychee_compares_all_gates_and_names_them_as_given(gates):
     at_512 = [
         name for name in names if name.startswith("lychee") and "value=512, rule='top_k'" in name
     ]
-    compared = [name for name in at_512 if "granularity='page', correct_every=0" in name]
+    usual = "granularity='page', correct_every=0, sink=4, recent=64"
+    compared = [name for name in at_512 if usual in name]
     assert [name.partition("'")[2].partition("'")[0] for name in compared] == [
         str(gates / f"{name}.safetensors") for name in GATES
     ]
     assert Counter(name.partition("(")[0] for name in names) == {
-        "lychee_decode": 7 + 3 + 3 + 3 + 3 + 3 + 1,
+        "lychee_decode": 7 + 3 + 3 + 3 + 3 + 3 + 2,
         "duo_attention": 2,
-        "keep": 1,
-        "tidal": 1,
+        "tidal": 2,
         "dense_layers": 1,
     }
 

@@ -31,7 +31,8 @@ CHANGED = 0.02  # of the largest logit: far from what rounding does
 
 
 def lychee(**arguments):
-    return jsparse.lychee_decode(**{"gates": GATES, **arguments})
+    """The paper's method, which keeps no sinks, unless the arguments say otherwise."""
+    return jsparse.lychee_decode(**{"gates": GATES, "sink": 0, "recent": 0, **arguments})
 
 
 def best(weights, count):
@@ -161,7 +162,7 @@ def updated(policy, lengths, granularity, seed=0):
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
 def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
-    policy = jsparse.lychee_decode(((1, 1),), 0.75, "ratio", granularity)
+    policy = lychee(gates=((1, 1),), value=0.75, rule="ratio", granularity=granularity)
     ids, count, weights = updated(policy, (1, 4, 5, 31, 32, 33, 64, 65), granularity)
     assert (count[:, 0] == count[:, 1]).all()
     assert count[:, 0].tolist() == (
@@ -171,6 +172,56 @@ def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
         assert ids[at][: count[at]].tolist() == sorted(
             np.argsort(-weights[at])[: count[at]].tolist()
         )
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize("rule", RULES)
+def test_sinks_and_recent_text_are_picked_within_the_budget(rule, granularity):
+    """Of 3 and 9 tokens; of a budget that is smaller, the heaviest."""
+    arguments, pick = RULES[rule]
+    size, lengths = PAGE if granularity == "page" else 1, (1, 5, 17, 45, 64, 65)
+    policy = lychee(
+        gates=((1, 1),), rule=rule, granularity=granularity, sink=3, recent=9, **arguments
+    )
+    ids, count, weights = updated(policy, lengths, granularity)
+    for b, head in np.ndindex(*count.shape):
+        length, row = lengths[b], weights[b, head]
+        row = row[: -(-length // size)] / row.sum()
+        kept = {slot // size for slot in range(length) if slot < 3 or slot >= length - 9}
+        if rule in ("top_k", "ratio"):
+            number = min(len(pick(row, length, size)), len(row))
+            expected = set(best(row + [unit in kept for unit in range(len(row))], number))
+        else:
+            expected = kept | set(pick(row, length, size))
+        assert ids[b, head][: count[b, head]].tolist() == sorted(expected)
+
+
+def test_heads_attend_to_the_newest_text_of_each_step():
+    """In the layers behind the one that picks, too, and to `value` tokens at most."""
+    policy, seen = lychee(value=20, granularity="token", sink=2, recent=6), []
+
+    def select(state, layer, q, cache):
+        chosen, summary, after = policy.select(state, layer, q, cache)
+        arrays = chosen.ids, chosen.count, cache.layers[layer].lengths
+        jax.debug.callback(
+            lambda *arrays: seen.append((layer, *map(np.asarray, arrays))), *arrays, ordered=True
+        )
+        return chosen, summary, after
+
+    prompts, steps = PROMPTS[:2], 3
+    engine_logits(
+        params(), policy._replace(select=select), prompts, FORCED[:2, : steps + 1], page_size=PAGE
+    )
+    jax.effects_barrier()
+    assert len(seen) == steps * len(GATES)
+    for nth, (layer, ids, count, lengths) in enumerate(seen):
+        for row, prompt in enumerate(prompts):
+            length = len(prompt) + nth // len(GATES) + 1
+            assert (lengths[row] == length).all()
+            for head in np.flatnonzero(~np.array(GATES[layer], bool)):
+                slots = ids[row, head][: count[row, head]].tolist()
+                assert len(slots) == min(20, length)
+                assert {0, 1, *range(length - 6, length)} <= set(slots)
 
 
 def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
@@ -225,7 +276,7 @@ def test_lists_are_as_long_as_their_rule_can_need(arguments, page, token):
 
 
 def test_a_budget_below_a_page_picks_one_page():
-    ids, count, weights = updated(jsparse.lychee_decode(((1, 1),), 3), (45, 17), "page")
+    ids, count, weights = updated(lychee(gates=((1, 1),), value=3), (45, 17), "page")
     assert count.tolist() == [[1, 1], [1, 1]]
     assert ids[..., 0].tolist() == weights.argmax(-1).tolist()
 
@@ -355,6 +406,8 @@ def test_corrections_give_the_keys_and_values_of_dense_decoding():
             "value=1: must be a number from 0 to below 1 where rule='ratio'",
         ),
         ({"granularity": "block"}, r"granularity='block': must be one of \['page', 'token'\]"),
+        ({"sink": -1}, "sink=-1: must be an integer of at least 0"),
+        ({"recent": 64.0}, "recent=64.0: must be an integer of at least 0"),
         ({"correct_every": -1}, "correct_every=-1: must be an integer of at least 0"),
         ({"correct_every": 32.0}, "correct_every=32.0: must be an integer of at least 0"),
         (

@@ -203,7 +203,7 @@ SOME = (
     "dense()",
     "quest(budget=16)",
     "double_sparsity(budget=8)",
-    "lychee_decode(((1, 1), (0, 1)), value=16)",
+    "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
     "twilight(all_pages(), p=0.6)",
 )
 

@@ -16,7 +16,7 @@ def stats_of(logits):
 
 
 def test_heads_share_the_tokens_of_greatest_mean_weight():
-    budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3))
+    budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3, sink=0, recent=0))
     rng = np.random.default_rng(1)
     logits = 2 * rng.normal(size=(2, 2, layer.held.capacity))
     logits[..., layer.length :] = -np.inf
@@ -33,6 +33,21 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
     ids, count = layer.policy.update(state, 3, stats_of(np.roll(logits, 5, axis=-1)), deep)
     assert count.tolist() == [budget, budget]
     assert ids[0].tolist() != state[0][0].tolist()
+
+
+@pytest.mark.parametrize("budget", [5, 12])
+def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
+    """Of 3 and 4 tokens; of a budget that is smaller, the heaviest."""
+    layer = OneLayer(jsparse.tidal(budget=budget, first=0, again=3, sink=3, recent=4))
+    logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.held.capacity))
+    logits[..., layer.length :] = -np.inf
+    ids, count = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    weights = np.exp(logits)
+    mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
+    mean[:, [*range(3), *range(layer.length - 4, layer.length)]] += 1
+    assert count.tolist() == [budget, budget]
+    for b in range(2):
+        assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
 
 
 def test_a_head_that_holds_less_than_the_budget_lists_it_all():
@@ -64,7 +79,9 @@ def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
     ]
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 0}, {"first": -1}, {"again": 2.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"first": -1}, {"again": 2.0}, {"sink": -1}, {"recent": 1.5}]
+)
 def test_wrong_hyper_parameters_are_refused(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}: must be an integer"):

@@ -30,8 +30,8 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
     "quest(budget=64)": (16, "bounds_append: triton"),
     "quest(budget=64, bounds_dtype='uint8')": (16, "page_bounds: triton"),
     "double_sparsity(budget=64)": (16, "int4_scores: triton"),
-    "tidal(budget=64, first=0, again=5)": (16, "place_logits: triton"),
-    "lychee_decode([[1, 1], [0, 1], [0, 0]], value=64)": (16, "place_logits: triton"),
+    "tidal(budget=64, first=0, again=5, recent=16)": (16, "place_logits: triton"),
+    "lychee_decode([[1, 1], [0, 1], [0, 0]], value=64, recent=16)": (16, "place_logits: triton"),
     "lychee_decode([[1, 1], [0, 1], [0, 0]], value=192, granularity='token')": (
         16,
         "token_sparse_decode: triton",
