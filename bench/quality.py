@@ -192,6 +192,7 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
             "--batch",
             str(args.batch),
             *["--resume"] * args.resume,
+            *["--yardstick"] * args.yardstick,
         ]
         gpu = free.get()
         environment = os.environ | {
@@ -211,7 +212,7 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
     wanted = {
         "policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)
     }
-    wanted |= {"tasks": list(args.tasks), "samples": args.samples}
+    wanted |= {"tasks": list(args.tasks), "samples": args.samples, "yardstick": args.yardstick}
     for name, value in wanted.items():
         if report["settings"][name] != value:
             raise ValueError(
@@ -281,6 +282,9 @@ def main() -> None:
         "--gpus", type=int, default=1, help="GPUs that the processes share (default 1)"
     )
     parser.add_argument("--resume", action="store_true", help="continue an unfinished run")
+    parser.add_argument(
+        "--yardstick", action="store_true", help="as in `jsparse eval`, beside the task kl"
+    )
     args = parser.parse_args()
     for name in ("samples", "batch", "groups", "processes", "gpus"):
         if getattr(args, name) < 1:
@@ -301,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
     environment, chosen = describe(allow_modified=args.allow_modified), SETS[args.set]
     policies, lengths = args.policy or chosen.policies(args.gates), args.lengths or chosen.lengths
     args.tasks = args.tasks or chosen.tasks
-    plan(policies, args.tasks, lengths, args.samples)
+    plan(policies, args.tasks, lengths, args.samples, yardstick=args.yardstick)
     free = devices(args.gpus, args.processes)
     args.json = args.json.resolve()
     args.json.parent.mkdir(parents=True, exist_ok=True)

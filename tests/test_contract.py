@@ -666,6 +666,8 @@ def knob_logits(policies, layers=2):
 PER_ROW = [
     ("oracle_top_p(p={})", "p", 0.5, 0.7, 0.9),
     ("oracle_top_p(p={}, granularity='page')", "p", 0.5, 0.7, 0.9),
+    ("oracle_top_k(budget={})", "budget", 3, 16, 9),
+    ("oracle_top_k(budget={}, granularity='page')", "budget", 9, 24, 16),
     ("twilight(all_pages(), p={})", "p", 0.5, 0.7, 0.9),
     ("twilight(oracle_top_p(p=0.8), p={}, prune='bits')", "p", 0.5, 0.7, 0.9),
     ("keep(twilight(quest(budget=16), p={}, prune='token'), sink=1, recent=2)", "p", 0.5, 0.7, 0.9),
@@ -747,6 +749,7 @@ def test_rows_can_be_dense(policy):
         ("oracle_top_p()", {"p": float("nan")}, ["p=nan", "number"]),
         ("oracle_top_p()", {"p": "0.5"}, ["p='0.5'", "number"]),
         ("oracle_top_p()", {"p": True}, ["p=True", "number"]),
+        ("oracle_top_k()", {"budget": 0}, ["budget=0", "at least 1"]),
         ("twilight(all_pages())", {"p": 0}, ["p=0", "above 0"]),
         ("keep(dense_layers(oracle_top_p()))", {"p": 2}, ["p=2", "at most 1"]),
         ("twilight(lychee_decode(((1, 1), (0, 0)), rule='top_p'))", {"value": 3},

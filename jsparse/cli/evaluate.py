@@ -42,6 +42,14 @@ def evaluate(
     chat: Annotated[
         bool, Option("--chat", help="Send each prompt as a user message, for a chat model.")
     ] = False,
+    yardstick: Annotated[
+        bool,
+        Option(
+            "--yardstick",
+            help="Beside the task kl, measure exact top-k attention that reads as many bytes as "
+            "each policy.",
+        ),
+    ] = False,
     text: Annotated[
         Path | None,
         Option(help="UTF-8 text file for kl, ppl and attention, instead of the built-in text."),
@@ -78,6 +86,7 @@ def evaluate(
         "chat": chat,
         "text": text,
         "files": files,
+        "yardstick": yardstick,
     }
     chosen = [resolve(text).name for text in policy or []]
     wanted = plan(chosen, names, _numbers(lengths), samples, **more)

@@ -8,7 +8,7 @@ distribution can be compared with dense attention's at each step.
     print(result.policies, result.kl.mean(axis=(1, 2)), perplexity(result.logprob))
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.evaluation.teacher_forcing import Forcing
+from jsparse.evaluation.teacher_forcing import ForcedStep, Forcing
 from jsparse.shapes import Rows
 
 
@@ -55,7 +55,8 @@ def closeness(forcing: Forcing) -> Closeness:
     """
     names = tuple(map(str, forcing.shared.policies))
     tokens = np.asarray(forcing.tokens).T
-    compared = zip(*(_compare(forcing, index) for index in range(len(names))), strict=True)
+    steps = (forcing.steps(index) for index in range(len(names)))
+    compared = zip(*(compare(forcing.reference, taken) for taken in steps), strict=True)
     return Closeness(names, tokens, *map(np.stack, compared))
 
 
@@ -91,12 +92,12 @@ def windows(
     return [window[:split] for window in whole], [window[split:] for window in whole]
 
 
-def _compare(forcing: Forcing, index: int) -> list[np.ndarray]:
-    """Returns kl, agreement, logprob, attended and read of one policy, [B, n] each.
+def compare(reference: Iterable[ForcedStep], steps: Iterable[ForcedStep]) -> list[np.ndarray]:
+    """Returns kl, agreement, logprob, attended and read of a policy's steps, [B, n] each.
 
     The host waits once, at the end.
     """
-    pairs = zip(forcing.reference, forcing.steps(index), strict=True)
+    pairs = zip(reference, steps, strict=True)
     compared = [
         (*_measure(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs
     ]

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
-from jsparse.evaluation.closeness import closeness, windows
+from jsparse.evaluation.closeness import Closeness, closeness, windows
+from jsparse.evaluation.report.statistics import YARDSTICK
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
-from jsparse.evaluation.teacher_forcing import force
+from jsparse.evaluation.teacher_forcing import Forcing, force
+from jsparse.evaluation.yardstick import yardsticks
 from jsparse.host_reader import Generation
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
@@ -23,24 +25,34 @@ MEASURES = (*COLUMNS, "attention")
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
 Measured = list[list[Values]]
-"""[policy][sample] -> values and meta of its entry."""
+"""[policy][sample] -> values and meta of an entry of one task."""
 
 
 class Comparison:
     """Compares policies with dense attention, all of them fed the same tokens.
 
     "kl": dense attention continues excerpts of the text; "ppl": the text itself goes on, in windows
-    one after the other; "attention": like "kl", but the selections are compared.
+    one after the other; "attention": like "kl", but the selections are compared. "kl" may also
+    measure the policies' yardsticks, as a task of its own.
 
     Attributes:
         samples: the number of samples there are; None means any number.
+        tasks: the tasks that are measured.
     """
 
     def __init__(
-        self, params: Params, name: str, length: int, text: Sequence[int], steps: int, batch: int
+        self,
+        params: Params,
+        name: str,
+        length: int,
+        text: Sequence[int],
+        steps: int,
+        batch: int,
+        yardstick: bool = False,
     ) -> None:
         self._params, self._name, self._length, self._text = params, name, length, text
         self._steps, self._batch = steps, batch
+        self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
         if length < steps + 2:
             raise ValueError(f"length={length}: must be at least steps + 2 = {steps + 2}")
         if len(text) < length:
@@ -51,8 +63,8 @@ class Comparison:
         self._windows = windows(text, length, steps) if name == "ppl" else None
         self.samples = None if self._windows is None else len(self._windows[0])
 
-    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
-        """Returns the means over each sample's steps."""
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
+        """Returns the means over each sample's steps, for each task."""
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
             prompts = [self._excerpt(index) for index in filled]
@@ -69,16 +81,20 @@ class Comparison:
         rows = range(len(indices))
         if self._name == "attention":
             return [
-                [_of_heads(found.heads, row) for row in rows]
-                for found in attention_metrics(forcing)
+                [
+                    [_of_heads(found.heads, row) for row in rows]
+                    for found in attention_metrics(forcing)
+                ]
             ]
         found = closeness(forcing)
         means = {name: np.mean(getattr(found, name), axis=-1) for name in COLUMNS[self._name]}
-        places = [found.policies.index(policy) for policy in policies]
-        return [
+        values = [
             [({name: float(mean[at, row]) for name, mean in means.items()}, {}) for row in rows]
-            for at in places
+            for at in range(len(found.policies))
         ]
+        by_task = [values, _beside(forcing, found)] if YARDSTICK in self.tasks else [values]
+        places = [found.policies.index(policy) for policy in policies]
+        return [[of_task[at][: len(indices)] for at in places] for of_task in by_task]
 
     def _excerpt(self, index: int) -> list[int]:
         """Returns an excerpt of the text that begins at the sample's own place."""
@@ -92,6 +108,10 @@ class Answers:
     """Scores what policies answer, greedily.
 
     For a chat model the length includes the chat's template, unlike in RULER itself.
+
+    Attributes:
+        samples: the number of samples there are; None means any number.
+        tasks: the task that is measured.
     """
 
     def __init__(
@@ -104,11 +124,11 @@ class Answers:
             batch,
             chat,
         )
-        self._length = length
+        self._length, self.samples, self.tasks = length, task.num_samples, (task.name,)
         self._room = length - len(self._ids(Sample("", "", (), 0, {})))
 
-    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> Measured:
-        """Returns scores and attended shares, with the answers in meta."""
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
+        """Returns scores and attended shares of the one task, with the answers in meta."""
         samples = [self._task.sample(self._encode, self._room, index) for index in indices]
         made = generate(
             self._params,
@@ -118,8 +138,10 @@ class Answers:
             max_length=_capacity(self._length),
         )
         return [
-            [self._scored(out, sample) for out, sample in zip(row, samples, strict=False)]
-            for row in made
+            [
+                [self._scored(out, sample) for out, sample in zip(row, samples, strict=False)]
+                for row in made
+            ]
         ]
 
     def _scored(self, out: Generation, sample: Sample) -> Values:
@@ -138,6 +160,18 @@ class Answers:
         turn = [{"role": "user", "content": sample.prompt}]
         text = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True)
         return self._encode(text + sample.prefix)
+
+
+def _beside(forcing: Forcing, found: Closeness) -> Measured:
+    """Returns the means of the yardsticks, without values where there is none."""
+    made = yardsticks(forcing, found)
+    return [
+        [
+            ({"kl": float(np.mean(kl))} if budget else {}, {"budget": int(budget)})
+            for budget, kl in zip(budgets, of_policy, strict=True)
+        ]
+        for budgets, of_policy in zip(*made, strict=True)
+    ]
 
 
 def _of_heads(heads: HeadMetrics, row: int) -> Values:

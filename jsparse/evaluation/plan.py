@@ -30,6 +30,7 @@ class Plan(NamedTuple):
         chat: whether a task's prompt is put as a user's message to a chat model.
         text: the UTF-8 text that measures read; None means the one that ships.
         files: the folder of the files that some tasks need; see `tasks.parse`.
+        yardstick: whether "kl" measures what `jsparse.evaluation.yardstick` describes, too.
     """
 
     policies: tuple[str, ...]
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     chat: bool = False
     text: Path | None = None
     files: Path | None = None
+    yardstick: bool = False
 
 
 def plan(
@@ -64,6 +66,8 @@ def plan(
     for i, name in enumerate(made.tasks):
         if name not in known or name in made.tasks[:i]:
             raise ValueError(f"task {name!r}: must be one of {', '.join(known)}, given once")
+    if made.yardstick and "kl" not in made.tasks:
+        raise ValueError(f"tasks={list(made.tasks)}: must have kl among them to measure yardsticks")
     return made
 
 
@@ -83,21 +87,23 @@ def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_:
     for length in plan.lengths:
         if length > most:
             raise ValueError(f"length={length}: must be at most {most}, the model's maximum")
-    parts = list(_parts(params, plan))
-    wanted, done = sum(len(plan.policies) * part.samples for part in parts), len(store.entries)
+    parts, done = list(_parts(params, plan)), len(store.entries)
+    wanted = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
     for part in parts:
-        cells = {policy: Cell(policy, part.task, part.length) for policy in plan.policies}
-        lacking = {policy: set(store.missing(cell, part.samples)) for policy, cell in cells.items()}
+        cells = [Cell(policy, task, part.length) for task in part.tasks for policy in plan.policies]
+        lacking = {cell: set(store.missing(cell, part.samples)) for cell in cells}
         indices = sorted(set().union(*lacking.values()))
         for start in range(0, len(indices), plan.batch):
-            report(done, wanted, f"{part.task} {part.length}")
+            report(done, wanted, f"{part.tasks[0]} {part.length}")
             batch = indices[start : start + plan.batch]
-            policies = [policy for policy in plan.policies if lacking[policy] & set(batch)]
+            lack = {cell.policy for cell in cells if lacking[cell] & set(batch)}
+            policies = [policy for policy in plan.policies if policy in lack]
             entries = [
-                Entry(**cells[policy]._asdict(), index=index, values=values, meta=meta)
-                for policy, row in zip(policies, part.measure(policies, batch), strict=True)
+                Entry(**cell._asdict(), index=index, values=values, meta=meta)
+                for task, rows in zip(part.tasks, part.measure(policies, batch), strict=True)
+                for policy, row in zip(policies, rows, strict=True)
                 for index, (values, meta) in zip(batch, row, strict=True)
-                if index in lacking[policy]
+                if index in lacking[cell := Cell(policy, task, part.length)]
             ]
             store.add(entries)
             done += len(entries)
@@ -105,12 +111,19 @@ def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_:
 
 
 class Part(NamedTuple):
-    """Holds one task at one length: its number of samples, and (policies, indices) -> Measured."""
+    """Holds what is measured together at one length.
 
-    task: str
+    Attributes:
+        tasks: the tasks; more than one where a policy's run serves several.
+        length: the number of tokens.
+        samples: the number of samples of each task.
+        measure: (policies, indices) -> Measured of each task.
+    """
+
+    tasks: tuple[str, ...]
     length: int
     samples: int
-    measure: Callable[[Sequence[str], Sequence[int]], Measured]
+    measure: Callable[[Sequence[str], Sequence[int]], list[Measured]]
 
 
 def _parts(params: Params, plan: Plan) -> Iterator[Part]:
@@ -120,14 +133,11 @@ def _parts(params: Params, plan: Plan) -> Iterator[Part]:
         task = None if name in MEASURES else tasks.parse(name, plan.files)[0]
         for length in plan.lengths:
             if task is None:
-                measure = Comparison(params, name, length, text, plan.steps, plan.batch)
-                samples = measure.samples
+                measure = Comparison(
+                    params, name, length, text, plan.steps, plan.batch, plan.yardstick
+                )
             else:
                 measure = Answers(params, tokenizer, task, length, plan.batch, plan.chat)
-                samples = task.num_samples
-            yield Part(
-                name,
-                length,
-                plan.samples if samples is None else min(plan.samples, samples),
-                measure,
-            )
+            there = measure.samples
+            samples = plan.samples if there is None else min(plan.samples, there)
+            yield Part(measure.tasks, length, samples, measure)

@@ -52,6 +52,17 @@ class Shared(NamedTuple):
         session.adopt(jax.tree.map(jnp.copy, own))
         return session
 
+    def beside(self, policy: Policy) -> "Shared":
+        """Returns the same prompts as if read for another policy, which must not keep a state.
+
+        Raises:
+            ValueError: it keeps one, or needs fields of the cache or queries of the prompt.
+        """
+        state = policy.init(self.spec)
+        if jax.tree.leaves(state) or policy.needs or policy.window:
+            raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
+        return self._replace(policies=(policy,), held=self.held._replace(state=(state,)))
+
 
 def as_policies(policies: Sequence[Policy | str]) -> tuple[Policy, ...]:
     """Returns the policies of a list of policies or their expressions.

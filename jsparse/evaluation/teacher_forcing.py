@@ -62,6 +62,18 @@ class Forcing(NamedTuple):
             return iter(self.reference)
         return self._run(index, self.shared.session(index))
 
+    def steps_beside(self, policy: Policy, knobs: dict[str, Array]) -> Iterator[ForcedStep]:
+        """Iterates over the steps of a policy that was not named when the prompts were read.
+
+        It must not keep a state, and no progress is reported.
+
+        Args:
+            policy: the policy.
+            knobs: its hyper-parameters by name, a number per row.
+        """
+        session, count = self.shared.beside(policy).session(0), len(self.reference)
+        return _decode(session, forced, jnp.copy(self.tokens), count, knobs)
+
     def last_state(self, index: int) -> State:
         """Returns the state of policy `index` after all steps, which are run anew."""
         session = self.shared.session(index)
@@ -135,10 +147,16 @@ def force(
     return Forcing(shared, reference, tokens, report)
 
 
-def _decode(session: Session, choose: ChooseFn, given: Any, steps: int) -> Iterator[ForcedStep]:
+def _decode(
+    session: Session,
+    choose: ChooseFn,
+    given: Any,
+    steps: int,
+    knobs: dict[str, Array] | None = None,
+) -> Iterator[ForcedStep]:
     """Decodes a number of steps, after the token that follows the prompt."""
     limits = [steps + 1] * session.spec.batch
-    results = session.steps(choose, given, limits=limits, keep_logits=True)
+    results = session.steps(choose, given, limits=limits, knobs=knobs, keep_logits=True)
     next(results)
     for result in results:
         logits, stats = result.logits, result.stats

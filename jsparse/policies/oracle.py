@@ -24,20 +24,24 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
     """Attend to the `budget` tokens of largest exact attention weight.
 
     With granularity="page" these are the budget // P pages of largest mass. Ties go to the oldest.
+    Rows may set a smaller budget; a larger one counts as `budget`.
     """
     whole_number("budget", budget, 1)
     _check_granularity(granularity)
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
-        capacity = max(min(budget, held.capacity) // _unit(granularity, held), 1)
+        unit = _unit(granularity, held)
+        capacity = max(min(budget, held.capacity) // unit, 1)
+        wanted = knob(cache, "budget", capacity * unit)
+        rule = TopK(capacity if isinstance(wanted, int) else wanted.astype(jnp.int32) // unit)
         logits = attention_logits(q, held)
         chosen = threshold_select(
-            logits, TopK(capacity), capacity=capacity, group="max", **_what(granularity, held)
+            logits, rule, capacity=capacity, group="max", **_what(granularity, held)
         )
         return chosen, None, state
 
-    return Policy(select, shares="pages", dense_at={"budget": 2**30})
+    return Policy(select, shares="pages", per_row=("budget",), dense_at={"budget": 2**30})
 
 
 @builder

@@ -85,6 +85,49 @@ def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
     assert json.loads(killed.read_text())["cells"] == json.loads(whole.read_text())["cells"]
 
 
+def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
+    whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
+    args = ["--policy", "quest(budget=16)", "--tasks", "kl,ppl", "--yardstick", "--lengths", "64"]
+    done = run(*common, *args, "--json", whole, "--plots", tmp_path / "plots")
+    assert done.exit_code == 0, done.output
+    assert "yardstick" in done.output and "×" in done.output
+    report = json.loads(whole.read_text())
+    cells = {(cell["policy"], cell["task"]): cell for cell in report["cells"]}
+    assert len(cells) == 9  # of three policies
+    assert cells["dense()", "yardstick"]["metrics"] == {}
+    for policy, task in cells:
+        if task == "yardstick" and policy != "dense()":
+            made = cells[policy, task]
+            assert all(sample["meta"]["budget"] > 0 for sample in made["samples"])
+            kl = made["metrics"]["kl"]
+            own = cells[policy, "kl"]["metrics"]["kl"]["mean"]
+            assert kl["ratio"]["mean"] == pytest.approx(own / kl["mean"])
+    # a journal that was torn between a policy's rows and its yardstick's
+    replace = store._replace
+
+    def dies(path, text):
+        if path == killed:
+            raise KeyboardInterrupt
+        replace(path, text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_replace", dies)
+        assert run(*common, *args, "--json", killed).exit_code == 130
+    journal = killed.with_suffix(".partial.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:8]))
+    assert run(*common, *args, "--json", killed, "--resume").exit_code == 0
+
+    def found(report):
+        return {
+            (cell["policy"], cell["task"], sample["index"]): sample
+            for cell in report["cells"]
+            for sample in cell["samples"]
+        }
+
+    assert found(json.loads(killed.read_text())) == found(report)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -95,6 +138,7 @@ def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
         (["--tasks", "kl", "--lengths", "100000"], "length=100000: must be at most"),
         (["--tasks", "kl", "--samples", "0"], "samples=0: must be at least 1"),
         (["--tasks", "kl", "--resume"], "--resume needs --json"),
+        (["--tasks", "ppl,passkey", "--yardstick"], "must have kl among them"),
         (["--tasks", "kl", "--policy", "nobody()"], "nobody"),
         (["--tasks", "qa_1", "--files", "nowhere"], "squad.json"),
     ],

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jsparse.evaluation.report.statistics import family, is_dense
+from jsparse.evaluation.report.statistics import YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
 
 QUALITY = ("kl", "agreement", "score")
+RATIO = "ratio"
+LABELS = {**FORMATS, RATIO: ("KL / yardstick's KL", 1, ".3g")}
 COLUMNS, DPI = 4, 120
 PANEL = (4.0, 3.6)  # inches
 HEADING = 1.0  # inches for title and legend
@@ -33,13 +35,14 @@ class Point(NamedTuple):
 def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
     """Plots KL, agreement and score over the attended fraction.
 
-    There is one panel per metric and length, with one line per family of policies.
+    There is one panel per metric and length, with one line per family of policies, and one of KL
+    over the yardstick's where that was measured.
     """
     families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
     lengths = sorted({cell["length"] for cell in report["cells"]})
     panels = {
-        f"{FORMATS[metric][0]}, {tokens(length)} tokens": _quality(metric, points, families)
-        for metric in QUALITY
+        f"{LABELS[metric][0]}, {tokens(length)} tokens": _quality(metric, points, families)
+        for metric in (*QUALITY, RATIO)
         for length in lengths
         if (points := quality_points(report, metric, length))
     }
@@ -78,12 +81,20 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
     """Returns each family's points, by attended fraction.
 
-    Points are means over the tasks that have the metric; for score, over the averaged tasks.
+    Points are means over the tasks that have the metric; for score, over the averaged tasks. For
+    the ratio of a yardstick, the attended fraction is the policy's where its KL was measured.
     """
     averaged = {(row["policy"], row["length"]): row["tasks"] for row in report["averages"]}
     measured: dict[str, list[tuple[float, float]]] = {}
+    ratios = {
+        cell["policy"]: cell["metrics"]["kl"]["ratio"]
+        for cell in report["cells"]
+        if cell["task"] == YARDSTICK and cell["length"] == length and cell["metrics"]
+    }
     for cell in report["cells"]:
         policy, metrics = cell["policy"], cell["metrics"]
+        if metric == RATIO and cell["task"] == "kl" and ratios.get(policy):
+            metrics = {**metrics, RATIO: ratios[policy]}
         counts = metric != "score" or cell["task"] in averaged.get((policy, length), ())
         if cell["length"] == length and counts and {metric, "attended"} <= metrics.keys():
             pair = metrics["attended"]["mean"], metrics[metric]["mean"]
@@ -96,7 +107,7 @@ def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[
 
 
 def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[str]) -> Draw:
-    label, factor, _ = FORMATS[metric]
+    label, factor, _ = LABELS[metric]
 
     def draw(axis: Any) -> None:
         for name, line in points.items():
@@ -107,8 +118,10 @@ def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[
             )
             if is_dense(name) and metric != "kl":
                 axis.axhline(values[0], color="black", linewidth=0.8)
+        if metric == RATIO:
+            axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xscale("log")
-        if metric == "kl":
+        if metric in ("kl", RATIO):
             axis.set_yscale("log", nonpositive="mask")  # dense's own KL is 0
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
         axis.grid(alpha=0.3)

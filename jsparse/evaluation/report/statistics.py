@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95
+YARDSTICK = "yardstick"  # the task whose KL is that of a policy's yardstick
 FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
 
 Transform = Callable[[Any], Any]
@@ -77,26 +78,49 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     pairs, the samples that both have), interval (its 95 % interval) and pairs for each of them;
     samples, with index, values and meta. Difference and interval are None where there are no pairs,
     and for dense itself. Where logprob was recorded there is a perplexity: of the mean over
-    samples, each of which weighs the same.
+    samples, each of which weighs the same. The KL of a yardstick has a ratio: see `ratio`.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
         cells.setdefault((entry["policy"], entry["task"], entry["length"]), []).append(entry)
-    dense = {key[1:]: _columns(samples) for key, samples in cells.items() if is_dense(key[0])}
+    columns = {key: _columns(samples) for key, samples in cells.items()}
+    dense = {key[1:]: column for key, column in columns.items() if is_dense(key[0])}
+
+    def metrics(policy: str, task: str, length: int) -> dict[str, Any]:
+        own = columns[policy, task, length]
+        if task == YARDSTICK:
+            return _of_yardstick(own, columns.get((policy, "kl", length), {}))
+        return _metrics(own, {} if is_dense(policy) else dense.get((task, length), {}))
+
     return [
         {
             "policy": policy,
             "task": task,
             "length": length,
-            "metrics": _metrics(
-                _columns(samples), {} if is_dense(policy) else dense.get((task, length), {})
-            ),
+            "metrics": metrics(policy, task, length),
             "samples": [
                 {name: sample[name] for name in ("index", "values", "meta")} for sample in samples
             ],
         }
         for (policy, task, length), samples in cells.items()
     ]
+
+
+def ratio(kl: Column, yardstick: Column) -> dict[str, Any] | None:
+    """Returns how many times the mean KL of its yardstick a policy's is, over their common samples.
+
+    Keys: mean, interval (None for fewer than two samples). The result is None where the yardstick's
+    mean, in any resample, is not above 0, which rounding can make of a KL of 0.
+    """
+    ours, theirs = _paired(kl, yardstick)
+    if not len(ours):
+        return None
+    weights = _weights(len(ours))
+    under = [theirs.mean(), *(weights @ theirs)]
+    if min(under) <= 0:
+        return None
+    first, *drawn = np.divide([ours.mean(), *(weights @ ours)], under).tolist()
+    return {"mean": first, "interval": _middle(drawn) if len(ours) > 1 else None}
 
 
 def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -153,6 +177,14 @@ def _metrics(columns: dict[str, Column], dense: dict[str, Column]) -> dict[str, 
     }
 
 
+def _of_yardstick(columns: dict[str, Column], policy: dict[str, Column]) -> dict[str, Any]:
+    """Returns the metrics of a policy's yardstick; it has none where the policy reads all."""
+    metrics = _metrics(columns, {})
+    if "kl" in metrics:
+        metrics["kl"]["ratio"] = ratio(policy.get("kl", {}), columns["kl"])
+    return metrics
+
+
 def _compared(columns: list[Column], dense: list[Column], transform: Transform) -> dict[str, Any]:
     """Returns mean, difference and interval of the average over columns.
 
@@ -188,8 +220,13 @@ def _interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform: Transfo
         transform(_weights(len(ours)) @ ours) - transform(_weights(len(theirs)) @ theirs)
         for ours, theirs in pairs
     ]
+    return _middle(np.mean(differences, axis=0))
+
+
+def _middle(drawn: Any) -> list[float]:
+    """Returns the interval in which the middle 95 % of the resamples lie."""
     tail = (100 - LEVEL) / 2
-    return np.percentile(np.mean(differences, axis=0), [tail, 100 - tail]).tolist()
+    return np.percentile(drawn, [tail, 100 - tail]).tolist()
 
 
 @lru_cache(maxsize=2)

@@ -8,6 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from jsparse.evaluation.report.statistics import YARDSTICK
+
 # metric: its name, the factor and the format of its numbers
 FORMATS = {
     "score": ("score %", 100, ".1f"),
@@ -23,6 +25,10 @@ AVERAGE = "average"
 NOTE = (
     "In brackets: difference to dense and its 95 % interval (paired bootstrap). "
     "KL in nats per token."
+)
+BESIDE = (
+    "yardstick: the KL of oracle_top_k where it reads as many bytes of K and V; behind ×: how many "
+    "times as large the policy's is."
 )
 MARKED = "† dense scores under 30 %: listed, not averaged."
 KIB = 1024
@@ -97,19 +103,26 @@ def tokens(length: int) -> str:
 def number(value: Mapping[str, Any] | None, metric: str) -> str:
     """Returns a metric's mean, with its difference from dense and the interval where there are any.
 
-    The interval is on a second line.
+    A yardstick's KL is followed by the ratio instead. The interval is on a second line.
     """
     if value is None:
         return "-"
     _, factor, form = FORMATS.get(metric, (metric, 1, ".3g"))
     text = f"{factor * value['mean']:{form}}"
+    if ratio := value.get("ratio"):
+        return text + _bracket(f"×{ratio['mean']:.3g}", ratio["interval"], 1, ".3g")
     if value["difference"] is None:
         return text
-    text += f" ({factor * value['difference']:+z{form}}"
-    if value["interval"] is None:
-        return text + ")"
-    low, high = (f"{factor * bound:z{form}}" for bound in value["interval"])
-    return f"{text}\n[{low}, {high}])"
+    return text + _bracket(
+        f"{factor * value['difference']:+z{form}}", value["interval"], factor, form
+    )
+
+
+def _bracket(compared: str, interval: Sequence[float] | None, factor: float, form: str) -> str:
+    if interval is None:
+        return f" ({compared})"
+    low, high = (f"{factor * bound:z{form}}" for bound in interval)
+    return f" ({compared}\n[{low}, {high}])"
 
 
 def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], note: str) -> Grid:
@@ -134,7 +147,8 @@ def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], 
         for policy in dict.fromkeys(policy for policy, _ in measured)
     ]
     title = f"{report['settings']['model']}, {' and '.join(map(tokens, lengths))} tokens"
-    notes = [MARKED] * (not left_out.isdisjoint(columns)) + [note] * bool(note)
+    beside = any(column.task == YARDSTICK for column in columns)
+    notes = [MARKED] * (not left_out.isdisjoint(columns)) + [BESIDE] * beside + [note] * bool(note)
     return Grid(title, ["policy", *header, "attended %"], rows, " ".join(notes))
 
 

@@ -21,7 +21,7 @@ from jsparse.evaluation.report.plots import (
     plot_quality,
     quality_points,
 )
-from jsparse.evaluation.report.statistics import averages, summarize
+from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -103,6 +103,27 @@ def test_quality_points_are_means_over_the_tasks_that_count():
     assert points["oracle_top_k"] == [(TOP_K, pytest.approx(0.3), pytest.approx(0.6))]
     assert quality_points(result, "kl", 64) == {}, "without attended there is no place"
     assert quality_points(result, "kl", 128) == {"oracle_top_k": [(TOP_K, 0.1, 0.5)]}
+
+
+def test_the_ratio_to_a_yardstick_has_a_panel(tmp_path, figures):
+    """At the fraction that the policy attended to; samples without a yardstick have no point."""
+    made = [
+        entry(policy, task, 64, i, kl=kl, **more)
+        for policy, own in ((TOP_K, 0.3), ("quest(budget=8)", 0.6))
+        for task, kl, more in (("kl", own, {"attended": 0.25}), (YARDSTICK, 0.3, {}))
+        for i in range(2)
+    ]
+    made += [entry(DENSE, "kl", 64, 0, kl=0, attended=1), entry(DENSE, YARDSTICK, 64, 0)]
+    result = report() | {"cells": summarize(made)}
+    assert quality_points(result, "ratio", 64) == {
+        "oracle_top_k": [(TOP_K, 0.25, 1)],
+        "quest": [("quest(budget=8)", 0.25, 2)],
+    }
+    assert quality_points(result, "ratio", 128) == {}
+    plot_quality(result, tmp_path / "q.png")
+    axes = panels(figures[0])
+    assert list(axes) == ["KL, 64 tokens", "KL / yardstick's KL, 64 tokens"]
+    assert len(axes["KL, 64 tokens"].get_lines()) == 3
 
 
 def test_points_are_joined_by_attended():

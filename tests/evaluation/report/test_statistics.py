@@ -9,12 +9,14 @@ from made_up_report import DENSE, entry
 from jsparse.evaluation.report.statistics import (
     RESAMPLES,
     SEED,
+    YARDSTICK,
     averages,
     family,
     is_dense,
     mean,
     paired_bootstrap,
     perplexity,
+    ratio,
     summarize,
 )
 
@@ -90,6 +92,48 @@ def test_one_sample_has_no_interval():
     _, ours = summarize([entry(DENSE, "a", 64, 0, score=1), entry(POLICY, "a", 64, 0, score=0)])
     score = ours["metrics"]["score"]
     assert (score["difference"], score["interval"], score["pairs"]) == (-1, None, 1)
+
+
+def test_the_ratio_to_a_yardstick_is_that_of_the_means():
+    rng = np.random.default_rng(2)
+    ours, theirs = rng.uniform(0.5, 1, 9), rng.uniform(0.1, 0.2, 9)
+    made = ratio(dict(enumerate(ours)), dict(enumerate(theirs)))
+    assert made is not None
+    assert made["mean"] == pytest.approx(ours.mean() / theirs.mean())
+    draws = np.random.default_rng(SEED).integers(9, size=(RESAMPLES, 9))
+    ratios = ours[draws].mean(1) / theirs[draws].mean(1)
+    np.testing.assert_allclose(made["interval"], np.percentile(ratios, [2.5, 97.5]), rtol=1e-9)
+
+
+def test_a_yardsticks_cell_by_hand():
+    """The ratio is over the samples that have one, and dense has none."""
+    cells = summarize(
+        [
+            *(entry(DENSE, "kl", 64, i, kl=0) for i in range(3)),
+            *(entry(POLICY, "kl", 64, i, kl=kl, attended=0.5) for i, kl in enumerate((2, 4, 99))),
+            *(entry(DENSE, YARDSTICK, 64, i, {"budget": 0}) for i in range(3)),
+            *(entry(POLICY, YARDSTICK, 64, i, {"budget": 8}, kl=2) for i in range(2)),
+            entry(POLICY, YARDSTICK, 64, 2, {"budget": 0}),
+        ]
+    )
+    found = {(cell["policy"], cell["task"]): cell["metrics"] for cell in cells}
+    assert found[DENSE, YARDSTICK] == {}
+    kl = found[POLICY, YARDSTICK]["kl"]
+    assert (kl["mean"], kl["samples"], kl["difference"]) == (2, 2, None)
+    assert kl["ratio"] == {"mean": 1.5, "interval": [1.0, 2.0]}
+    assert "ratio" not in found[POLICY, "kl"]["kl"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "made"),
+    [
+        ({0: 2.0}, {0: 1.0}, {"mean": 2.0, "interval": None}),
+        ({0: 2.0}, {1: 1.0}, None),
+        ({0: 2.0, 1: 1.0}, {0: 1.0, 1: 0.0}, None),
+    ],
+)
+def test_a_ratio_of_few_samples_or_to_nothing(ours, theirs, made):
+    assert ratio(ours, theirs) == made
 
 
 @pytest.mark.parametrize(

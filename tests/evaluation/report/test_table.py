@@ -7,8 +7,17 @@ import pytest
 from made_up_report import DENSE, POLICIES, TOP_K, entry, report
 from rich.console import Console
 
-from jsparse.evaluation.report.statistics import averages, summarize
-from jsparse.evaluation.report.table import MARKED, NOTE, grids, markdown, number, tables, tokens
+from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
+from jsparse.evaluation.report.table import (
+    BESIDE,
+    MARKED,
+    NOTE,
+    grids,
+    markdown,
+    number,
+    tables,
+    tokens,
+)
 
 
 def of(entries, model="made-up"):
@@ -37,6 +46,13 @@ def value(mean, difference=None, interval=None):
         ("perplexity", value(12.345, 1.2, [1.0, 1.4]), "12.35 (+1.20\n[1.00, 1.40])"),
         ("lse_error", value(0.98765), "0.988"),
         ("score", None, "-"),
+        ("kl", {**value(0.01234), "ratio": {"mean": 3.456, "interval": None}}, "0.012 (×3.46)"),
+        (
+            "kl",
+            {**value(0.01234), "ratio": {"mean": 3.456, "interval": [3, 4.5]}},
+            "0.012 (×3.46\n[3, 4.5])",
+        ),
+        ("kl", {**value(0.01234), "ratio": None}, "0.012"),
     ],
 )
 def test_a_number_with_its_difference_and_interval(metric, found, text):
@@ -115,6 +131,25 @@ def test_tasks_that_dense_fails_are_marked_and_the_others_averaged():
     assert MARKED in grid.note
     (grid,) = grids(report(tasks=("a", "b"), lengths=(1024,)), metrics=["score"])
     assert MARKED not in grid.note and not any("†" in name for name in grid.header)
+
+
+def test_a_yardstick_stands_beside_the_policy():
+    policy = "quest(budget=16)"
+    made = of(
+        [
+            *(entry(policy, "kl", 64, i, kl=0.6, attended=0.25) for i in range(2)),
+            *(entry(DENSE, YARDSTICK, 64, i) for i in range(2)),
+            *(entry(policy, YARDSTICK, 64, i, kl=0.2) for i in range(2)),
+            *(entry(DENSE, "kl", 64, i, kl=0, attended=1) for i in range(2)),
+        ]
+    )
+    (grid,) = grids(made)
+    assert grid.header == ["policy", "kl\nKL", "yardstick\nKL", "attended %"]
+    assert grid.rows == [
+        [policy, "0.6 (+0.6\n[0.6, 0.6])", "0.2 (×3\n[3, 3])", "25.0"],
+        [DENSE, "0", "-", "100.0"],
+    ]
+    assert grid.note == f"{BESIDE} {NOTE}"
 
 
 def test_what_was_not_measured_is_a_dash():
