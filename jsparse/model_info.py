@@ -160,7 +160,7 @@ def _rope(config: dict[str, Any]) -> str:
     theta = f"theta {config['rope_theta']:g}"
     scaling = config["rope_scaling"]
     if scaling is not None:
-        return f"{theta}, llama3 scaling by {scaling['factor']:g}"
+        return f"{theta}, {scaling['rope_type']} scaling by {scaling['factor']:g}"
     return (
         theta
         if config["rope_factors"] is None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.models import orbax_files
-from jsparse.models.config import Llama3Rope, ModelConfig
+from jsparse.models.config import ModelConfig
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.families import Family
 from jsparse.models.generation_config import read_generation_config, write_generation_config
@@ -20,6 +20,7 @@ from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import locate
 from jsparse.models.llama import LLAMA
 from jsparse.models.qwen import QWEN2, QWEN3
+from jsparse.models.rope_scaling import rope_from_saved
 from jsparse.models.safetensors_files import SafetensorsFolder, read_json
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.models.transformer import Decoder, Weights
@@ -263,7 +264,7 @@ def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
 def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
     """Returns the ModelConfig that `save` wrote."""
     if fields.get("rope_scaling") is not None:
-        fields = fields | {"rope_scaling": Llama3Rope(**fields["rope_scaling"])}
+        fields = fields | {"rope_scaling": rope_from_saved(fields["rope_scaling"])}
     if fields.get("rope_factors") is not None:
         fields = fields | {
             "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])

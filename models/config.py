@@ -1,7 +1,7 @@
 """Defines a decoder's sizes and switches, which are validated once, hashable and free of I/O."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    rope_type: str = field(default="llama3", init=False)
 
     def __post_init__(self) -> None:
         for name in (
@@ -33,13 +34,70 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True)
+class YarnRope:
+    """Scales frequencies as YaRN does (Peng et al., arXiv 2309.00071).
+
+    Pairs that turn fewer than `beta_slow` times within the original context turn `factor` times
+    slower, those that turn more than `beta_fast` times are unchanged, and a ramp over the pairs'
+    numbers lies between. Configs call it `rope_type: yarn`.
+
+    Attributes:
+        factor: how many times longer the context becomes.
+        original_max_position_embeddings: the context that the model was trained on before.
+        attention_factor: a factor of cos and sin, so of queries and keys alike; None is the
+            paper's, 0.1 · ln(factor) + 1.
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    rope_type: str = field(default="yarn", init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            _positive(name, getattr(self, name))
+        if self.attention_factor is not None:
+            _positive("attention_factor", self.attention_factor)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast={self.beta_fast}: must be at least beta_slow={self.beta_slow}"
+            )
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"truncate={self.truncate!r}: must be true or false")
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """Returns what YaRN multiplies cos and sin by: 0.1 · mscale · ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Scales all frequencies alike: every pair turns `factor` times slower.
+
+    Configs call it `rope_type: linear`.
+    """
+
+    factor: float
+    rope_type: str = field(default="linear", init=False)
+
+    def __post_init__(self) -> None:
+        _positive("factor", self.factor)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Holds the sizes and switches of one decoder.
 
     Attributes:
         family: "llama", "qwen2" or "qwen3", which picks the name maps when loading.
-        rope_scaling: Llama 3.1's rule, or None.
-        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store the same
+        max_position_embeddings: the longest text; with YaRN at least the context that it scales to.
+        rope_scaling: the rule that stretches RoPE's wavelengths for longer contexts, or None.
+        rope_factors: a divisor per rotary frequency (H/2 of them), as GGUF files store Llama 3.1's
             rule; or None.
         qkv_bias: whether the q, k and v projections carry a bias (Qwen2).
         qk_norm: whether queries and keys are RMS-normalised per head before RoPE (Qwen3).
@@ -56,7 +114,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Llama3Rope | YarnRope | LinearRope | None = None
     rope_factors: tuple[float, ...] | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -76,6 +134,11 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim}: must be even, since RoPE rotates pairs")
         for name in ("rms_norm_eps", "rope_theta"):
             _positive(name, getattr(self, name))
+        if isinstance(self.rope_scaling, YarnRope) and self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta={self.rope_theta}: must be above 1 for YaRN, which places its ramp by "
+                "the logarithm"
+            )
         for i, factor in enumerate(self.rope_factors or ()):
             _positive(f"rope_factors[{i}]", factor)
         if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
@@ -113,13 +176,6 @@ def require(config: dict[str, Any], key: str) -> Any:
     return config[key]
 
 
-def _count(config: dict[str, Any], key: str) -> int:
-    value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
-    return value
-
-
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     """Raises ValueError if a field asks for something that the decoder does not support."""
     value = config.get(key)
@@ -127,54 +183,3 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
         raise ValueError(
             f"config field {key}={value!r} is not supported: must be one of {list(allowed)}"
         )
-
-
-def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that every config.json states alike, under ModelConfig's names."""
-    refuse(config, "hidden_act", ("silu",))
-    refuse(config, "use_sliding_window", (False,))
-    for fields in (config, config.get("rope_parameters") or {}):
-        refuse(fields, "partial_rotary_factor", (1, 1.0))
-    for kind in config.get("layer_types") or ():
-        refuse({"layer_types": kind}, "layer_types", ("full_attention",))
-    hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
-    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
-    return {
-        "vocab_size": require(config, "vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": require(config, "intermediate_size"),
-        "num_layers": require(config, "num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": hidden // heads if head_dim is None else head_dim,
-        "max_position_embeddings": require(config, "max_position_embeddings"),
-        "rms_norm_eps": require(config, "rms_norm_eps"),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        **rope_from_hf(config),
-    }
-
-
-def rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Reads RoPE's fields from either style of config.
-
-    transformers 5 nests them in `rope_parameters`; before that `rope_theta` stood at the top beside
-    `rope_scaling`.
-    """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": float(theta)}
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} is not supported: must be 'default' or 'llama3'")
-    return {
-        "rope_theta": float(theta),
-        "rope_scaling": Llama3Rope(
-            factor=float(require(scaling, "factor")),
-            low_freq_factor=float(require(scaling, "low_freq_factor")),
-            high_freq_factor=float(require(scaling, "high_freq_factor")),
-            original_max_position_embeddings=int(
-                require(scaling, "original_max_position_embeddings")
-            ),
-        ),
-    }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from jsparse.models.config import ModelConfig, refuse, require
+from jsparse.models.rope_scaling import rope_from_gguf, rope_from_hf
 
 Names = dict[str, tuple[str, ...]]
 
@@ -62,6 +63,30 @@ GGUF_NAMES: Names = {
 }
 
 
+def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that every config.json states alike, under ModelConfig's names."""
+    refuse(config, "hidden_act", ("silu",))
+    refuse(config, "use_sliding_window", (False,))
+    for fields in (config, config.get("rope_parameters") or {}):
+        refuse(fields, "partial_rotary_factor", (1, 1.0))
+    for kind in config.get("layer_types") or ():
+        refuse({"layer_types": kind}, "layer_types", ("full_attention",))
+    hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+    return {
+        "vocab_size": require(config, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": require(config, "intermediate_size"),
+        "num_layers": require(config, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": hidden // heads if head_dim is None else head_dim,
+        "rms_norm_eps": require(config, "rms_norm_eps"),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **rope_from_hf(config),
+    }
+
+
 def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
     """Returns the fields that all GGUF metadata states alike, under ModelConfig's names.
 
@@ -72,8 +97,6 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
     refuse(fields, "expert_count", (0,))
-    refuse(fields, "rope.scaling.type", ("none",))
-    refuse(fields, "rope.scale_linear", (1.0,))
     hidden, heads = require(fields, "embedding_length"), require(fields, "attention.head_count")
     head_dim = fields.get("attention.key_length") or hidden // heads
     refuse(fields, "attention.value_length", (head_dim,))
@@ -87,8 +110,14 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         "num_heads": heads,
         "num_kv_heads": fields.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": require(fields, "context_length"),
         "rms_norm_eps": require(fields, "attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensor_names,
+        **rope_from_gguf(fields),
     }
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = require(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
+    return value

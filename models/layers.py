@@ -1,12 +1,20 @@
 """Defines the decoder's building blocks: RMSNorm, rotary embedding, the gated MLP."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jsparse.models.config import ModelConfig
+from jsparse.models.config import (
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    YarnRope,
+    yarn_attention_factor,
+)
 
 
 class RMSNorm(nn.Module):
@@ -50,9 +58,10 @@ class MLP(nn.Module):
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the angle per position of each rotated pair, float32[H/2].
 
-    Llama 3.1's rule (`rope_type: llama3`): pairs whose wavelength exceeds original_max /
-    low_freq_factor turn `factor` times slower, those below original_max / high_freq_factor are
-    unchanged, and those between are interpolated.
+    A rule (`config.rope_scaling`) slows pairs down. Linear: all turn `factor` times slower.
+    Llama 3.1's: those whose wavelength exceeds original_max / low_freq_factor do, those below
+    original_max / high_freq_factor are unchanged, and those between are interpolated. YaRN's: the
+    same with bounds beta_slow and beta_fast, interpolated over the pairs' numbers.
     """
     frequencies = config.rope_theta ** (
         -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -60,19 +69,52 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     if config.rope_factors is not None:
         frequencies = frequencies / np.asarray(config.rope_factors)
     if (rule := config.rope_scaling) is not None:
-        turns = rule.original_max_position_embeddings * frequencies / (2 * np.pi)
-        keep = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
-        keep = np.clip(keep, 0.0, 1.0)
+        keep = _kept_share(rule, config, frequencies)
         frequencies = frequencies * (keep + (1 - keep) / rule.factor)
     return frequencies.astype(np.float32)
 
 
+def _kept_share(
+    rule: Llama3Rope | YarnRope | LinearRope, config: ModelConfig, frequencies: np.ndarray
+) -> np.ndarray:
+    """Returns how much of each pair's own frequency a rule keeps, 0 to 1, float64[H/2]."""
+    if isinstance(rule, LinearRope):
+        return np.zeros_like(frequencies)
+    if isinstance(rule, Llama3Rope):
+        turns = rule.original_max_position_embeddings * frequencies / (2 * np.pi)
+        keep = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+        return np.clip(keep, 0.0, 1.0)
+
+    def pair_that_turns(times: float) -> float:
+        """Solves original_max · theta^(-2·pair / H) = 2π · times for the pair."""
+        ratio = rule.original_max_position_embeddings / (2 * math.pi * times)
+        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_that_turns(rule.beta_fast), pair_that_turns(rule.beta_slow)
+    if rule.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The published code bounds pairs by H, not by H/2; checkpoints were trained with that.
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    width = last - first or 0.001
+    return 1 - np.clip((np.arange(len(frequencies)) - first) / width, 0.0, 1.0)
+
+
+def rope_scale(config: ModelConfig) -> float:
+    """Returns the factor of cos and sin: YaRN's attention factor, or 1."""
+    rule = config.rope_scaling
+    if not isinstance(rule, YarnRope):
+        return 1.0
+    if rule.attention_factor is not None:
+        return rule.attention_factor
+    return yarn_attention_factor(rule.factor)
+
+
 def rope_table(
-    positions: Int[Array, "B T"], frequencies: np.ndarray
+    positions: Int[Array, "B T"], frequencies: np.ndarray, scale: float = 1.0
 ) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
-    """Returns cos and sin of every position's angles, float32, computed once for all layers."""
+    """Returns scaled cos and sin of every position's angles, float32, once for all layers."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return scale * jnp.cos(angles), scale * jnp.sin(angles)
 
 
 def apply_rope(

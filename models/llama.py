@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jsparse.models.config import ModelConfig, refuse, sizes_from_hf
-from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_gguf
+from jsparse.models.config import ModelConfig, refuse
+from jsparse.models.families import GGUF_NAMES, HF_NAMES, Family, sizes_from_gguf, sizes_from_hf
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jsparse.models.config import ModelConfig
-from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_table
+from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
 
 Weights = dict[str, Any]
 Attend = Callable[
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
         x = self.embed[tokens]
-        table = rope_table(positions, rope_frequencies(self.config))
+        table = rope_table(positions, rope_frequencies(self.config), rope_scale(self.config))
         for layer in self.layers:
             x = layer(x, table, attend)
         return self.final_norm(x)

@@ -282,6 +282,16 @@ def test_info_counts_what_loading_would_give(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "scaling", "longest"),
+    [("llama3", "llama3 scaling by 8", 512), ("qwen2_yarn", "yarn scaling by 4", 256)],
+)
+def test_info_names_the_rope_scaling(name, scaling, longest):
+    shown = run("info", FIXTURES / name, "--dtype", "float32").stdout
+    assert f"theta 5000, {scaling}" in shown
+    assert f"{longest} tokens" in shown
+
+
 def test_info_tells_what_fits(monkeypatch):
     from jsparse import memory
 

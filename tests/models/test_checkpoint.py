@@ -133,12 +133,29 @@ def test_rope_factors_and_scaling_survive_saving(tmp_path):
     save(params, tmp_path / "saved")
     assert load(tmp_path / "saved").config == params.config
 
-    rule = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaled = CONFIG | {"rope_scaling": rule | {"original_max_position_embeddings": 64}}
-    params = load(write_folder(tmp_path / "scaled", scaled, TENSORS))
-    assert params.config.rope_scaling is not None
-    save(params, tmp_path / "saved2")
-    assert load(tmp_path / "saved2").config == params.config
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "attention_factor": 1.5, "truncate": False},
+        {"rope_type": "linear"},
+    ],
+)
+def test_rope_scaling_survives_saving(rule, folder, tmp_path):
+    rule = rule | {"factor": 8.0, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": rule}))
+    params = load(folder)
+    scaling = params.config.rope_scaling
+    assert scaling is not None
+    assert scaling.rope_type == rule["rope_type"]
+    save(params, tmp_path / "saved")
+    assert load(tmp_path / "saved").config == params.config
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    if rule["rope_type"] == "llama3":  # version 0.1 knew no other and wrote no type
+        del config["rope_scaling"]["rope_type"]
+        (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+        assert load(tmp_path / "saved").config == params.config
 
 
 def tiny_tokenizer():
@@ -234,6 +251,7 @@ def test_damaged_saves_are_refused(folder, tmp_path):
         ({"vocab_size": 41}, "embed has shape"),
         ({"nonsense": 1}, "nonsense"),
         ({"rope_scaling": {"factor": 2.0}}, "config.json"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'llama3', 'yarn', 'linear'"),
         ({"rope_factors": [1.0]}, "rope_factors"),
     ):
         (saved / "config.json").write_text(json.dumps(config | change))

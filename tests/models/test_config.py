@@ -1,13 +1,13 @@
 """Tests configs: what config.json and GGUF metadata become, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from writers import FAMILIES, hf_config, hf_tensors, write_folder, write_gguf
 
 from jsparse.models.checkpoint import load
-from jsparse.models.config import Llama3Rope, ModelConfig
-from jsparse.models.families import Family
+from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from jsparse.models.llama import LLAMA
 from jsparse.models.qwen import QWEN2, QWEN3
 
@@ -53,6 +53,54 @@ def test_both_styles_of_rope_give_the_same_config():
     assert (config.rope_theta, config.rope_scaling) == (5e5, Llama3Rope(8.0, 1.0, 4.0, 64))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("stated", "rule"),
+    [
+        (YARN, YarnRope(4.0, 64)),
+        (YARN | {"beta_fast": 8, "beta_slow": 2}, YarnRope(4.0, 64, 8.0, 2.0)),
+        (YARN | {"attention_factor": 1, "truncate": False},
+         YarnRope(4.0, 64, attention_factor=1.0, truncate=False)),
+        ({"rope_type": "linear", "factor": 2}, LinearRope(2.0)),
+    ],
+)  # fmt: skip
+def test_yarn_and_linear_scaling_are_read_in_either_style(family, stated, rule):
+    older = {("type" if key == "rope_type" else key): value for key, value in stated.items()}
+    named = hf_config(family, rope_theta=5e5, rope_scaling=stated)
+    old = hf_config(family, rope_theta=5e5, rope_scaling=older)
+    new = hf_config(family, rope_parameters=stated | {"rope_theta": 5e5})
+    del new["rope_theta"]
+    config = FROM_HF[family](new)
+    assert config == FROM_HF[family](old) == FROM_HF[family](named)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, rule)
+
+
+@pytest.mark.parametrize(
+    ("stated", "longest", "expected"),
+    [
+        # as Qwen's instructions turn it on, and as a config that is scaled already
+        (YARN, 64, 256),
+        (YARN, 256, 256),
+        (YARN, 300, 300),
+        ({"type": "yarn", "factor": 2.5}, 128, 320),
+        ({"type": "linear", "factor": 2.0}, 128, 128),
+        (LLAMA3, 128, 128),
+    ],
+)
+def test_yarn_lengthens_the_longest_text(stated, longest, expected):
+    config = hf_config("qwen2", rope_scaling=stated, max_position_embeddings=longest)
+    assert FROM_HF["qwen2"](config).max_position_embeddings == expected
+
+
+def test_yarn_lacks_no_factor_that_its_lengths_imply():
+    stated = {"type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+    config = FROM_HF["qwen2"](hf_config("qwen2", rope_scaling=stated))
+    assert config.rope_scaling == YarnRope(4.0, 32)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_metadata_gives_the_config_of_config_json(family, tmp_path):
     config = hf_config(family, tie_word_embeddings=True)
@@ -84,8 +132,20 @@ def test_gguf_head_dim_defaults_to_an_equal_share(family, tmp_path):
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
         ("llama", {"hidden_act": "gelu"}),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}),
+        ("llama", {"rope_scaling": {"type": ["yarn"], "factor": 4.0}}),
+        ("llama", {"rope_scaling": {"type": "linear"}}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.0}}),
+        ("llama", {"rope_scaling": {"type": "yarn"}}),
+        ("llama", {"rope_scaling": YARN | {"factor": -4.0}}),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}),
+        ("llama", {"rope_scaling": YARN | {"beta_slow": 0}}),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 0.0}}),
+        ("llama", {"rope_scaling": YARN | {"truncate": "no"}}),
+        ("llama", {"rope_scaling": YARN | {"original_max_position_embeddings": "64"}}),
+        ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}),
+        ("llama", {"rope_scaling": YARN, "max_position_embeddings": "128"}),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         ("llama", {"rope_theta": 0.0}),
@@ -155,14 +215,70 @@ def test_gguf_metadata_that_cannot_be_decoded_is_refused(key, value, named, tmp_
         load(file)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "longrope"])
-def test_gguf_rope_scaling_is_refused(kind):
-    family: Family = LLAMA
-    metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": 32,
-        "llama.attention.head_count": 4,
-        "llama.rope.scaling.type": kind,
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", 3])
+def test_other_rope_scaling_is_refused_with_those_known(kind):
+    known = r"\['default', 'llama3', 'yarn', 'linear'\]"
+    with pytest.raises(ValueError, match=f"rope_type={kind!r} is not supported.*{known}"):
+        LLAMA.config_from_hf(hf_config("llama", rope_scaling={"rope_type": kind, "factor": 2.0}))
+
+
+def gguf_config(**metadata) -> ModelConfig:
+    """Returns the config of a Llama's metadata; `__` stands for a dot in a key."""
+    sizes = {
+        "context_length": 128,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "block_count": 2,
+        "attention.head_count": 4,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 40,
     }
-    with pytest.raises(ValueError, match=kind):
-        family.config_from_gguf(metadata, ())
+    fields = sizes | {key.replace("__", "."): value for key, value in metadata.items()}
+    named = {f"llama.{key}": value for key, value in fields.items()}
+    return LLAMA.config_from_gguf({"general.architecture": "llama"} | named, ())
+
+
+GGUF_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "rule", "longest"),
+    [
+        ({}, None, 128),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None, 128),
+        ({"rope__scaling__type": "linear"}, None, 128),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}, None, 128),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, LinearRope(4.0), 128),
+        ({"rope__scale_linear": 2.0}, LinearRope(2.0), 128),
+        ({"rope__scale_linear": 0.0}, None, 128),
+        (GGUF_YARN, YarnRope(4.0, 128), 512),
+        (GGUF_YARN | {"rope__scaling__original_context_length": 32}, YarnRope(4.0, 32), 128),
+        (
+            GGUF_YARN
+            | {"rope__scaling__yarn_attn_factor": 0.5}
+            | {"rope__scaling__yarn_beta_fast": 8.0, "rope__scaling__yarn_beta_slow": 2.0}
+            | {"rope__scaling__yarn_ext_factor": 1.0, "rope__scaling__attn_factor": 1.0},
+            YarnRope(4.0, 128, 8.0, 2.0, attention_factor=0.5),
+            512,
+        ),
+    ],
+)
+def test_gguf_rope_scaling(metadata, rule, longest):
+    expected = replace(gguf_config(), rope_scaling=rule, max_position_embeddings=longest)
+    assert gguf_config(**metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"rope__scaling__type": "longrope"}, "type='longrope'.*'none', 'linear', 'yarn'"),
+        ({"rope__scaling__type": "yarn"}, "'rope.scaling.factor' is missing"),
+        (GGUF_YARN | {"rope__scaling__factor": -1.0}, "factor=-1.0: must be a number above 0"),
+        (GGUF_YARN | {"rope__scaling__attn_factor": 1.2}, "attn_factor=1.2"),
+        (GGUF_YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor=0.5"),
+        (GGUF_YARN | {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier=0.1"),
+    ],
+)
+def test_gguf_rope_scaling_that_is_refused(metadata, named):
+    with pytest.raises(ValueError, match=named):
+        gguf_config(**metadata)

@@ -1,14 +1,26 @@
 """Tests the building blocks against slow formulas."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.models.config import Llama3Rope, ModelConfig
-from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_table
+from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from jsparse.models.layers import (
+    MLP,
+    RMSNorm,
+    apply_rope,
+    rope_frequencies,
+    rope_scale,
+    rope_table,
+)
+from jsparse.models.rope_scaling import rope_from_hf
+
+SCALED = json.loads((Path(__file__).parents[1] / "fixtures" / "rope_scaling.json").read_text())
 
 
 def config(**changes) -> ModelConfig:
@@ -55,6 +67,27 @@ def test_rope_frequencies(theta, head_dim, rule):
         ratio = np.asarray(plain) / np.asarray(expected)
         assert ratio.min() == 1.0
         assert ratio.max() == pytest.approx(rule.factor)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_frequencies_are_those_of_transformers(name):
+    expected = SCALED[name]
+    head_dim = expected["config"]["head_dim"]
+    made = config(head_dim=head_dim, **rope_from_hf(expected["config"]))
+    np.testing.assert_allclose(rope_frequencies(made), expected["frequencies"], rtol=2e-6)
+    assert rope_scale(made) == pytest.approx(expected["scale"], rel=1e-12)
+
+
+def test_only_yarn_scales_cos_and_sin():
+    for rule in (None, Llama3Rope(8.0, 1.0, 4.0, 8192), LinearRope(4.0)):
+        assert rope_scale(config(rope_scaling=rule)) == 1.0
+    assert rope_scale(config(rope_scaling=YarnRope(4.0, 64))) == 0.1 * math.log(4.0) + 1
+    frequencies = rope_frequencies(config())
+    positions = jnp.arange(5)[None]
+    for plain, scaled in zip(
+        rope_table(positions, frequencies), rope_table(positions, frequencies, 1.5), strict=True
+    ):
+        np.testing.assert_array_equal(scaled, 1.5 * plain)
 
 
 def test_rope_factors_divide_the_frequencies():

@@ -16,7 +16,10 @@ from jsparse.models.checkpoint import load
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded", "qwen3")
-WITH_GGUF = ("llama", "llama3", "qwen2")
+SCALED = ("qwen2_yarn", "qwen3_yarn", "llama_linear")
+"""Models whose prompts go several times beyond the original context."""
+
+WITH_GGUF = ("llama", "llama3", "qwen2", "qwen2_yarn")
 GREEDY_PROMPT = 8
 # float32 sums in another order; measured: 4e-6
 RTOL = 2e-4
@@ -48,7 +51,7 @@ def logits_at(params, expected):
     return jsparse.logits(params, expected["tokens"])[:, expected["positions"]]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", FOLDERS + SCALED)
 def test_logits(name):
     expected = expected_of(name)
     assert worst(logits_at(load(HF / name, dtype="float32"), expected), expected["logits"]) < RTOL
@@ -84,7 +87,7 @@ def test_gguf_equals_safetensors(name):
     assert worst(logits_at(file, expected), np.asarray(logits_at(folder, expected))) < 1e-5
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", FOLDERS + SCALED)
 def test_older_config_style_is_the_same_model(name, tmp_path):
     folder = shutil.copytree(HF / name, tmp_path / name)
     newer = load(folder, dtype="float32").config
@@ -104,11 +107,11 @@ def test_greedy_text(name, page_size):
     assert out.token_ids == greedy
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3", "qwen3_yarn"), "llama3", "qwen3"))
 def test_decoding_gives_the_logits_of_one_pass(name):
     """Prefill and 20 decode steps reach the last stored position.
 
-    In llama3 it lies beyond RoPE's original maximum.
+    In llama3 and qwen3_yarn it lies beyond RoPE's original maximum.
     """
     expected = expected_of(name)
     params, tokens = load(HF / name, dtype="float32"), expected["tokens"]
