@@ -8,6 +8,7 @@ from jsparse.host_reader import GenerationStats as GenerationStats
 from jsparse.models.checkpoint import Params as Params
 from jsparse.models.checkpoint import load as load
 from jsparse.models.checkpoint import save as save
+from jsparse.models.transformers_models import from_transformers as from_transformers
 from jsparse.policies.all_pages import all_pages as all_pages
 from jsparse.policies.combinators import dense_layers as dense_layers
 from jsparse.policies.combinators import keep as keep

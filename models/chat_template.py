@@ -59,10 +59,22 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> "jinja2.Template":
     # Here, not above: most runs encode plain text and never need Jinja.
+    from jinja2 import nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(Extension):
+        """Passes over {% generation %}, which marks the assistant's text for training."""
+
+        tags = {"generation"}  # noqa: RUF012  as jinja declares it
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -22,9 +22,15 @@ from jsparse.models.llama import LLAMA
 from jsparse.models.qwen import QWEN2, QWEN3
 from jsparse.models.rope_scaling import rope_from_saved
 from jsparse.models.safetensors_files import SafetensorsFolder, read_json
-from jsparse.models.tokenizer import Tokenizer
+from jsparse.models.tokenizer import Tokenizer, as_tokenizer, stated_ends
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.models.weights import OnProgress, check_tensors, list_weights, read_weights
+from jsparse.models.weights import (
+    OnProgress,
+    TensorStore,
+    check_tensors,
+    list_weights,
+    read_weights,
+)
 
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 """Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
@@ -76,6 +82,7 @@ def load(
     *,
     dtype: Any = None,
     revision: str | None = None,
+    tokenizer: Any = None,
     on_progress: OnProgress | None = None,
 ) -> Params:
     """Loads a model onto the default device.
@@ -85,17 +92,18 @@ def load(
             safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
         dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
         revision: a branch, tag or commit, for Hub ids.
+        tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the files'.
         on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
 
     Raises:
         FileNotFoundError: the model does not exist, or a file is missing.
-        ValueError: a file is damaged or lies about its contents, or the model's kind is not
-            supported.
+        ValueError: a file is damaged or lies about its contents, the model's kind is not
+            supported, or the tokenizer is a slow one.
     """
-    wanted = _parse_dtype(dtype)
+    wanted = parse_dtype(dtype)
     path = _loadable(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
-    return load_path(path, str(model), wanted, on_progress)
+    return load_path(path, str(model), wanted, tokenizer, on_progress)
 
 
 def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:
@@ -153,7 +161,8 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _parse_dtype(dtype: Any) -> Any:
+def parse_dtype(dtype: Any) -> Any:
+    """Returns the dtype that `load` takes; raises ValueError if it is none of those."""
     if dtype is None:
         return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
     try:
@@ -165,11 +174,16 @@ def _parse_dtype(dtype: Any) -> Any:
     return parsed
 
 
-def _load_folder(folder: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
+def _load_folder(
+    folder: Path, name: str, dtype: Any, tokenizer: Any, on_progress: OnProgress | None
+) -> Params:
     config, is_saved = _folder_config(folder)
     family = FAMILIES[config.family]
     defaults = read_generation_config(folder)
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer, stated_ends(folder))
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
     if is_saved:
         weights = orbax_files.load_weights(
             folder / _WEIGHTS, config, family.hf_names, dtype, on_progress
@@ -189,8 +203,8 @@ def _folder_config(folder: Path) -> tuple[ModelConfig, bool]:
     fields = read_json(file)
     is_saved = "family" in fields
     field = "family" if is_saved else "model_type"
-    family = _family(fields.get(field), f"{file}: {field}")
-    config = _make_config(
+    family = family_of(fields.get(field), f"{file}: {field}")
+    config = checked_config(
         file, lambda: _config_from_saved(fields) if is_saved else family.config_from_hf(fields)
     )
     return config, is_saved
@@ -206,15 +220,31 @@ def _load_safetensors(
                 "safetensors"
             )
         raise FileNotFoundError(f"{folder} holds no safetensors file")
-    store = SafetensorsFolder(folder)
-    weights = list_weights(folder, len(store.shapes), config, family.hf_names)
+    return read_store(SafetensorsFolder(folder), config, family, dtype, on_progress)
+
+
+def read_store(
+    store: TensorStore,
+    config: ModelConfig,
+    family: Family,
+    dtype: Any,
+    on_progress: OnProgress | None,
+) -> Weights:
+    """Reads the decoder's tree from tensors under Hugging Face's names.
+
+    Raises:
+        ValueError: tensors are missing, misshapen or unknown, or do not fit in memory.
+    """
+    weights = list_weights(store.path, len(store.shapes), config, family.hf_names)
     check_tensors(
         weights, store, harmless=("lm_head.weight",) if config.tie_word_embeddings else ()
     )
     return read_weights(weights, store, dtype, on_progress)
 
 
-def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None) -> Params:
+def _load_gguf(
+    path: Path, name: str, dtype: Any, tokenizer: Any, on_progress: OnProgress | None
+) -> Params:
     store = GGUFFile(path)
     if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(
@@ -227,30 +257,35 @@ def _load_gguf(path: Path, name: str, dtype: Any, on_progress: OnProgress | None
         path, len(store.shapes), config, family.gguf_names, interleaved=interleaved
     )
     check_tensors(weights, store, harmless=(_ROPE_FACTORS,))
-    has_tokenizer = "tokenizer.ggml.tokens" in store.metadata
-    tokenizer = Tokenizer.from_gguf(store.metadata) if has_tokenizer else None
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer)
+    elif "tokenizer.ggml.tokens" in store.metadata:
+        tokenizer = Tokenizer.from_gguf(store.metadata)
     return Params(read_weights(weights, store, dtype, on_progress), config, tokenizer, {}, name)
 
 
 def _gguf_config(store: GGUFFile) -> ModelConfig:
-    family = _family(
+    family = family_of(
         store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
     )
-    config = _make_config(store.path, lambda: family.config_from_gguf(store.metadata, store.shapes))
+    config = checked_config(
+        store.path, lambda: family.config_from_gguf(store.metadata, store.shapes)
+    )
     if _ROPE_FACTORS not in store.shapes:
         return config
     factors = tuple(store.read(_ROPE_FACTORS).astype(float).ravel().tolist())
-    return _make_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
+    return checked_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
 
 
-def _family(name: Any, field: str) -> Family:
+def family_of(name: Any, field: str) -> Family:
+    """Returns the family of that name; raises ValueError, naming the field, if there is none."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
     return FAMILIES[name]
 
 
-def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
-    """Calls `make` and turns its errors into a ValueError that names the model.
+def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
+    """Calls `make` and turns its errors into a ValueError that names the source.
 
     Configs may hold values of any type.
     """
@@ -258,7 +293,7 @@ def _make_config(path: Path, make: Callable[[], ModelConfig]) -> ModelConfig:
         return make()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         message, _, _ = str(error).partition("\n")
-        raise ValueError(f"{path}: {message}") from None
+        raise ValueError(f"{source}: {message}") from None
 
 
 def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:

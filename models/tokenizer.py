@@ -15,6 +15,9 @@ import tokenizers
 from jsparse.models import chat_template as chat_templates
 from jsparse.models import gguf_tokenizer
 
+_NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Tokens that chat templates may name, besides bos_token and eos_token."""
+
 
 class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`, which turns text into ids and back.
@@ -33,8 +36,12 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
     ):
         """Wraps `core`, which must have a token for each of the ids.
+
+        `named_tokens` are further tokens by the name that the chat template has for them, such as
+        pad_token.
 
         Raises:
             ValueError: a special id has no token, or the chat template is not text.
@@ -54,6 +61,7 @@ class Tokenizer:
         }
         self.eos_token_ids = tuple(eos_tokens.values())
         self._eos_token = next(iter(eos_tokens), None)
+        self._named_tokens = dict(named_tokens or {})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens written in the text are recognised.
@@ -126,7 +134,8 @@ class Tokenizer:
                 "chat_template is None: this checkpoint has no chat template, pass it plain text"
             )
         named = {"bos_token": self._bos_token, "eos_token": self._eos_token}
-        variables = {name: token for name, token in named.items() if token is not None}
+        variables: dict[str, Any] = dict(self._named_tokens)
+        variables |= {name: token for name, token in named.items() if token is not None}
         variables |= {
             "tools": None,
             "documents": None,
@@ -166,15 +175,51 @@ class Tokenizer:
         eos_ids = config.get("eos_token_ids")
         if eos_ids is None:
             eos_id = _special_id(core, config, "eos_token")
-            eos_ids = [] if eos_id is None else [eos_id]
-            for name in ("generation_config.json", "config.json"):
-                more = _read_json(folder / name).get("eos_token_id")
-                eos_ids += more if isinstance(more, list) else [] if more is None else [more]
+            eos_ids = _flat([eos_id, *stated_ends(folder)])
         return cls(
             core,
             bos_token_id=_special_id(core, config, "bos_token"),
             eos_token_ids=eos_ids,
             chat_template=_read_chat_template(folder, config),
+            named_tokens=_named_tokens(config),
+        )
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any, eos_token_ids: Iterable[Any] = ()) -> "Tokenizer":
+        """Copies a fast transformers tokenizer: its ids, special tokens and chat template.
+
+        Args:
+            tokenizer: one with a `backend_tokenizer`, as AutoTokenizer gives.
+            eos_token_ids: further ids to stop at, or lists of them.
+
+        Raises:
+            ValueError: the tokenizer is a slow one, or splits special tokens; or an id has no
+                token.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        kind = type(tokenizer).__name__
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise ValueError(
+                f"tokenizer is of type {kind}: must be a fast transformers tokenizer (with a "
+                "backend_tokenizer), as AutoTokenizer.from_pretrained gives, or a jsparse one"
+            )
+        if getattr(tokenizer, "split_special_tokens", False):
+            raise ValueError(
+                f"tokenizer, of type {kind}, has split_special_tokens=True: must be False, since "
+                "prompts and chats write special tokens as text"
+            )
+        core = tokenizers.Tokenizer.from_str(backend.to_str())
+        core.no_truncation()
+        core.no_padding()
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        return cls(
+            core,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_ids=_flat([tokenizer.eos_token_id, *eos_token_ids]),
+            chat_template=template,
+            named_tokens=_named_tokens(tokenizer.special_tokens_map),
         )
 
     @classmethod
@@ -202,6 +247,7 @@ class Tokenizer:
             "chat_template": self.chat_template,
             "clean_up_tokenization_spaces": False,
             "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._named_tokens,
         }
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -223,6 +269,28 @@ class Tokenizer:
         return token
 
 
+def as_tokenizer(given: Any, eos_token_ids: Iterable[Any] = ()) -> Tokenizer:
+    """Returns a tokenizer that a user gives: a jsparse one as it is, a transformers one copied.
+
+    `eos_token_ids` are further ids at which a copy stops, or lists of them.
+    """
+    if isinstance(given, Tokenizer):
+        return given
+    return Tokenizer.from_transformers(given, eos_token_ids)
+
+
+def stated_ends(folder: Path) -> list[Any]:
+    """Returns what the model's own files state as eos_token_id: ids, lists of them, or None."""
+    files = (folder / "generation_config.json", folder / "config.json")
+    return [_read_json(file).get("eos_token_id") for file in files]
+
+
+def _flat(stated: Iterable[Any]) -> list[Any]:
+    """Returns the ids of one list; None stands for no id."""
+    lists = (ids if isinstance(ids, list) else [] if ids is None else [ids] for ids in stated)
+    return [token_id for ids in lists for token_id in ids]
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in `file`, or an empty one if the file does not exist."""
     if not file.is_file():
@@ -239,15 +307,23 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_id(core: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
-    token = config.get(name)
-    if isinstance(token, dict):  # a token with its stripping rules
-        token = token.get("content")
+    token = _content(config.get(name))
     if token is None:
         return None
     token_id = core.token_to_id(token) if isinstance(token, str) else None
     if token_id is None:
         raise ValueError(f"{name} is {token!r}; it must be a token of the vocabulary")
     return token_id
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _content(token: Any) -> Any:
+    """Returns a token's text, which files may store with its stripping rules."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,118 @@
+"""Takes over a Hugging Face transformers model that is in memory, with no copy on disk.
+
+Neither transformers nor PyTorch is imported: whoever has such a model has loaded both, and a few of
+the model's own methods are all that is needed.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jsparse.models.checkpoint import Params, checked_config, family_of, parse_dtype, read_store
+from jsparse.models.generation_config import resolve_settings
+from jsparse.models.tokenizer import as_tokenizer
+from jsparse.models.weights import OnProgress
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def from_transformers(
+    model: Any, *, tokenizer: Any = None, dtype: Any = None, on_progress: OnProgress | None = None
+) -> Params:
+    """Builds a model from a transformers model in memory, on the default device.
+
+    The result is what `load` would make of the model's files. It shares no memory with the model,
+    which may be trained on or deleted.
+
+    Args:
+        model: a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on any device.
+        tokenizer: a fast transformers tokenizer, a jsparse one, or None; then only token ids can be
+            given.
+        dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32 elsewhere.
+        on_progress: a callable that gets the bytes read so far and in total, as tensors arrive.
+
+    Raises:
+        ValueError: `model` is none of these, is quantised, carries an adapter or does not fit in
+            memory, or the tokenizer is a slow one.
+    """
+    _check_model(model)
+    wanted, fields = parse_dtype(dtype), model.config.to_dict()
+    family = family_of(fields.get("model_type"), "model.config.model_type")
+    config = checked_config("model.config", lambda: family.config_from_hf(fields))
+    defaults = resolve_settings(_generation_settings(model), "model.generation_config")
+    if tokenizer is not None:
+        stated = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
+        tokenizer = as_tokenizer(tokenizer, stated)
+    weights = read_store(StateDict(model), config, family, wanted, on_progress)
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    return Params(weights, config, tokenizer, defaults, name)
+
+
+class StateDict:
+    """Gives access to the tensors of a PyTorch model, without a copy of all of them.
+
+    Attributes:
+        path: the name of the model's class, for messages.
+        shapes: the shapes by tensor name.
+    """
+
+    def __init__(self, model: Any):
+        """Looks at the tensors' shapes and dtypes, not at their values.
+
+        Raises:
+            ValueError: a tensor is of a dtype that jsparse does not read, or its values are
+                elsewhere.
+        """
+        self.path = Path(type(model).__name__)
+        self._tensors: Mapping[str, Any] = model.state_dict()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        for name, tensor in self._tensors.items():
+            if (dtype := _dtype(tensor)) not in _ITEM_BYTES:
+                raise ValueError(
+                    f"{self.path}: {name} has dtype {dtype!r}: must be one of {list(_ITEM_BYTES)}"
+                )
+            if tensor.device.type == "meta":
+                raise ValueError(
+                    f"{self.path}: {name} is on the device 'meta': must have values, so load the "
+                    "model without offloading"
+                )
+
+    def nbytes(self, name: str) -> int:
+        """Returns the tensor's size in memory, in bytes."""
+        return math.prod(self.shapes[name]) * _ITEM_BYTES[_dtype(self._tensors[name])]
+
+    def read(self, name: str) -> np.ndarray:
+        """Copies the tensor's values to the host; bfloat16, which PyTorch keeps from numpy, widens.
+
+        The copy stays as it is when the model is trained on.
+        """
+        tensor = self._tensors[name].detach().cpu()
+        if _dtype(tensor) == "bfloat16":
+            return tensor.float().numpy()
+        return tensor.numpy().copy()
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_model(model: Any) -> None:
+    """Raises ValueError unless `model` is a transformers model, by its looks."""
+    config = getattr(model, "config", None)
+    if callable(getattr(model, "state_dict", None)) and callable(getattr(config, "to_dict", None)):
+        return
+    given = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+    raise ValueError(
+        f"model is {given}: must be a transformers model in memory, such as AutoModelForCausalLM "
+        "gives (`pip install 'jsparse[hf]'` brings transformers and PyTorch); jsparse.load reads "
+        "files and Hub ids"
+    )
+
+
+def _generation_settings(model: Any) -> dict[str, Any]:
+    """Returns what the model's generation_config.json would state."""
+    stated = getattr(model, "generation_config", None)
+    return {} if stated is None else stated.to_diff_dict()

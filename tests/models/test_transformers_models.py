@@ -1,0 +1,252 @@
+"""Tests models and tokenizers that are handed over in memory, with stand-ins for transformers'.
+
+test_with_transformers.py does the same with the real ones, where they are installed.
+"""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from writers import FAMILIES, expected_weights, hf_config, hf_tensors, write_folder, write_gguf
+
+import jsparse
+from jsparse.models.tokenizer import Tokenizer
+
+CONFIG = hf_config("llama", num_hidden_layers=1)
+TENSORS = hf_tensors(CONFIG)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{{ pad_token }}"
+    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+class Tensor:
+    """Stands for a torch.Tensor."""
+
+    def __init__(self, array: np.ndarray, device: str = "cuda"):
+        self.array, self.shape, self.dtype = array, array.shape, f"torch.{array.dtype}"
+        self.device = SimpleNamespace(type=device)
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return Tensor(self.array, "cpu")
+
+    def float(self):
+        return Tensor(self.array.astype(np.float32), self.device.type)
+
+    def numpy(self):
+        assert self.device.type == "cpu"
+        assert self.array.dtype != ml_dtypes.bfloat16
+        return self.array
+
+
+class LlamaForCausalLM:
+    """Stands for a transformers model."""
+
+    def __init__(self, config, tensors, generation=None):
+        self.config = SimpleNamespace(to_dict=lambda: dict(config))
+        self.generation_config = SimpleNamespace(to_diff_dict=lambda: dict(generation or {}))
+        self.tensors = tensors
+
+    def state_dict(self):
+        return {
+            name: tensor if isinstance(tensor, Tensor) else Tensor(tensor)
+            for name, tensor in self.tensors.items()
+        }
+
+
+def fast_tokenizer(**changes):
+    """Returns a stand-in for a fast transformers tokenizer."""
+    vocab = {"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<pad>": 4, "<end>": 5}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.add_special_tokens(["<s>", "</s>", "<pad>", "<end>"])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 2)]
+    )
+    fields = {
+        "backend_tokenizer": core,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "special_tokens_map": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+        "chat_template": TEMPLATE,
+        "split_special_tokens": False,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def its_tokenizer(params: jsparse.Params) -> Tokenizer:
+    assert params.tokenizer is not None
+    return params.tokenizer
+
+
+def assert_same(weights, expected):
+    assert jax.tree.structure(weights) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, weights, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_memory_equals_its_files(family, tied, tmp_path):
+    config = hf_config(family, tie_word_embeddings=tied)
+    tensors = hf_tensors(config)
+    generation = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2]}
+    folder = write_folder(tmp_path / "model", config, tensors)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    # a tied model's state_dict names the embedding twice
+    twice = {"lm_head.weight": tensors["model.embed_tokens.weight"]} if tied else {}
+    made = jsparse.from_transformers(LlamaForCausalLM(config, tensors | twice, generation))
+    read = jsparse.load(folder)
+    assert_same(made.weights, read.weights)
+    assert (made.config, made.generation_defaults) == (read.config, read.generation_defaults)
+    assert (made.name, made.tokenizer) == ("LlamaForCausalLM", None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tensors_are_cast_to_the_dtype_asked_for(stored, dtype):
+    tensors = {name: tensor.astype(stored) for name, tensor in TENSORS.items()}
+    params = jsparse.from_transformers(LlamaForCausalLM(CONFIG, tensors), dtype=dtype)
+    assert params.dtype == jnp.dtype(dtype)
+    expected = {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    assert_same(params.weights, expected_weights(CONFIG, expected))
+
+
+def test_weights_share_no_memory_with_the_model():
+    tensors = {name: tensor.copy() for name, tensor in TENSORS.items()}
+    params = jsparse.from_transformers(LlamaForCausalLM(CONFIG, tensors))
+    for tensor in tensors.values():
+        tensor[:] = 0
+    assert_same(params.weights, expected_weights(CONFIG, TENSORS))
+
+
+def test_progress_and_name():
+    model, calls = LlamaForCausalLM(CONFIG, TENSORS), []
+    model.name_or_path = "org/name"
+    params = jsparse.from_transformers(model, on_progress=lambda *now: calls.append(now))
+    assert params.name == "org/name"
+    total = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert calls[-1] == (total, total)
+
+
+def with_tensor(name, tensor):
+    return LlamaForCausalLM(CONFIG, TENSORS | {name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("org/name", "model is 'org/name': must be a transformers model.*jsparse.load reads"),
+        (None, r"model is of type NoneType: .*pip install 'jsparse\[hf\]'"),
+        (LlamaForCausalLM(CONFIG | {"model_type": "gpt2"}, TENSORS), "model_type is 'gpt2'.*llama"),
+        (
+            LlamaForCausalLM(CONFIG | {"attention_bias": True}, TENSORS),
+            "^model.config: config field attention_bias=True",
+        ),
+        (LlamaForCausalLM(CONFIG, {}), "LlamaForCausalLM holds 0 tensors"),
+        (with_tensor("model.norm.weight", np.ones(3, np.float32)), r"norm.weight has shape \(3,\)"),
+        (with_tensor("score.weight", np.ones((2, 32), np.float32)), "holds score.weight"),
+        (
+            with_tensor("lm_head.weight", np.ones((40, 32), np.int8)),
+            "lm_head.weight has dtype 'int8': must be one of",
+        ),
+        (
+            with_tensor("lm_head.weight", Tensor(TENSORS["lm_head.weight"], "meta")),
+            "lm_head.weight is on the device 'meta': must have values",
+        ),
+        (
+            LlamaForCausalLM(CONFIG, TENSORS, {"top_p": "high"}),
+            "model.generation_config: top_p='high': must be a number",
+        ),
+    ],
+)
+def test_models_that_cannot_be_taken_over_are_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        jsparse.from_transformers(model)
+
+
+def test_a_fast_tokenizer_is_copied(tmp_path):
+    given = fast_tokenizer()
+    given.backend_tokenizer.enable_truncation(2)
+    given.backend_tokenizer.enable_padding(length=9)
+    params = jsparse.from_transformers(LlamaForCausalLM(CONFIG, TENSORS), tokenizer=given)
+    tokenizer = its_tokenizer(params)
+    assert tokenizer.encode("b a b a") == [2, 1, 0, 1, 0]
+    assert tokenizer.encode("b</s>", add_special_tokens=False) == [1, 3]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (2, (3,))
+    messages = [{"role": "user", "content": "b"}]
+    assert tokenizer.apply_chat_template(messages) == "<s>b</s><pad>a"
+    assert given.backend_tokenizer.truncation is not None  # the user's own stays as it was
+    given.backend_tokenizer.add_tokens(["c"])
+    assert tokenizer.vocab_size == 6
+
+    jsparse.save(params, tmp_path / "saved")
+    back = its_tokenizer(jsparse.load(tmp_path / "saved"))
+    assert back.encode("b a b a") == [2, 1, 0, 1, 0]
+    assert back.apply_chat_template(messages) == "<s>b</s><pad>a"
+
+
+def test_a_given_tokenizer_takes_the_place_of_the_files(tmp_path):
+    folder = write_folder(tmp_path / "model", CONFIG | {"eos_token_id": [5, 3]}, TENSORS)
+    (folder / "tokenizer.json").write_text("not read")
+    params = jsparse.load(folder, tokenizer=fast_tokenizer())
+    assert its_tokenizer(params).eos_token_ids == (3, 5)
+    params = jsparse.load(
+        write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS), tokenizer=fast_tokenizer()
+    )
+    assert its_tokenizer(params).encode("b") == [2, 1]
+    own = Tokenizer.from_transformers(fast_tokenizer())
+    assert jsparse.load(folder, tokenizer=own).tokenizer is own
+
+
+def test_end_ids_of_model_and_tokenizer_are_joined():
+    model = LlamaForCausalLM(CONFIG | {"eos_token_id": 5}, TENSORS, {"eos_token_id": [4, 3]})
+    params = jsparse.from_transformers(model, tokenizer=fast_tokenizer(eos_token_id=None))
+    assert its_tokenizer(params).eos_token_ids == (4, 3, 5)
+
+
+def test_of_several_chat_templates_the_default_is_taken():
+    named = {"default": "x", "tool_use": "y"}
+    assert Tokenizer.from_transformers(fast_tokenizer(chat_template=named)).chat_template == "x"
+    only = fast_tokenizer(chat_template={"tool_use": "y"}, bos_token_id=None)
+    assert Tokenizer.from_transformers(only).chat_template is None
+    assert Tokenizer.from_transformers(only).bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (SimpleNamespace(), "type SimpleNamespace: must be a fast transformers tokenizer"),
+        ("org/name", "type str: must be a fast"),
+        (fast_tokenizer(split_special_tokens=True), "split_special_tokens=True: must be False"),
+        (fast_tokenizer(eos_token_id=77), "eos_token_ids holds 77"),
+        (fast_tokenizer(chat_template=3), "chat_template is of type int"),
+    ],
+)
+def test_tokenizers_that_cannot_be_copied_are_refused(given, message, tmp_path):
+    folder = write_folder(tmp_path, CONFIG, TENSORS)
+    with pytest.raises(ValueError, match=message):
+        jsparse.load(folder, tokenizer=given)
+    with pytest.raises(ValueError, match=message):
+        jsparse.from_transformers(LlamaForCausalLM(CONFIG, TENSORS), tokenizer=given)
+
+
+def test_marks_for_training_change_no_chat():
+    marked = TEMPLATE.replace(
+        "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    messages = [{"role": "user", "content": "b"}]
+    texts = {
+        Tokenizer.from_transformers(fast_tokenizer(chat_template=template)).apply_chat_template(
+            messages
+        )
+        for template in (TEMPLATE, marked)
+    }
+    assert texts == {"<s>b</s><pad>a"}

@@ -1,0 +1,181 @@
+"""Tests models and tokenizers that are handed over in memory against transformers' own.
+
+Needs the extra hf: `python3 -m uv run --extra hf pytest tests/models/test_with_transformers.py`.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+torch = pytest.importorskip("torch", reason="needs the extra hf")
+
+import jax  # noqa: E402
+
+import jsparse  # noqa: E402
+from jsparse.models.gguf import GGUFFile  # noqa: E402
+from jsparse.models.tokenizer import Tokenizer  # noqa: E402
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+HF = FIXTURES / "hf"
+FOLDERS = ("llama3", "qwen2", "qwen2_sharded", "qwen3", "qwen2_yarn", "qwen3_yarn", "llama_linear")
+STRINGS = json.loads((FIXTURES / "tokenizers" / "corpus.json").read_text())["strings"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "named tokens": "{{ bos_token }}{{ pad_token }}{{ unk_token }}" + CHATML + "{{ eos_token }}",
+    "tools": "{% if tools %}{{ tools | tojson(indent=2) }}\n{% else %}none\n{% endif %}" + CHATML,
+    "loops": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}[{{ ns.n }}] {{ m.content }}"
+        "{% generation %}{% set n = 7 %}{{ n }}{% endgeneration %}{{ n }}\n{% endfor %}"
+    ),
+}
+MESSAGES = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Où est <|im_end|> le fleuve?"},
+    {"role": "assistant", "content": "Là-bas & <ici>"},
+    {"role": "user", "content": "Merci"},
+]
+
+
+def model_of(name: str, dtype: Any = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(HF / name, dtype=dtype)
+
+
+@torch.inference_mode()
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    return model(torch.from_numpy(tokens).long()).logits.float().numpy()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_model_in_memory_is_the_model_of_its_files(name):
+    model = model_of(name)
+    made, read = jsparse.from_transformers(model, dtype="float32"), jsparse.load(HF / name)
+    jax.tree.map(np.testing.assert_array_equal, made.weights, read.weights)
+    assert made.config == read.config
+    assert made.generation_defaults == read.generation_defaults
+    assert made.name == str(HF / name)
+    with np.load(HF / name / "expected.npz") as file:
+        tokens = file["tokens"][:, :100]
+    expected = logits_of(model, tokens)
+    error = np.abs(np.asarray(jsparse.logits(made, tokens)) - expected).max()
+    assert error < 2e-4 * np.abs(expected).max()
+
+
+def test_bfloat16_tensors_keep_their_bits():
+    made = jsparse.from_transformers(model_of("qwen2_sharded", torch.bfloat16), dtype="bfloat16")
+    read = jsparse.load(HF / "qwen2_sharded", dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, made.weights, read.weights)
+
+
+def test_a_model_that_was_never_on_disk_and_is_trained_on():
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made = jsparse.from_transformers(model)
+    assert made.name == "Qwen3ForCausalLM"
+    tokens = np.arange(40, dtype=np.int32)[None]
+    expected = logits_of(model, tokens)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    error = np.abs(np.asarray(jsparse.logits(made, tokens)) - expected).max()
+    assert error < 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaModel", "LlamaForTokenClassification"])
+def test_other_models_are_refused(kind):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    made = getattr(transformers, kind)
+    model = made(made.config_class(**sizes, intermediate_size=8))
+    with pytest.raises(ValueError, match="must be one of|LlamaModel lacks|lacks lm_head.weight"):
+        jsparse.from_transformers(model)
+
+
+def test_a_model_without_values_is_refused():
+    config = model_of("qwen3").config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: .* on the device 'meta'"):
+        jsparse.from_transformers(model)
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """Returns transformers' tokenizer with the vocabulary of a GGUF fixture."""
+    metadata = GGUFFile(FIXTURES / "tokenizers" / f"{name}.gguf").metadata
+    own = Tokenizer.from_gguf(metadata)
+    if name == "qwen2":
+        tokens, merges = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "merges"))
+        vocab = {token: index for index, token in enumerate(tokens)}
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        made = transformers.Qwen2Tokenizer(vocab=vocab, merges=pairs)
+        made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        return made
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own._core, bos_token=own._bos_token, eos_token=own._eos_token
+    )
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize("name", ["qwen2", "llama-bpe", "llama"])
+def test_ids_are_those_of_transformers(name, add_special_tokens):
+    theirs = tokenizer_of(name)
+    ours = Tokenizer.from_transformers(theirs)
+    assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+    for text in [*STRINGS, "<|im_start|>a<|im_end|>", "</s> <s>"]:
+        ids = theirs(text, add_special_tokens=add_special_tokens)["input_ids"]
+        assert ours.encode(text, add_special_tokens=add_special_tokens) == ids
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+@pytest.mark.parametrize("tools", [None, [{"name": "é", "parameters": {"b": [1, "<&>"]}}]])
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ["qwen2", "llama-bpe"])
+def test_chats_are_those_of_transformers(name, template, tools):
+    theirs = tokenizer_of(name)
+    theirs.chat_template = TEMPLATES[template]
+    ours = Tokenizer.from_transformers(theirs)
+    options = {"add_generation_prompt": True, "tools": tools}
+    text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
+    assert ours.apply_chat_template(MESSAGES, **options) == text
+    ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **options)
+    assert ours.encode(text, add_special_tokens=False) == ids
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="type ByT5Tokenizer: must be a fast"):
+        jsparse.load(HF / "qwen2", tokenizer=transformers.ByT5Tokenizer())
+
+
+def test_text_is_that_of_transformers():
+    model = model_of("qwen2")
+    params = jsparse.from_transformers(model, dtype="float32")
+    prompt = [5, 9, 17, 200]
+    out = jsparse.generate(params, prompt, max_new_tokens=8, eos_token_id=[])
+    model.generation_config.eos_token_id = None
+    theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+    assert out.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_neither_package_is_imported_before_it_is_needed():
+    code = (
+        "import sys, jsparse; jsparse.from_transformers, jsparse.load; "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
