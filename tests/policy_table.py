@@ -24,6 +24,7 @@ TABLE = (
     "all_pages()",
     "quest(budget=16)",
     "quest(budget=1)",
+    "quest(budget=16, slack=1.0, group='max')",
     "quest(budget=8, bounds_dtype='uint8')",
     "double_sparsity(budget=8)",
     "double_sparsity(budget=1, channels=2)",

@@ -1,4 +1,4 @@
-"""Bounds how much any token of a page can score: Quest ranks pages by it."""
+"""Scores pages by how much a token of theirs could score: Quest ranks pages by it."""
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -48,14 +48,20 @@ def page_bounds(
     layer: LayerCache,
     bounds: Bounds,
     *,
+    slack: float = 1.0,
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Bound the logit that any token of a page could have, for any query head of the group.
+    """Score every page by the logit that a token in it could have, for any query head of the group.
 
-    The bound is sm_scale · max over the group of Σ_d max(q_d · high_d, q_d · low_d), from "Quest:
-    Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774).
-    Up to float32 rounding no token of the page scores more, the layer's bias left aside.
+    With mid and half the middle and half the range of a page's keys, the score is
+
+        sm_scale · max over the group of (q·mid + slack · |q|·half).
+
+    With a slack of 1 this is Σ_d max(q_d · high_d, q_d · low_d), the bound from "Quest: Query-Aware
+    Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774): up to
+    float32 rounding no token of the page scores more, the layer's bias left aside. With less it
+    bounds nothing, and ranks pages better.
 
     Args:
         q: the queries, after RoPE.
@@ -63,6 +69,7 @@ def page_bounds(
             V are not read.
         bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8
             bits.
+        slack: the part of half the range that counts, from 0 to 1.
         sm_scale: the factor of the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
 
@@ -70,7 +77,8 @@ def page_bounds(
         float32[B, K, M] by logical page; -inf for pages that hold no token.
 
     Raises:
-        ValueError: shapes do not fit together, or sm_scale is not above 0.
+        ValueError: shapes do not fit together, slack is not from 0 to 1, or sm_scale is not above
+            0.
     """
     check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
     pages = jax.ShapeDtypeStruct((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
@@ -80,11 +88,18 @@ def page_bounds(
             raise ValueError(
                 f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K"
             )
+    if not 0 <= slack <= 1:
+        raise ValueError(f"slack={slack}: must be a number from 0 to 1")
     if sm_scale is not None and not sm_scale > 0:
         raise ValueError(
             f"sm_scale={sm_scale}: must be above 0, or what bounds q·k does not bound the logit"
         )
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     return run(
-        "page_bounds", implementation, BACKENDS[type(bounds)], q, layer, bounds, sm_scale=sm_scale
+        "page_bounds",
+        implementation,
+        BACKENDS[type(bounds)],
+        *(q, layer, bounds),
+        slack=float(slack),
+        sm_scale=sm_scale,
     )

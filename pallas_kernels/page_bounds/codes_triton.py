@@ -3,9 +3,9 @@
 Codes become float16 by permuting bytes, two at a time: a byte n with 0x64 above it is the float16
 1024 + n. A 16-bit word holds the codes of channels 2w and 2w + 1, so the even and the odd channels
 are apart, in the query as well; positive channels of the query meet the upper codes, negative the
-lower. What 1024 adds, together with the page's zero, is a multiple of the sum of the query's
-channels: taken out behind the MMA, it costs the sum two of its bits, of which tensor cores cut the
-last ones off instead of rounding.
+lower; a slack below 1 adds columns as it does for bounds in K's dtype. What 1024 adds, together
+with the page's zero, is a multiple of the sum of the query's channels: taken out behind the MMA, it
+costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
 
 Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
 nothing that counts. All of a page's score comes from one row of one tile: neither the tiling nor
@@ -18,7 +18,12 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.key_bounds import PageBounds8
-from jsparse.pallas_kernels.page_bounds.triton_gpu import BoundsTiling, default_tiling, launch
+from jsparse.pallas_kernels.page_bounds.triton_gpu import (
+    BoundsTiling,
+    best_of_group,
+    default_tiling,
+    launch,
+)
 
 
 def page_bounds(
@@ -26,15 +31,15 @@ def page_bounds(
     layer: LayerCache,
     bounds: PageBounds8,
     *,
+    slack: float,
     sm_scale: float,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """Implement `api.page_bounds` for 8-bit bounds with jax-triton."""
     half = q.shape[2] // 2
     constants = {"SCALE": sm_scale, "WORDS": half, "WIDTH": max(16, triton.next_power_of_2(half))}
-    return launch(
-        codes_kernel, q, bounds, layer, tiling or default_tiling(q.shape[2], 1), constants
-    )
+    tiling = tiling or default_tiling(q.shape[2], 1)
+    return launch(codes_kernel, q, bounds, layer, tiling, slack, constants)
 
 
 @triton.jit
@@ -57,14 +62,21 @@ def _operands(words):
 
 @triton.jit
 def _query(
-    q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr
+    q_ptr,
+    pair,
+    G: tl.constexpr,
+    EACH: tl.constexpr,
+    COLS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Load the queries of one KV head, scaled, with signs and even and odd channels apart.
 
     Returns even and odd channels [WIDTH, COLS] of the positive parts, then of the negative; by
-    query the sum of its channels; and the unit of them all.
+    column the sum of its channels, counted as often as codes meet them; and the unit of them all.
     """
-    head, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
+    col, channel = tl.arange(0, COLS), tl.arange(0, 2 * WIDTH)
+    head, whole = col // EACH, col % EACH == 1
     at = (pair * G + head)[:, None] * (2 * WORDS) + channel[None, :]
     q = tl.load(
         q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0
@@ -75,9 +87,11 @@ def _query(
     q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     zeros = tl.zeros_like(q)
-    even, odd = tl.split(tl.reshape(tl.where(q > 0, q, zeros), [COLS, WIDTH, 2]))
-    even_low, odd_low = tl.split(tl.reshape(tl.where(q < 0, q, zeros), [COLS, WIDTH, 2]))
-    total = tl.sum(q.to(tl.float32), 1)
+    positive = tl.where((q > 0) | whole[:, None], q, zeros)
+    negative = tl.where((q < 0) | whole[:, None], q, zeros)
+    even, odd = tl.split(tl.reshape(positive, [COLS, WIDTH, 2]))
+    even_low, odd_low = tl.split(tl.reshape(negative, [COLS, WIDTH, 2]))
+    total = tl.sum(q.to(tl.float32), 1) * tl.where(whole, 2, 1)
     return tl.trans(even), tl.trans(odd), tl.trans(even_low), tl.trans(odd_low), total, unit
 
 
@@ -97,6 +111,8 @@ def codes_kernel(
     M: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
+    SLACK: tl.constexpr,
+    EACH: tl.constexpr,
     COLS: tl.constexpr,
     WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -106,8 +122,8 @@ def codes_kernel(
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
-    row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WIDTH)
-    even, odd, even_low, odd_low, total, unit = _query(q_ptr, pair, G, COLS, WORDS, WIDTH)
+    row, word = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    even, odd, even_low, odd_low, total, unit = _query(q_ptr, pair, G, EACH, COLS, WORDS, WIDTH)
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
     # a word of two codes, and scale and zero together, are each one load
@@ -144,7 +160,7 @@ def codes_kernel(
         dot = tl.dot(low_even, even_low, dot)
         dot = tl.dot(low_odd, odd_low, dot)
         scores = scale[:, None] * (dot - 1024 * total[None, :]) + zero[:, None] * total[None, :]
-        best = tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
+        best = best_of_group(scores, G, SLACK, EACH, COLS)
         tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         page = first + tile * BLOCK + row

@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.key_bounds import Bounds
 
 
 def page_bounds(
-    q: Float[Array, "B N H"], layer: LayerCache, bounds: Bounds, *, sm_scale: float
+    q: Float[Array, "B N H"], layer: LayerCache, bounds: Bounds, *, slack: float, sm_scale: float
 ) -> Float32[Array, "B K M"]:
     """Implement `api.page_bounds` in plain jnp."""
     grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
@@ -20,7 +20,9 @@ def page_bounds(
         )
 
     low, high = bounds.values()
-    scores = dot(jnp.maximum(grouped, 0), high) + dot(jnp.minimum(grouped, 0), low)
+    reach = slack * jnp.abs(grouped)
+    # (q ± slack · |q|) / 2 are the positive and the negative part of q at a slack of 1
+    scores = dot((grouped + reach) / 2, high) + dot((grouped - reach) / 2, low)
     used = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size < layer.lengths[..., None]
     return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
 

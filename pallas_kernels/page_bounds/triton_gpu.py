@@ -1,7 +1,9 @@
 """Implements `api.page_bounds` with jax-triton, by two MMAs with pages as their rows.
 
-Positive channels of the query meet the upper bounds, negative the lower. All of a page's score
-comes from one row of one tile: neither the tiling nor the batch changes its bits.
+Positive channels of the query meet the upper bounds, negative the lower. With a slack c below 1 the
+score is c times that, and (1 - c)/2 times the query's product with both bounds: the query is a
+column of the same MMAs, beside its signed parts, so that no operand is rounded. All of a page's
+score comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
 from collections.abc import Mapping
@@ -48,6 +50,7 @@ def page_bounds(
     layer: LayerCache,
     bounds: PageBounds,
     *,
+    slack: float,
     sm_scale: float,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
@@ -65,6 +68,7 @@ def page_bounds(
         bounds,
         layer,
         tiling or default_tiling(head_dim, q.dtype.itemsize),
+        slack,
         constants,
     )
 
@@ -75,6 +79,7 @@ def launch(
     bounds: Bounds,
     layer: LayerCache,
     tiling: BoundsTiling,
+    slack: float,
     constants: Mapping[str, Any],
 ) -> Float32[Array, "B K M"]:
     """Launch a kernel over tiles of pages, with `constants` beside the parameters set here."""
@@ -85,6 +90,7 @@ def launch(
     everywhere = tiling.programs * jax.local_devices()[0].core_count
     per_program = min(triton.cdiv(tiles * batch * heads, everywhere), tiling.max_tiles)
     group, table = q.shape[1] // heads, layer.block_table
+    columns = 1 if slack == 1 else 2
     return triton_call(
         *(q, *bounds, layer.lengths),
         layer.lengths if table is None else table,  # a stand-in, never read
@@ -100,10 +106,31 @@ def launch(
         M=pages,
         P=layer.page_size,
         G=group,
-        COLS=max(8, triton.next_power_of_2(group)),  # 8 is the least N of an MMA
+        SLACK=slack,
+        EACH=columns,
+        COLS=max(8, columns * triton.next_power_of_2(group)),  # 8 is the least N of an MMA
         HAS_TABLE=table is not None,
         **constants,
     )
+
+
+@triton.jit
+def best_of_group(
+    scores,
+    G: tl.constexpr,
+    SLACK: tl.constexpr,
+    EACH: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Reduce scores [BLOCK, COLS] to the greatest of the G query heads.
+
+    A head has its bound and, if EACH is 2, its product with both bounds beside it.
+    """
+    if EACH == 2:
+        part = tl.where(tl.arange(0, COLS) % 2 == 0, SLACK, (1 - SLACK) / 2)
+        scores = tl.sum(tl.reshape(scores * part[None, :], [scores.shape[0], COLS // 2, 2]), 2)
+    head = tl.arange(0, COLS // EACH)
+    return tl.max(tl.where((head < G)[None, :], scores, float("-inf")), 1)
 
 
 @triton.jit
@@ -121,6 +148,8 @@ def bounds_kernel(
     M: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
+    SLACK: tl.constexpr,
+    EACH: tl.constexpr,
     COLS: tl.constexpr,
     H: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -132,11 +161,12 @@ def bounds_kernel(
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
     row, col, channel = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, CHANNELS)
-    q_at = q_ptr + (pair * G + col)[:, None] * H + channel[None, :]
-    q = tl.load(q_at, mask=(col < G)[:, None] & (channel < H)[None, :], other=0.0)
+    head, whole = col // EACH, (col % EACH == 1)[:, None]
+    q_at = q_ptr + (pair * G + head)[:, None] * H + channel[None, :]
+    q = tl.load(q_at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0)
     zeros = tl.zeros_like(q)
-    positive = tl.trans(tl.where(q > 0, q, zeros))
-    negative = tl.trans(tl.where(q < 0, q, zeros))
+    positive = tl.trans(tl.where((q > 0) | whole, q, zeros))
+    negative = tl.trans(tl.where((q < 0) | whole, q, zeros))
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
     if not HAS_TABLE:
         low_ptr += pair.to(tl.int64) * (M * H)
@@ -158,7 +188,7 @@ def bounds_kernel(
             low = tl.load(low_ptr + at, mask=(channel < H)[None, :], other=0.0)
         scores = tl.dot(high, positive, input_precision=PRECISION)
         scores = tl.dot(low, negative, scores, input_precision=PRECISION)
-        best = SCALE * tl.max(tl.where((col < G)[None, :], scores, float("-inf")), 1)
+        best = SCALE * best_of_group(scores, G, SLACK, EACH, COLS)
         tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         page = first + tile * BLOCK + row

@@ -3,6 +3,8 @@
 The one property that matters is that no token scores above its page.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +53,9 @@ def numbers(bounds):
     return scale * low + zero, scale * high + zero
 
 
-def slow(q, layer, bounds, sm_scale):
+def slow(q, layer, bounds, slack, sm_scale):
     q, (low, high) = np.asarray(q, np.float64), numbers(bounds)
+    mid, half = (low + high) / 2, (high - low) / 2
     lengths, (batch, heads) = np.asarray(layer.lengths), layer.lengths.shape
     group = q.shape[1] // heads
     out = np.full((batch, heads, layer.num_pages), -np.inf)
@@ -61,18 +64,20 @@ def slow(q, layer, bounds, sm_scale):
             continue
         lies = physical(layer, b, n, page)
         for query in q[b, n * group : (n + 1) * group]:
-            score = sm_scale * np.maximum(query * high[lies], query * low[lies]).sum()
+            score = sm_scale * (query * mid[lies] + slack * np.abs(query) * half[lies]).sum()
             out[b, n, page] = max(out[b, n, page], score)
     return out
 
 
+@pytest.mark.parametrize("slack", [1.0, 0.6, 0])
 @pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
-def test_matches_the_slow_formula(case):
+def test_matches_the_slow_formula(case, slack):
     inputs = build(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
-    out = jax.jit(lambda inputs: page_bounds(*inputs, sm_scale=case.sm_scale))(inputs)
+    run = partial(page_bounds, slack=slack, sm_scale=case.sm_scale)
+    out = jax.jit(lambda inputs: run(*inputs))(inputs)
     assert out.dtype == np.float32
-    want = slow(*inputs, scale)
+    want = slow(*inputs, slack, scale)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5 * case.spread)
 
 
@@ -321,6 +326,7 @@ def wrong_calls():
             {"implementation": "triton"},
             "takes an even head dimension, not 63",
         ),
+        "slack": ((q, layer, bounds), {"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
         "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),
         "backend": (
             (q, layer, bounds),

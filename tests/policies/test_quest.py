@@ -1,4 +1,4 @@
-"""Quest against the paper's formula, page by page and channel by channel."""
+"""Quest against its formula, the paper's among others, page by page and channel by channel."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,19 @@ def rounded(layer: OneLayer, b: int, head: int, page: int):
 EXTREMES = {None: exact, "uint8": rounded}
 
 
-def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
+def paper(queries, low, high):
+    """The greatest bound of a group's queries."""
+    return max(sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries)
+
+
+def shrunk(queries, low, high):
+    """The score of the group's mean query, with half of half the range."""
+    mid, half = (low + high) / 2, (high - low) / 2
+    q = sum(queries) / len(queries)
+    return sum(x * mid[d] + 0.5 * abs(x) * half[d] for d, x in enumerate(q))
+
+
+def pages_of(layer: OneLayer, budget: int, extremes, score) -> list[set[int]]:
     """The pages that Quest keeps, of each row and head."""
     found = []
     for b, head in np.ndindex(layer.k.shape[:2]):
@@ -41,9 +53,7 @@ def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
             queries = np.asarray(
                 layer.q[b, head * layer.group : (head + 1) * layer.group], np.float64
             )
-            bounds[page] = max(
-                sum(max(x * high[d], x * low[d]) for d, x in enumerate(q)) for q in queries
-            )
+            bounds[page] = score(queries, low, high)
         newest = max(bounds)
         best = sorted((page for page in bounds if page != newest), key=lambda page: -bounds[page])
         found.append({newest, *best[: max(budget // layer.page_size, 1) - 1]})
@@ -53,14 +63,17 @@ def pages_of(layer: OneLayer, budget: int, extremes) -> list[set[int]]:
 @pytest.mark.parametrize("budget", [1, 16, 31, 40])
 @pytest.mark.parametrize("length", [41, 45, 48])
 @pytest.mark.parametrize("bounds_dtype", EXTREMES)
-def test_keeps_the_pages_of_the_greatest_bounds(budget, length, bounds_dtype):
-    layer = OneLayer(jsparse.quest(budget=budget, bounds_dtype=bounds_dtype), length=length)
+@pytest.mark.parametrize(
+    ("given", "score"), [({"slack": 1.0, "group": "max"}, paper), ({}, shrunk)]
+)
+def test_keeps_the_pages_of_the_greatest_scores(budget, length, bounds_dtype, given, score):
+    layer = OneLayer(jsparse.quest(budget, bounds_dtype, **given), length=length)
     chosen = layer.select()
     listed = [
         set(ids[:n].tolist())
         for ids, n in zip(chosen.ids.reshape(4, -1), chosen.count.reshape(4), strict=True)
     ]
-    assert listed == pages_of(layer, budget, EXTREMES[bounds_dtype])
+    assert listed == pages_of(layer, budget, EXTREMES[bounds_dtype], score)
 
 
 def test_a_short_head_is_read_whole():
@@ -74,6 +87,17 @@ def test_a_short_head_is_read_whole():
 def test_budget_is_a_whole_number(budget):
     with pytest.raises(ValueError, match=f"budget={budget}: must be an integer of at least 1"):
         jsparse.quest(budget=budget)
+
+
+@pytest.mark.parametrize("slack", [-0.1, 1.1, True, "0.5", float("nan")])
+def test_slack_is_a_number_from_0_to_1(slack):
+    with pytest.raises(ValueError, match=f"slack={slack!r}: must be a number from 0 to 1"):
+        jsparse.quest(slack=slack)
+
+
+def test_the_group_is_one_of_two():
+    with pytest.raises(ValueError, match=r"group='sum': must be one of \['mean', 'max'\]"):
+        jsparse.quest(group="sum")
 
 
 @pytest.mark.parametrize("dtype", ["int8", 8, "bfloat16"])
