@@ -92,6 +92,22 @@ def scores(op: Callable[..., Any], case: Any, inputs: Any) -> Any:
     return jax.jit(partial(op, sm_scale=case.sm_scale, implementation="triton"))(*inputs)
 
 
+def framed_bounds(case: Any) -> Any:
+    """Returns page bounds' inputs in a frame, and the frame."""
+    frame = bounds_cases.frame_for(case)
+    return (*bounds_cases.build(case, frame=frame), frame)
+
+
+def framed_scores(_: Any, inputs: Any) -> Any:
+    """Takes the bounds of all slots in anew, and scores them."""
+    q, layer, bounds, frame = inputs
+    append = partial(bounds_append, frame=frame, max_new=layer.capacity, implementation="triton")
+    valid, first = layer.lengths[:, 0], jnp.zeros_like(layer.lengths)
+    bounds = jax.jit(append)(bounds, layer, valid, first)
+    score = partial(page_bounds, frame=frame, slack=0.5, implementation="triton")
+    return jax.jit(score)(q, layer, bounds)
+
+
 def placed(case: Any, inputs: Any) -> Any:
     return [
         jax.jit(partial(place_logits, stats=stats, **case.sizes, implementation="triton"))(*inputs)
@@ -164,6 +180,11 @@ OPS = {
         partial(scores, page_bounds),
         named(bounds_cases.CASES, f"ragged head_dim_256 {BOUNDS_CASES}"),
         bounds_cases.build,
+    ),
+    "page_bounds_framed": Op(
+        framed_scores,
+        named(bounds_cases.CASES, "codes codes_scrambled codes_head_dim_40"),
+        framed_bounds,
     ),
     "token_sparse": Op(
         partial(attention, token_sparse_decode, "triton"),

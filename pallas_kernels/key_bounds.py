@@ -1,6 +1,7 @@
 """Defines PageBounds, the least and greatest value of every channel in every page of K.
 
-bounds_append keeps them up to date and page_bounds reads them.
+bounds_append keeps them up to date and page_bounds reads them. Those in 8 bits can be kept in the
+frame of the model's key constants, where no constant channel widens a page's range.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, LayerCache
+from jsparse.key_constants import KeyFrame
+from jsparse.pallas_kernels import int4_keys
 
 STEPS = 254  # one less than codes have: the last one makes up for what rounding loses
 COARSEST = 2.0**-16  # least scale as a part of |zero|, so that float32 tells two codes apart
@@ -94,3 +97,12 @@ def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds) -> Bounds:
     return jax.tree.map(
         lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys)
     )
+
+
+def check_frame(bounds: Bounds, layer: LayerCache, frame: KeyFrame | None) -> None:
+    """Raise ValueError where a frame does not fit the layer, or the bounds are not kept in one."""
+    if frame is None:
+        return
+    if isinstance(bounds, PageBounds):
+        raise ValueError("frame: must be None with PageBounds, which bound K as it is")
+    int4_keys.check_frame("bounds", bounds.low.shape[-1], layer, frame, None)

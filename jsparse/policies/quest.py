@@ -11,7 +11,8 @@ the worst value in every channel at once, which no real one comes near, so it ra
 their channels reach rather than by what they hold for q. The query heads of a group share their
 pages, ranked for their mean query (the paper has as many KV heads as query heads). slack=1 and
 group="max", the greatest bound of the group, are the paper's rule. The bounds can be kept in 8 bits
-per channel.
+per channel, in the frame of the model's key constants, without which constant channels, such as
+those of Qwen2, would make every step of the codes coarse.
 """
 
 from functools import partial
@@ -20,13 +21,14 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jsparse.cache import KVCache
+from jsparse.cache import KVCache, LayerCache
+from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.sidecars import sidecar
+from jsparse.policies.sidecars import framed_sidecar, sidecar
 from jsparse.policy import Policy, State, builder, whole_number
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
@@ -47,8 +49,8 @@ def quest(
     Args:
         budget: the number of tokens that a KV head attends to.
         bounds_dtype: the type of the bounds; None is K's. "uint8" rounds bounds outward to 8 bits
-            per channel, with a scale and a zero per page: no bound gets lower, some get higher. Per
-            page 2H + 4 bytes are kept and read, instead of K's 4H.
+            per channel, with a scale and a zero per page, in the frame of the model's key
+            constants. Per page 2H + 4 bytes are kept and read, instead of K's 4H.
         slack: the part of the bounds' half range that counts, from 0 to 1; 1 in the paper. The
             default is the best on average of two models (bench.page_ranking).
         group: "mean" ranks pages for the mean query of the heads that share a KV head, "max" by the
@@ -62,14 +64,19 @@ def quest(
     if group not in get_args(Group):
         raise ValueError(f"group={group!r}: must be one of {list(get_args(Group))}")
 
-    def taken_in(entry, held, k, valid, first):
-        return bounds_append(entry, held, valid, first, max_new=k.shape[1])
+    framed = bounds_dtype is not None
+
+    def taken_in(
+        entry: Bounds, held: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
+    ) -> Bounds:
+        return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
 
     def select(state: State, layer: int, q, cache: KVCache):
         held = cache.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         ranked_for = _mean_queries(q, held.lengths.shape[1]) if group == "mean" else q
-        scores = page_bounds(ranked_for, held, state[layer], slack=slack)
+        frame = frame_at(cache, layer) if framed else None
+        scores = page_bounds(ranked_for, held, state[layer], frame=frame, slack=slack)
         newest = (
             jnp.arange(held.num_pages, dtype=jnp.int32)
             == (held.lengths[..., None] - 1) // held.page_size
@@ -83,8 +90,15 @@ def quest(
             state,
         )
 
-    kept = sidecar(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)
-    return Policy(select, **kept._asdict(), shares="pages", dense_at={"budget": 2**30})
+    build = framed_sidecar if framed else sidecar
+    kept = build(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)
+    return Policy(
+        select,
+        **kept._asdict(),
+        needs=KEY_CONSTANTS if framed else (),
+        shares="pages",
+        dense_at={"budget": 2**30},
+    )
 
 
 def _mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:

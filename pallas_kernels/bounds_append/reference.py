@@ -4,12 +4,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import LayerCache, physical_pages, read_pages
+from jsparse.key_constants import KeyFrame, into_frame
 from jsparse.pallas_kernels.key_bounds import Bounds
 from jsparse.shapes import Lengths, Rows
 
 
 def bounds_append(
-    bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
+    bounds: Bounds,
+    layer: LayerCache,
+    valid: Rows,
+    first: Lengths,
+    *,
+    touched: int,
+    frame: KeyFrame | None = None,
 ) -> Bounds:
     """Implement `api.bounds_append` in plain jnp."""
     size = layer.page_size
@@ -24,6 +31,8 @@ def bounds_append(
     held = _held(logical, layer)[..., None]
     low = jnp.min(jnp.where(held, k, jnp.inf), axis=3).astype(k.dtype)
     high = jnp.max(jnp.where(held, k, -jnp.inf), axis=3).astype(k.dtype)
+    if frame is not None:
+        low, high = (into_frame(ends, frame, logical) for ends in (low, high))
     kept = bounds.of(low, high)
     return type(bounds)(
         *(pool.at[at].set(new, mode="drop") for pool, new in zip(bounds, kept, strict=True))

@@ -2,6 +2,10 @@
 
 There is a program for each page that may have been touched. Slots behind a page's last token read
 that token again: it changes neither minimum nor maximum, and needs no mask.
+
+In a frame a product of the rotation may be fused with its sum, in the kernel and in the reference,
+and the division by half_range is a product with a reciprocal: a bound may be an ulp of float32 off,
+and where it lies halfway between two codes it may get either.
 """
 
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ import triton
 import triton.language as tl
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.shapes import Lengths, Rows
@@ -26,6 +31,7 @@ class AppendPlan:
         heads, pages, page_size, head_dim: K, M, P and H.
         rows, columns: the least powers of two that are no less than P and H.
         paged: whether there is a block table.
+        framed: whether bounds are kept in a frame.
         steps, coarsest, least, greatest: the constants of `key_bounds`.
     """
 
@@ -36,6 +42,7 @@ class AppendPlan:
     rows: int
     columns: int
     paged: bool
+    framed: bool
     steps: int = key_bounds.STEPS
     coarsest: float = key_bounds.COARSEST
     least: float = key_bounds.LEAST
@@ -43,7 +50,13 @@ class AppendPlan:
 
 
 def bounds_append(
-    bounds: Bounds, layer: LayerCache, valid: Rows, first: Lengths, *, touched: int
+    bounds: Bounds,
+    layer: LayerCache,
+    valid: Rows,
+    first: Lengths,
+    *,
+    touched: int,
+    frame: KeyFrame | None = None,
 ) -> Bounds:
     """Implement `api.bounds_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -57,14 +70,20 @@ def bounds_append(
         rows=triton.next_power_of_2(page_size),
         columns=triton.next_power_of_2(head_dim),
         paged=table is not None,
+        framed=frame is not None,
+    )
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    given = (
+        *(layer.k, valid, first, layer.lengths),
+        absent if table is None else table,
+        *((absent,) * 3 if frame is None else frame),
     )
     pools = triton_call(
-        *(layer.k, valid, first, layer.lengths),
-        layer.lengths if table is None else table,  # a stand-in, never read
+        *given,
         *bounds,
         kernel=KERNELS[type(bounds)],
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in bounds],
-        input_output_aliases={5 + nth: nth for nth in range(len(bounds))},
+        input_output_aliases={len(given) + nth: nth for nth in range(len(bounds))},
         grid=(touched, layer.lengths.size),
         num_warps=min(max(plan.rows * plan.columns // (32 * VALUES_A_THREAD), 1), 4),
         num_stages=1,
@@ -135,12 +154,41 @@ def round_down(x):
 
 
 @triton.jit
+def into_frame(
+    low,
+    high,
+    mid,  # [K, H]
+    half_range,  # [K, H / 2]
+    angles,  # [M, H]
+    logical,
+    plan: tl.constexpr,
+):
+    """Return a page's extremes in the frame, as key_constants.into_frame does."""
+    channel, half = tl.arange(0, plan.columns), plan.head_dim // 2
+    inside = channel < plan.head_dim
+    head = tl.program_id(1) % plan.heads
+    pair = tl.where(channel < half, channel, channel - half)
+    partner = tl.where(channel < half, channel + half, pair)
+    own = tl.load(mid + head * plan.head_dim + channel, mask=inside, other=0.0)
+    others = tl.load(mid + head * plan.head_dim + partner, mask=inside, other=0.0)
+    reach = tl.load(half_range + head * half + pair, mask=inside, other=1.0)
+    cos = tl.load(angles + logical * plan.head_dim + pair, mask=inside, other=0.0)
+    sin = tl.load(angles + logical * plan.head_dim + pair + half, mask=inside, other=0.0)
+    turned = own * cos + tl.where(channel < half, -others, others) * sin
+    inverse = tl.div_rn(1.0, reach)
+    return (low - turned) * inverse, (high - turned) * inverse
+
+
+@triton.jit
 def append_values(
     k,  # [pages, P, H]
     valid,  # [B]
     first,  # [B, K]
     lengths,  # [B, K]
     table,  # [B, K, M]
+    _mid,
+    _half_range,
+    _angles,
     _low_given,  # the bounds given: they share their memory with the last two
     _high_given,
     low_ptr,  # [pages, H]
@@ -165,6 +213,9 @@ def append_codes(
     first,  # [B, K]
     lengths,  # [B, K]
     table,  # [B, K, M]
+    mid,  # [K, H]
+    half_range,  # [K, H / 2]
+    angles,  # [M, H]
     _low_given,  # the bounds given: they share their memory with the last three
     _high_given,
     _affine_given,
@@ -178,6 +229,8 @@ def append_codes(
     if touched:
         page = locate(table, logical, plan)
         low, high = extremes(k, page, held, plan)
+        if plan.framed:
+            low, high = into_frame(low, high, mid, half_range, angles, logical, plan)
         channel = tl.arange(0, plan.columns)
         inside = channel < plan.head_dim
         low = tl.clamp(low, -plan.greatest, plan.greatest) - plan.least

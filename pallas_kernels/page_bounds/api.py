@@ -4,8 +4,9 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
-from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
+from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8, check_frame
 from jsparse.pallas_kernels.page_bounds import reference
 from jsparse.selection import nothing
 
@@ -48,6 +49,7 @@ def page_bounds(
     layer: LayerCache,
     bounds: Bounds,
     *,
+    frame: KeyFrame | None = None,
     slack: float = 1.0,
     sm_scale: float | None = None,
     implementation: str | None = None,
@@ -61,7 +63,10 @@ def page_bounds(
     With a slack of 1 this is Σ_d max(q_d · high_d, q_d · low_d), the bound from "Quest: Query-Aware
     Sparsity for Efficient Long-Context LLM Inference" (Tang et al., arXiv:2406.10774): up to
     float32 rounding no token of the page scores more, the layer's bias left aside. With less it
-    bounds nothing, and ranks pages better.
+    bounds nothing, and ranks pages better. In a frame, mid and half are those of what is kept, and
+    the parentheses hold
+
+        (q · half_range)·mid + slack · |q · half_range|·half + q·R(page)·mid_of_the_frame.
 
     Args:
         q: the queries, after RoPE.
@@ -69,6 +74,7 @@ def page_bounds(
             V are not read.
         bounds: the least and greatest keys of every page, in K's dtype or, rounded outward, in 8
             bits.
+        frame: the frame that 8-bit bounds are kept in; None where it is K's own.
         slack: the part of half the range that counts, from 0 to 1.
         sm_scale: the factor of the logits, above 0; None is 1/√H.
         implementation: "triton", "reference", or None to pick.
@@ -77,8 +83,8 @@ def page_bounds(
         float32[B, K, M] by logical page; -inf for pages that hold no token.
 
     Raises:
-        ValueError: shapes do not fit together, slack is not from 0 to 1, or sm_scale is not above
-            0.
+        ValueError: shapes do not fit together, bounds in K's dtype are given a frame, slack is not
+            from 0 to 1, or sm_scale is not above 0.
     """
     check_shapes("page_bounds", "page", q, layer, nothing(layer.lengths))
     pages = jax.ShapeDtypeStruct((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
@@ -88,6 +94,7 @@ def page_bounds(
             raise ValueError(
                 f"bounds.{name}.shape={kept.shape}: must be {fits.shape}, to fit the cache's K"
             )
+    check_frame(bounds, layer, frame)
     if not 0 <= slack <= 1:
         raise ValueError(f"slack={slack}: must be a number from 0 to 1")
     if sm_scale is not None and not sm_scale > 0:
@@ -100,6 +107,7 @@ def page_bounds(
         implementation,
         BACKENDS[type(bounds)],
         *(q, layer, bounds),
+        frame=frame,
         slack=float(slack),
         sm_scale=sm_scale,
     )

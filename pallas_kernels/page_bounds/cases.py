@@ -5,8 +5,10 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame, page_angles
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -25,7 +27,20 @@ class Codes(Case):
     """Describes a call with bounds in 8 bits."""
 
 
-def build(case: Case, seed: int = 0) -> Inputs:
+def frame_for(case: Case, seed: int = 0) -> KeyFrame:
+    """Build a frame with a few large constant channels, as Qwen2's keys have them."""
+    rng, half = np.random.default_rng(seed), case.head_dim // 2
+    mid = rng.normal(size=(case.kv_heads, case.head_dim))
+    mid[:, half - 2 : half] *= 100
+    frequencies = 10000.0 ** -(np.arange(half) / half)
+    return KeyFrame(
+        jnp.asarray(mid, jnp.float32),
+        jnp.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), jnp.float32),
+        page_angles(jnp.asarray(frequencies, jnp.float32), case.num_pages, case.page_size),
+    )
+
+
+def build(case: Case, seed: int = 0, *, frame: KeyFrame | None = None) -> Inputs:
     """Build the inputs; pages that hold nothing have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
@@ -38,6 +53,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
         everything,
         first,
         max_new=case.slots,
+        frame=frame,
         implementation="reference",
     )
     return Inputs(q, layer, bounds)

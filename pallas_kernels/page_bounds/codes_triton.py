@@ -8,8 +8,9 @@ with the page's zero, is a multiple of the sum of the query's channels: taken ou
 costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
 
 Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
-nothing that counts. All of a page's score comes from one row of one tile: neither the tiling nor
-the batch changes its bits.
+nothing that counts; in a frame, times half_range, they are rounded to float16, and what the frame's
+middle adds comes from a launch before. All of a page's score comes from one row of one tile:
+neither the tiling nor the batch changes its bits.
 """
 
 import triton
@@ -17,10 +18,12 @@ import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.key_bounds import PageBounds8
+from jsparse.pallas_kernels.page_bounds.terms_triton import page_terms
 from jsparse.pallas_kernels.page_bounds.triton_gpu import (
     BoundsTiling,
-    best_of_group,
+    by_head,
     default_tiling,
     launch,
 )
@@ -33,13 +36,22 @@ def page_bounds(
     *,
     slack: float,
     sm_scale: float,
+    frame: KeyFrame | None = None,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """Implement `api.page_bounds` for 8-bit bounds with jax-triton."""
     half = q.shape[2] // 2
-    constants = {"SCALE": sm_scale, "WORDS": half, "WIDTH": max(16, triton.next_power_of_2(half))}
+    constants = {
+        "SCALE": sm_scale,
+        "K": layer.lengths.shape[1],
+        "WORDS": half,
+        "WIDTH": max(16, triton.next_power_of_2(half)),
+        "FRAMED": frame is not None,
+    }
     tiling = tiling or default_tiling(q.shape[2], 1)
-    return launch(codes_kernel, q, bounds, layer, tiling, slack, constants)
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    of_frame = (absent,) * 2 if frame is None else (frame.half_range, page_terms(q, frame))
+    return launch(codes_kernel, q, bounds, layer, tiling, slack, constants, of_frame)
 
 
 @triton.jit
@@ -63,12 +75,15 @@ def _operands(words):
 @triton.jit
 def _query(
     q_ptr,
+    half_range_ptr,
     pair,
+    K: tl.constexpr,
     G: tl.constexpr,
     EACH: tl.constexpr,
     COLS: tl.constexpr,
     WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
+    FRAMED: tl.constexpr,
 ):
     """Load the queries of one KV head, scaled, with signs and even and odd channels apart.
 
@@ -81,6 +96,10 @@ def _query(
     q = tl.load(
         q_ptr + at, mask=(head < G)[:, None] & (channel < 2 * WORDS)[None, :], other=0.0
     ).to(tl.float32)
+    if FRAMED:
+        # a pair of rotated channels, whose reach is one, are as far apart as there are words
+        reach_at = half_range_ptr + pair % K * WORDS + channel % WORDS
+        q *= tl.load(reach_at, mask=channel < 2 * WORDS, other=0.0)[None, :]
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
@@ -103,6 +122,8 @@ def codes_kernel(
     affine_ptr,  # [pages, 2]
     lengths_ptr,  # [B, K]
     table_ptr,  # [B, K, M]
+    half_range_ptr,  # [K, WORDS]
+    terms_ptr,  # [B, N, M]
     out_ptr,  # [B, K, M]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -110,6 +131,7 @@ def codes_kernel(
     TILES: tl.constexpr,
     M: tl.constexpr,
     P: tl.constexpr,
+    K: tl.constexpr,
     G: tl.constexpr,
     SLACK: tl.constexpr,
     EACH: tl.constexpr,
@@ -117,13 +139,16 @@ def codes_kernel(
     WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_TABLE: tl.constexpr,
+    FRAMED: tl.constexpr,
 ):
     """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
     row, word = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    even, odd, even_low, odd_low, total, unit = _query(q_ptr, pair, G, EACH, COLS, WORDS, WIDTH)
+    even, odd, even_low, odd_low, total, unit = _query(
+        q_ptr, half_range_ptr, pair, K, G, EACH, COLS, WORDS, WIDTH, FRAMED
+    )
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)
     # a word of two codes, and scale and zero together, are each one load
@@ -160,7 +185,13 @@ def codes_kernel(
         dot = tl.dot(low_even, even_low, dot)
         dot = tl.dot(low_odd, odd_low, dot)
         scores = scale[:, None] * (dot - 1024 * total[None, :]) + zero[:, None] * total[None, :]
-        best = best_of_group(scores, G, SLACK, EACH, COLS)
+        scores = by_head(scores, SLACK, EACH, COLS)
+        head = tl.arange(0, COLS // EACH)[None, :]
+        if FRAMED:
+            terms_at = (pair * G + head).to(tl.int64) * M + page[:, None]
+            terms = tl.load(terms_ptr + terms_at, mask=(head < G) & (page < used)[:, None], other=0)
+            scores += SCALE * terms
+        best = tl.max(tl.where(head < G, scores, float("-inf")), 1)
         tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         page = first + tile * BLOCK + row

@@ -5,14 +5,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame, page_terms, scaled_queries
 from jsparse.pallas_kernels.key_bounds import Bounds
 
 
 def page_bounds(
-    q: Float[Array, "B N H"], layer: LayerCache, bounds: Bounds, *, slack: float, sm_scale: float
+    q: Float[Array, "B N H"],
+    layer: LayerCache,
+    bounds: Bounds,
+    *,
+    slack: float,
+    sm_scale: float,
+    frame: KeyFrame | None = None,
 ) -> Float32[Array, "B K M"]:
     """Implement `api.page_bounds` in plain jnp."""
-    grouped = q.astype(jnp.float32).reshape(q.shape[0], layer.lengths.shape[1], -1, q.shape[-1])
+    scaled = q if frame is None else scaled_queries(q, frame)
+    grouped = scaled.astype(jnp.float32).reshape(*layer.lengths.shape, -1, q.shape[-1])
 
     def dot(part: Array, pool: Array) -> Array:
         return jnp.einsum(
@@ -23,6 +31,8 @@ def page_bounds(
     reach = slack * jnp.abs(grouped)
     # (q ± slack · |q|) / 2 are the positive and the negative part of q at a slack of 1
     scores = dot((grouped + reach) / 2, high) + dot((grouped - reach) / 2, low)
+    if frame is not None:
+        scores += page_terms(q, frame).reshape(scores.shape)
     used = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size < layer.lengths[..., None]
     return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
 

@@ -6,7 +6,7 @@ column of the same MMAs, beside its signed parts, so that no operand is rounded.
 score comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,7 @@ def page_bounds(
     *,
     slack: float,
     sm_scale: float,
+    frame: None = None,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
     """Implement `api.page_bounds` for bounds in K's dtype with jax-triton."""
@@ -81,8 +82,12 @@ def launch(
     tiling: BoundsTiling,
     slack: float,
     constants: Mapping[str, Any],
+    more: Sequence[Array] = (),
 ) -> Float32[Array, "B K M"]:
-    """Launch a kernel over tiles of pages, with `constants` beside the parameters set here."""
+    """Launch a kernel over tiles of pages, with `constants` beside the parameters set here.
+
+    `more` are arrays that the kernel takes behind the block table.
+    """
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), pages = layer.lengths.shape, layer.num_pages
@@ -94,6 +99,7 @@ def launch(
     return triton_call(
         *(q, *bounds, layer.lengths),
         layer.lengths if table is None else table,  # a stand-in, never read
+        *more,
         kernel=kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
@@ -115,22 +121,20 @@ def launch(
 
 
 @triton.jit
-def best_of_group(
+def by_head(
     scores,
-    G: tl.constexpr,
     SLACK: tl.constexpr,
     EACH: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Reduce scores [BLOCK, COLS] to the greatest of the G query heads.
+    """Return scores by query head [BLOCK, COLS / EACH] from those by column.
 
     A head has its bound and, if EACH is 2, its product with both bounds beside it.
     """
     if EACH == 2:
         part = tl.where(tl.arange(0, COLS) % 2 == 0, SLACK, (1 - SLACK) / 2)
         scores = tl.sum(tl.reshape(scores * part[None, :], [scores.shape[0], COLS // 2, 2]), 2)
-    head = tl.arange(0, COLS // EACH)
-    return tl.max(tl.where((head < G)[None, :], scores, float("-inf")), 1)
+    return scores
 
 
 @triton.jit
@@ -161,9 +165,9 @@ def bounds_kernel(
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)
     row, col, channel = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, CHANNELS)
-    head, whole = col // EACH, (col % EACH == 1)[:, None]
-    q_at = q_ptr + (pair * G + head)[:, None] * H + channel[None, :]
-    q = tl.load(q_at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0)
+    of, whole = col // EACH, (col % EACH == 1)[:, None]
+    q_at = q_ptr + (pair * G + of)[:, None] * H + channel[None, :]
+    q = tl.load(q_at, mask=(of < G)[:, None] & (channel < H)[None, :], other=0.0)
     zeros = tl.zeros_like(q)
     positive = tl.trans(tl.where((q > 0) | whole, q, zeros))
     negative = tl.trans(tl.where((q < 0) | whole, q, zeros))
@@ -188,7 +192,9 @@ def bounds_kernel(
             low = tl.load(low_ptr + at, mask=(channel < H)[None, :], other=0.0)
         scores = tl.dot(high, positive, input_precision=PRECISION)
         scores = tl.dot(low, negative, scores, input_precision=PRECISION)
-        best = SCALE * best_of_group(scores, G, SLACK, EACH, COLS)
+        scores = by_head(scores, SLACK, EACH, COLS)
+        head = tl.arange(0, COLS // EACH)[None, :]
+        best = SCALE * tl.max(tl.where(head < G, scores, float("-inf")), 1)
         tl.store(out_ptr + page, tl.where(page < used, best, float("-inf")), mask=page < M)
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):
         page = first + tile * BLOCK + row

@@ -3,6 +3,7 @@
 The one property that matters is that no token scores above its page.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from jsparse import cache as kv
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8, init
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
+from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
 
 by_name = {case.name: case for case in CASES}
 in_codes = [case for case in CASES if isinstance(case, Codes)]
@@ -111,6 +112,74 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     largest = np.abs(tight[seen]).max()
     assert (wide >= tight - 1e-5 * largest)[seen].all()
     assert (wide[seen] - tight[seen]).max() < 0.05 * largest
+
+
+def middles(frame):
+    """R(page)·mid of all pages, and half_range by channel: float64[K, M, H], [K, 1, H]."""
+    mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
+    cos, sin = np.split(angles, 2, axis=-1)
+    low, high = np.split(mid[:, None], 2, axis=-1)
+    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return turned, np.tile(reach, 2)[:, None]
+
+
+def constant(layer, frame):
+    """The layer with keys that are as far from the frame's middle as its own are from 0."""
+    turned, reach = middles(frame)
+    own = np.asarray(kv.read_heads(layer.k, layer), np.float64)
+    own = own.reshape(*layer.lengths.shape, layer.num_pages, layer.page_size, -1)
+    moved = np.clip(own, -4, 4) / 4 * reach[:, None] + turned[:, :, None]
+    moved = moved.reshape(layer.k.shape)
+    return layer._replace(k=jnp.asarray(moved, layer.k.dtype))
+
+
+def appended(case, layer, form, frame=None):
+    pages = jnp.zeros((layer.k.shape[0], case.head_dim), layer.k.dtype)
+    everything = jnp.full(case.batch, case.slots, jnp.int32)
+    first = jnp.zeros_like(layer.lengths)
+    return bounds_append(
+        form.of(pages, pages), layer, everything, first, max_new=case.slots, frame=frame
+    )
+
+
+@pytest.mark.parametrize("slack", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["codes_head_dim_40", "codes_group_of_7"])
+def test_in_a_frame_codes_score_as_exact_bounds_do(name, slack):
+    """Constant channels of 100 make steps too coarse without a frame, and none in it."""
+    case = replace(by_name[name], table="identity", dtype="float32")
+    frame = frame_for(case)
+    q, layer, _ = build(case)
+    layer = constant(layer, frame)
+    run = partial(page_bounds, q, layer, slack=slack, sm_scale=1.0)
+    exact = np.asarray(run(appended(case, layer, PageBounds)), np.float64)
+    framed = run(appended(case, layer, PageBounds8, frame), frame=frame)
+    plain = run(appended(case, layer, PageBounds8))
+    held = np.isfinite(exact)
+    np.testing.assert_array_equal(np.isfinite(framed), held)
+    spread = exact[held].std()
+    far, near = (np.abs(np.asarray(x)[held] - exact[held]).mean() for x in (plain, framed))
+    assert near < 0.02 * spread < far
+    if slack == 1:
+        assert (np.asarray(framed) >= exact - 1e-5 * np.abs(exact[held]).max())[held].all()
+
+
+@pytest.mark.parametrize("table", ["identity", "scrambled"])
+def test_bounds_in_a_frame_are_codes_of_what_lies_in_it(table):
+    case = replace(by_name["codes_head_dim_40"], table=table, dtype="float32")
+    frame = frame_for(case)
+    _, layer, _ = build(case)
+    kept = appended(case, layer, PageBounds8, frame)
+    turned, reach = middles(frame)
+    keys = np.asarray(layer.k, np.float64)
+    for b, n, page in np.ndindex(*layer.lengths.shape, layer.num_pages):
+        held = min(max(int(layer.lengths[b, n]) - page * case.page_size, 0), case.page_size)
+        if held:
+            lies = physical(layer, b, n, page)
+            inside = (keys[lies, :held] - turned[n, page]) / reach[n]
+            low, high = (x[lies] for x in numbers(kept))
+            step = 1.02 * (inside.max() - inside.min() + np.abs(inside).max() / 64) / 254
+            assert (low <= inside.min(0) + 1e-4).all() and (inside.max(0) <= high + 1e-4).all()
+            assert (low >= inside.min(0) - step).all() and (inside.max(0) >= high - step).all()
 
 
 def floats(bits):
@@ -277,6 +346,24 @@ def test_tokens_without_room_change_no_page_of_another_head():
     assert bool(jnp.isneginf(out[1]).all())
 
 
+def test_bounds_in_ks_dtype_are_kept_in_no_frame():
+    case = by_name["ragged"]
+    _, layer, bounds = build(case)
+    frame, valid = frame_for(case), jnp.ones(case.batch, jnp.int32)
+    message = "frame: must be None with PageBounds, which bound K as it is"
+    with pytest.raises(ValueError, match=message):
+        bounds_append(bounds, layer, valid, layer.lengths - 1, max_new=1, frame=frame)
+    with pytest.raises(ValueError, match=r"frame.angles.shape=\(3, 64\): must be \(6, 64\)"):
+        bounds_append(
+            PageBounds8.of(*bounds),
+            layer,
+            valid,
+            layer.lengths - 1,
+            max_new=1,
+            frame=frame._replace(angles=frame.angles[:3]),
+        )
+
+
 def test_another_backend_for_append_is_refused():
     _, layer, bounds = build(by_name["ragged"])
     valid = jnp.ones(2, jnp.int32)
@@ -325,6 +412,16 @@ def wrong_calls():
             ),
             {"implementation": "triton"},
             "takes an even head dimension, not 63",
+        ),
+        "frame": (
+            (q, layer, bounds),
+            {"frame": frame_for(by_name["ragged"])},
+            "frame: must be None with PageBounds",
+        ),
+        "frame's shape": (
+            (q, layer, codes),
+            {"frame": frame_for(by_name["head_dim_96"])},
+            "frame.mid.shape=",
         ),
         "slack": ((q, layer, bounds), {"slack": 1.5}, "slack=1.5: must be a number from 0 to 1"),
         "sm_scale": ((q, layer, bounds), {"sm_scale": -1.0}, "sm_scale=-1.0: must be above 0"),

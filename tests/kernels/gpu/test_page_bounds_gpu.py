@@ -3,6 +3,7 @@
 Both exact and 8-bit bounds are tested.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
+from jsparse.key_constants import page_terms, scaled_queries
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
-from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build
+from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -80,6 +82,44 @@ def test_codes_match_the_reference_for_queries_in_float16(case):
     inputs = build(case)
     inputs = inputs._replace(q=inputs.q.astype("float16"))
     assert_near(inputs, *both(inputs, sm_scale=1.0), 1.0)
+
+
+IN_CODES = [*(case for case in CASES if isinstance(case, Codes)), LARGE_CODES]
+
+
+@pytest.mark.parametrize("slack", [1.0, 0.5])
+@pytest.mark.parametrize("case", IN_CODES, ids=lambda case: case.name)
+def test_codes_in_a_frame_match_the_reference(case, slack):
+    """Queries times half_range are rounded to float16, terms to float32."""
+    frame = frame_for(case)
+    inputs = build(case, frame=frame)
+    got, want = both(inputs, frame=frame, slack=slack, sm_scale=1.0)
+    bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
+    scaled = jnp.abs(scaled_queries(inputs.q, frame))
+    codes = np.asarray(page_bounds(scaled, inputs.layer, bounds, sm_scale=1.0))
+    of_terms = jnp.max(jnp.abs(scaled_queries(inputs.q, frame._replace(half_range=largest(frame)))))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    seen = np.isfinite(want)
+    allowed = 2.0**-11 * codes + 2.0**-18 * case.head_dim * float(of_terms)
+    assert (np.abs(np.asarray(got) - np.asarray(want))[seen] <= allowed[seen]).all()
+
+
+def largest(frame):
+    """The larger of each pair of the frame's middle, in the place of its half range."""
+    return jnp.max(jnp.abs(frame.mid.reshape(len(frame.mid), 2, -1)), axis=1)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 20])
+@pytest.mark.parametrize("name", ["codes", "codes_head_dim_40", "codes_group_of_7"])
+def test_terms_have_the_same_bits_in_any_batch(name, batch):
+    from jsparse.pallas_kernels.page_bounds import terms_triton
+
+    case = replace(by_name[name], batch=batch, num_pages=70)
+    frame = frame_for(case)
+    q, *_ = build(case)
+    got, want = (jax.jit(run)(q, frame) for run in (terms_triton.page_terms, page_terms))
+    np.testing.assert_allclose(got, want, atol=2.0**-18 * float(jnp.max(jnp.abs(want))))
+    np.testing.assert_array_equal(got[-1:], terms_triton.page_terms(q[-1:], frame))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e20, 1e30])
@@ -201,6 +241,33 @@ def test_append_matches_the_reference_to_the_bit(case, form):
             assert over or not bool(valid.any()) or not np.array_equal(want.high, old.high)
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in APPENDED if case.head_dim % 2 == 0], ids=lambda case: case.name
+)
+def test_append_into_a_frame_matches_the_reference(case):
+    """Bounds that lie halfway between two codes may get either."""
+    _, layer, _ = case.build()
+    rng = np.random.default_rng(1)
+    layer = layer._replace(k=jnp.asarray(rng.normal(size=layer.k.shape), layer.k.dtype))
+    old = PageBounds8.of(*(jnp.full(layer.k[:, 0].shape, by, layer.k.dtype) for by in (-9, 9)))
+    frame, run = (
+        frame_for(case),
+        jax.jit(bounds_append, static_argnames=("max_new", "implementation")),
+    )
+    for new in (1, 9, case.slots):
+        valid = jnp.asarray(rng.integers(1, new + 1, case.batch), jnp.int32)
+        call = (old, layer, valid, layer.lengths - valid[:, None])
+        got, want = (
+            run(*call, max_new=new, frame=frame, implementation=name)
+            for name in ("triton", "reference")
+        )
+        scale, zero = np.split(np.abs(np.asarray(want.affine, np.float32)), 2, axis=-1)
+        for a, b in zip(got.values(), want.values(), strict=True):
+            off = np.abs(np.asarray(a) - np.asarray(b))
+            assert (off <= 1.02 * scale + 2.0**-7 * zero).all()
+            assert (off > 0).mean() < 1e-3
 
 
 @both_forms
