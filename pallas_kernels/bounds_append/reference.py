@@ -32,7 +32,7 @@ def bounds_append(
     low = jnp.min(jnp.where(held, k, jnp.inf), axis=3).astype(k.dtype)
     high = jnp.max(jnp.where(held, k, -jnp.inf), axis=3).astype(k.dtype)
     if frame is not None:
-        low, high = (into_frame(ends, frame, logical) for ends in (low, high))
+        low, high = (into_frame(ends, frame, logical * size) for ends in (low, high))
     kept = bounds.of(low, high)
     return type(bounds)(
         *(pool.at[at].set(new, mode="drop") for pool, new in zip(bounds, kept, strict=True))

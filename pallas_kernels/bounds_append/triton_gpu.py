@@ -14,12 +14,14 @@ import jax
 import triton
 import triton.language as tl
 
+from jsparse import key_constants
 from jsparse.cache import LayerCache
 from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.shapes import Lengths, Rows
 
+SPAN = tl.constexpr(key_constants.SPAN)
 VALUES_A_THREAD = 64  # of a page: 16 tokens of 128 channels are then one warp's, with no barrier
 
 
@@ -159,7 +161,7 @@ def into_frame(
     high,
     mid,  # [K, H]
     half_range,  # [K, H / 2]
-    angles,  # [M, H]
+    angles,  # [spans, H]
     logical,
     plan: tl.constexpr,
 ):
@@ -172,8 +174,9 @@ def into_frame(
     own = tl.load(mid + head * plan.head_dim + channel, mask=inside, other=0.0)
     others = tl.load(mid + head * plan.head_dim + partner, mask=inside, other=0.0)
     reach = tl.load(half_range + head * half + pair, mask=inside, other=1.0)
-    cos = tl.load(angles + logical * plan.head_dim + pair, mask=inside, other=0.0)
-    sin = tl.load(angles + logical * plan.head_dim + pair + half, mask=inside, other=0.0)
+    span = logical * plan.page_size // SPAN
+    cos = tl.load(angles + span * plan.head_dim + pair, mask=inside, other=0.0)
+    sin = tl.load(angles + span * plan.head_dim + pair + half, mask=inside, other=0.0)
     turned = own * cos + tl.where(channel < half, -others, others) * sin
     inverse = tl.div_rn(1.0, reach)
     return (low - turned) * inverse, (high - turned) * inverse
@@ -215,7 +218,7 @@ def append_codes(
     table,  # [B, K, M]
     mid,  # [K, H]
     half_range,  # [K, H / 2]
-    angles,  # [M, H]
+    angles,  # [spans, H]
     _low_given,  # the bounds given: they share their memory with the last three
     _high_given,
     _affine_given,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import KeyFrame, page_angles
+from jsparse.key_constants import SPAN, KeyFrame, angles_at
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -36,7 +36,7 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
     return KeyFrame(
         jnp.asarray(mid, jnp.float32),
         jnp.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), jnp.float32),
-        page_angles(jnp.asarray(frequencies, jnp.float32), case.num_pages, case.page_size),
+        angles_at(jnp.arange(0, case.slots, SPAN), jnp.asarray(frequencies, jnp.float32)),
     )
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import KeyFrame, page_terms, scaled_queries
+from jsparse.key_constants import SPAN, KeyFrame, scaled_queries, span_terms
 from jsparse.pallas_kernels.key_bounds import Bounds
 
 
@@ -27,13 +27,15 @@ def page_bounds(
             "bkgh,bkmh->bkgm", part, _by_head(pool, layer), precision=jax.lax.Precision.HIGHEST
         )
 
+    first_slots = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size
     low, high = bounds.values()
     reach = slack * jnp.abs(grouped)
     # (q ± slack · |q|) / 2 are the positive and the negative part of q at a slack of 1
     scores = dot((grouped + reach) / 2, high) + dot((grouped - reach) / 2, low)
     if frame is not None:
-        scores += page_terms(q, frame).reshape(scores.shape)
-    used = jnp.arange(layer.num_pages, dtype=jnp.int32) * layer.page_size < layer.lengths[..., None]
+        terms = span_terms(q, frame).reshape(*scores.shape[:3], -1)
+        scores += terms[..., first_slots // SPAN]
+    used = first_slots < layer.lengths[..., None]
     return jnp.where(used, sm_scale * jnp.max(scores, axis=2), -jnp.inf)
 
 

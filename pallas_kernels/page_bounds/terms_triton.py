@@ -1,4 +1,4 @@
-"""Computes `key_constants.page_terms` with jax-triton, for the bounds kernel to add.
+"""Computes `key_constants.span_terms` with jax-triton, for the bounds kernel to add.
 
 XLA's product would do, but picks its tiling by the batch, and with it the bits of a row. Here the
 queries of all rows lie side by side in a tile, so that the angles are read once for many; all of a
@@ -15,29 +15,29 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.key_constants import KeyFrame
 
-PAGES, QUERIES = 64, 32  # per program; with 64 queries it would spill registers
+SPANS, QUERIES = 64, 32  # per program; with 64 queries it would spill registers
 
 
-def page_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N M"]:
-    """Implement `key_constants.page_terms` with jax-triton."""
+def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
+    """Implement `key_constants.span_terms` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    (batch, heads, head_dim), (pages, _) = q.shape, frame.angles.shape
+    (batch, heads, head_dim), (spans, _) = q.shape, frame.angles.shape
     kv_heads, rows = frame.mid.shape[0], batch * heads
     return triton_call(
         *(q, frame.mid, frame.angles),
         kernel=terms_kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),
-        grid=(triton.cdiv(pages, PAGES), triton.cdiv(rows, QUERIES)),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, spans), jnp.float32),
+        grid=(triton.cdiv(spans, SPANS), triton.cdiv(rows, QUERIES)),
         num_warps=4,
         num_stages=1,
-        M=pages,
+        S=spans,
         K=kv_heads,
         G=heads // kv_heads,
         ROWS=rows,
         HALF=head_dim // 2,
         PAIRS=max(16, triton.next_power_of_2(head_dim // 2)),
-        BLOCK=PAGES,
+        BLOCK=SPANS,
         COLS=QUERIES,
     )
 
@@ -46,9 +46,9 @@ def page_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N
 def terms_kernel(
     q_ptr,  # [B, N, 2 · HALF]
     mid_ptr,  # [K, 2 · HALF]
-    angles_ptr,  # [M, 2 · HALF]
-    out_ptr,  # [B, N, M]
-    M: tl.constexpr,
+    angles_ptr,  # [spans, 2 · HALF]
+    out_ptr,  # [B, N, spans]
+    S: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,8 +57,8 @@ def terms_kernel(
     BLOCK: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Compute the terms of BLOCK pages for COLS of the queries of all rows."""
-    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Compute the terms of BLOCK spans for COLS of the queries of all rows."""
+    span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     query = tl.program_id(1) * COLS + tl.arange(0, COLS)
     pair = tl.arange(0, PAIRS)
     inside = (pair < HALF)[:, None] & (query < ROWS)[None, :]
@@ -68,11 +68,11 @@ def terms_kernel(
     mid_at = (query // G % K)[None, :] * (2 * HALF) + pair[:, None]
     low = tl.load(mid_ptr + mid_at, mask=inside, other=0.0)
     high = tl.load(mid_ptr + mid_at + HALF, mask=inside, other=0.0)
-    angle_at = page[:, None] * (2 * HALF) + pair[None, :]
-    known = (page < M)[:, None] & (pair < HALF)[None, :]
+    angle_at = span[:, None] * (2 * HALF) + pair[None, :]
+    known = (span < S)[:, None] & (pair < HALF)[None, :]
     cos = tl.load(angles_ptr + angle_at, mask=known, other=0.0)
     sin = tl.load(angles_ptr + angle_at + HALF, mask=known, other=0.0)
     terms = tl.dot(cos, q_low * low + q_high * high, input_precision="tf32x3")
     terms = tl.dot(sin, q_high * low - q_low * high, terms, input_precision="tf32x3")
-    to = query[None, :].to(tl.int64) * M + page[:, None]
-    tl.store(out_ptr + to, terms, mask=(page < M)[:, None] & (query < ROWS)[None, :])
+    to = query[None, :].to(tl.int64) * S + span[:, None]
+    tl.store(out_ptr + to, terms, mask=(span < S)[:, None] & (query < ROWS)[None, :])

@@ -114,9 +114,10 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     assert (wide[seen] - tight[seen]).max() < 0.05 * largest
 
 
-def middles(frame):
-    """R(page)·mid of all pages, and half_range by channel: float64[K, M, H], [K, 1, H]."""
+def middles(layer, frame):
+    """R(span)·mid of all pages, and half_range by channel: float64[K, M, H], [K, 1, H]."""
     mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
+    angles = angles[np.arange(layer.num_pages) * layer.page_size // 128]
     cos, sin = np.split(angles, 2, axis=-1)
     low, high = np.split(mid[:, None], 2, axis=-1)
     turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
@@ -125,7 +126,7 @@ def middles(frame):
 
 def constant(layer, frame):
     """The layer with keys that are as far from the frame's middle as its own are from 0."""
-    turned, reach = middles(frame)
+    turned, reach = middles(layer, frame)
     own = np.asarray(kv.read_heads(layer.k, layer), np.float64)
     own = own.reshape(*layer.lengths.shape, layer.num_pages, layer.page_size, -1)
     moved = np.clip(own, -4, 4) / 4 * reach[:, None] + turned[:, :, None]
@@ -169,7 +170,7 @@ def test_bounds_in_a_frame_are_codes_of_what_lies_in_it(table):
     frame = frame_for(case)
     _, layer, _ = build(case)
     kept = appended(case, layer, PageBounds8, frame)
-    turned, reach = middles(frame)
+    turned, reach = middles(layer, frame)
     keys = np.asarray(layer.k, np.float64)
     for b, n, page in np.ndindex(*layer.lengths.shape, layer.num_pages):
         held = min(max(int(layer.lengths[b, n]) - page * case.page_size, 0), case.page_size)
@@ -353,14 +354,14 @@ def test_bounds_in_ks_dtype_are_kept_in_no_frame():
     message = "frame: must be None with PageBounds, which bound K as it is"
     with pytest.raises(ValueError, match=message):
         bounds_append(bounds, layer, valid, layer.lengths - 1, max_new=1, frame=frame)
-    with pytest.raises(ValueError, match=r"frame.angles.shape=\(3, 64\): must be \(6, 64\)"):
+    with pytest.raises(ValueError, match=r"frame.angles.shape=\(0, 64\): must be \(1, 64\)"):
         bounds_append(
             PageBounds8.of(*bounds),
             layer,
             valid,
             layer.lengths - 1,
             max_new=1,
-            frame=frame._replace(angles=frame.angles[:3]),
+            frame=frame._replace(angles=frame.angles[:0]),
         )
 
 

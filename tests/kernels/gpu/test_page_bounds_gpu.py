@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import page_terms, scaled_queries
+from jsparse.key_constants import scaled_queries, span_terms
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8
@@ -114,12 +114,12 @@ def largest(frame):
 def test_terms_have_the_same_bits_in_any_batch(name, batch):
     from jsparse.pallas_kernels.page_bounds import terms_triton
 
-    case = replace(by_name[name], batch=batch, num_pages=70)
+    case = replace(by_name[name], batch=batch, num_pages=9 * 128)
     frame = frame_for(case)
     q, *_ = build(case)
-    got, want = (jax.jit(run)(q, frame) for run in (terms_triton.page_terms, page_terms))
+    got, want = (jax.jit(run)(q, frame) for run in (terms_triton.span_terms, span_terms))
     np.testing.assert_allclose(got, want, atol=2.0**-18 * float(jnp.max(jnp.abs(want))))
-    np.testing.assert_array_equal(got[-1:], terms_triton.page_terms(q[-1:], frame))
+    np.testing.assert_array_equal(got[-1:], terms_triton.span_terms(q[-1:], frame))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e20, 1e30])
