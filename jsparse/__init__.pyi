@@ -10,6 +10,7 @@ from jsparse.models.checkpoint import load as load
 from jsparse.models.checkpoint import save as save
 from jsparse.models.transformers_models import from_transformers as from_transformers
 from jsparse.policies.all_pages import all_pages as all_pages
+from jsparse.policies.auto import auto as auto
 from jsparse.policies.combinators import dense_layers as dense_layers
 from jsparse.policies.combinators import keep as keep
 from jsparse.policies.double_sparsity import double_sparsity as double_sparsity

@@ -9,6 +9,7 @@ from jsparse.generation import GenerateOptions, Message, chosen_sampling, run
 from jsparse.host_reader import Generation, OnProgress, Streamer
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
+from jsparse.policy import resolved
 from jsparse.request import Request, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.session import Session, require_resumable
@@ -58,7 +59,7 @@ class Conversation:
         # sizes of any cache: only who owns the policy's state is looked at
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
         try:
-            require_resumable(self._policy, spec)
+            require_resumable(resolved(self._policy, spec), spec)
         except ValueError as error:
             self.reads_anew = f"every turn reads the whole conversation anew: {error}"
 

@@ -103,8 +103,8 @@ def generate(
         logprobs: whether to return each token's log-probability.
         streamer: a callable that gets each piece of text as it is made, or a list with one per
             prompt.
-        policy: the policy, or its expression, that chooses what decoding attends to. The prompt is
-            always read densely.
+        policy: the policy, or its expression, that chooses what decoding attends to; "auto" takes
+            what was measured to be fastest for these sizes. The prompt is always read densely.
         sampling: how to continue each prompt, one SamplingParams for all or one per prompt; then
             none of the options from max_new_tokens to logprobs may be given but the seed, which is
             that of prompts whose SamplingParams names none.
@@ -187,7 +187,7 @@ def answers(
     # so that the session is at rest even while someone looks at an exception
     with closing(steps):
         reader.read_all(steps)
-    return reader.generations(began)
+    return reader.generations(began, session.policy.name)
 
 
 def chosen_sampling(

@@ -36,6 +36,7 @@ class GenerationStats:
         attended_fraction: tokens attended over positions so far, averaged over steps, layers and KV
             heads; None if no decode step was run.
         read_fraction: the same fraction for tokens whose K and V were read.
+        policy: the name of the policy that decoded; for "auto" that of the one it chose.
     """
 
     prompt_tokens: int
@@ -44,6 +45,7 @@ class GenerationStats:
     decode_tokens_per_second: float | None
     attended_fraction: float | None
     read_fraction: float | None
+    policy: str
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,16 @@ class Reader:
                 row.take(int(tokens[b]), float(logprobs[b]))
             self._report("decode", len(self._times), self._most)
 
-    def generations(self, began: float) -> list[Generation]:
-        """Returns what was generated; `began` is when, by the clock, the prompts were given."""
-        return [self._generation(row, began) for row in self.rows]
+    def generations(self, began: float, policy: str) -> list[Generation]:
+        """Returns what was generated.
 
-    def _generation(self, row: Row, began: float) -> Generation:
+        Args:
+            began: when, by the clock, the prompts were given.
+            policy: the name of the policy that decoded.
+        """
+        return [self._generation(row, began, policy) for row in self.rows]
+
+    def _generation(self, row: Row, began: float, policy: str) -> Generation:
         times = self._times
         made = sum(max(len(row.ids) - 1, 0) for row in self.rows)
         stats = GenerationStats(
@@ -175,6 +182,7 @@ class Reader:
             decode_tokens_per_second=made / (times[-1] - times[0]) if made else None,
             attended_fraction=float(np.mean(row.attended)) if row.attended else None,
             read_fraction=float(np.mean(row.read)) if row.read else None,
+            policy=policy,
         )
         return Generation(
             row.stream.text,

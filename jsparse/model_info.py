@@ -13,7 +13,7 @@ from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy
+from jsparse.policy import Policy, resolved
 from jsparse.runtime import capacity
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +37,8 @@ def describe(
         model: the model, in any form that `jsparse.load` takes.
         dtype: the type of weights and cache, a key of ITEM_BYTES.
         policy: a policy or its expression. Its state is counted for pages of 16 tokens, the default
-            of `jsparse.generate`.
+            of `jsparse.generate`. For "auto" it is that of the policy that it chooses for one
+            prompt of `context` tokens.
         context: the tokens per prompt for which the largest batch is counted; None is the model's
             maximum.
         revision: the revision of a Hub id.
@@ -47,12 +48,13 @@ def describe(
         ValueError: the model's kind is not supported, `context` is out of its range, or the policy
             is refused.
     """
-    policy = as_policy(policy)
+    asked = as_policy(policy)
     config = read_config(model, revision=revision)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
+    policy = resolved(asked, _spec(config, dtype, -(-context // PAGE_SIZE)))
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
     free = memory.available_bytes()
@@ -66,7 +68,8 @@ def describe(
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
         "dtype": dtype,
         "cache_bytes_per_token": per_token,
-        "policy": policy.name,
+        "policy": asked.name,
+        "policy_that_runs": policy.name,
         "policy_bytes_per_token": growth,
         "policy_bytes_per_prompt": fixed,
         "policy_fraction": growth / per_token,
@@ -86,20 +89,17 @@ def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float,
     """
 
     def kept(pages: int) -> int:
-        sizes = (
-            config.num_layers,
-            1,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            PAGE_SIZE,
-            pages,
-        )
-        return capacity.policy_bytes(CacheSpec(*sizes, jnp.dtype(dtype)), policy)
+        return capacity.policy_bytes(_spec(config, dtype, pages), policy)
 
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = kept(pages), kept(2 * pages)
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
+
+
+def _spec(config: ModelConfig, dtype: str, pages: int) -> CacheSpec:
+    """Returns the sizes of a cache for one prompt."""
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype))
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -143,7 +143,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             "bfloat16 and float16",
         ),
         ("cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
-        ("policy", info["policy"]),
+        ("policy", _chosen(info)),
         (
             "policy keeps",
             f"{memory.size(info['policy_bytes_per_token'])} per token beside the cache, "
@@ -154,6 +154,11 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
         ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),
     ]
+
+
+def _chosen(info: dict[str, Any]) -> str:
+    asked, runs = info["policy"], info["policy_that_runs"]
+    return asked if asked == runs else f"{asked}, which chooses {runs} here"
 
 
 def _rope(config: dict[str, Any]) -> str:

@@ -151,6 +151,12 @@ class StatsFn(Protocol):
     def __call__(self, layer: int, /) -> StatsKind | None: ...
 
 
+class ResolveFn(Protocol):
+    """Return the policy that runs, for a cache of these sizes and the default device."""
+
+    def __call__(self, spec: CacheSpec, /) -> "Policy": ...
+
+
 class FallbackFn(Protocol):
     """Decide on the device whether this step's layer is dense for the whole batch."""
 
@@ -202,6 +208,8 @@ class Policy(NamedTuple):
         per_row: hyper-parameters that may differ by row; `knob` reads them.
         dense_at: hyper-parameters at which the method equals dense attention; None where there are
             none.
+        resolve: for a name that stands for other policies: chooses the one that runs. Nobody calls
+            the other hooks then. None is the policy itself.
         name: the expression that builds it.
     """
 
@@ -223,6 +231,7 @@ class Policy(NamedTuple):
     shares: Shares | None = None
     per_row: tuple[str, ...] = ()
     dense_at: Mapping[str, Any] | None = None
+    resolve: ResolveFn | None = None
     name: str = ""
 
     @property
@@ -378,9 +387,16 @@ def below_one(name: str, value: Any) -> None:
 
 
 def require_policy(name: str, value: Any) -> None:
-    """Raise ValueError unless a hyper-parameter is a policy."""
+    """Raise ValueError unless a hyper-parameter is a policy that runs itself."""
     if not isinstance(value, Policy):
         raise ValueError(f"{name}={value!r}: must be a policy")
+    if value.resolve is not None:
+        raise ValueError(f"{name}={value}: must not stand inside another policy")
+
+
+def resolved(policy: Policy, spec: CacheSpec) -> Policy:
+    """Return the policy that runs with a cache of these sizes on the default device."""
+    return policy if policy.resolve is None else policy.resolve(spec)
 
 
 @builder

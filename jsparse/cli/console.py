@@ -159,4 +159,5 @@ def print_stats(made: "Generation") -> None:
     if stats.attended_fraction is not None:
         parts.append(f"attended {stats.attended_fraction:.1%}")
     parts.append(f"first token after {stats.prefill_seconds:.2f} s")
+    parts.append(f"policy {stats.policy}")
     Console(stderr=True).print(" · ".join(parts), style="dim", highlight=False)

@@ -21,7 +21,7 @@ from jsparse.partials import Summary, merge, softmax_partial
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, at_layer, builder, require_stays, whole_number
+from jsparse.policy import Policy, at_layer, builder, require_policy, require_stays, whole_number
 from jsparse.selection import Selection, count_tokens, token_mask
 from jsparse.shapes import Lengths, Queries, Rows
 from jsparse.threshold import top_k_mask
@@ -88,7 +88,7 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
     """
     whole_number("top_k", top_k, 0)
     base = as_policy(policy)
-
+    require_policy("policy", base)
     require_stays("policy", base, "since dense attention over what is left is no yardstick")
 
     def init(spec: CacheSpec) -> tuple[Sums, ...]:

@@ -19,7 +19,7 @@ from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
 from jsparse.host_reader import Generation, OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, PrefillView, State
+from jsparse.policy import Policy, PrefillView, State, resolved
 from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
@@ -88,6 +88,7 @@ def prime(
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
+    policies = tuple(resolved(policy, spec) for policy in policies)
     for policy in policies:
         require_constants(params, policy)  # else the error would name the bundle
     bundled = bundle(policies)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jsparse.deprecated import moved_names
 from jsparse.policies.all_pages import all_pages
+from jsparse.policies.auto import auto
 from jsparse.policies.combinators import dense_layers, keep
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
@@ -19,6 +20,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     build.__name__: build
     for build in (
         dense,
+        auto,
         streaming,
         quest,
         double_sparsity,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy
+from jsparse.policy import Policy, resolved
 
 PAGE_SIZES = (8, 16, 32, 64)
 
@@ -75,6 +75,7 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 
     They are its state and the cache's optional fields.
     """
+    policy = resolved(policy, spec)
     state = sum(
         _nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec)))
     )

@@ -25,7 +25,7 @@ from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
-from jsparse.policy import Policy, State, whole_number
+from jsparse.policy import Policy, State, resolved, whole_number
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import note_trace, traces
 from jsparse.runtime.constants import constants, require_constants
@@ -175,7 +175,7 @@ class Session:
     """Holds a batch of rows, from their prompts on.
 
     Attributes:
-        params, policy, spec: the model, the policy and the sizes of the cache.
+        params, policy, spec: the model, the policy that runs and the sizes of the cache.
         compiling: the seconds that steps have spent being compiled.
     """
 
@@ -202,6 +202,7 @@ class Session:
             ValueError: the policy needs a constant that the model lacks, or asks for what cannot be
                 had together.
         """
+        policy = resolved(policy, spec)
         self.params, self.policy, self.spec = params, policy, spec
         self.compiling = 0.0
         require_constants(params, policy)

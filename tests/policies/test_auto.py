@@ -1,0 +1,80 @@
+"""`auto` chooses by device and by the bytes of K and V, and runs as what it chose."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tiny import random_prompts, tiny_params
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse.cache import CacheSpec
+from jsparse.cli.app import app
+from jsparse.evaluation.teacher_forcing import force
+from jsparse.policies.auto import auto, layer_bytes
+from jsparse.policy import dense, resolved
+
+MODULE = sys.modules[layer_bytes.__module__]
+PROMPT = random_prompts((30,))[0]
+
+
+def spec(batch=1, num_pages=64, kv_heads=2):
+    return CacheSpec(1, batch, 2 * kv_heads, kv_heads, 16, 8, num_pages, np.float32)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """This device is one that was measured, with a break-even of 64 KB."""
+    here = jax.local_devices()[0].device_kind
+    monkeypatch.setattr(MODULE, "BREAK_EVENS", {here: 2**16})
+
+
+def test_devices_that_nobody_measured_are_dense():
+    assert resolved(auto(), spec(num_pages=2**20)) is dense()
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_pages", "sparse"), [(1, 31, False), (1, 32, True), (2, 16, True), (2, 15, False)]
+)
+def test_bytes_of_the_whole_batch_decide(batch, num_pages, sparse, measured):
+    sizes = spec(batch, num_pages)
+    assert layer_bytes(sizes) == 2 * batch * 2 * num_pages * 8 * 16 * 4
+    assert (resolved(auto(), sizes) is not dense()) == sparse
+
+
+def test_it_runs_as_what_it_chose_and_says_so(measured):
+    made = jsparse.generate(tiny_params(), PROMPT, max_new_tokens=4, policy="auto", page_size=8)
+    assert made.stats.policy == "dense()"
+    options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512}
+    made = jsparse.generate(tiny_params(), PROMPT, policy="auto", **options)
+    assert made.stats.policy.startswith("twilight(base=quest(budget=128")
+    assert made.stats.attended_fraction < 1
+    same = jsparse.generate(tiny_params(), PROMPT, policy=made.stats.policy, **options)
+    assert same.token_ids == made.token_ids
+    assert same.stats.policy == made.stats.policy
+
+
+def test_the_evaluation_runs_what_it_chose(measured):
+    forcing = force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
+    assert str(forcing.shared.policies[1]).startswith("twilight(base=quest(")
+
+
+@pytest.mark.parametrize("expression", ["keep(auto)", "twilight(auto)", "dense_layers(auto())"])
+def test_it_stands_in_no_other_policy(expression):
+    with pytest.raises(ValueError, match=r"=auto\(\): must not stand inside another policy"):
+        jsparse.parse_policy(expression)
+
+
+def test_info_says_what_it_chooses(measured, monkeypatch):
+    def shown(*args):
+        ran = CliRunner().invoke(app, ["info", "smollm2", "--policy", "auto", *args])
+        assert ran.exit_code == 0
+        return ran.stdout
+
+    runs = json.loads(shown("--context", "4096", "--json"))["policy_that_runs"]
+    assert runs.startswith("twilight(base=quest(budget=1024")
+    assert "which chooses" in shown("--context", "4096")
+    monkeypatch.setattr(MODULE, "BREAK_EVENS", {})
+    assert json.loads(shown("--json"))["policy_that_runs"] == "dense()"
