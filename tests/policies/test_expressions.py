@@ -76,7 +76,7 @@ def test_equal_arguments_give_one_object_and_others_another():
         ("4", "'4' must be the plain name of a policy"),
         ("'dense'", "must be the plain name"),
         ("dense()()", "'dense\\(\\)' must be the plain name"),
-        ("lru", "unknown policy 'lru', must be one of dense, streaming"),
+        ("lru", "unknown policy 'lru', must be one of dense, auto, streaming"),
         ("print('x')", "unknown policy 'print'"),
         ("keep(lru(4))", "unknown policy 'lru'"),
         ("streaming(*[4])", "must be a literal"),
