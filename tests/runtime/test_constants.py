@@ -1,0 +1,146 @@
+"""Constants of a model: what they are, that they are made once, and where they are kept."""
+
+import dataclasses
+import logging
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_prompts, tiny_params
+
+import jsparse
+from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
+from jsparse.runtime import constants as module
+from jsparse.runtime.constants import constants, fingerprint, key_constants, mid_and_reach
+
+PROMPT = random_prompts((20,))[0]
+POLICY = "twilight(all_pages(), p=0.6)"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A list that grows by one whenever constants are made."""
+    calls = []
+
+    def counted(params, report):
+        calls.append(params)
+        return key_constants(params, report)
+
+    counted.__name__ = "key_constants"
+    monkeypatch.setattr(module, "MAKERS", dict.fromkeys(KEY_CONSTANTS, counted))
+    return calls
+
+
+def fresh(seed=0):
+    return dataclasses.replace(tiny_params(seed=seed), constants={})
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "cache" / "key_constants").iterdir())
+
+
+def test_the_mean_is_that_of_keys_before_rope_and_nothing_reaches_further():
+    rng = np.random.default_rng(0)
+    positions = jnp.arange(512, dtype=jnp.int32)
+    frequencies = jnp.asarray(1e6 ** (-np.arange(16) / 16), jnp.float32)
+    constant = np.zeros((2, 1, 32))
+    constant[:, :, [13, 14, 29, 31]] = rng.uniform(50, 200, (2, 1, 4))
+    constant[:, :, [0, 16]] = 100  # turns by a radian per token: no mean shortens its reach
+    before = jnp.asarray(constant + rng.standard_normal((2, 512, 32)), jnp.float32)
+    keys = rotated(before, angles_at(positions, frequencies))
+    mid, reach = mid_and_reach(keys, positions, frequencies)
+    long = [13, 14, 15, 29, 30, 31]
+    np.testing.assert_allclose(mid[:, long], np.mean(before, 1)[:, long], atol=0.01)
+    assert (np.asarray(mid)[:, [0, 16]] == 0).all()
+    assert (np.asarray(reach)[:, 0] > 100).all()
+    assert (np.asarray(reach)[:, 13:] < 20).all()
+    spans = angles_at(positions // SPAN * SPAN, frequencies)
+    left = np.abs(np.asarray(keys - rotated(mid[:, None], spans)))
+    head_room = np.tile(reach, 2)[:, None] / left.max(1, keepdims=True)
+    assert (head_room > 1.09).all()
+
+
+def test_keys_that_are_all_zero_have_a_reach():
+    positions = jnp.arange(4, dtype=jnp.int32)
+    mid, reach = mid_and_reach(jnp.zeros((1, 4, 8)), positions, jnp.ones(4))
+    assert (np.asarray(mid) == 0).all()
+    assert (np.asarray(reach) == 1).all()
+
+
+def test_they_are_made_once_per_model_and_kept_in_it(made):
+    params, seen = fresh(), []
+    report = lambda *progress: seen.append(progress)  # noqa: E731
+    jsparse.generate(params, PROMPT, max_new_tokens=2, on_progress=report)
+    assert (made, params.constants) == ([], {})
+    jsparse.generate(params, PROMPT, max_new_tokens=2, policy=POLICY, on_progress=report)
+    assert sorted(params.constants) == sorted(KEY_CONSTANTS)
+    assert [done for phase, done, _ in seen if phase == "key constants"] == [0, 512]
+    config = params.config
+    shapes = {name: array.shape for name, array in params.constants.items()}
+    assert (
+        shapes
+        == KeyConstants((config.num_layers, 2, 16), (config.num_layers, 2, 8), (8,))._asdict()
+    )
+    jsparse.generate(params, PROMPT, max_new_tokens=2, policy="double_sparsity(budget=4)")
+    assert made == [params]
+
+
+def test_the_next_process_finds_them_on_disk(made, tmp_path):
+    first, again, other = fresh(), fresh(), fresh(seed=1)
+    assert constants(first, jsparse.dense()) is None
+    policy = jsparse.twilight(jsparse.all_pages())
+    wanted, found = (constants(params, policy) for params in (first, again))
+    assert len(made) == 1
+    for name in KEY_CONSTANTS:
+        np.testing.assert_array_equal(wanted[name], found[name])
+    constants(other, policy)
+    assert len(made) == 2
+    assert len(files(tmp_path)) == 2
+    config = dataclasses.replace(first.config, rope_theta=1e6)
+    changed = dataclasses.replace(first, config=config)
+    assert len({fingerprint(params) for params in (first, again, other, changed)}) == 3
+
+
+def test_a_damaged_file_is_made_again(made, tmp_path, caplog):
+    policy = jsparse.twilight(jsparse.all_pages())
+    constants(fresh(), policy)
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with caplog.at_level(logging.WARNING, "jsparse.constants"):
+        constants(fresh(), policy)
+    assert len(made) == 2
+    assert "is damaged" in caplog.text
+    assert path.read_bytes() == whole
+    assert files(tmp_path) == [path]
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(made, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path / "file"))
+    policy = jsparse.twilight(jsparse.all_pages())
+    assert constants(fresh(), policy)
+    assert "cannot be written" in caplog.text
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_save_writes_what_was_made(made, tmp_path):
+    params = fresh()
+    jsparse.save(params, tmp_path / "without")
+    assert jsparse.load(tmp_path / "without").constants == {}
+    constants(params, jsparse.twilight(jsparse.all_pages()))
+    jsparse.save(params, tmp_path / "with")
+    loaded = jsparse.load(tmp_path / "with")
+    assert sorted(loaded.constants) == sorted(KEY_CONSTANTS)
+    for name, array in params.constants.items():
+        np.testing.assert_array_equal(loaded.constants[name], array)
+    path = tmp_path / "with" / "constants.safetensors"
+    path.write_bytes(b"no safetensors")
+    with pytest.raises(ValueError, match=r"constants\.safetensors is damaged"):
+        jsparse.load(tmp_path / "with")
