@@ -38,8 +38,8 @@ class KeyConstants(NamedTuple):
     """
 
     key_mid: Float32[Array, "L K H"]
-    key_half_range: Float32[Array, "L K H/2"]
-    rope_frequencies: Float32[Array, "H/2"]
+    key_half_range: Float32[Array, "L K half"]
+    rope_frequencies: Float32[Array, "half"]
 
 
 # what a policy needs that keeps something in the frame
@@ -56,7 +56,7 @@ class KeyFrame(NamedTuple):
     """
 
     mid: Float32[Array, "K H"]
-    half_range: Float32[Array, "K H/2"]
+    half_range: Float32[Array, "K half"]
     angles: Float32[Array, "spans H"]
 
 
@@ -85,8 +85,8 @@ def num_spans(held: LayerCache) -> int:
 
 
 def angles_at(
-    positions: Int32[Array, "*n"], frequencies: Float32[Array, "H/2"]
-) -> Float32[Array, "*n H"]:
+    positions: Int32[Array, "*n"], frequencies: Float32[Array, "half"]
+) -> Float32[Array, "*n 2*half"]:
     """Return the cosines, then the sines, of every pair's angle at these positions."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

@@ -29,6 +29,7 @@ from jaxtyping import install_import_hook
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
     "cache",
+    "key_constants",
     "models.layers",
     "models.transformer",
     "pallas_kernels.block_sparse_decode.reference",
@@ -45,6 +46,7 @@ ARRAY_MODULES = (
     "pallas_kernels.threshold_select.reference",
     "pallas_kernels.token_sparse_decode.reference",
     "partials",
+    "runtime.constants",
     "runtime.correct",
     "runtime.decode_step",
     "runtime.prefill",

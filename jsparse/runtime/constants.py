@@ -100,8 +100,8 @@ def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants
 
 
 def mid_and_reach(
-    k: Float[Array, "K T H"], positions: Int32[Array, "T"], frequencies: Float32[Array, "H/2"]
-) -> tuple[Float32[Array, "K H"], Float32[Array, "K H/2"]]:
+    k: Float[Array, "K T H"], positions: Int32[Array, "T"], frequencies: Float32[Array, "half"]
+) -> tuple[Float32[Array, "K H"], Float32[Array, "K half"]]:
     """Returns `mid` and `half_range` of one layer from keys after RoPE at these positions."""
     k = k.astype(jnp.float32)
     mid = jnp.mean(rotated(k, angles_at(-positions, frequencies)), axis=1)
@@ -112,7 +112,7 @@ def mid_and_reach(
     return mid * jnp.tile(shorter, 2), jnp.where(reach > 0, reach, 1.0)
 
 
-def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K H/2"]:
+def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:
     """Returns the largest |k| of each pair."""
     return jnp.max(jnp.abs(k).reshape(*k.shape[:2], 2, k.shape[-1] // 2), axis=(1, 2))
 
