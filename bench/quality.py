@@ -9,6 +9,8 @@ unless others are named:
                  dense as in its paper
     lychee       LycheeDecode with trained gates and with those of `bench.head_baselines`, its rules
                  of picking, and other policies that attend to about as much
+    defaults     policies as they are by default next to their papers' versions, and what `auto`
+                 could choose
 
 Each length, and each group of policies, is a process of its own. Several run side by side, since
 much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
@@ -106,6 +108,34 @@ def lychee(gates: Path) -> tuple[str, ...]:
     )
 
 
+def defaults(gates: Path) -> tuple[str, ...]:
+    """Returns the policies of the set "defaults", given the folder of the gates."""
+    labels, paper = f"double_sparsity(calibration={CHANNELS!r}, ", "slack=1.0, group='max'"
+    picked = f"lychee_decode({str(gates / 'hard_kuma.safetensors')!r}, value=512"
+    behind_two = (
+        "quest(budget=1024)",
+        *(f"quest(budget=2048{more})" for more in ("", f", {paper}", ", bounds_dtype='uint8'")),
+        *(f"{labels}budget={budget})" for budget in (256, 2048)),
+        *(f"double_sparsity(budget={budget})" for budget in (512, 1024)),
+        "twilight(quest(budget=2048), p=0.95)",
+        f"twilight({labels}budget=2048), p=0.95)",
+        "twilight(all_pages(), p=0.95)",
+        "twilight(all_pages(), p=0.95, prune='token')",
+    )
+    return (
+        *map(_behind_two, behind_two),
+        *(f"tidal(budget=2048{more})" for more in ("", ", sink=0, recent=0")),
+        *(f"{picked}{more})" for more in ("", ", sink=0, recent=0")),
+        "oracle_top_k(budget=1024)",
+        "oracle_top_p(p=0.95)",
+        "twilight(all_pages(), p=0.95)",
+        "twilight(all_pages(), p=0.95, prune='token')",
+        "twilight(all_pages(), p=0.9)",
+        *(f"twilight(quest(budget={budget}), p=0.95)" for budget in (2048, 4096)),
+        "twilight(double_sparsity(budget=2048), p=0.95)",
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -124,6 +154,7 @@ SETS = {
     "yardsticks": Set(lambda _: YARDSTICKS, TASKS, (1024, 2048, 4096, 8192)),
     "twilight": Set(lambda _: TWILIGHT, ANSWERED_WHEN_LONG, (4096, 8192)),
     "lychee": Set(lychee, ANSWERED_WHEN_LONG, (4096, 8192)),
+    "defaults": Set(defaults, ("kl", "passkey"), (4096, 8192)),
 }
 
 

@@ -3,7 +3,7 @@
 One layer of the 8B shape selects and attends, as in the decode step, over a cache full of random K
 and V; Twilight's counts replay a trace of SmolLM2 (bench.twilight_trace), everything else runs on
 the true sizes. Quest's budget is a quarter of the context, its conservative one, and Twilight's
-base is that Quest. PyTorch's FlashAttention-2 is dense attention in the same run. In the table,
+base is that Quest, one with half the context, or all pages. PyTorch's FlashAttention-2 is dense attention in the same run. In the table,
 microseconds per call on the device, launch gaps included; the times of Twilight's parts are sums
 over kernels:
 
@@ -61,8 +61,10 @@ def policies(context: int) -> dict[str, str]:
     """Returns the contenders' expressions by name, except "dense"."""
     bases = {bits: text.format(context // 4) for bits, text in BASES.items()}
     quests = {f"quest{bits}": base for bits, base in bases.items()}
+    wider = {", all pages": "all_pages()", ", half": f"quest(budget={context // 2})"}
     return quests | {
-        f"twilight{bits}": f"replayed(twilight({base}, p=0.95))" for bits, base in bases.items()
+        f"twilight{name}": f"replayed(twilight({base}, p=0.95))"
+        for name, base in (bases | wider).items()
     }
 
 
