@@ -3,9 +3,9 @@
 One layer of the 8B shape selects and attends, as in the decode step, over a cache full of random K
 and V; Twilight's counts replay a trace of SmolLM2 (bench.twilight_trace), everything else runs on
 the true sizes. Quest's budget is a quarter of the context, its conservative one, and Twilight's
-base is that Quest, one with half the context, or all pages. PyTorch's FlashAttention-2 is dense attention in the same run. In the table,
-microseconds per call on the device, launch gaps included; the times of Twilight's parts are sums
-over kernels:
+base is that Quest, one with half the context, or all pages. PyTorch's FlashAttention-2 is dense
+attention in the same run. In the table, microseconds per call on the device, launch gaps included;
+the times of Twilight's parts are sums over kernels:
 
     base        page bounds and their top-k
     estimate    logits from the 4-bit copy of the listed tokens
