@@ -15,12 +15,14 @@ from jsparse.selection import Selection, nothing
 MAX_TRITON_PAGE = 128
 
 
-def _triton_refuses(q: Array, layer: LayerCache, *_: object, **__: object) -> str | None:
-    size, head_dim = layer.page_size, q.shape[-1]
+def _triton_refuses(
+    q: Array, layer: LayerCache, keys: Int4Keys, *_: object, **__: object
+) -> str | None:
+    size, channels = layer.page_size, 2 * keys.packed.shape[-1]
     if size & (size - 1) or size > MAX_TRITON_PAGE:
         return f"takes pages of a power of two up to {MAX_TRITON_PAGE} tokens, not {size}"
-    if head_dim % 8:
-        return f"takes head dimensions that are multiples of 8, not {head_dim}"
+    if channels % 8:
+        return f"takes keys of a multiple of 8 channels, not {channels}"
     return no_triton()
 
 

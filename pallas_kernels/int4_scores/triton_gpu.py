@@ -6,9 +6,10 @@ is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serve
 codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
 parted like the words': channel 4w + j belongs to the jth code of word w.
 
-Queries are scaled by a power of two into float16's upper range, so that 11 bits of every channel
-count, whatever the dtype. All of a token's score comes from one row of one tile: neither the tiling
-nor the batch changes its bits.
+In a frame the query's channels are multiplied by half_range, and a launch before makes the term of
+every span and query, which is added to its tokens' scores. Queries are scaled by a power of two
+into float16's upper range, so that 11 bits of every channel count, whatever the dtype. All of a
+token's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
 """
 
 from typing import NamedTuple
@@ -17,11 +18,16 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
+from jsparse import key_constants
 from jsparse.cache import LayerCache
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_keys import Int4Keys
+from jsparse.pallas_kernels.span_terms_triton import span_terms
 from jsparse.selection import Selection
+
+SPAN = tl.constexpr(key_constants.SPAN)
 
 
 class ScoresTiling(NamedTuple):
@@ -50,6 +56,8 @@ def int4_scores(
     selection: Selection | None,
     *,
     sm_scale: float,
+    frame: KeyFrame | None = None,
+    channels: Int32[Array, "B K r"] | None = None,
     tiling: ScoresTiling | None = None,
 ) -> Float32[Array, "B N slots"]:
     """Implement `api.int4_scores` with jax-triton."""
@@ -70,11 +78,14 @@ def int4_scores(
     chained = (
         1 + (selection is not None) + (layer.block_table is not None)
     )  # loads that wait for one another
+    width, cols = 2 * keys.packed.shape[-1], max(8, triton.next_power_of_2(group))
     return triton_call(
         *(q, *keys, layer.lengths),
         *((absent, absent) if selection is None else (selection.ids, selection.count)),
         absent if bits is None else bits,
         absent if layer.block_table is None else layer.block_table,
+        absent if channels is None else channels,
+        *((absent,) * 2 if frame is None else (frame.half_range, span_terms(q, frame, cols))),
         kernel=scores_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
@@ -86,10 +97,17 @@ def int4_scores(
         ENTRIES=entries,
         M=layer.num_pages,
         P=layer.page_size,
+        K=heads,
         G=group,
-        COLS=max(8, triton.next_power_of_2(group)),  # 8 is the least N of an MMA
+        COLS=cols,  # 8 is the least N of an MMA
         H=head_dim,
-        WORDS=max(16, triton.next_power_of_2(head_dim // 4)),  # 16 is its least K in float16
+        R=width,
+        WORDS=max(16, triton.next_power_of_2(width // 4)),  # 16 is its least K in float16
+        # a page lies in one span; with all pages so does a tile
+        UNIT=min(tiling.block, key_constants.SPAN) if selection is None else layer.page_size,
+        SPANS=1 if frame is None else frame.angles.shape[0],
+        FRAMED=frame is not None,
+        HAS_CHANNELS=channels is not None,
         LISTED=selection is not None,
         HAS_BITS=bits is not None,
         HAS_TABLE=layer.block_table is not None,
@@ -119,23 +137,42 @@ def _operands(words):
 
 
 @triton.jit
-def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr):
+def _query(
+    q_ptr,
+    half_range_ptr,
+    channels_ptr,
+    pair,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    COLS: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    WORDS: tl.constexpr,
+    FRAMED: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
+):
     """Load the queries of one KV head, scaled and parted like the words of keys.
 
     Returns the four parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to
     its products; then the unit of all three.
     """
-    head, channel = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
+    head, column = tl.arange(0, COLS), tl.arange(0, 4 * WORDS)
+    real = column < R
+    channel = column
+    if HAS_CHANNELS:
+        channel = tl.load(channels_ptr + pair * R + column, mask=real, other=0)
     at = (pair * G + head)[:, None] * H + channel[None, :]
-    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & (channel < H)[None, :], other=0.0).to(
-        tl.float32
-    )
+    q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    if FRAMED:
+        nth = tl.where(channel < H // 2, channel, channel - H // 2)
+        reach = tl.load(half_range_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
+        q *= reach[None, :]
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
     exponent = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0).to(tl.int32, bitcast=True) >> 23, 24)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    odd = (channel % 2 == 1)[None, :]
+    odd = (column % 2 == 1)[None, :]
     # odd channels meet codes that are 16 times as large
     q = (q * tl.where(odd, up / 16, up)).to(tl.float16)
     wide = q.to(tl.float32)
@@ -151,7 +188,7 @@ def _query(q_ptr, pair, G: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, WO
 @triton.jit
 def scores_kernel(
     q_ptr,  # [B, N, H]
-    packed_ptr,  # [pages, P, H / 2]
+    packed_ptr,  # [pages, P, R / 2]
     scale_ptr,  # [pages, P]
     zero_ptr,  # [pages, P]
     lengths_ptr,  # [B, K]
@@ -159,6 +196,9 @@ def scores_kernel(
     count_ptr,  # [B, K]
     bits_ptr,  # [B, K, ENTRIES]
     table_ptr,  # [B, K, M]
+    channels_ptr,  # [B, K, R]
+    half_range_ptr,  # [K, H / 2]
+    terms_ptr,  # [B, K, SPANS, COLS]
     out_ptr,  # [B, N, ENTRIES · P]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -167,10 +207,16 @@ def scores_kernel(
     ENTRIES: tl.constexpr,
     M: tl.constexpr,
     P: tl.constexpr,
+    K: tl.constexpr,
     G: tl.constexpr,
     COLS: tl.constexpr,
     H: tl.constexpr,
+    R: tl.constexpr,
     WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPANS: tl.constexpr,
+    FRAMED: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
     LISTED: tl.constexpr,
     HAS_BITS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
@@ -179,16 +225,18 @@ def scores_kernel(
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
-    q0, q1, q2, q3, total, offset, unit = _query(q_ptr, pair, G, COLS, H, WORDS)
+    q0, q1, q2, q3, total, offset, unit = _query(
+        q_ptr, half_range_ptr, channels_ptr, pair, K, G, COLS, H, R, WORDS, FRAMED, HAS_CHANNELS
+    )
     unit *= SCALE
     length = tl.load(lengths_ptr + pair)
     used = tl.load(count_ptr + pair) if LISTED else tl.minimum(tl.cdiv(length, P), M)
     row, col, word = tl.arange(0, BLOCK), tl.arange(0, COLS), tl.arange(0, WORDS)
     slot = row % P
-    words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, H / 4]
+    words_ptr = packed_ptr.to(tl.pointer_type(tl.int16))  # [pages, P, R / 4]
     if not HAS_TABLE:
         head = pair.to(tl.int64) * (M * P)
-        words_ptr += head * (H // 4)
+        words_ptr += head * (R // 4)
         scale_ptr += head
         zero_ptr += head
     to_ptr = out_ptr + ((pair * G + col).to(tl.int64) * (ENTRIES * P))[None, :]
@@ -206,11 +254,11 @@ def scores_kernel(
         if HAS_TABLE:
             page = tl.load(table_ptr + pair * M + page).to(tl.int64)
         at = tl.max_contiguous(tl.multiple_of(page * P + slot, P), P)
-        words_at = words_ptr + at[:, None] * (H // 4) + word[None, :]
+        words_at = words_ptr + at[:, None] * (R // 4) + word[None, :]
         words = (
             tl.load(words_at)
-            if WORDS == H // 4
-            else tl.load(words_at, mask=(word < H // 4)[None, :])
+            if WORDS == R // 4
+            else tl.load(words_at, mask=(word < R // 4)[None, :])
         )
         scale = tl.load(scale_ptr + at).to(tl.float32) * unit
         zero = tl.load(zero_ptr + at).to(tl.float32) * unit
@@ -222,6 +270,15 @@ def scores_kernel(
         dot = tl.dot(k3, q3, dot)
         base = total[None, :] * zero[:, None] + tl.where(seen, 0.0, float("-inf"))[:, None]
         scores = (dot - offset[None, :]) * scale[:, None] + base
+        if FRAMED:
+            UNITS: tl.constexpr = BLOCK // UNIT
+            nth = first // UNIT + tile * UNITS + tl.arange(0, UNITS)
+            if LISTED:
+                nth = tl.load(ids_ptr + pair * ENTRIES + tl.minimum(nth, used - 1))
+            span = tl.minimum(nth * UNIT // SPAN, SPANS - 1)
+            own = tl.load(terms_ptr + ((pair * SPANS + span) * COLS)[:, None] + col[None, :])
+            spread = tl.broadcast_to((SCALE * own)[:, None, :], [UNITS, UNIT, COLS])
+            scores += tl.reshape(spread, [BLOCK, COLS])
         to = (first + tile * BLOCK + row)[:, None]
         tl.store(to_ptr + to, scores, mask=(col < G)[None, :] & (to < ENTRIES * P))
     for tile in range(tiles, tl.cdiv(last - first, BLOCK)):

@@ -21,13 +21,13 @@ from jsparse import key_constants
 from jsparse.cache import LayerCache
 from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.key_bounds import PageBounds8
-from jsparse.pallas_kernels.page_bounds.terms_triton import span_terms
 from jsparse.pallas_kernels.page_bounds.triton_gpu import (
     BoundsTiling,
     by_head,
     default_tiling,
     launch,
 )
+from jsparse.pallas_kernels.span_terms_triton import span_terms
 
 SPAN = tl.constexpr(key_constants.SPAN)
 
@@ -53,7 +53,8 @@ def page_bounds(
     }
     tiling = tiling or default_tiling(q.shape[2], 1)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
-    of_frame = (absent,) * 2 if frame is None else (frame.half_range, span_terms(q, frame))
+    group = q.shape[1] // layer.lengths.shape[1]
+    of_frame = (absent,) * 2 if frame is None else (frame.half_range, span_terms(q, frame, group))
     return launch(codes_kernel, q, bounds, layer, tiling, slack, constants, of_frame)
 
 
@@ -126,7 +127,7 @@ def codes_kernel(
     lengths_ptr,  # [B, K]
     table_ptr,  # [B, K, M]
     half_range_ptr,  # [K, WORDS]
-    terms_ptr,  # [B, N, spans]
+    terms_ptr,  # [B, K, spans, G]
     out_ptr,  # [B, K, M]
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -192,7 +193,8 @@ def codes_kernel(
         head = tl.arange(0, COLS // EACH)[None, :]
         if FRAMED:
             spans: tl.constexpr = (M * P + SPAN - 1) // SPAN
-            terms_at = (pair * G + head).to(tl.int64) * spans + (page * P // SPAN)[:, None]
+            span = (page * P // SPAN)[:, None]
+            terms_at = (pair.to(tl.int64) * spans + span) * G + head
             terms = tl.load(terms_ptr + terms_at, mask=(head < G) & (page < used)[:, None], other=0)
             scores += SCALE * terms
         best = tl.max(tl.where(head < G, scores, float("-inf")), 1)

@@ -112,14 +112,17 @@ def largest(frame):
 @pytest.mark.parametrize("batch", [1, 3, 20])
 @pytest.mark.parametrize("name", ["codes", "codes_head_dim_40", "codes_group_of_7"])
 def test_terms_have_the_same_bits_in_any_batch(name, batch):
-    from jsparse.pallas_kernels.page_bounds import terms_triton
+    from jsparse.pallas_kernels import span_terms_triton
 
     case = replace(by_name[name], batch=batch, num_pages=9 * 128)
     frame = frame_for(case)
     q, *_ = build(case)
-    got, want = (jax.jit(run)(q, frame) for run in (terms_triton.span_terms, span_terms))
+    kv_heads, group = len(frame.mid), q.shape[1] // len(frame.mid)
+    run = jax.jit(span_terms_triton.span_terms, static_argnums=2)
+    got, want = run(q, frame, group), jax.jit(span_terms)(q, frame)
+    want = want.reshape(batch, kv_heads, group, -1).swapaxes(2, 3)
     np.testing.assert_allclose(got, want, atol=2.0**-18 * float(jnp.max(jnp.abs(want))))
-    np.testing.assert_array_equal(got[-1:], terms_triton.span_terms(q[-1:], frame))
+    np.testing.assert_array_equal(got[-1:], run(q[-1:], frame, group))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e20, 1e30])

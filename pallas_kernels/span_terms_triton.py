@@ -1,4 +1,4 @@
-"""Computes `key_constants.span_terms` with jax-triton, for the bounds kernel to add.
+"""Computes `key_constants.span_terms` with jax-triton, for kernels of scores to add.
 
 XLA's product would do, but picks its tiling by the batch, and with it the bits of a row. Here the
 queries of all rows lie side by side in a tile, so that the angles are read once for many; all of a
@@ -18,8 +18,13 @@ from jsparse.key_constants import KeyFrame
 SPANS, QUERIES = 64, 32  # per program; with 64 queries it would spill registers
 
 
-def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
-    """Implement `key_constants.span_terms` with jax-triton."""
+def span_terms(
+    q: Float[Array, "B N H"], frame: KeyFrame, cols: int
+) -> Float32[Array, "B K spans cols"]:
+    """Compute the terms, with the query heads of a group beside each other.
+
+    What lies in the columns past the group's size means nothing.
+    """
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, head_dim), (spans, _) = q.shape, frame.angles.shape
@@ -27,7 +32,7 @@ def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N
     return triton_call(
         *(q, frame.mid, frame.angles),
         kernel=terms_kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, heads, spans), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, spans, cols), jnp.float32),
         grid=(triton.cdiv(spans, SPANS), triton.cdiv(rows, QUERIES)),
         num_warps=4,
         num_stages=1,
@@ -37,6 +42,7 @@ def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N
         ROWS=rows,
         HALF=head_dim // 2,
         PAIRS=max(16, triton.next_power_of_2(head_dim // 2)),
+        TO=cols,
         BLOCK=SPANS,
         COLS=QUERIES,
     )
@@ -47,13 +53,14 @@ def terms_kernel(
     q_ptr,  # [B, N, 2 · HALF]
     mid_ptr,  # [K, 2 · HALF]
     angles_ptr,  # [spans, 2 · HALF]
-    out_ptr,  # [B, N, spans]
+    out_ptr,  # [B, K, spans, TO]
     S: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
+    TO: tl.constexpr,
     BLOCK: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -74,5 +81,5 @@ def terms_kernel(
     sin = tl.load(angles_ptr + angle_at + HALF, mask=known, other=0.0)
     terms = tl.dot(cos, q_low * low + q_high * high, input_precision="tf32x3")
     terms = tl.dot(sin, q_high * low - q_low * high, terms, input_precision="tf32x3")
-    to = query[None, :].to(tl.int64) * S + span[:, None]
+    to = ((query // G)[None, :].to(tl.int64) * S + span[:, None]) * TO + (query % G)[None, :]
     tl.store(out_ptr + to, terms, mask=(span < S)[:, None] & (query < ROWS)[None, :])
