@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.key_constants import KeyFrame
 
-SPANS, QUERIES = 64, 32  # per program; with 64 queries it would spill registers
+SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queries
 
 
 def span_terms(
