@@ -2,14 +2,21 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.cache import LayerCache, physical_pages, read_heads
+from jsparse.key_constants import SPAN, KeyFrame, angles_at, rotated
+from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
+from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise
 from jsparse.selection import Selection
+
+LARGE = 200.0  # what the biases of Qwen2's keys reach
+THETA = 1e6  # RoPE's base
 
 
 class Inputs(NamedTuple):
@@ -28,15 +35,106 @@ class Narrow(Case):
     channels: int = 16
 
 
+@dataclass(frozen=True)
+class Kept(Case):
+    """Describes a call whose 4-bit keys lie in a frame, or have channels of each head's own.
+
+    Attributes:
+        framed: whether there is a frame.
+        chosen: the number of channels that each row and head has chosen; None is all.
+    """
+
+    framed: bool = True
+    chosen: int | None = None
+
+
+def options(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Return the keyword arguments `frame` and `channels` of int4_scores and int4_append."""
+    kept = case if isinstance(case, Kept) else Kept("", framed=False)
+    return {
+        "frame": frame_for(case, seed) if kept.framed else None,
+        "channels": None if kept.chosen is None else _channels(kept, seed),
+    }
+
+
+def frame_for(case: Case, seed: int = 0) -> KeyFrame:
+    """Build a frame with three large constant channels per head, as keys of Qwen2 have them."""
+    rng, half = np.random.default_rng(seed), case.head_dim // 2
+    mid = rng.normal(size=(case.kv_heads, case.head_dim))
+    for at in (3 % half, half - 1, case.head_dim - 2):
+        mid[:, at] = LARGE * rng.choice([-1, 1], case.kv_heads)
+    frequencies = jnp.asarray(THETA ** -(np.arange(half) / half), jnp.float32)
+    first = jnp.arange(0, case.slots, SPAN, dtype=jnp.int32)
+    half_range = np.exp(rng.normal(size=(case.kv_heads, half)))
+    return KeyFrame(
+        jnp.asarray(mid, jnp.float32),
+        jnp.asarray(half_range, jnp.float32),
+        angles_at(first, frequencies),
+    )
+
+
+def out_of_frame(
+    k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
+) -> Float32[Array, "B K T H"]:
+    """Return k · half_range + R(span)·mid, keys of these slots that lie at k in the frame."""
+    mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
+    return k.astype(jnp.float32) * jnp.tile(frame.half_range, 2)[:, None] + mid
+
+
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Build the inputs; where all heads are dense, no selection is given: everything is scored."""
+    """Build the inputs; where all heads are dense, no selection is given: everything is scored.
+
+    In a frame K lies around the rotated mean as it otherwise lies around 0.
+    """
     q, layer, selection = case.build(seed)
-    channels = case.channels if isinstance(case, Narrow) else case.head_dim
-    keys = Int4Keys(*quantise(layer.k[..., :channels]))
-    return Inputs(q[..., :channels], layer, keys, None if case.dense == "all" else selection)
+    given = None if case.dense == "all" else selection
+    if not isinstance(case, Kept):
+        channels = case.channels if isinstance(case, Narrow) else case.head_dim
+        keys = Int4Keys(*quantise(layer.k[..., :channels]))
+        return Inputs(q[..., :channels], layer, keys, given)
+    kept = options(case, seed)
+    if case.framed:
+        layer = _moved(layer, kept["frame"])
+    return Inputs(q, layer, _appended(case, layer, **kept), given)
+
+
+def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
+    """Choose ascending channels for each row and head."""
+    rng = np.random.default_rng(seed)
+    heads = (case.batch, case.kv_heads)
+    order = rng.permuted(np.broadcast_to(np.arange(case.head_dim), (*heads, case.head_dim)), axis=2)
+    return jnp.asarray(np.sort(order[..., : case.chosen]), jnp.int32)
+
+
+def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
+    """Return the layer with K out of the frame."""
+    k = out_of_frame(read_heads(layer.k, layer), frame, _every(layer, layer.capacity))
+    pages = physical_pages(layer, _every(layer, layer.num_pages))
+    rows = k.astype(layer.k.dtype).reshape(*pages.shape, layer.page_size, -1)
+    return layer._replace(k=layer.k.at[pages].set(rows))
+
+
+def _appended(case: Kept, layer: LayerCache, **kept: Any) -> Int4Keys:
+    """Return the 4-bit copy of all slots; pages that no head has hold JUNK."""
+    junk = jnp.full((*layer.k.shape[:2], case.chosen or case.head_dim), JUNK)
+    return int4_append(
+        Int4Keys(*quantise(junk)),
+        layer,
+        read_heads(layer.k, layer).swapaxes(1, 2),
+        jnp.full(case.batch, case.slots, jnp.int32),
+        jnp.zeros_like(layer.lengths),
+        **kept,
+        implementation="reference",
+    )
+
+
+def _every(layer: LayerCache, count: int) -> Int32[Array, "B K n"]:
+    """Return 0 … count - 1 for every head."""
+    return jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*layer.lengths.shape, count))
 
 
 _whole = partial(Case, dense="all", listed="none", capacity=0)
+_kept = partial(Kept, dense="all", listed="none", capacity=0)
 
 CASES = (
     _whole("whole"),
@@ -77,4 +175,26 @@ CASES = (
     Case("shared_pages", table="shared", batch=3),
     Case("sm_scale", sm_scale=0.3),
     Case("bfloat16", dtype="bfloat16", table="scrambled", bits=True),
+    _kept("whole_in_frame", num_pages=21),
+    _kept("whole_in_frame_pages_of_8", page_size=8, num_pages=41, table="scrambled"),
+    _kept("whole_in_frame_pages_of_64", page_size=64, lengths="full", table="scrambled"),
+    _kept("whole_in_frame_head_dim_256", head_dim=256, group=16, page_size=64),
+    _kept("whole_in_frame_bfloat16", head_dim=128, num_pages=21, dtype="bfloat16"),
+    _kept("whole_in_frame_16_channels", num_pages=21, chosen=16, table="scrambled"),
+    _kept("whole_16_channels_without_frame", num_pages=21, chosen=16, framed=False),
+    Kept("in_frame", num_pages=21),
+    Kept("in_frame_head_dim_40", head_dim=40, group=3, page_size=8, num_pages=41),
+    Kept("in_frame_pages_of_64_listed", page_size=64, listed="all", table="scrambled"),
+    Kept("in_frame_bits", bits=True, num_pages=23, table="scrambled", dtype="bfloat16"),
+    Kept(
+        "in_frame_32_channels",
+        head_dim=128,
+        group=7,
+        num_pages=41,
+        page_size=8,
+        chosen=32,
+        bits=True,
+        table="scrambled",
+    ),
+    Kept("8_channels_without_frame", chosen=8, framed=False, num_pages=21, table="scrambled"),
 )

@@ -3,6 +3,8 @@
 They check what is stored, how far off it is, and which slots have a score.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,20 @@ from hypothesis import strategies as st
 from marks import every_other
 
 from jsparse import cache as kv
+from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, init, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores.cases import CASES, build
+from jsparse.pallas_kernels.int4_scores.cases import (
+    CASES,
+    Kept,
+    build,
+    frame_for,
+    options,
+    out_of_frame,
+)
 from jsparse.selection import everything, nothing
+from tests.kernels.int4_checks import assert_keys_near
 
 by_name = {case.name: case for case in CASES}
 B, K, P, M, H, T = 2, 2, 4, 3, 4, 6
@@ -31,18 +42,37 @@ SPEC = kv.CacheSpec(
     num_pages=M,
     dtype=jnp.float32,
 )
+FRAME = KeyFrame(jnp.zeros((K, H)), jnp.ones((K, H // 2)), jnp.ones((1, H)))
 
 
-def channels(keys, page, slot):
+def kept(keys, page, slot):
     """Read one token's channels, nibble by nibble."""
     packed = np.asarray(keys.packed)[page, slot].astype(int)
     codes = [packed[d // 2] >> 4 if d % 2 else packed[d // 2] & 15 for d in range(2 * packed.size)]
     return np.array(codes) * float(keys.scale[page, slot]) + float(keys.zero[page, slot])
 
 
-def slow(q, layer, keys, selection, sm_scale):
+def lies(layer, b, n, page):
+    """Find where a head's page lies."""
+    if layer.block_table is not None:
+        return int(layer.block_table[b, n, page])
+    return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
+
+
+def around(frame, n, slot, head_dim):
+    """Return the mean key of a head at a slot, and the reach of each channel: 0 and 1 without."""
+    if frame is None:
+        return np.zeros(head_dim), np.ones(head_dim)
+    mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
+    half = head_dim // 2
+    turn = angles[slot // 128, :half] + 1j * angles[slot // 128, half:]
+    turned = (mid[n, :half] + 1j * mid[n, half:]) * turn
+    return np.concatenate([turned.real, turned.imag]), np.tile(reach[n], 2)
+
+
+def slow(q, layer, keys, selection, sm_scale, frame=None, channels=None):
     q, lengths = np.asarray(q, np.float64), np.asarray(layer.lengths)
-    (batch, heads), size = lengths.shape, layer.page_size
+    (batch, heads), size, head_dim = lengths.shape, layer.page_size, q.shape[-1]
     group, entries = (
         q.shape[1] // heads,
         layer.num_pages if selection is None else selection.ids.shape[2],
@@ -51,6 +81,7 @@ def slow(q, layer, keys, selection, sm_scale):
     out = np.full((batch, q.shape[1], entries * size), -np.inf)
     for b, n in np.ndindex(batch, heads):
         count = entries if selection is None else int(selection.count[b, n])
+        chosen = np.arange(head_dim) if channels is None else np.asarray(channels[b, n])
         for entry in range(count):
             page = entry if selection is None else int(selection.ids[b, n, entry])
             word = (
@@ -58,14 +89,13 @@ def slow(q, layer, keys, selection, sm_scale):
                 if selection is None or selection.bits is None
                 else int(selection.bits[b, n, entry])
             )
-            lies = (b * heads + n) * layer.num_pages + page
-            if layer.block_table is not None:
-                lies = int(layer.block_table[b, n, page])
             for slot in range(size):
                 if page * size + slot < lengths[b, n] and word >> slot & 1:
-                    key = channels(keys, lies, slot)
-                    for g in range(n * group, (n + 1) * group):
-                        out[b, g, entry * size + slot] = sm_scale * q[b, g] @ key
+                    mean, reach = around(frame, n, page * size + slot, head_dim)
+                    key = kept(keys, lies(layer, b, n, page), slot)
+                    rows = q[b, n * group : (n + 1) * group]
+                    scores = (rows * reach)[:, chosen] @ key + rows @ mean
+                    out[b, n * group : (n + 1) * group, entry * size + slot] = sm_scale * scores
     return out
 
 
@@ -73,9 +103,10 @@ def slow(q, layer, keys, selection, sm_scale):
 def test_matches_the_slow_formula(case):
     inputs = build(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
-    out = jax.jit(lambda inputs: int4_scores(*inputs, sm_scale=case.sm_scale))(inputs)
+    run = jax.jit(lambda inputs, kept: int4_scores(*inputs, **kept, sm_scale=case.sm_scale))
+    out = run(inputs, options(case))
     assert out.dtype == np.float32
-    np.testing.assert_allclose(out, slow(*inputs, scale), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(out, slow(*inputs, scale, **options(case)), rtol=1e-5, atol=1e-4)
 
 
 def test_the_estimate_is_near_the_true_scores():
@@ -87,6 +118,20 @@ def test_the_estimate_is_near_the_true_scores():
     )
     assert float(jnp.abs(out - true).max()) < 0.6
     assert float(jnp.corrcoef(out.reshape(-1), true.reshape(-1))[0, 1]) > 0.99
+
+
+def test_large_constant_channels_cost_nothing_in_a_frame():
+    """Outside of it they take up all of the codes' range."""
+    case = by_name["whole_in_frame"]
+    inputs, frame = build(case), options(case)["frame"]
+    q, layer, keys, _ = inputs
+    k = np.asarray(kv.read_heads(layer.k, layer), np.float64)
+    true = np.einsum("bkgh,bksh->bkgs", np.asarray(q, np.float64).reshape(2, 2, 4, 64), k) / 8
+    out = np.asarray(int4_scores(q, layer, keys, None, frame=frame))
+    plain = np.asarray(int4_scores(q, layer, Int4Keys(*quantise(layer.k)), None))
+    seen = np.isfinite(out)
+    off, far = (np.abs(x - true.reshape(out.shape))[seen].mean() for x in (out, plain))
+    assert 8 * off < far
 
 
 def test_only_the_list_counts():
@@ -196,6 +241,57 @@ def test_codes_are_rounded_the_same_jitted_or_not():
                 np.testing.assert_array_equal(part, want)
 
 
+@pytest.mark.parametrize("kind", ["frame", "channels", "both"])
+@pytest.mark.parametrize(
+    ("table", "page_size", "count"),
+    [("identity", 16, 330), ("scrambled", 8, 41), ("scrambled", 64, 330), ("scrambled", 12, 330)],
+)
+def test_appends_what_slow_numpy_does(kind, table, page_size, count):
+    """Tokens lie in up to three spans; some of their slots lie outside of the head."""
+    case = Kept(
+        "",
+        kv_heads=3,
+        head_dim=40,
+        page_size=page_size,
+        num_pages=-(-340 // page_size),
+        table=table,
+        framed=kind != "channels",
+        chosen=None if kind == "frame" else 12,
+    )
+    _, layer, keys, _ = build(case)
+    rng = np.random.default_rng(1)
+    first = rng.integers(90, 140, (2, 3)) if count < 100 else rng.integers(-2, 40, (2, 3))
+    slots = np.clip(first[..., None] + np.arange(count), 0, case.slots - 1)
+    k = jnp.asarray(rng.normal(size=(2, 3, count, 40)), jnp.float32)
+    if case.framed:
+        k = out_of_frame(k, options(case)["frame"], jnp.asarray(slots, jnp.int32))
+    valid = np.array([count, count - 9])
+    got = jax.jit(lambda *given: int4_append(*given, **options(case)))(
+        keys, layer, k.swapaxes(1, 2), jnp.asarray(valid), jnp.asarray(first)
+    )
+    want = slow_append(keys, layer, k, valid, first, **options(case))
+    assert not np.array_equal(want.packed, keys.packed)
+    assert_keys_near(got, want)
+
+
+def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
+    """Quantise k [B, K, T, H] token by token in float64, with scale and zero rounded to float16."""
+    packed, scale, zero = (np.array(pool) for pool in keys)
+    for b, n, t in np.ndindex(k.shape[:3]):
+        slot = int(first[b, n]) + t
+        if t >= valid[b] or not 0 <= slot < layer.capacity:
+            continue
+        mean, reach = around(frame, n, slot, k.shape[3])
+        row = (np.asarray(k[b, n, t], np.float64) - mean) / reach
+        row = row if channels is None else row[np.asarray(channels[b, n])]
+        at = lies(layer, b, n, slot // layer.page_size), slot % layer.page_size
+        zero[at] = low = np.float16(row.min())
+        scale[at] = step = np.float16((row.max() - row.min()) / 15)
+        codes = np.clip(np.round((row - float(low)) / float(step)), 0, 15).astype(np.uint8)
+        packed[at] = codes[::2] | codes[1::2] << 4
+    return Int4Keys(packed, scale, zero)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -204,6 +300,26 @@ def test_codes_are_rounded_the_same_jitted_or_not():
             r"k.shape=\(2, 6, 2, 2\): \[B, K, H\] must be \(2, 2, 4\)",
         ),
         ({"implementation": "abacus"}, "implementation='abacus': int4_append has"),
+        (
+            {"channels": jnp.zeros((B, K, 2), jnp.int32)},
+            r"channels.shape=\(2, 2, 2\): \[B, K, r\] must be \(2, 2, 4\), to fit the keys",
+        ),
+        (
+            {"channels": jnp.zeros((B, K + 1, H), jnp.int32)},
+            r"channels.shape=\(2, 3, 4\): must begin with \[B, K\] = \(2, 2\)",
+        ),
+        (
+            {"frame": FRAME._replace(mid=jnp.zeros((K, 2 * H)))},
+            r"frame.mid.shape=\(2, 8\): must be \(2, 4\), to fit the cache and k",
+        ),
+        (
+            {"frame": FRAME._replace(half_range=jnp.ones((K + 1, H // 2)))},
+            r"frame.half_range.shape=\(3, 2\): must be \(2, 2\), to fit the cache and k",
+        ),
+        (
+            {"frame": FRAME._replace(angles=jnp.ones((2, H)))},
+            r"frame.angles.shape=\(2, 4\): must be \(1, 4\), to fit the cache and k",
+        ),
         *(
             []
             if jax.default_backend() == "gpu"
@@ -232,6 +348,7 @@ def test_tokens_without_room_are_dropped():
 
 def wrong_calls():
     q, layer, keys, selection = build(by_name["pages"])
+    frame = frame_for(by_name["pages"])
     return {
         "head dimension": (
             (q[..., :32], layer, keys, None),
@@ -257,6 +374,31 @@ def wrong_calls():
             (q, layer, keys._replace(scale=keys.scale[:3]), None),
             {},
             r"keys.scale.shape=\(3, 16\)",
+        ),
+        "channels": (
+            (q, layer, keys, None),
+            {"channels": jnp.zeros((2, 2, 16), jnp.int32)},
+            r"channels.shape=\(2, 2, 16\): the keys have 64 channels",
+        ),
+        "heads of channels": (
+            (q, layer, keys, None),
+            {"channels": jnp.zeros((2, 3, 64), jnp.int32)},
+            r"channels.shape=\(2, 3, 64\): must begin with \[B, K\] = \(2, 2\)",
+        ),
+        "heads of the frame": (
+            (q, layer, keys, None),
+            {"frame": frame_for(replace(by_name["pages"], kv_heads=4))},
+            r"frame.mid.shape=\(4, 64\): must be \(2, 64\), to fit the cache and q",
+        ),
+        "pairs of the frame": (
+            (q, layer, keys, None),
+            {"frame": frame._replace(half_range=frame.half_range[:, :20])},
+            r"frame.half_range.shape=\(2, 20\): must be \(2, 32\), to fit the cache and q",
+        ),
+        "spans of the frame": (
+            (q, layer, keys, selection),
+            {"frame": frame_for(replace(by_name["pages"], num_pages=9))},
+            r"frame.angles.shape=\(2, 64\): must be \(1, 64\), to fit the cache and q",
         ),
         "backend": (
             (q, layer, keys, None),
