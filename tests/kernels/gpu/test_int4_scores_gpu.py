@@ -1,8 +1,9 @@
 """Tests int4_scores in triton against the float32 reference, and int4_append against a CPU.
 
-The results of int4_append agree bit for bit.
+The results of int4_append agree bit for bit, but in a frame.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +16,15 @@ from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
-from jsparse.pallas_kernels.int4_scores.cases import CASES, build
+from jsparse.pallas_kernels.int4_scores.cases import (
+    CASES,
+    Kept,
+    build,
+    frame_for,
+    options,
+    out_of_frame,
+)
+from tests.kernels.int4_checks import assert_keys_near
 
 pytestmark = pytest.mark.gpu
 by_name = {case.name: case for case in CASES}
@@ -32,36 +41,107 @@ WHOLE = Case(
 LISTED = Case("", head_dim=128, num_pages=70, bits=True, table="scrambled", dtype="bfloat16")
 
 
-def both(inputs, **kwargs):
+FRAMED_WHOLE = Kept(
+    "",
+    head_dim=128,
+    num_pages=70,
+    dense="all",
+    listed="none",
+    capacity=0,
+    table="scrambled",
+    dtype="bfloat16",
+)
+FRAMED_LISTED = Kept(
+    "", head_dim=128, num_pages=70, bits=True, table="scrambled", dtype="bfloat16", chosen=32
+)
+
+
+def both(inputs, kept=None, **kwargs):
     run = jax.jit(
-        lambda inputs, name: int4_scores(*inputs, implementation=name, **kwargs), static_argnums=1
+        lambda inputs, kept, name: int4_scores(*inputs, **kept, implementation=name, **kwargs),
+        static_argnums=2,
     )
-    return run(inputs, "triton"), run(inputs, "reference")
+    return run(inputs, kept or {}, "triton"), run(inputs, kept or {}, "reference")
 
 
-def assert_near(inputs, got, want, sm_scale):
+def assert_near(inputs, got, want, sm_scale, kept=None, *, of_terms=1e-3):
     """Check scores and masks; each product may be off by 2^-12 of itself.
 
-    That is what 11 bits of the query leave. Masks agree exactly.
+    That is what 11 bits of the query leave. Terms of a frame may be off by `of_terms`. Masks agree
+    exactly.
     """
+    kept, slack = dict(kept or {}), 1e-30
+    if (frame := kept.get("frame")) is not None:
+        kept["frame"], slack = frame._replace(mid=jnp.zeros_like(frame.mid)), of_terms
     size = inputs._replace(
         q=jnp.abs(inputs.q.astype(jnp.float32)),
         keys=Int4Keys(*quantise(jnp.abs(dequantise(*inputs.keys)))),
     )
-    products = np.asarray(int4_scores(*size, sm_scale=sm_scale, implementation="reference"))
+    products = np.asarray(int4_scores(*size, **kept, sm_scale=sm_scale, implementation="reference"))
     assert got.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
     seen = np.isfinite(want)
     assert (
-        np.abs(np.asarray(got)[seen] - np.asarray(want)[seen]) <= 2.0**-11 * products[seen] + 1e-30
+        np.abs(np.asarray(got)[seen] - np.asarray(want)[seen]) <= 2.0**-11 * products[seen] + slack
     ).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_the_reference(case):
-    inputs = build(case)
+    inputs, kept = build(case), options(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
-    assert_near(inputs, *both(inputs, sm_scale=scale), scale)
+    assert_near(inputs, *both(inputs, kept, sm_scale=scale), scale, kept)
+
+
+@pytest.mark.parametrize("chosen", [None, 32])
+@pytest.mark.parametrize(
+    ("page_size", "lists"),
+    [
+        (8, {"dense": "all", "listed": "none", "capacity": 0}),
+        (64, {"dense": "all", "listed": "none", "capacity": 0}),
+        (16, {"capacity": 2048}),
+        (128, {"capacity": 256}),
+        (32, {"capacity": 1024, "bits": True}),
+    ],
+    ids=["pages of 8", "pages of 64", "listed pages of 16", "listed pages of 128", "bits"],
+)
+def test_positions_to_128k_in_a_frame(page_size, lists, chosen):
+    """Terms of 1024 spans are as exact as float32 of logits in the hundreds."""
+    case = Kept(
+        "",
+        batch=1,
+        head_dim=128,
+        page_size=page_size,
+        num_pages=131072 // page_size,
+        lengths="full",
+        table="scrambled",
+        dtype="bfloat16",
+        chosen=chosen,
+        **lists,
+    )
+    inputs, kept = build(case), options(case)
+    assert kept["frame"].angles.shape == (1024, 128)
+    scale = 128**-0.5
+    got, want = both(inputs, kept, sm_scale=scale)
+    assert float(jnp.where(jnp.isfinite(want), jnp.abs(want), 0).max()) > 40
+    assert_near(inputs, got, want, scale, kept)
+
+
+@pytest.mark.parametrize("case", [FRAMED_WHOLE, FRAMED_LISTED], ids=["whole", "listed"])
+def test_frames_without_constant_channels(case):
+    """Their terms are 0."""
+    inputs, kept = build(case), options(case)
+    kept["frame"] = kept["frame"]._replace(mid=jnp.zeros_like(kept["frame"].mid))
+    assert_near(inputs, *both(inputs, kept, sm_scale=0.1), 0.1, kept, of_terms=1e-30)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e3])
+def test_queries_of_any_size_in_a_frame(dtype, size):
+    size = 1.0 if dtype == "float16" else size
+    inputs, kept = build(FRAMED_WHOLE), options(FRAMED_WHOLE)
+    inputs = inputs._replace(q=(inputs.q.astype(jnp.float32) * size).astype(dtype))
+    assert_near(inputs, *both(inputs, kept, sm_scale=0.1), 0.1, kept, of_terms=1e-3 * size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -98,19 +178,29 @@ def test_the_error_is_below_that_of_bfloat16():
     assert off[0] <= 2 * off[1]
 
 
-@pytest.mark.parametrize("case", [WHOLE, LISTED], ids=["whole", "listed"])
+BOTH_LISTS = pytest.mark.parametrize(
+    "case",
+    [WHOLE, LISTED, FRAMED_WHOLE, FRAMED_LISTED],
+    ids=["whole", "listed", "whole in a frame", "listed in a frame"],
+)
+
+
+@BOTH_LISTS
 def test_neither_tiling_nor_batch_changes_a_bit(case):
     from jsparse.pallas_kernels.int4_scores.triton_gpu import ScoresTiling
     from jsparse.pallas_kernels.int4_scores.triton_gpu import int4_scores as kernel
 
-    inputs = build(case)
+    inputs, kept = build(case), options(case)
     tilings = (
         None,
         ScoresTiling(64, 3, 1, 1, 2),
         ScoresTiling(256, 2, 1, 4, 1),
         ScoresTiling(128, 16, 1, 4, 4),
     )
-    outs = [jax.jit(lambda x, t=t: kernel(*x, sm_scale=0.1, tiling=t))(inputs) for t in tilings]
+    outs = [
+        jax.jit(lambda x, kept, t=t: kernel(*x, **kept, sm_scale=0.1, tiling=t))(inputs, kept)
+        for t in tilings
+    ]
     for out in outs[1:]:
         np.testing.assert_array_equal(outs[0], out)
 
@@ -120,26 +210,28 @@ def test_neither_tiling_nor_batch_changes_a_bit(case):
     q, layer, keys, selection = inputs
     assert layer.block_table is not None
     alone = layer._replace(lengths=layer.lengths[1:], block_table=layer.block_table[1:])
-    out = kernel(q[1:], alone, keys, row(selection), sm_scale=0.1)
+    kept["channels"] = row(kept["channels"])
+    out = kernel(q[1:], alone, keys, row(selection), **kept, sm_scale=0.1)
     np.testing.assert_array_equal(outs[0][1:], out)
 
 
-@pytest.mark.parametrize("case", [WHOLE, LISTED], ids=["whole", "listed"])
+@BOTH_LISTS
 def test_fifty_runs_give_the_same_bits(case):
-    inputs = build(case)
-    run = jax.jit(lambda inputs: int4_scores(*inputs, implementation="triton"))
-    first = np.asarray(run(inputs))
+    inputs, kept = build(case), options(case)
+    run = jax.jit(lambda inputs, kept: int4_scores(*inputs, **kept, implementation="triton"))
+    first = np.asarray(run(inputs, kept))
     for _ in range(49):
-        np.testing.assert_array_equal(first, run(inputs))
+        np.testing.assert_array_equal(first, run(inputs, kept))
 
 
 def test_heads_longer_than_their_room_read_nothing_else():
     # after an overflow lengths exceed the capacity; results count for nothing, but no memory
     # beyond may be read
-    inputs = build(by_name["whole_full"])
-    longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
-    got = int4_scores(*longer, implementation="triton")
-    np.testing.assert_array_equal(got, int4_scores(*inputs, implementation="triton"))
+    for name in ("whole_full", "whole_in_frame_pages_of_64"):
+        inputs, kept = build(by_name[name]), options(by_name[name])
+        longer = inputs._replace(layer=inputs.layer._replace(lengths=inputs.layer.lengths + 1000))
+        got = int4_scores(*longer, **kept, implementation="triton")
+        np.testing.assert_array_equal(got, int4_scores(*inputs, **kept, implementation="triton"))
 
 
 def test_pages_behind_the_first_four_gigabytes():
@@ -183,15 +275,19 @@ def tokens_for(case, count, seed=0):
 
     Some of their slots lie outside of the head.
     """
-    _, layer, keys, _ = build(case)
+    q, layer, keys, _ = build(case)
     rng = np.random.default_rng(seed)
-    (batch, heads), channels = layer.lengths.shape, 2 * keys.packed.shape[-1]
-    k = rng.normal(size=(batch, count, heads, channels)) + rng.normal(
+    batch, heads = layer.lengths.shape
+    k = rng.normal(size=(batch, count, heads, q.shape[-1])) + rng.normal(
         scale=4, size=(batch, count, heads, 1)
     )
     valid = rng.integers(0, count + 1, batch)
     valid[0] = count
     first = rng.integers(-2, layer.capacity, (batch, heads))
+    if (frame := options(case)["frame"]) is not None:
+        slots = np.clip(first[..., None] + np.arange(count), 0, layer.capacity - 1)
+        slots = jnp.asarray(slots, jnp.int32)
+        k = out_of_frame(jnp.asarray(k, jnp.float32).swapaxes(1, 2), frame, slots).swapaxes(1, 2)
     return (
         keys,
         layer,
@@ -201,10 +297,13 @@ def tokens_for(case, count, seed=0):
     )
 
 
-def assert_as_on_cpu(got, arguments):
+def assert_as_on_cpu(got, arguments, kept=None):
     """Check results against the reference on a CPU, whose reciprocals are exact."""
-    arguments = jax.device_put(arguments, jax.devices("cpu")[0])
-    want = jax.jit(partial(int4_append, implementation="reference"))(*arguments)
+    arguments, kept = jax.device_put((arguments, kept or {}), jax.devices("cpu")[0])
+    want = jax.jit(partial(int4_append, implementation="reference"))(*arguments, **kept)
+    if kept.get("frame") is not None:
+        assert_keys_near(got, want)
+        return
     for part, wanted in zip(got, want, strict=True):
         assert part.dtype == wanted.dtype
         np.testing.assert_array_equal(np.asarray(part), np.asarray(wanted))
@@ -213,29 +312,66 @@ def assert_as_on_cpu(got, arguments):
 @pytest.mark.parametrize("count", [1, 37])
 @pytest.mark.parametrize("case", OWN_PAGES, ids=lambda case: case.name)
 def test_appends_what_the_reference_does(case, count):
-    arguments = tokens_for(case, count)
+    arguments, kept = tokens_for(case, count), options(case)
     before = jax.tree.map(np.array, arguments[0])
-    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments, **kept), arguments, kept)
     for part, was in zip(arguments[0], before, strict=True):
         np.testing.assert_array_equal(part, was)  # not donated
 
 
-@pytest.mark.parametrize("case", [LONG, by_name["8_of_128_channels"]], ids=["long", "narrow"])
+FRAMED_LONG = Kept(
+    "", head_dim=128, num_pages=70, table="scrambled", dtype="bfloat16", kv_heads=3, batch=3
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LONG,
+        by_name["8_of_128_channels"],
+        FRAMED_LONG,
+        replace(FRAMED_LONG, chosen=32),
+        replace(FRAMED_LONG, chosen=32, framed=False),
+    ],
+    ids=["long", "narrow", "framed", "framed channels", "channels"],
+)
 @pytest.mark.parametrize("count", [2, 31, 1000])
 def test_appends_many_tokens(case, count):
-    arguments = tokens_for(case, count)
-    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+    arguments, kept = tokens_for(case, count), options(case)
+    assert_as_on_cpu(jax.jit(ON_GPU)(*arguments, **kept), arguments, kept)
 
 
+@pytest.mark.parametrize("framed", [False, True])
 @pytest.mark.parametrize("channels", [2, 6, 16, 40, 200, 256])
 @pytest.mark.parametrize("page_size", [1, 12])
-def test_appends_rows_and_pages_of_any_size(channels, page_size):
-    case = Case(
-        "", head_dim=channels, page_size=page_size, num_pages=30, table="scrambled", dtype="float16"
+def test_appends_rows_and_pages_of_any_size(channels, page_size, framed):
+    """Pages of 12 lie in two spans."""
+    case = Kept(
+        "",
+        head_dim=channels,
+        page_size=page_size,
+        num_pages=30,
+        table="scrambled",
+        dtype="float16",
+        framed=framed,
     )
     for count in (1, 37):
-        arguments = tokens_for(case, count)
-        assert_as_on_cpu(jax.jit(ON_GPU)(*arguments), arguments)
+        arguments, kept = tokens_for(case, count), options(case)
+        assert_as_on_cpu(jax.jit(ON_GPU)(*arguments, **kept), arguments, kept)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_appends_at_positions_to_128k(count):
+    case = Kept("", batch=1, head_dim=128, num_pages=8192, lengths="full", table="scrambled")
+    keys, layer, _, valid, _ = tokens_for(case, count)
+    frame = frame_for(case)
+    for last in (131072, 65536 + 7):
+        first = jnp.full(layer.lengths.shape, last - count, jnp.int32)
+        slots = first[..., None] + jnp.arange(count, dtype=jnp.int32)
+        k = jax.random.normal(jax.random.key(last), (1, 2, count, 128))
+        arguments = (keys, layer, out_of_frame(k, frame, slots).swapaxes(1, 2), valid, first)
+        got = jax.jit(ON_GPU)(*arguments, frame=frame)
+        assert_as_on_cpu(got, arguments, {"frame": frame})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -278,13 +414,14 @@ def test_appends_in_place_again_and_again():
         assert_as_on_cpu(keys, (before, layer, k, valid, first))
 
 
+@pytest.mark.parametrize("case", [LONG, FRAMED_LONG], ids=["long", "framed"])
 @pytest.mark.parametrize("count", [1, 300])
-def test_fifty_appends_give_the_same_bits(count):
-    arguments = tokens_for(LONG, count)
+def test_fifty_appends_give_the_same_bits(count, case):
+    arguments, kept = tokens_for(case, count), options(case)
     run = jax.jit(ON_GPU)
-    wanted = run(*arguments)
+    wanted = run(*arguments, **kept)
     for _ in range(49):
-        for part, want in zip(run(*arguments), wanted, strict=True):
+        for part, want in zip(run(*arguments, **kept), wanted, strict=True):
             np.testing.assert_array_equal(part, want)
 
 
