@@ -92,6 +92,12 @@ def scores(op: Callable[..., Any], case: Any, inputs: Any) -> Any:
     return jax.jit(partial(op, sm_scale=case.sm_scale, implementation="triton"))(*inputs)
 
 
+def int4_scored(case: Any, inputs: Any) -> Any:
+    given, kept = inputs
+    score = partial(int4_scores, sm_scale=case.sm_scale, implementation="triton")
+    return jax.jit(score)(*given, **kept)
+
+
 def framed_bounds(case: Any) -> Any:
     """Returns page bounds' inputs in a frame, and the frame."""
     frame = bounds_cases.frame_for(case)
@@ -140,12 +146,22 @@ def appended(append: Callable[..., Any], _: Any, inputs: Any) -> Any:
     return jax.jit(partial(append, implementation="triton"), donate_argnums=0)(*inputs)
 
 
+def int4_appended(_: Any, inputs: Any) -> Any:
+    """Appends in place."""
+    given, kept = inputs
+    return jax.jit(partial(int4_append, implementation="triton"), donate_argnums=0)(*given, **kept)
+
+
+def int4_inputs(case: Any) -> Any:
+    """Returns inputs that score, and how keys are kept."""
+    return int4_cases.build(case), int4_cases.options(case)
+
+
 def int4_append_inputs(case: Any) -> Any:
     """Returns inputs that append each head's last five tokens, or all that it has, once more."""
-    built = int4_cases.build(case)
-    layer, channels = built.layer, 2 * built.keys.packed.shape[-1]
-    k = jnp.ones((case.batch, 5, case.kv_heads, channels), layer.k.dtype)
-    return built.keys, layer, k, jnp.full(case.batch, 5), jnp.maximum(layer.lengths - 5, 0)
+    (q, layer, keys, _), kept = int4_inputs(case)
+    k = jnp.ones((case.batch, 5, case.kv_heads, q.shape[-1]), layer.k.dtype)
+    return (keys, layer, k, jnp.full(case.batch, 5), jnp.maximum(layer.lengths - 5, 0)), kept
 
 
 def bounds_append_inputs(case: Any) -> Any:
@@ -201,16 +217,21 @@ OPS = {
         lambda case: replace(case, dtype="bfloat16").build(),
     ),
     "int4_scores": Op(
-        partial(scores, int4_scores),
+        int4_scored,
         named(
             int4_cases.CASES,
-            "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse",
+            "whole_scrambled whole_head_dim_96 8_of_128_channels bits_16 dense_and_sparse "
+            "whole_in_frame_pages_of_64 in_frame_head_dim_40 in_frame_32_channels",
         ),
-        int4_cases.build,
+        int4_inputs,
     ),
     "int4_append": Op(
-        partial(appended, int4_append),
-        named(int4_cases.CASES, "whole_scrambled whole_head_dim_96 8_of_128_channels bfloat16"),
+        int4_appended,
+        named(
+            int4_cases.CASES,
+            "whole_scrambled whole_head_dim_96 8_of_128_channels bfloat16 "
+            "in_frame_head_dim_40 in_frame_32_channels",
+        ),
         int4_append_inputs,
     ),
     "bounds_append": Op(

@@ -12,9 +12,11 @@ from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Job, in_turn, random
 from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
+from jsparse.pallas_kernels.int4_scores.cases import frame_for
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
@@ -35,6 +37,8 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
         _bounds(name, batch, context),
         _int4(name, batch, context),
         _int4(name, batch, context, quarter=True),
+        _int4(name, batch, context, framed=True),
+        _int4(name, batch, context, quarter=True, framed=True),
     ]
     for rows, length, group in ((64, 32768, 1), (256, 32768, 1), (2048, 7680, GROUP)):
         shape = (
@@ -82,7 +86,9 @@ def _bounds(name: str, batch: int, context: int) -> Job:
     )
 
 
-def _int4(name: str, batch: int, context: int, *, quarter: bool = False) -> Job:
+def _int4(
+    name: str, batch: int, context: int, *, quarter: bool = False, framed: bool = False
+) -> Job:
     pages = context // PAGE
     rows = (batch * KV_HEADS * pages, PAGE)
     listed = Attention("", batch, context, context // 4)
@@ -91,19 +97,22 @@ def _int4(name: str, batch: int, context: int, *, quarter: bool = False) -> Job:
         packed = jax.random.bits(jax.random.key(0), (*rows, HEAD_DIM // 2), jnp.uint8)
         scale = (0.1 + jnp.abs(random(1, rows))).astype(jnp.float16) / 8
         keys = Int4Keys(packed, scale, random(2, rows).astype(jnp.float16))
+        shape = Case("", kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=PAGE, num_pages=pages)
         sets = []
         for seed, q in enumerate(_queries(batch)):
             ids = jnp.asarray(listed.ids(seed).reshape(batch, KV_HEADS, -1))
             count = jnp.full((batch, KV_HEADS), ids.shape[-1], jnp.int32)
             sets.append((q, Selection(ids, count) if quarter else None))
-        return keys, sets
+        return (keys, frame_for(shape) if framed else None), sets
 
-    def op(keys, one):
-        q, selection = one
-        return int4_scores(q, _unread(batch, pages), keys, selection, implementation=name)
+    def op(kept, one):
+        (keys, frame), (q, selection) = kept, one
+        layer = _unread(batch, pages)
+        return int4_scores(q, layer, keys, selection, frame=frame, implementation=name)
 
     read, written = rows[0] * PAGE * (HEAD_DIM // 2 + 4), 4 * batch * KV_HEADS * GROUP * context
     label = f"int4_scores 128K b{batch}, {'a quarter' if quarter else 'all'}"
+    label += ", in a frame" if framed else ""
     return Job(label, (read + written) // (4 if quarter else 1), build, {name: in_turn(op)})
 
 
