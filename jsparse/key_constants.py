@@ -2,7 +2,9 @@
 
 Some models have channels of K that hardly vary and are far from 0: the biases of Qwen2's keys reach
 200. A few bits per token would be spent on them. So quantised copies hold what is left when the
-mean key is taken off, divided by how far that reaches.
+mean key is taken off, divided by a scale per rotated pair, channels i and i + H/2. The scale is
+√(reach / rms q), reach being the largest of what is left: keys in the frame then reach as far as
+queries are large. Scaling queries by s and keys by 1/s, pair by pair, changes nothing in the frame.
 
 The mean is that of keys before RoPE, rotated to the first position of each span of SPAN tokens:
 RoPE turns a constant channel, and a mean taken behind RoPE holds only near the positions it was
@@ -11,7 +13,7 @@ shortens nothing, and none is taken off there.
 
 Dot products are the same in the frame, up to rounding:
 
-    q·k = (q · half_range)·((k - R(span)·mid) / half_range) + q·R(span)·mid
+    q·k = (q · key_scale)·((k - R(span)·mid) / key_scale) + q·R(span)·mid
 
 The last term is one number per span and query head, `span_terms`.
 """
@@ -32,13 +34,12 @@ class KeyConstants(NamedTuple):
 
     Attributes:
         key_mid: the mean key before RoPE; 0 in pairs where taking it off gains little.
-        key_half_range: the reach of k - R(span)·mid in each rotated pair, channels i and i + H/2;
-            above 0.
+        key_scale: what the pairs of k - R(span)·mid are divided by; above 0.
         rope_frequencies: the angle per position of each pair.
     """
 
     key_mid: Float32[Array, "L K H"]
-    key_half_range: Float32[Array, "L K half"]
+    key_scale: Float32[Array, "L K half"]
     rope_frequencies: Float32[Array, "half"]
 
 
@@ -50,13 +51,13 @@ class KeyFrame(NamedTuple):
     """Holds what an op needs of one layer's constants.
 
     Attributes:
-        mid, half_range: those of the layer.
+        mid, key_scale: those of the layer.
         angles: the cosines, then the sines, of every pair's angle at the first position of each
             span of a head's slots; the same array in all layers.
     """
 
     mid: Float32[Array, "K H"]
-    half_range: Float32[Array, "K half"]
+    key_scale: Float32[Array, "K half"]
     angles: Float32[Array, "spans H"]
 
 
@@ -76,7 +77,7 @@ def frame_at(cache: KVCache, layer: int) -> KeyFrame:
     constants = KeyConstants(*(lent[name] for name in KEY_CONSTANTS))
     first = jnp.arange(num_spans(held), dtype=jnp.int32) * SPAN
     angles = angles_at(first, constants.rope_frequencies)
-    return KeyFrame(constants.key_mid[layer], constants.key_half_range[layer], angles)
+    return KeyFrame(constants.key_mid[layer], constants.key_scale[layer], angles)
 
 
 def num_spans(held: LayerCache) -> int:
@@ -95,7 +96,7 @@ def angles_at(
 def into_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Return (k - R(span)·mid) / half_range for keys that lie in these slots."""
+    """Return (k - R(span)·mid) / key_scale for keys that lie in these slots."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return (k.astype(jnp.float32) - mid) / _by_channel(frame)[:, None]
 
@@ -110,7 +111,7 @@ def rotated(
 
 
 def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N H"]:
-    """Return q · half_range, the queries that meet keys in the frame."""
+    """Return q · key_scale, the queries that meet keys in the frame."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     return (grouped * _by_channel(frame)[:, None]).reshape(q.shape)
@@ -132,4 +133,4 @@ def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N
 
 
 def _by_channel(frame: KeyFrame) -> Float32[Array, "K H"]:
-    return jnp.concatenate([frame.half_range, frame.half_range], axis=-1)
+    return jnp.concatenate([frame.key_scale, frame.key_scale], axis=-1)

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
-from jsparse.policies.quest import quest
+from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
 from jsparse.policy import Policy, builder, dense
 
-# By device: the bytes of a layer's K and V, all rows together, from which `chosen` is faster than
-# dense attention, whatever the batch (bench.twilight_speed).
-BREAK_EVENS = {"NVIDIA H200": 180e6}
+# The fastest method measured whose KL divergence from dense attention on SmolLM2 is at most 0.005 at
+# 4K and 8K tokens (docs/results/twilight.md).
+CHOICE = twilight(all_pages(), p=0.95)
+# By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
+# attention in batches of 1 to 64 (bench.twilight_speed).
+BREAK_EVENS = {"NVIDIA H200": 400e6}
 
 
 @builder
@@ -22,25 +25,15 @@ def auto() -> Policy:
     """Attend as was measured to be fastest, on this device and for these sizes, and close to dense.
 
     This is `dense` for short contexts, small batches and devices that were not measured, and
-    Twilight over Quest elsewhere. The session decides before it reads; `Generation.stats.policy`
+    Twilight elsewhere. The session decides before it reads; `Generation.stats.policy`
     and `jsparse info --policy auto` say what it chose. It cannot stand inside another policy.
     """
 
     def resolve(spec: CacheSpec) -> Policy:
         least = BREAK_EVENS.get(jax.local_devices()[0].device_kind)
-        if least is None or layer_bytes(spec) < least:
-            return dense()
-        return chosen(spec)
+        return dense() if least is None or layer_bytes(spec) < least else CHOICE
 
     return Policy(dense().select, shares="pages", dense_at={}, resolve=resolve)
-
-
-def chosen(spec: CacheSpec) -> Policy:
-    """Return the fastest method that stays close to dense attention on models it was not tuned on.
-
-    On SmolLM2 its KL divergence from dense attention is at most 0.005 (docs/results/quality.md).
-    """
-    return twilight(quest(budget=max(spec.capacity // 4, 1)), p=0.95)
 
 
 def layer_bytes(spec: CacheSpec) -> int:

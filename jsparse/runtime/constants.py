@@ -27,9 +27,8 @@ from jsparse.runtime.compilation import cache_folder
 from jsparse.runtime.prefill import OnProgress, flash
 from jsparse.shapes import Tokens
 
-TOKENS = 1024  # read to find the mean and the reach of keys
-GAIN = 0.8  # a mean is taken off where the reach becomes less than this part of what it was
-HEAD_ROOM = 1.1  # how much further keys of other texts may reach
+TOKENS = 1024  # read to find the constants
+GAIN = 0.8  # a mean is taken off where keys then reach less than this part as far
 SAMPLES = 4096  # numbers of the weights in a fingerprint
 VERSION = 1  # of how constants are made; files of other versions are not found
 
@@ -65,7 +64,7 @@ def require_constants(params: Params, policy: Policy) -> None:
 
 
 def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[str, Array]:
-    """Finds the mean and the reach of the keys of every layer and KV head.
+    """Finds the mean key and the scales of every layer and KV head.
 
     One dense pass reads random tokens, the same for all models of a vocabulary, since the constant
     part of keys hardly depends on the text.
@@ -91,25 +90,35 @@ def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants
     found = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        found.append(mid_and_reach(k[0].swapaxes(0, 1), positions, frequencies))
+        queries, keys = (x[0].swapaxes(0, 1) for x in (q, k))
+        found.append(mid_and_scale(keys, queries, positions, frequencies))
         return flash(q, k, v, causal=True)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
-    mid, half_range = (jnp.stack(part) for part in zip(*found, strict=True))
-    return KeyConstants(mid, half_range, frequencies)
+    mid, scale = (jnp.stack(part) for part in zip(*found, strict=True))
+    return KeyConstants(mid, scale, frequencies)
 
 
-def mid_and_reach(
-    k: Float[Array, "K T H"], positions: Int32[Array, "T"], frequencies: Float32[Array, "half"]
+def mid_and_scale(
+    k: Float[Array, "K T H"],
+    q: Float[Array, "N Q H"],
+    positions: Int32[Array, "T"],
+    frequencies: Float32[Array, "half"],
 ) -> tuple[Float32[Array, "K H"], Float32[Array, "K half"]]:
-    """Returns `mid` and `half_range` of one layer from keys after RoPE at these positions."""
+    """Returns `mid` and `key_scale` of one layer.
+
+    Keys are after RoPE, at these positions; queries at any.
+    """
     k = k.astype(jnp.float32)
     mid = jnp.mean(rotated(k, angles_at(-positions, frequencies)), axis=1)
     of_spans = angles_at(positions // SPAN * SPAN, frequencies)
     before, after = (_reach(x) for x in (k, k - rotated(mid[:, None], of_spans)))
     shorter = after < GAIN * before
-    reach = HEAD_ROOM * jnp.where(shorter, after, before)
-    return mid * jnp.tile(shorter, 2), jnp.where(reach > 0, reach, 1.0)
+    reach = jnp.where(shorter, after, before)
+    squares = jnp.square(q.astype(jnp.float32)).reshape(len(k), -1, 2, k.shape[-1] // 2)
+    scale = jnp.sqrt(reach / jnp.sqrt(jnp.mean(squares, axis=(1, 2))))
+    usable = (scale > 0) & jnp.isfinite(scale)  # a pair may be 0 in all keys, or all queries
+    return mid * jnp.tile(shorter, 2), jnp.where(usable, scale, 1.0)
 
 
 def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:

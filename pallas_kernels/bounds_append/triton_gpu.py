@@ -4,7 +4,7 @@ There is a program for each page that may have been touched. Slots behind a page
 that token again: it changes neither minimum nor maximum, and needs no mask.
 
 In a frame a product of the rotation may be fused with its sum, in the kernel and in the reference,
-and the division by half_range is a product with a reciprocal: a bound may be an ulp of float32 off,
+and the division by key_scale is a product with a reciprocal: a bound may be an ulp of float32 off,
 and where it lies halfway between two codes it may get either.
 """
 
@@ -160,7 +160,7 @@ def into_frame(
     low,
     high,
     mid,  # [K, H]
-    half_range,  # [K, H / 2]
+    key_scale,  # [K, H / 2]
     angles,  # [spans, H]
     logical,
     plan: tl.constexpr,
@@ -173,7 +173,7 @@ def into_frame(
     partner = tl.where(channel < half, channel + half, pair)
     own = tl.load(mid + head * plan.head_dim + channel, mask=inside, other=0.0)
     others = tl.load(mid + head * plan.head_dim + partner, mask=inside, other=0.0)
-    reach = tl.load(half_range + head * half + pair, mask=inside, other=1.0)
+    reach = tl.load(key_scale + head * half + pair, mask=inside, other=1.0)
     span = logical * plan.page_size // SPAN
     cos = tl.load(angles + span * plan.head_dim + pair, mask=inside, other=0.0)
     sin = tl.load(angles + span * plan.head_dim + pair + half, mask=inside, other=0.0)
@@ -190,7 +190,7 @@ def append_values(
     lengths,  # [B, K]
     table,  # [B, K, M]
     _mid,
-    _half_range,
+    _key_scale,
     _angles,
     _low_given,  # the bounds given: they share their memory with the last two
     _high_given,
@@ -217,7 +217,7 @@ def append_codes(
     lengths,  # [B, K]
     table,  # [B, K, M]
     mid,  # [K, H]
-    half_range,  # [K, H / 2]
+    key_scale,  # [K, H / 2]
     angles,  # [spans, H]
     _low_given,  # the bounds given: they share their memory with the last three
     _high_given,
@@ -233,7 +233,7 @@ def append_codes(
         page = locate(table, logical, plan)
         low, high = extremes(k, page, held, plan)
         if plan.framed:
-            low, high = into_frame(low, high, mid, half_range, angles, logical, plan)
+            low, high = into_frame(low, high, mid, key_scale, angles, logical, plan)
         channel = tl.arange(0, plan.columns)
         inside = channel < plan.head_dim
         low = tl.clamp(low, -plan.greatest, plan.greatest) - plan.least

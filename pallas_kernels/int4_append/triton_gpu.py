@@ -13,7 +13,7 @@ token.
 code.
 
 In a frame a product of the rotation may be fused with its sum, in the kernel and in the reference,
-and the division by half_range is a product with a reciprocal: a channel may be an ulp of float32
+and the division by key_scale is a product with a reciprocal: a channel may be an ulp of float32
 off, and where it lies halfway between two codes it may get either.
 """
 
@@ -102,7 +102,7 @@ def append_kernel(
     first_ptr,  # [B, K]
     table_ptr,  # [B, K, M]
     mid_ptr,  # [K, H]
-    half_range_ptr,  # [K, H / 2]
+    key_scale_ptr,  # [K, H / 2]
     angles_ptr,  # [spans, H]
     channels_ptr,  # [B, K, R]
     _packed_given,  # the pools given: they share their memory with the last three
@@ -144,7 +144,7 @@ def append_kernel(
         mid = tl.load(mid_ptr + channel, mask=real, other=0)
         partner = tl.load(mid_ptr + tl.where(low, channel + H // 2, nth), mask=real, other=0)
         partner = tl.where(low, -partner, partner)
-        reach = tl.load(half_range_ptr + pair % K * (H // 2) + nth, mask=real, other=1)
+        reach = tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=1)
         begin = tl.load(first_ptr + pair) + tl.program_id(1) * TOKENS
         angles_ptr += nth
         mean = _rotated(mid, partner, angles_ptr, begin, real, H, M * P)

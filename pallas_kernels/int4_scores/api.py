@@ -52,7 +52,7 @@ def int4_scores(
     """Estimate the logits of every query head for all slots of its KV head, or of listed pages.
 
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias. In a frame it is
-    sm_scale · ((q · half_range)·(scale · code + zero) + q·R(span)·mid), where the first product is
+    sm_scale · ((q · key_scale)·(scale · code + zero) + q·R(span)·mid), where the first product is
     over the channels that `keys` has and the second over all.
 
     Args:

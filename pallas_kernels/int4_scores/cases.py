@@ -65,10 +65,10 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
         mid[:, at] = LARGE * rng.choice([-1, 1], case.kv_heads)
     frequencies = jnp.asarray(THETA ** -(np.arange(half) / half), jnp.float32)
     first = jnp.arange(0, case.slots, SPAN, dtype=jnp.int32)
-    half_range = np.exp(rng.normal(size=(case.kv_heads, half)))
+    key_scale = np.exp(rng.normal(size=(case.kv_heads, half)))
     return KeyFrame(
         jnp.asarray(mid, jnp.float32),
-        jnp.asarray(half_range, jnp.float32),
+        jnp.asarray(key_scale, jnp.float32),
         angles_at(first, frequencies),
     )
 
@@ -76,9 +76,9 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
 def out_of_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Return k · half_range + R(span)·mid, keys of these slots that lie at k in the frame."""
+    """Return k · key_scale + R(span)·mid, keys of these slots that lie at k in the frame."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
-    return k.astype(jnp.float32) * jnp.tile(frame.half_range, 2)[:, None] + mid
+    return k.astype(jnp.float32) * jnp.tile(frame.key_scale, 2)[:, None] + mid
 
 
 def build(case: Case, seed: int = 0) -> Inputs:

@@ -6,7 +6,7 @@ is 1024 + 16·n: one instruction makes two operands, and a shift by a byte serve
 codes. What 1024 and 16 add is taken out behind the MMA and out of the query, whose channels are
 parted like the words': channel 4w + j belongs to the jth code of word w.
 
-In a frame the query's channels are multiplied by half_range, and a launch before makes the term of
+In a frame the query's channels are multiplied by key_scale, and a launch before makes the term of
 every span and query, which is added to its tokens' scores. Queries are scaled by a power of two
 into float16's upper range, so that 11 bits of every channel count, whatever the dtype. All of a
 token's score comes from one row of one tile: neither the tiling nor the batch changes its bits.
@@ -85,7 +85,7 @@ def int4_scores(
         absent if bits is None else bits,
         absent if layer.block_table is None else layer.block_table,
         absent if channels is None else channels,
-        *((absent,) * 2 if frame is None else (frame.half_range, span_terms(q, frame, cols))),
+        *((absent,) * 2 if frame is None else (frame.key_scale, span_terms(q, frame, cols))),
         kernel=scores_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),
@@ -139,7 +139,7 @@ def _operands(words):
 @triton.jit
 def _query(
     q_ptr,
-    half_range_ptr,
+    key_scale_ptr,
     channels_ptr,
     pair,
     K: tl.constexpr,
@@ -165,7 +165,7 @@ def _query(
     q = tl.load(q_ptr + at, mask=(head < G)[:, None] & real[None, :], other=0.0).to(tl.float32)
     if FRAMED:
         nth = tl.where(channel < H // 2, channel, channel - H // 2)
-        reach = tl.load(half_range_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
+        reach = tl.load(key_scale_ptr + pair % K * (H // 2) + nth, mask=real, other=0.0)
         q *= reach[None, :]
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
@@ -197,7 +197,7 @@ def scores_kernel(
     bits_ptr,  # [B, K, ENTRIES]
     table_ptr,  # [B, K, M]
     channels_ptr,  # [B, K, R]
-    half_range_ptr,  # [K, H / 2]
+    key_scale_ptr,  # [K, H / 2]
     terms_ptr,  # [B, K, SPANS, COLS]
     out_ptr,  # [B, N, ENTRIES · P]
     STAGES: tl.constexpr,
@@ -226,7 +226,7 @@ def scores_kernel(
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)
     q0, q1, q2, q3, total, offset, unit = _query(
-        q_ptr, half_range_ptr, channels_ptr, pair, K, G, COLS, H, R, WORDS, FRAMED, HAS_CHANNELS
+        q_ptr, key_scale_ptr, channels_ptr, pair, K, G, COLS, H, R, WORDS, FRAMED, HAS_CHANNELS
     )
     unit *= SCALE
     length = tl.load(lengths_ptr + pair)

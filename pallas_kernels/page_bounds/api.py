@@ -66,7 +66,7 @@ def page_bounds(
     bounds nothing, and ranks pages better. In a frame, mid and half are those of what is kept, and
     the parentheses hold
 
-        (q · half_range)·mid + slack · |q · half_range|·half + q·R(span)·mid_of_the_frame.
+        (q · key_scale)·mid + slack · |q · key_scale|·half + q·R(span)·mid_of_the_frame.
 
     Args:
         q: the queries, after RoPE.

@@ -8,7 +8,7 @@ with the page's zero, is a multiple of the sum of the query's channels: taken ou
 costs the sum two of its bits, of which tensor cores cut the last ones off instead of rounding.
 
 Queries are scaled by a power of two into float16's upper range, where bfloat16 and float16 lose
-nothing that counts; in a frame, times half_range, they are rounded to float16, and what the frame's
+nothing that counts; in a frame, times key_scale, they are rounded to float16, and what the frame's
 middle adds comes from a launch before. All of a page's score comes from one row of one tile:
 neither the tiling nor the batch changes its bits.
 """
@@ -54,7 +54,7 @@ def page_bounds(
     tiling = tiling or default_tiling(q.shape[2], 1)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     group = q.shape[1] // layer.lengths.shape[1]
-    of_frame = (absent,) * 2 if frame is None else (frame.half_range, span_terms(q, frame, group))
+    of_frame = (absent,) * 2 if frame is None else (frame.key_scale, span_terms(q, frame, group))
     return launch(codes_kernel, q, bounds, layer, tiling, slack, constants, of_frame)
 
 
@@ -79,7 +79,7 @@ def _operands(words):
 @triton.jit
 def _query(
     q_ptr,
-    half_range_ptr,
+    key_scale_ptr,
     pair,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -102,7 +102,7 @@ def _query(
     ).to(tl.float32)
     if FRAMED:
         # a pair of rotated channels, whose reach is one, are as far apart as there are words
-        reach_at = half_range_ptr + pair % K * WORDS + channel % WORDS
+        reach_at = key_scale_ptr + pair % K * WORDS + channel % WORDS
         q *= tl.load(reach_at, mask=channel < 2 * WORDS, other=0.0)[None, :]
     # By exponents: the group's largest channel goes to [2^14, 2^15), and `unit` undoes that. From
     # 24 on neither factor is subnormal or infinite.
@@ -126,7 +126,7 @@ def codes_kernel(
     affine_ptr,  # [pages, 2]
     lengths_ptr,  # [B, K]
     table_ptr,  # [B, K, M]
-    half_range_ptr,  # [K, WORDS]
+    key_scale_ptr,  # [K, WORDS]
     terms_ptr,  # [B, K, spans, G]
     out_ptr,  # [B, K, M]
     STAGES: tl.constexpr,
@@ -151,7 +151,7 @@ def codes_kernel(
     last = tl.minimum(first + BLOCK * TILES, M)
     row, word = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     even, odd, even_low, odd_low, total, unit = _query(
-        q_ptr, half_range_ptr, pair, K, G, EACH, COLS, WORDS, WIDTH, FRAMED
+        q_ptr, key_scale_ptr, pair, K, G, EACH, COLS, WORDS, WIDTH, FRAMED
     )
     unit *= SCALE
     used = tl.minimum(tl.cdiv(tl.load(lengths_ptr + pair), P), M)

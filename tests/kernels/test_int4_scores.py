@@ -313,8 +313,8 @@ def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
             r"frame.mid.shape=\(2, 8\): must be \(2, 4\), to fit the cache and k",
         ),
         (
-            {"frame": FRAME._replace(half_range=jnp.ones((K + 1, H // 2)))},
-            r"frame.half_range.shape=\(3, 2\): must be \(2, 2\), to fit the cache and k",
+            {"frame": FRAME._replace(key_scale=jnp.ones((K + 1, H // 2)))},
+            r"frame.key_scale.shape=\(3, 2\): must be \(2, 2\), to fit the cache and k",
         ),
         (
             {"frame": FRAME._replace(angles=jnp.ones((2, H)))},
@@ -392,8 +392,8 @@ def wrong_calls():
         ),
         "pairs of the frame": (
             (q, layer, keys, None),
-            {"frame": frame._replace(half_range=frame.half_range[:, :20])},
-            r"frame.half_range.shape=\(2, 20\): must be \(2, 32\), to fit the cache and q",
+            {"frame": frame._replace(key_scale=frame.key_scale[:, :20])},
+            r"frame.key_scale.shape=\(2, 20\): must be \(2, 32\), to fit the cache and q",
         ),
         "spans of the frame": (
             (q, layer, keys, selection),

@@ -115,7 +115,7 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
 
 
 def middles(layer, frame):
-    """R(span)·mid of all pages, and half_range by channel: float64[K, M, H], [K, 1, H]."""
+    """R(span)·mid of all pages, and key_scale by channel: float64[K, M, H], [K, 1, H]."""
     mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
     angles = angles[np.arange(layer.num_pages) * layer.page_size // 128]
     cos, sin = np.split(angles, 2, axis=-1)

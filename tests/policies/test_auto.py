@@ -49,7 +49,7 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
     assert made.stats.policy == "dense()"
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512}
     made = jsparse.generate(tiny_params(), PROMPT, policy="auto", **options)
-    assert made.stats.policy.startswith("twilight(base=quest(budget=128")
+    assert made.stats.policy.startswith("twilight(base=all_pages()")
     assert made.stats.attended_fraction < 1
     same = jsparse.generate(tiny_params(), PROMPT, policy=made.stats.policy, **options)
     assert same.token_ids == made.token_ids
@@ -58,7 +58,7 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
 
 def test_the_evaluation_runs_what_it_chose(measured):
     forcing = force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
-    assert str(forcing.shared.policies[1]).startswith("twilight(base=quest(")
+    assert str(forcing.shared.policies[1]).startswith("twilight(base=all_pages()")
 
 
 @pytest.mark.parametrize("expression", ["keep(auto)", "twilight(auto)", "dense_layers(auto())"])
@@ -74,7 +74,7 @@ def test_info_says_what_it_chooses(measured, monkeypatch):
         return ran.stdout
 
     runs = json.loads(shown("--context", "4096", "--json"))["policy_that_runs"]
-    assert runs.startswith("twilight(base=quest(budget=1024")
+    assert runs.startswith("twilight(base=all_pages()")
     assert "which chooses" in shown("--context", "4096")
     monkeypatch.setattr(MODULE, "BREAK_EVENS", {})
     assert json.loads(shown("--json"))["policy_that_runs"] == "dense()"

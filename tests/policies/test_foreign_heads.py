@@ -30,7 +30,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
-from jsparse.runtime.constants import mid_and_reach
+from jsparse.runtime.constants import mid_and_scale
 from jsparse.selection import token_mask
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
@@ -223,8 +223,8 @@ def test_twilight_keeps_the_mass_that_it_asks_for_on_recorded_heads(offset, scal
         s = scaled_pairs(0)
         keys, queries = keys * s, queries / s
     second = jnp.arange(0, TOKENS, 2)
-    mid, reach = mid_and_reach(keys[:, ::2], second, FREQUENCIES)
-    constants = KeyConstants(mid[None], reach[None], FREQUENCIES)
+    mid, scale = mid_and_scale(keys[:, ::2], queries, second, FREQUENCIES)
+    constants = KeyConstants(mid[None], scale[None], FREQUENCIES)
     keys, queries = (at(x, jnp.array([offset])) for x in (keys, queries))
     policy = parse(f"twilight(streaming(sink=0, recent={TOKENS}), p=0.95, prune='token')")
     spec, cache = recorded_cache(keys, offset, constants)

@@ -12,7 +12,7 @@ from tiny import random_prompts, tiny_params
 import jsparse
 from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.runtime import constants as module
-from jsparse.runtime.constants import constants, fingerprint, key_constants, mid_and_reach
+from jsparse.runtime.constants import constants, fingerprint, key_constants, mid_and_scale
 
 PROMPT = random_prompts((20,))[0]
 POLICY = "twilight(all_pages(), p=0.6)"
@@ -45,7 +45,7 @@ def files(tmp_path):
     return sorted((tmp_path / "cache" / "key_constants").iterdir())
 
 
-def test_the_mean_is_that_of_keys_before_rope_and_nothing_reaches_further():
+def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_queries():
     rng = np.random.default_rng(0)
     positions = jnp.arange(512, dtype=jnp.int32)
     frequencies = jnp.asarray(1e6 ** (-np.arange(16) / 16), jnp.float32)
@@ -54,23 +54,26 @@ def test_the_mean_is_that_of_keys_before_rope_and_nothing_reaches_further():
     constant[:, :, [0, 16]] = 100  # turns by a radian per token: no mean shortens its reach
     before = jnp.asarray(constant + rng.standard_normal((2, 512, 32)), jnp.float32)
     keys = rotated(before, angles_at(positions, frequencies))
-    mid, reach = mid_and_reach(keys, positions, frequencies)
+    queries = jnp.asarray(rng.standard_normal((4, 32, 32)) * np.arange(1, 33), jnp.float32)
+    mid, scale = mid_and_scale(keys, queries, positions, frequencies)
     long = [13, 14, 15, 29, 30, 31]
     np.testing.assert_allclose(mid[:, long], np.mean(before, 1)[:, long], atol=0.01)
     assert (np.asarray(mid)[:, [0, 16]] == 0).all()
-    assert (np.asarray(reach)[:, 0] > 100).all()
-    assert (np.asarray(reach)[:, 13:] < 20).all()
     spans = angles_at(positions // SPAN * SPAN, frequencies)
-    left = np.abs(np.asarray(keys - rotated(mid[:, None], spans)))
-    head_room = np.tile(reach, 2)[:, None] / left.max(1, keepdims=True)
-    assert (head_room > 1.09).all()
+    left = np.asarray(keys - rotated(mid[:, None], spans)) / np.tile(scale, 2)[:, None]
+    reach = np.abs(left).reshape(2, 512, 2, 16).max((1, 2))
+    met = np.asarray(queries).reshape(2, 64, 32) * np.tile(scale, 2)[:, None]
+    size = np.sqrt((met.reshape(2, 64, 2, 16) ** 2).mean((1, 2)))
+    np.testing.assert_allclose(reach, size, rtol=1e-4)
 
 
-def test_keys_that_are_all_zero_have_a_reach():
+def test_pairs_that_are_zero_have_a_scale():
     positions = jnp.arange(4, dtype=jnp.int32)
-    mid, reach = mid_and_reach(jnp.zeros((1, 4, 8)), positions, jnp.ones(4))
-    assert (np.asarray(mid) == 0).all()
-    assert (np.asarray(reach) == 1).all()
+    zeros = jnp.zeros((1, 4, 8))
+    for k, q in ((zeros, zeros + 1), (zeros + 1, zeros), (zeros, zeros)):
+        mid, scale = mid_and_scale(k, q, positions, jnp.zeros(4))
+        assert (np.asarray(mid) == k[:, 0]).all()
+        assert (np.asarray(scale) == 1).all()
 
 
 def test_they_are_made_once_per_model_and_kept_in_it(made):

@@ -90,14 +90,14 @@ IN_CODES = [*(case for case in CASES if isinstance(case, Codes)), LARGE_CODES]
 @pytest.mark.parametrize("slack", [1.0, 0.5])
 @pytest.mark.parametrize("case", IN_CODES, ids=lambda case: case.name)
 def test_codes_in_a_frame_match_the_reference(case, slack):
-    """Queries times half_range are rounded to float16, terms to float32."""
+    """Queries times key_scale are rounded to float16, terms to float32."""
     frame = frame_for(case)
     inputs = build(case, frame=frame)
     got, want = both(inputs, frame=frame, slack=slack, sm_scale=1.0)
     bounds = PageBounds(*(jnp.abs(x) for x in inputs.bounds.values()))
     scaled = jnp.abs(scaled_queries(inputs.q, frame))
     codes = np.asarray(page_bounds(scaled, inputs.layer, bounds, sm_scale=1.0))
-    of_terms = jnp.max(jnp.abs(scaled_queries(inputs.q, frame._replace(half_range=largest(frame)))))
+    of_terms = jnp.max(jnp.abs(scaled_queries(inputs.q, frame._replace(key_scale=largest(frame)))))
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
     seen = np.isfinite(want)
     allowed = 2.0**-11 * codes + 2.0**-18 * case.head_dim * float(of_terms)
