@@ -12,8 +12,8 @@ from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
 from jsparse.policy import Policy, builder, dense
 
-# The fastest method measured whose KL divergence from dense attention on SmolLM2 is at most 0.005 at
-# 4K and 8K tokens (docs/results/twilight.md).
+# The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
+# at 4K and 8K tokens (docs/results/twilight.md).
 CHOICE = twilight(all_pages(), p=0.95)
 # By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
 # attention in batches of 1 to 64 (bench.twilight_speed).
@@ -25,8 +25,8 @@ def auto() -> Policy:
     """Attend as was measured to be fastest, on this device and for these sizes, and close to dense.
 
     This is `dense` for short contexts, small batches and devices that were not measured, and
-    Twilight elsewhere. The session decides before it reads; `Generation.stats.policy`
-    and `jsparse info --policy auto` say what it chose. It cannot stand inside another policy.
+    Twilight elsewhere. The session decides before it reads; `Generation.stats.policy` and
+    `jsparse info --policy auto` say what it chose. It cannot stand inside another policy.
     """
 
     def resolve(spec: CacheSpec) -> Policy:
