@@ -174,9 +174,9 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
     all_slots = jnp.broadcast_to(slots, (*held.lengths.shape, held.capacity))
     k = into_frame(read_heads(held.k, held), frame, all_slots)
     sums = jnp.where((slots < held.lengths[..., None])[..., None], jnp.abs(k), 0.0)
-    # else XLA may compute k anew for each of the runs' tokens below
-    sums = jax.lax.optimization_barrier(sums)
     while sums.shape[2] > 1:
+        # else XLA may compute what is summed anew for each of the run's members
+        sums = jax.lax.optimization_barrier(sums)
         sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
         batch, heads, slots, head_dim = sums.shape
         runs = sums.reshape(batch, heads, slots // FAN, FAN, head_dim)
