@@ -95,7 +95,7 @@ def check_frame(
         raise ValueError(f"channels.shape={channels.shape}: must begin with [B, K] = {heads}")
     if frame is None:
         return
-    wanted = KeyFrame((heads[1], head_dim), (heads[1], head_dim // 2), (num_spans(layer), head_dim))
+    wanted = (heads[1], head_dim), (heads[1], head_dim // 2), (num_spans(layer), head_dim)
     for field, given, fits in zip(frame._fields, frame, wanted, strict=True):
         if given.shape != fits:
             raise ValueError(

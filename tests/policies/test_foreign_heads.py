@@ -177,6 +177,7 @@ def recorded_cache(keys, offset, constants):
         pool_pages=HEADS * TOKENS // page + 1,
     )
     held = kv_cache.init(spec).layers[0]
+    assert held.block_table is not None
     own = jnp.arange(HEADS * TOKENS // page, dtype=jnp.int32).reshape(1, HEADS, -1)
     held = held._replace(
         block_table=held.block_table.at[:, :, before:].set(own),
