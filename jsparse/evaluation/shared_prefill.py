@@ -45,7 +45,7 @@ class Shared(NamedTuple):
 
     def session(self, index: int) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
-        policy = self.policies[index]
+        policy = resolved(self.policies[index], self.spec)
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
         session = Session(self.params, policy, self.spec)
         own = Held(self.held.logits, cache, state)
@@ -88,10 +88,10 @@ def prime(
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
-    policies = tuple(resolved(policy, spec) for policy in policies)
-    for policy in policies:
+    running = tuple(resolved(policy, spec) for policy in policies)
+    for policy in running:
         require_constants(params, policy)  # else the error would name the bundle
-    bundled = bundle(policies)
+    bundled = bundle(running)
     capacity.require_fit(spec, bundled)
     session = Session(params, bundled, spec)
     with capacity.exhaustion(spec):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,11 +13,13 @@ from typer.testing import CliRunner
 import jsparse
 from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
+from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
 from jsparse.policy import dense, resolved
 
 MODULE = sys.modules[layer_bytes.__module__]
+MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 PROMPT = random_prompts((30,))[0]
 
 
@@ -58,7 +61,21 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
 
 def test_the_evaluation_runs_what_it_chose(measured):
     forcing = force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
-    assert str(forcing.shared.policies[1]).startswith("twilight(base=all_pages()")
+    assert forcing.shared.policies[1] is auto()
+    assert forcing.shared.session(1).policy.name.startswith("twilight(base=all_pages()")
+    found = closeness(forcing)
+    assert found.policies == ("dense()", "auto()")
+    assert closeness(force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4)).kl[1].max() == 0
+
+
+def test_jsparse_eval_measures_it_under_its_own_name(measured, tmp_path):
+    asked = ["--policy", "auto", "--tasks", "kl", "--lengths", "80", "--samples", "1"]
+    ran = CliRunner().invoke(
+        app, ["eval", "--model", MODEL, *asked, "--json", str(tmp_path / "out.json")]
+    )
+    assert ran.exit_code == 0, ran.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [cell["policy"] for cell in report["cells"]] == ["dense()", "auto()"]
 
 
 @pytest.mark.parametrize("expression", ["keep(auto)", "twilight(auto)", "dense_layers(auto())"])
