@@ -9,6 +9,7 @@ from jsparse.models.checkpoint import Params as Params
 from jsparse.models.checkpoint import load as load
 from jsparse.models.checkpoint import save as save
 from jsparse.models.transformers_models import from_transformers as from_transformers
+from jsparse.policies.ada_kv import ada_kv as ada_kv
 from jsparse.policies.all_pages import all_pages as all_pages
 from jsparse.policies.auto import auto as auto
 from jsparse.policies.combinators import dense_layers as dense_layers
@@ -16,10 +17,15 @@ from jsparse.policies.combinators import keep as keep
 from jsparse.policies.double_sparsity import double_sparsity as double_sparsity
 from jsparse.policies.duo_attention import duo_attention as duo_attention
 from jsparse.policies.expressions import parse as parse_policy  # noqa: F401  another name
+from jsparse.policies.h2o import h2o as h2o
+from jsparse.policies.hard_kv import hard_kv as hard_kv
 from jsparse.policies.lychee_decode import lychee_decode as lychee_decode
 from jsparse.policies.oracle import oracle_top_k as oracle_top_k
 from jsparse.policies.oracle import oracle_top_p as oracle_top_p
 from jsparse.policies.quest import quest as quest
+from jsparse.policies.r_kv import r_kv as r_kv
+from jsparse.policies.raas import raas as raas
+from jsparse.policies.snapkv import snapkv as snapkv
 from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight

@@ -360,6 +360,24 @@ def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
     return layer._replace(lengths=lengths, block_table=table, free=free)
 
 
+def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
+    """Leaves every head room for `pages` pages, in smaller pools; what lies behind them is gone.
+
+    With a block table nothing changes: heads share their pool's pages already.
+    """
+    if layer.block_table is not None or pages >= layer.num_pages:
+        return layer
+
+    def cut(pool: Array | None) -> Array | None:
+        if pool is None:
+            return None
+        by_head = pool.reshape(layer.lengths.size, layer.num_pages, *pool.shape[1:])
+        return by_head[:, :pages].reshape(-1, *pool.shape[1:])
+
+    pools = {name: cut(getattr(layer, name)) for name in ("k", "v", *OPTIONAL_FIELDS)}
+    return layer._replace(**pools)
+
+
 def replace_layer(cache: KVCache, layer_idx: int, layer: LayerCache) -> KVCache:
     """Returns the cache with one layer's entry replaced."""
     return cache._replace(layers=(*cache.layers[:layer_idx], layer, *cache.layers[layer_idx + 1 :]))

@@ -133,10 +133,11 @@ class MaintainFn(Protocol):
 class AfterPromptFn(Protocol):
     """Rework state and cache once, after the prompt and before the first step.
 
-    It runs outside jit: what it returns may have other capacities, or lie in another memory.
+    It runs outside jit: what it returns may have other capacities, or lie in another memory. A head
+    can come to hold `slots` slots from then on, as `most` says: room for these must be left.
     """
 
-    def __call__(self, state: State, cache: KVCache, /) -> tuple[State, KVCache]: ...
+    def __call__(self, state: State, cache: KVCache, slots: int, /) -> tuple[State, KVCache]: ...
 
 
 class MostFn(Protocol):

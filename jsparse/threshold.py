@@ -54,6 +54,33 @@ def top_p_mask(
     return positive & (smallest | everything)
 
 
+def shared_counts(
+    scores: Float[Array, "*rows K S"], total: Int[Array, "*rows"], least: int, most: int
+) -> Int32[Array, "*rows K"]:
+    """Counts how many of a row's `total` best scores lie in each of its K lists.
+
+    A list gets at least `least` and at most `most`, and never more than it has finite scores; the
+    others get what that leaves. Ties go to the first list.
+    """
+    keys = _ordered(scores)
+    finite = jnp.sum(keys > _ordered(jnp.float32(-jnp.inf)), -1, dtype=jnp.int32)
+    low, high = jnp.minimum(least, finite), jnp.minimum(most, finite)
+
+    def allowed(above: Array) -> Int32[Array, "*rows K"]:
+        return jnp.clip(jnp.sum(above, -1, dtype=jnp.int32), low, high)
+
+    def enough(above: Array) -> Bool[Array, "*rows"]:
+        return jnp.sum(allowed(above.reshape(keys.shape)), -1) >= total
+
+    flat = keys.reshape(*keys.shape[:-2], -1)
+    last = _largest(flat, enough)[..., None, None]
+    count = allowed(keys > last)
+    more = allowed(keys >= last) - count
+    missing = jnp.maximum(total - jnp.sum(count, -1), 0)[..., None]
+    before = jnp.cumsum(more, -1) - more
+    return count + jnp.clip(missing - before, 0, more)
+
+
 def compact(
     mask: Bool[Array, "*rows S"], capacity: int
 ) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:

@@ -518,43 +518,55 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
 
 
 def test_eviction_after_the_prompt_makes_the_cache_smaller():
+    """Once, before the first step, with as many slots as `most` says that the longest row needs."""
     calls, policy = [], prompt_ends()
     rework, most = policy.after_prompt, policy.most
     assert rework is not None
     assert most is not None
 
-    def after_prompt(state, cache):
+    def after_prompt(state, cache, slots):
         assert not isinstance(cache.positions, jax.core.Tracer)
-        calls.append(cache.positions.tolist())
-        return rework(state, cache)
+        calls.append((cache.positions.tolist(), slots))
+        return rework(state, cache, slots)
 
-    made = read_by(policy._replace(after_prompt=after_prompt))
-    assert calls == [list(LENGTHS)]
+    prompts = random_prompts((130, 9, 3))
+    made = read_by(policy._replace(after_prompt=after_prompt), prompts=prompts)
+    assert made.spec.capacity == 192
+    assert not calls
+    steps = made.steps(sampling.greedy, (), limits=[STEPS, STEPS, 2])
+    next(steps)
+    steps.close()
+    assert calls == [([130, 9, 3], 64)]
+    assert most(130, STEPS) == 7 + STEPS <= 64
     cache = made.held.cache
-    assert most(max(LENGTHS), made.spec.capacity - max(LENGTHS)) == 7 + 27
     for held in cache.layers:
-        assert held.capacity == 40 < made.spec.capacity == 64
-        assert held.k.nbytes == made.spec.nbytes // (2 * len(cache.layers)) * 40 // 64
+        assert held.capacity == 64
+        assert held.k.nbytes == made.spec.nbytes // (2 * len(cache.layers)) * 64 // 192
         assert held.lengths.tolist() == [[7, 4], [7, 4], [3, 3]]
-    assert cache.positions.tolist() == list(LENGTHS)
+    assert cache.positions.tolist() == [130, 9, 3]
 
 
 def test_too_little_room_after_the_prompt_is_an_error():
-    policy = prompt_ends()._replace(most=lambda prompt_tokens, new: 14 + new, name="cramped")
+    prompts = random_prompts((130, 9, 3))
 
     def begin(policy, limits):
-        next(read_by(policy).steps(sampling.greedy, (), limits=limits))
+        next(read_by(policy, prompts=prompts).steps(sampling.greedy, (), limits=limits))
 
-    said = "after_prompt left room for 40 tokens per head: must be at least {}, as `most` says"
-    for limits, least in (([STEPS] * 3, 41), ([1, 1, 28], 42)):
-        with pytest.raises(ValueError, match=f"policy=cramped: {said.format(least)}"):
+    def cramped(state, cache, slots):
+        return rework(state, cache, 40)
+
+    rework = prompt_ends().after_prompt
+    assert rework is not None
+    policy = prompt_ends()._replace(after_prompt=cramped, name="cramped")
+    said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
+    for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
+        with pytest.raises(ValueError, match=said.format(least)):
             begin(policy, limits)
-    begin(policy, [26] * 3)
-    # without it a head may come to hold the prompt and all new tokens
-    with pytest.raises(ValueError, match=said.format(43)):
+    # without `most` a head may come to hold the prompt and all new tokens
+    with pytest.raises(ValueError, match=said.format(192)):
         begin(policy._replace(most=None), [1, 25, 4])
     # heads never hold more than the cache did
-    begin(policy._replace(after_prompt=lambda *held: held, most=lambda *_: 10**9), [STEPS] * 3)
+    begin(policy._replace(after_prompt=lambda *held: held[:2], most=lambda *_: 10**9), [STEPS] * 3)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +590,7 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
     with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
         jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
     spec = spec_of(params, 1)
-    for policy in (shrink(), dense()._replace(after_prompt=lambda *held: held, name="late")):
+    for policy in (shrink(), dense()._replace(after_prompt=lambda *held: held[:2], name="late")):
         said = f"policy={policy}: must leave the cache as it is after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             session.Session(params, policy, spec, resumable=True)

@@ -388,10 +388,8 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
     but for positions that leave 2 when divided by 5. Only for caches without a block table.
     """
 
-    def after_prompt(state, cache):
-        kept = 1 + max(newest)
-        room = cache.layers[0].capacity - int(cache.positions.max())
-        return state, cache._replace(layers=tuple(cut(held, kept + room) for held in cache.layers))
+    def after_prompt(state, cache, slots):
+        return state, cache._replace(layers=tuple(cut(held, slots) for held in cache.layers))
 
     def cut(held, most):
         slots, lengths = slot_index(held), held.lengths[..., None]

@@ -3,14 +3,20 @@
 from collections.abc import Callable
 
 from jsparse.deprecated import moved_names
+from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.auto import auto
 from jsparse.policies.combinators import dense_layers, keep
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
+from jsparse.policies.h2o import h2o
+from jsparse.policies.hard_kv import hard_kv
 from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
+from jsparse.policies.r_kv import r_kv
+from jsparse.policies.raas import raas
+from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
@@ -28,6 +34,12 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         lychee_decode,
         duo_attention,
         all_pages,
+        hard_kv,
+        snapkv,
+        ada_kv,
+        h2o,
+        r_kv,
+        raas,
         oracle_top_k,
         oracle_top_p,
         twilight,

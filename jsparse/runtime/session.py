@@ -26,7 +26,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, resolved, whole_number
-from jsparse.runtime import prefill
+from jsparse.runtime import capacity, prefill
 from jsparse.runtime.compilation import note_trace, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
@@ -288,12 +288,7 @@ class Session:
     def adopt(self, held: Held) -> None:
         """Takes over prompts that were read elsewhere for this policy."""
         self._begun = True
-        logits, cache, state = held
-        if self.policy.after_prompt is not None:
-            lent = Lent(constants(self.params, self.policy))
-            state, cache = self.policy.after_prompt(state, lend(cache, lent))
-            cache = lend(cache, NOTHING)
-        self._held, self._age, self._decoded = Held(logits, cache, state), 0, False
+        self._held, self._age, self._decoded = held, 0, False
 
     def steps(
         self,
@@ -324,7 +319,6 @@ class Session:
         """
         decoder, policy = self.params.decoder, self.policy
         lent = Lent(constants(self.params, policy), knobs)
-        logits, cache, state = self.held
         if self._decoded:
             raise ValueError("session: must read before it decodes again")
         if len(limits) != self.spec.batch or min(limits) < 1:
@@ -332,13 +326,17 @@ class Session:
                 f"limits={list(limits)}: must be {self.spec.batch} numbers of at least 1, one per "
                 "row"
             )
+        logits, cache, state = self.held
+        self._held = None  # donated
         if policy.after_prompt is not None:
-            self._require_room(cache, limits)
+            slots = self._slots(np.asarray(cache.positions).tolist(), limits)
+            state, cache = policy.after_prompt(state, lend(cache, lent), slots)
+            cache = lend(cache, NOTHING)
+            self._require_room(cache, slots)
         tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
         self._decoded = True
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
-        self._held = None  # donated
         try:
             yield result
             done = 1
@@ -405,15 +403,19 @@ class Session:
             cache, state = maintain(policy, cache, state, lent)
         return carry._replace(cache=cache, state=state)
 
-    def _require_room(self, cache: KVCache, limits: Sequence[int]) -> None:
-        """Raises ValueError if heads have less room than rows with these limits may need."""
-        most, prompts = self.policy.most or operator.add, np.asarray(cache.positions).tolist()
-        wanted = max(most(prompt, new) for prompt, new in zip(prompts, limits, strict=True))
+    def _slots(self, positions: Sequence[int], limits: Sequence[int]) -> int:
+        """Returns the slots that a head may come to need, rounded up as capacities are."""
+        most = self.policy.most or operator.add
+        wanted = max(most(prompt, new) for prompt, new in zip(positions, limits, strict=True))
+        return min(capacity.bucket(wanted, self.spec.page_size), self.spec.capacity)
+
+    def _require_room(self, cache: KVCache, slots: int) -> None:
+        """Raises ValueError if heads have less room than rows may need."""
         left = min(layer.capacity for layer in cache.layers)
-        if left < min(wanted, self.spec.capacity):
+        if left < slots:
             raise ValueError(
                 f"policy={self.policy}: after_prompt left room for {left} tokens per head: must be "
-                f"at least {min(wanted, self.spec.capacity)}, as `most` says"
+                f"at least {slots}, as `most` says"
             )
 
 

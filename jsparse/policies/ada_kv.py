@@ -1,0 +1,47 @@
+"""Ada-KV lets the KV heads of a layer compete for the slots that SnapKV gives each of them.
+
+Paper: "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference" (Feng et al.), arXiv:2407.11550.
+
+Where we differ: a head's share has a ceiling, `cap`, so that the memory that a row needs is known
+beforehand; and as in snapkv the query heads of a group choose together.
+"""
+
+from jsparse.policies.eviction.budgets import Bounds, joint
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.snapkv import Pooling, competing_room, pooled_attention
+from jsparse.policy import Policy, builder, fraction
+
+
+@builder
+def ada_kv(
+    budget: int = 1024,
+    window: int = 32,
+    pool: int = 7,
+    pooling: Pooling = "max",
+    floor: float = 0.2,
+    cap: int = 4,
+) -> Policy:
+    """Keep a layer's best `budget` slots per KV head, counted over all its heads, and all new ones.
+
+    Args:
+        budget: the slots that the prompt keeps, on average per KV head, the window's included.
+        window: as in `snapkv`.
+        pool: as in `snapkv`.
+        pooling: as in `snapkv`.
+        floor: the share of the budget that every head has for itself.
+        cap: the most slots of a head, in budgets.
+    """
+    room = competing_room(budget, window)
+    fraction("floor", floor)
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 1:
+        raise ValueError(f"cap={cap!r}: must be a number of at least 1")
+    largest = int(cap * budget)
+    bounds = Bounds(int(floor * room), largest - window, room)
+    return evicting(
+        pooled_attention(pool, pooling),
+        joint(bounds),
+        kept=bounds.most,
+        most=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
+        window=window,
+    )._replace(dense_at={"budget": 2**30})

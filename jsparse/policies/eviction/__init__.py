@@ -1,0 +1,1 @@
+"""Holds what methods that evict tokens share: `engine` compresses, the others measure and merge."""

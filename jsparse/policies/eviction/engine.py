@@ -1,0 +1,282 @@
+"""Compresses a cache: scores the slots of each KV head, drops the worst and moves the rest up.
+
+A head's slots are, in their order: the first few, which are protected (sinks, and behind them the
+merged slot where there is one), those that compete, and the newest, which are protected too. A
+compression keeps the best of those that compete. It runs once after the prompt and then every
+`period` tokens of a row's own. In between everything that is left is attended to.
+
+The merged slot stands for all that a head ever dropped (`merging`). The token that lies there at
+first is the first to be merged: of itself alone, that changes nothing.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, UInt8
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, cut_pages, replace_layer
+from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.policies.eviction.budgets import CountFn
+from jsparse.policies.eviction.merging import merged_slot, put_slot
+from jsparse.policies.eviction.window import as_ring, mean_query
+from jsparse.policy import MostFn, Policy, PrefillView, State, at_layer
+from jsparse.selection import (
+    MAX_BITS_PAGE,
+    Selection,
+    everything,
+    from_token_mask,
+    token_mask,
+    union,
+)
+from jsparse.shapes import Lengths, Queries, Rows
+
+
+class Evicting(NamedTuple):
+    """Holds one layer's state; rows own all of it.
+
+    Attributes:
+        ring: the newest W queries; that of position p lies at p % W.
+        tracked: a number per slot that the method keeps up to date; None if it has none.
+        temperatures: those of the budget rule `calibrated`; 0 where it has found none yet.
+        missed: how many compressions in a row left out each slot that waits; None without patience.
+    """
+
+    ring: Float[Array, "B W N H"]
+    tracked: Float32[Array, "B K S"] | None = None
+    temperatures: Float32[Array, "B K"] | None = None
+    missed: UInt8[Array, "B K S"] | None = None
+
+
+class LayerView(NamedTuple):
+    """Holds what a method scores the slots of a layer by.
+
+    Attributes:
+        held: the layer's cache.
+        competing: the slots to score.
+        ring, tracked: those of the state.
+        positions: the number of tokens so far of each row.
+    """
+
+    held: LayerCache
+    competing: Bool[Array, "B K S"]
+    ring: Float[Array, "B W N H"]
+    positions: Rows
+    tracked: Float32[Array, "B K S"] | None
+
+
+class ScoreFn(Protocol):
+    """Return a score for every slot; those that do not compete are ignored."""
+
+    def __call__(self, view: LayerView, /) -> Float32[Array, "B K S"]: ...
+
+
+class TrackFn(Protocol):
+    """Return the tracked numbers after a step.
+
+    `shares` are of the attention of the group's mean query, 0 where nothing is held; `positions`
+    are those of the newest tokens.
+    """
+
+    def __call__(
+        self,
+        tracked: Float32[Array, "B K S"],
+        shares: Float32[Array, "B K S"],
+        lengths: Lengths,
+        positions: Rows,
+        /,
+    ) -> Float32[Array, "B K S"]: ...
+
+
+class Tracking(NamedTuple):
+    """Says how the tracked numbers begin at the prompt's end, and how every step moves them."""
+
+    begin: ScoreFn
+    step: TrackFn
+
+
+def evicting(
+    score: ScoreFn,
+    count: CountFn,
+    *,
+    most: MostFn,
+    window: int,
+    kept: int = 2**30,
+    sink: int = 0,
+    recent: int | None = None,
+    period: int = 0,
+    merge: bool = False,
+    patience: int = 0,
+    tracking: Tracking | None = None,
+    calibrates: bool = False,
+) -> Policy:
+    """Build a policy that drops what scores least and attends to all that is left.
+
+    Args:
+        score: scores slots.
+        count: says how many competing slots each head keeps.
+        most: the slots that a head can come to hold, as in Policy.
+        window: W, the number of newest queries that are kept for `score`.
+        kept: the most that `count` returns.
+        sink: the number of protected slots at the front, the merged one not counted.
+        recent: the number of protected newest slots; None is W.
+        period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
+        merge: whether what is dropped is merged into a slot behind the sinks.
+        patience: the compressions for which the `period` best losers of a head wait: they are not
+            read, but can be taken in again.
+        tracking: how numbers per slot are kept up to date; None if there are none.
+        calibrates: whether `count` keeps temperatures.
+    """
+    first, newest = sink + merge, window if recent is None else recent
+
+    def init(spec: CacheSpec) -> State:
+        heads = spec.batch, spec.num_kv_heads
+        slots = *heads, spec.capacity
+        queries = spec.batch, window, spec.num_heads, spec.head_dim
+
+        def entry() -> Evicting:
+            return Evicting(
+                jnp.zeros(queries, spec.dtype),
+                jnp.zeros(slots, jnp.float32) if tracking else None,
+                jnp.zeros(heads, jnp.float32) if calibrates else None,
+                jnp.zeros(slots, jnp.uint8) if patience else None,
+            )
+
+        return tuple(entry() for _ in range(spec.num_layers))
+
+    def prefill(state: State, layer: int, view: PrefillView) -> State:
+        if not view.last:
+            return state
+        held = view.cache.layers[layer]
+        positions = held.lengths[:, 0]
+        entry = jax.tree.map(jnp.zeros_like, state[layer])
+        entry = entry._replace(ring=as_ring(view.q_window, positions))
+        if tracking:
+            seen = LayerView(held, competing_in(held), entry.ring, positions, entry.tracked)
+            entry = entry._replace(tracked=tracking.begin(seen))
+        return at_layer(state, layer, entry)
+
+    def select(state: State, layer: int, q: Queries, cache: KVCache):
+        held, entry = cache.layers[layer], state[layer]
+        if period:
+            row, at = jnp.arange(q.shape[0]), cache.positions % window
+            ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
+            state = at_layer(state, layer, entry._replace(ring=ring))
+        return reading(held, entry), None, state
+
+    def reading(held: LayerCache, entry: Evicting) -> Selection:
+        if entry.missed is None:
+            return everything(held.lengths)
+        there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+        pages = held.page_size <= MAX_BITS_PAGE
+        return from_token_mask(
+            there & (entry.missed == 0),
+            held.num_pages if pages else held.capacity,
+            page_size=held.page_size,
+            granularity="page" if pages else "token",
+        )
+
+    def update(state: State, layer: int, stats, cache: KVCache) -> State:
+        if tracking is None:
+            return state
+        shares = jnp.exp(stats.scores - stats.lse[..., None])
+        lengths = cache.layers[layer].lengths
+        moved = tracking.step(state[layer].tracked, shares, lengths, cache.positions)
+        return at_layer(state, layer, state[layer]._replace(tracked=moved))
+
+    def competing_in(held: LayerCache) -> Bool[Array, "B K S"]:
+        slots = jnp.arange(held.capacity, dtype=jnp.int32)
+        return (slots >= first) & (slots < held.lengths[..., None] - newest)
+
+    def compress(entry: Evicting, held: LayerCache, positions: Rows) -> tuple[Evicting, LayerCache]:
+        competing = competing_in(held)
+        scores = score(LayerView(held, competing, entry.ring, positions, entry.tracked))
+        wanted, temperatures = count(scores, competing, entry.temperatures)
+        scores = jnp.where(competing, scores, -jnp.inf)
+        chosen, missed = best(scores, wanted, kept), entry.missed
+        if missed is not None:
+            lost = ~_marked(chosen, held) & (missed < patience)
+            waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
+            missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
+            chosen = union(chosen, waiting, held.capacity)
+        keep = _between(chosen, competing, held, first, newest)
+        compacted = compact_pages(held, keep)
+        if merge:
+            slots = jnp.arange(held.capacity, dtype=jnp.int32)
+            dropped = competing & ~_marked(chosen, held)
+            query = mean_query(entry.ring, positions, held.lengths.shape[1])
+            merged = merged_slot(held, dropped | (slots == sink), query)
+            compacted = put_slot(compacted, sink, merged, keep.count < held.lengths)
+        tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
+        return Evicting(entry.ring, tracked, temperatures, missed), compacted
+
+    def maintain(state: State, cache: KVCache) -> tuple[State, KVCache]:
+        for layer, entry in enumerate(state):
+            entry, held = compress(entry, cache.layers[layer], cache.positions)
+            state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+        return state, cache
+
+    compress_alone = jax.jit(compress, donate_argnums=(0, 1))
+
+    def after_prompt(state: State, cache: KVCache, slots: int) -> tuple[State, KVCache]:
+        # layer by layer, so that no more than one layer is ever there twice
+        for layer, entry in enumerate(state):
+            entry, held = compress_alone(entry, cache.layers[layer], cache.positions)
+            held = cut_pages(held, -(-slots // held.page_size))
+            entry = entry._replace(
+                tracked=None if entry.tracked is None else entry.tracked[..., : held.capacity],
+                missed=None if entry.missed is None else entry.missed[..., : held.capacity],
+            )
+            state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+        return state, cache
+
+    return Policy(
+        select,
+        init=init,
+        prefill=prefill,
+        update=update,
+        maintain=maintain,
+        after_prompt=after_prompt,
+        most=most,
+        evicts=True,
+        stats=lambda layer: "token_logits" if tracking else None,
+        period=period,
+        window=window,
+        needs=("bias",) if merge else (),
+    )
+
+
+def best(scores: Float32[Array, "B K S"], wanted: Lengths, most: int) -> Selection:
+    """List the `wanted` ≤ `most` best slots of each head, as tokens; -inf is never chosen."""
+    scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
+    capacity = max(min(most, scores.shape[-1]), 1)
+    return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
+
+
+def _between(
+    chosen: Selection, competing: Bool[Array, "B K S"], held: LayerCache, first: int, newest: int
+) -> Selection:
+    """List a head's protected slots and, between them, those chosen of the competing ones."""
+    nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, held.capacity), dtype=jnp.int32)
+    dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
+    behind = first + chosen.count[..., None]
+    at = jnp.clip(nth - first, 0, chosen.ids.shape[-1] - 1)
+    inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*behind.shape[:2], nth.size)), 2)
+    ids = jnp.where(nth < first, nth, jnp.where(nth < behind, inside, nth + dropped[..., None]))
+    count = held.lengths - dropped
+    ids = jnp.where(nth < count[..., None], ids, 0)
+    return Selection(ids, count, granularity="token")
+
+
+def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
+    """Mark the slots that are listed, and perhaps the newest, which does not compete."""
+    return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+
+
+def _moved(numbers: Array, keep: Selection) -> Array:
+    """Move numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
+    nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
+    moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
+    moved = jnp.where(nth < keep.count[..., None], moved, 0)
+    return jnp.zeros_like(numbers).at[..., : nth.size].set(moved)

@@ -1,0 +1,61 @@
+"""H2O keeps the newest tokens and the heavy hitters, those attended to most over all steps.
+
+Paper: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang
+et al.), arXiv:2306.14048.
+
+Where we differ: the sums begin with the prompt's last queries alone, since prompts are read by
+flash attention, which forms no sums over queries; a decode step adds the attention of the group's
+mean query; and tokens are dropped every `period` steps (the paper: every step).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
+from jsparse.policies.eviction.window import window_attention
+from jsparse.policies.snapkv import competing_room
+from jsparse.policy import Policy, builder, whole_number
+
+
+@builder
+def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
+    """Keep `budget` slots per KV head: half of them heavy hitters, half of them the newest.
+
+    Args:
+        budget: the slots that a KV head keeps at each compression.
+        window: the number of the prompt's last queries that the sums begin with.
+        period: new tokens between compressions.
+    """
+    whole_number("budget", budget, 2)
+    whole_number("window", window, 1)
+    whole_number("period", period, 1)
+    recent = budget // 2
+    room = competing_room(budget, recent)
+    return evicting(
+        accumulated,
+        uniform(Bounds(0, room, room)),
+        kept=room,
+        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, budget + period),
+        window=window,
+        recent=recent,
+        period=period,
+        tracking=SUMS,
+    )._replace(dense_at={"budget": 2**30})
+
+
+def accumulated(view: LayerView) -> Float32[Array, "B K S"]:
+    """Score slots by the attention that they have had so far."""
+    assert view.tracked is not None
+    return view.tracked
+
+
+def _begin(view: LayerView) -> Float32[Array, "B K S"]:
+    """Sum the attention of the prompt's last queries to everything before them."""
+    held, window = view.held, view.ring.shape[1]
+    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - window
+    queries = jnp.clip(view.positions, 1, window)[:, None, None]
+    return queries * window_attention(view.ring, view.positions, held, there)
+
+
+SUMS = Tracking(_begin, lambda sums, shares, lengths, positions: sums + shares)

@@ -1,0 +1,128 @@
+"""HARD-KV compresses while it decodes, gives each head what it needs, and merges what it drops.
+
+Right after the prompt, and then every `period` tokens of a row, each KV head keeps its sinks, its
+newest tokens and the best of the others. What it drops is not lost: one slot stands for all of it,
+with the logit that it had together (jsparse.policies.eviction.merging).
+
+Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
+
+Where we differ: of the paper only the abstract and the captions of the figures were there to build
+on; its published code computes something else. How many slots a head keeps is found by a search
+over the layer's heads ("joint", as in Ada-KV), which measured no worse than calibrated
+temperatures; these are an option. The paper's tier of masked pages is `patience`.
+"""
+
+from typing import Literal, get_args
+
+from jsparse.policies.eviction import budgets as rules
+from jsparse.policies.eviction.engine import ScoreFn, evicting
+from jsparse.policies.h2o import SUMS, accumulated
+from jsparse.policies.r_kv import important_and_rare
+from jsparse.policies.snapkv import pooled_attention
+from jsparse.policy import Policy, builder, fraction, whole_number
+
+Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
+Budgets = Literal["joint", "uniform", "n_star", "calibrated"]
+
+
+@builder
+def hard_kv(
+    budget: int = 1024,
+    floor: int = 512,
+    cap: int = 2048,
+    p: float = 0.9,
+    period: int = 128,
+    window: int = 32,
+    sink: int = 4,
+    metric: Metric = "attention",
+    budgets: Budgets = "joint",
+    merge: bool = True,
+    patience: int = 0,
+) -> Policy:
+    """Keep as many slots per KV head as it needs, and one that stands for all it dropped.
+
+    Sinks, the merged slot and the window count in `budget`, `floor` and `cap`.
+
+    Args:
+        budget: the slots per KV head, on average over a layer's heads with budgets="joint", of each
+            with "uniform"; the other two do not use it.
+        floor: the least slots of a head, where heads differ.
+        cap: the most slots of a head, where heads differ.
+        p: the share of the scores that "n_star" and "calibrated" keep.
+        period: new tokens of a row between compressions.
+        window: the number of newest tokens that are kept, and whose queries score the others.
+        sink: the number of first tokens that are kept.
+        metric: the way slots are scored: by the window's "attention", the same smoothed as in
+            "snapkv", or as in "r_kv" or "h2o".
+        budgets: the way slots are shared out: "joint" gives a layer's heads their best together,
+            "uniform" all heads the same, "n_star" each the fewest that carry p, "calibrated" the
+            fewest that carry p of a softmax whose temperature is found once.
+        merge: whether what is dropped is merged into one slot.
+        patience: the compressions for which the `period` best that a head would drop wait unread.
+
+    A head holds at most cap + period slots, and `period` more with patience.
+    """
+    whole_number("sink", sink, 0)
+    whole_number("period", period, 1)
+    whole_number("patience", patience, 0)
+    if patience > 254:
+        raise ValueError(f"patience={patience}: must be at most 254")
+    fraction("p", p)
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric={metric!r}: must be one of {list(get_args(Metric))}")
+    if budgets not in get_args(Budgets):
+        raise ValueError(f"budgets={budgets!r}: must be one of {list(get_args(Budgets))}")
+    if not isinstance(merge, bool):
+        raise ValueError(f"merge={merge!r}: must be True or False")
+    room = _rooms(budget, floor, cap, window, sink, merge, budgets)
+    score: dict[str, ScoreFn] = {
+        "attention": pooled_attention(1, "mean"),
+        "snapkv": pooled_attention(5, "mean"),
+        "r_kv": important_and_rare(0.07),
+        "h2o": accumulated,
+    }
+    counts = {
+        "joint": rules.joint(room),
+        "uniform": rules.uniform(room),
+        "n_star": rules.n_star(room, p),
+        "calibrated": rules.calibrated(room, p),
+    }
+    largest = (budget if budgets == "uniform" else cap) + period * (2 if patience else 1)
+    return evicting(
+        score[metric],
+        counts[budgets],
+        kept=room.budget if budgets == "uniform" else room.most,
+        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
+        window=window,
+        sink=sink,
+        period=period,
+        merge=merge,
+        patience=patience,
+        tracking=SUMS if metric == "h2o" else None,
+        calibrates=budgets == "calibrated",
+    )._replace(dense_at={"budget": 2**30, "floor": 2**30, "cap": 2**30})
+
+
+def _rooms(
+    budget: int, floor: int, cap: int, window: int, sink: int, merge: bool, budgets: Budgets
+) -> rules.Bounds:
+    """Return what floor, cap and budget leave for the slots that compete.
+
+    Raises:
+        ValueError: one of them leaves less than nothing, or they are not in order.
+    """
+    for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("window", window)):
+        whole_number(name, value, 1)
+    least = window + sink + 1
+    used = {"uniform": ("budget",), "joint": ("budget", "cap")}.get(budgets, ("cap",))
+    for name, value in (("budget", budget), ("cap", cap)):
+        if name in used and value < least:
+            raise ValueError(
+                f"{name}={value}: must be at least {least}, window + sink + 1 protected slots"
+            )
+    if budgets != "uniform" and floor > cap:
+        raise ValueError(f"floor={floor}: must be at most cap={cap}")
+    if budgets == "joint" and not floor <= budget <= cap:
+        raise ValueError(f"budget={budget}: must be from floor={floor} to cap={cap}")
+    protected = window + sink + merge
+    return rules.Bounds(*(max(value - protected, 0) for value in (floor, cap, budget)))

@@ -1,0 +1,90 @@
+"""R-KV drops, while a model reasons, what is attended to little and what repeats other keys.
+
+Paper: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai et al.),
+arXiv:2505.24133.
+
+Where we differ: redundancy is measured among the slots that compete, the protected ones left aside.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+
+from jsparse.cache import LayerCache, read_heads
+from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.engine import LayerView, evicting
+from jsparse.policies.eviction.window import pooled, window_attention
+from jsparse.policies.snapkv import competing_room
+from jsparse.policy import Policy, builder, fraction, whole_number
+
+SIMILAR = 0.5  # the cosine above which two keys count as alike
+WIDTH = 7  # of the maximum over neighbours
+BLOCK_BYTES = 2**28  # of one block of cosines
+
+
+@builder
+def r_kv(
+    budget: int = 1024, window: int = 8, period: int = 128, importance: float = 0.07
+) -> Policy:
+    """Keep `budget` slots per KV head: the newest, and of the others the important and the rare.
+
+    Args:
+        budget: the slots that a KV head keeps at each compression, the window's included.
+        window: the number of newest tokens that are kept, and whose queries tell importance.
+        period: new tokens between compressions.
+        importance: the weight of importance; that of redundancy is 1 - importance.
+    """
+    room = competing_room(budget, window)
+    whole_number("period", period, 1)
+    fraction("importance", importance)
+    return evicting(
+        important_and_rare(importance),
+        uniform(Bounds(0, room, room)),
+        kept=room,
+        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, budget + period),
+        window=window,
+        period=period,
+    )._replace(dense_at={"budget": 2**30})
+
+
+def important_and_rare(importance: float):
+    """Score slots by the window's attention less the redundancy of their keys."""
+
+    def score(view: LayerView) -> Float32[Array, "B K S"]:
+        attention = window_attention(
+            view.ring, view.positions, view.held, view.competing, group="max"
+        )
+        attention = pooled(attention, view.competing, WIDTH, "max")
+        alike = jnp.where(view.competing, mean_cosines(view.held, view.competing), -jnp.inf)
+        return importance * attention - (1 - importance) * jax.nn.softmax(alike, axis=-1)
+
+    return score
+
+
+def mean_cosines(held: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Array, "B K S"]:
+    """Return the mean cosine of each competing key with all competing keys.
+
+    The cosine with itself counts as 0, and so does, for every key i, that with the last key j that
+    is alike: of keys that repeat each other the newest is spared.
+    """
+    k = read_heads(held.k, held).astype(jnp.float32)
+    k = jnp.where(competing[..., None], k, 0.0)
+    unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-30)
+    batch, heads, slots, head_dim = unit.shape
+    block = max(min(BLOCK_BYTES // (4 * batch * heads * slots), slots), 1)
+    count = -(-slots // block)
+    rows = jnp.pad(unit, ((0, 0), (0, 0), (0, count * block - slots), (0, 0)))
+    rows = jnp.moveaxis(rows.reshape(batch, heads, count, block, head_dim), 2, 0)
+
+    def add(total: Array, nth: tuple[Array, Array]) -> tuple[Array, None]:
+        start, some = nth
+        cosines = jnp.einsum("bkih,bksh->bkis", some, unit, precision=jax.lax.Precision.HIGHEST)
+        at = start + jnp.arange(block, dtype=jnp.int32)[:, None]
+        column = jnp.arange(slots, dtype=jnp.int32)
+        cosines = jnp.where(at == column, 0.0, cosines)
+        last = jnp.max(jnp.where(cosines > SIMILAR, column, -1), axis=-1, keepdims=True)
+        return total + jnp.sum(jnp.where(column == last, 0.0, cosines), axis=2), None
+
+    starts = jnp.arange(count, dtype=jnp.int32) * block
+    total = jax.lax.scan(add, jnp.zeros(unit.shape[:3]), (starts, rows))[0]
+    return total / jnp.maximum(jnp.sum(competing, -1, keepdims=True), 1)

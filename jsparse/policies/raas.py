@@ -1,0 +1,73 @@
+"""RaaS drops, while a model reasons, the tokens that have gone unused for longest.
+
+Paper: "Efficient Long-Decoding Inference with Reasoning-Aware Attention Sparsity" (Hu et al.),
+arXiv:2502.11147.
+
+Where we differ: tokens are stamped one by one (the paper stamps pages), by the attention of the
+group's mean query, and dropped every `period` steps.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jsparse.policies.eviction.budgets import CountFn
+from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
+from jsparse.policies.snapkv import competing_room
+from jsparse.policy import Policy, builder, fraction, whole_number
+
+PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
+
+
+@builder
+def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: int = 128) -> Policy:
+    """Keep the prompt, and of the new tokens those that were used last: `budget` slots in all.
+
+    Where the prompt alone takes more, all of it is kept, and the newest `window` tokens.
+
+    Args:
+        budget: the slots that a KV head keeps at each compression.
+        threshold: the share of the attention from which on a token counts as used in a step.
+        window: the number of newest tokens that are kept whatever their use.
+        period: new tokens between compressions.
+    """
+    room = competing_room(budget, window)
+    fraction("threshold", threshold)
+    whole_number("period", period, 1)
+
+    def stamped(stamps, shares, lengths, positions):
+        slots = jnp.arange(stamps.shape[-1], dtype=jnp.int32)
+        used = (shares >= threshold) | (slots == lengths[..., None] - 1)
+        now = positions[:, None, None].astype(stamps.dtype)
+        return jnp.where(used & (stamps < PROMPT), now, stamps)
+
+    def most(prompt_tokens: int, new_tokens: int) -> int:
+        kept = max(budget, prompt_tokens + window)
+        return min(prompt_tokens + new_tokens, kept + period)
+
+    return evicting(
+        last_used,
+        _prompt_and(room),
+        most=most,
+        window=window,
+        period=period,
+        tracking=Tracking(_begin, stamped),
+    )._replace(dense_at={"budget": 2**30})
+
+
+def last_used(view: LayerView) -> Float32[Array, "B K S"]:
+    """Score slots by their stamps; the prompt's are greater than any."""
+    assert view.tracked is not None
+    return view.tracked
+
+
+def _begin(view: LayerView) -> Float32[Array, "B K S"]:
+    slots = jnp.arange(view.held.capacity, dtype=jnp.int32)
+    return jnp.where(slots < view.held.lengths[..., None], PROMPT, 0.0)
+
+
+def _prompt_and(room: int) -> CountFn:
+    def count(scores, competing, temperatures):
+        of_prompt = jnp.sum(competing & (scores >= PROMPT), -1, dtype=jnp.int32)
+        return jnp.maximum(of_prompt, room), temperatures
+
+    return count

@@ -1,0 +1,69 @@
+"""SnapKV drops, right after the prompt, what the prompt's last queries attended to least.
+
+Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
+
+Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
+mean over them (the paper has as many KV heads as query heads).
+"""
+
+from typing import Literal, get_args
+
+from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
+from jsparse.policies.eviction.window import pooled, window_attention
+from jsparse.policy import Policy, builder, whole_number
+
+Pooling = Literal["mean", "max"]
+
+
+@builder
+def snapkv(
+    budget: int = 1024, window: int = 32, pool: int = 5, pooling: Pooling = "mean"
+) -> Policy:
+    """Keep the prompt's last `window` tokens and those that they attend to most, and all new ones.
+
+    Args:
+        budget: the slots of a KV head that the prompt keeps, the window's included.
+        window: the number of last queries that choose.
+        pool: the number of neighbours over which weights are smoothed; odd, 1 is none.
+        pooling: the way they are, "mean" or "max".
+    """
+    room = competing_room(budget, window)
+    return evicting(
+        pooled_attention(pool, pooling),
+        uniform(Bounds(0, room, room)),
+        kept=room,
+        most=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
+        window=window,
+    )._replace(dense_at={"budget": 2**30})
+
+
+def competing_room(budget: int, *protected: int, name: str = "budget") -> int:
+    """Return how many slots a budget leaves beside the protected ones.
+
+    Raises:
+        ValueError: it leaves none.
+    """
+    for size in protected:
+        whole_number("window", size, 1)
+    whole_number(name, budget, 1)
+    if budget <= sum(protected):
+        raise ValueError(
+            f"{name}={budget}: must be above {sum(protected)}, the number of protected slots"
+        )
+    return budget - sum(protected)
+
+
+def pooled_attention(pool: int, pooling: Pooling) -> ScoreFn:
+    """Score slots by the window's attention, smoothed over neighbours."""
+    whole_number("pool", pool, 1)
+    if pool % 2 == 0:
+        raise ValueError(f"pool={pool}: must be odd, for a slot to lie in its middle")
+    if pooling not in get_args(Pooling):
+        raise ValueError(f"pooling={pooling!r}: must be one of {list(get_args(Pooling))}")
+
+    def score(view: LayerView):
+        found = window_attention(view.ring, view.positions, view.held, view.competing)
+        return pooled(found, view.competing, pool, pooling)
+
+    return score
