@@ -66,19 +66,22 @@ def shared_counts(
     finite = jnp.sum(keys > _ordered(jnp.float32(-jnp.inf)), -1, dtype=jnp.int32)
     low, high = jnp.minimum(least, finite), jnp.minimum(most, finite)
 
-    def allowed(above: Array) -> Int32[Array, "*rows K"]:
-        return jnp.clip(jnp.sum(above, -1, dtype=jnp.int32), low, high)
+    def allowed(above: Array) -> Int32[Array, "*rows K trials"]:
+        counts = jnp.sum(above, -2, dtype=jnp.int32)
+        return jnp.clip(counts, low[..., None], high[..., None])
 
-    def enough(above: Array) -> Bool[Array, "*rows"]:
-        return jnp.sum(allowed(above.reshape(keys.shape)), -1) >= total
-
-    flat = keys.reshape(*keys.shape[:-2], -1)
-    last = _largest(flat, enough)[..., None, None]
-    count = allowed(keys > last)
-    more = allowed(keys >= last) - count
+    # digit by digit the largest threshold that enough scores reach: 8 passes over the scores, where
+    # bits would take 32
+    last = jnp.zeros((*keys.shape[:-2], 1), jnp.uint32)
+    for shift in range(28, -1, -4):
+        trials = last | (jnp.arange(1, 16, dtype=jnp.uint32) << shift)  # [*rows, 15]
+        counts = allowed(keys[..., None] >= trials[..., None, None, :])
+        digit = jnp.sum(jnp.sum(counts, -2) >= total[..., None], -1, dtype=jnp.uint32)
+        last |= digit[..., None] << shift
+    count = allowed((keys > last[..., None])[..., None])[..., 0]
+    more = allowed((keys >= last[..., None])[..., None])[..., 0] - count
     missing = jnp.maximum(total - jnp.sum(count, -1), 0)[..., None]
-    before = jnp.cumsum(more, -1) - more
-    return count + jnp.clip(missing - before, 0, more)
+    return count + jnp.clip(missing - (jnp.cumsum(more, -1) - more), 0, more)
 
 
 def compact(

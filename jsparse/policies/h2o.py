@@ -11,9 +11,9 @@ mean query; and tokens are dropped every `period` steps (the paper: every step).
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, uniform
 from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
-from jsparse.policies.eviction.window import window_attention
 from jsparse.policies.snapkv import competing_room
 from jsparse.policy import Policy, builder, whole_number
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from jsparse.cache import LayerCache, read_heads
+from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, uniform
 from jsparse.policies.eviction.engine import LayerView, evicting
-from jsparse.policies.eviction.window import pooled, window_attention
+from jsparse.policies.eviction.window import pooled
 from jsparse.policies.snapkv import competing_room
 from jsparse.policy import Policy, builder, fraction, whole_number
 

@@ -8,9 +8,10 @@ mean over them (the paper has as many KV heads as query heads).
 
 from typing import Literal, get_args
 
+from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
-from jsparse.policies.eviction.window import pooled, window_attention
+from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy, builder, whole_number
 
 Pooling = Literal["mean", "max"]

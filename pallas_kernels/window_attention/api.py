@@ -1,0 +1,87 @@
+"""Measures what share of a window's attention each slot gets, by which evicting methods rank."""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.window_attention import reference
+from jsparse.shapes import Rows
+
+Group = Literal["mean", "max"]
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.window_attention import triton_gpu
+
+    return triton_gpu.window_attention
+
+
+def _triton_refuses(queries: Array, positions: Array, layer: LayerCache, *_: object, **__: object):
+    if queries.dtype != layer.k.dtype:
+        return f"takes queries of K's dtype, {layer.k.dtype}, not {queries.dtype}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _triton_refuses),
+    Backend("reference", lambda: reference.window_attention),
+)
+
+
+def window_attention(
+    queries: Float[Array, "B W N H"],
+    positions: Rows,
+    layer: LayerCache,
+    competing: Bool[Array, "B K S"],
+    *,
+    group: Group = "mean",
+    implementation: str | None = None,
+) -> Float32[Array, "B K S"]:
+    """Return each competing slot's mean share of a window's attention; 0 for all others.
+
+    A query's shares are its softmax over the competing slots, all of which it must come after. With
+    group="mean" every query head has its own, and the mean is over the window and the group; with
+    "max" the group has one per query, of the largest logits that any of its heads gives.
+
+    Args:
+        queries: the window, after RoPE, in any order; where rows have had fewer than W tokens, only
+            the first of it count, one per token.
+        positions: the number of tokens so far of each row.
+        layer: the layer's K, and the bias of its slots where it has one.
+        competing: the slots that count.
+        group: the way in which the heads of a group are made one.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes do not fit together, or `group` is neither.
+    """
+    heads = layer.lengths.shape
+    if queries.ndim != 4 or queries.shape[0] != heads[0] or queries.shape[2] % heads[1]:
+        raise ValueError(
+            f"queries.shape={queries.shape}: must be [B, W, N, H], N a multiple of K, where [B, K] "
+            f"is {heads}"
+        )
+    if queries.shape[3] != layer.k.shape[-1] or queries.shape[1] < 1:
+        raise ValueError(
+            f"queries.shape={queries.shape}: must have at least one query per row, of "
+            f"{layer.k.shape[-1]} channels as K has"
+        )
+    if competing.shape != (*heads, layer.capacity) or competing.dtype != jnp.bool_:
+        raise ValueError(
+            f"competing={competing.dtype}{list(competing.shape)}: must be "
+            f"bool{[*heads, layer.capacity]}"
+        )
+    if positions.shape != heads[:1]:
+        raise ValueError(f"positions.shape={positions.shape}: must be {heads[:1]}")
+    if group not in get_args(Group):
+        raise ValueError(f"group={group!r}: must be one of {list(get_args(Group))}")
+    return run(
+        "window_attention",
+        implementation,
+        BACKENDS,
+        *(queries, positions, layer, competing),
+        group=group,
+    )

@@ -1,0 +1,92 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jsparse.cache import LayerCache
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arguments."""
+
+    queries: Array
+    positions: Array
+    layer: LayerCache
+    competing: Array
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call.
+
+    Attributes:
+        window: W.
+        lengths: slots held per head: "full", "ragged", or "short", fewer than there are queries.
+        table: the block table, "identity" or "scrambled".
+        bias: whether slots have one.
+        first: the number of slots at the front that do not compete; as many as W at the end.
+    """
+
+    name: str
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    window: int = 8
+    page_size: int = 16
+    num_pages: int = 9
+    lengths: Literal["full", "ragged", "short"] = "ragged"
+    table: Literal["identity", "scrambled"] = "identity"
+    bias: bool = False
+    first: int = 5
+    dtype: str = "float32"
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the inputs; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        heads, slots = (self.batch, self.kv_heads), self.num_pages * self.page_size
+        pages = self.batch * self.kv_heads * self.num_pages
+        held = {
+            "full": np.full(heads, slots),
+            "ragged": rng.integers(self.window, slots + 1, heads),
+            "short": rng.integers(0, self.window, heads),
+        }[self.lengths]
+        if self.lengths == "ragged":
+            held.flat[0] = 0
+        k = rng.normal(size=(pages, self.page_size, self.head_dim))
+        table = rng.permutation(pages).reshape(*heads, self.num_pages)
+        bias = rng.normal(size=k.shape[:2]) * 2
+        queries = 2 * rng.normal(
+            size=(self.batch, self.window, self.kv_heads * self.group, self.head_dim)
+        )
+        at = np.arange(slots)
+        return Inputs(
+            jnp.asarray(queries, self.dtype),
+            jnp.asarray(held.max(1) + (self.lengths != "short"), jnp.int32),
+            LayerCache(
+                jnp.asarray(k, self.dtype),
+                jnp.zeros(k.shape, self.dtype),
+                jnp.asarray(held, jnp.int32),
+                block_table=jnp.asarray(table, jnp.int32) if self.table == "scrambled" else None,
+                bias=jnp.asarray(bias, jnp.float32) if self.bias else None,
+            ),
+            jnp.asarray((at >= self.first) & (at < held[..., None] - self.window)),
+        )
+
+
+CASES = (
+    Case("ragged"),
+    Case("full", lengths="full"),
+    Case("short", lengths="short"),
+    Case("scrambled", table="scrambled", bias=True),
+    Case("bias", bias=True, dtype="bfloat16"),
+    Case("one_head", kv_heads=1, group=1, window=1, first=0),
+    Case("group_of_16", group=16, window=32, num_pages=20, dtype="bfloat16"),
+    Case("group_of_7", group=7, window=20, page_size=24, num_pages=30, head_dim=40),
+    Case("llama", kv_heads=8, group=4, head_dim=128, window=32, num_pages=40, dtype="bfloat16"),
+    Case("head_dim_96", head_dim=96, dtype="float16"),
+)

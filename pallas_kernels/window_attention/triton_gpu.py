@@ -1,0 +1,256 @@
+"""Implements `api.window_attention` with jax-triton, in two launches that both multiply Q and K.
+
+The first leaves the logsumexp of every query over each SPLIT slots, the second makes shares of the
+logits, once XLA has joined these. Nothing of the size of the logits is written. A query's row is
+(place in the window, head of the group), each padded to a power of two, so that the heads of a
+group are neighbours. How a head is cut depends on its capacity alone: batches change no bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Bool, Float, Float32
+
+from jsparse.cache import LayerCache
+from jsparse.shapes import Rows
+
+BLOCK = 64  # slots per tile
+SPLIT = 256  # slots per program of the first launch
+MOST_ROWS = 128  # query rows per tile
+
+
+def window_attention(
+    queries: Float[Array, "B W N H"],
+    positions: Rows,
+    layer: LayerCache,
+    competing: Bool[Array, "B K S"],
+    *,
+    group: str,
+) -> Float32[Array, "B K S"]:
+    """Implement `api.window_attention` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, kv_heads), slots = layer.lengths.shape, layer.capacity
+    size, heads, head_dim = queries.shape[1:]
+    each = triton.next_power_of_2(heads // kv_heads)
+    rows = max(triton.next_power_of_2(size) * each, 16)
+    tile = min(max(MOST_ROWS, each), rows)
+    absent = layer.lengths  # stands in for arrays that the call lacks; never read
+    arrays = (
+        queries,
+        layer.k,
+        absent if layer.bias is None else layer.bias,
+        absent if layer.block_table is None else layer.block_table,
+        positions,
+        competing.astype(jnp.int8),
+    )
+    constants: dict[str, Any] = {
+        "W": size,
+        "N": heads,
+        "K": kv_heads,
+        "H": head_dim,
+        "S": slots,
+        "P": layer.page_size,
+        "SCALE": head_dim**-0.5,
+        "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        "EACH": each,
+        "ROWS": rows,
+        "TILE": tile,
+        "BLOCK": BLOCK,
+        "LARGEST": group == "max",
+        "HAS_BIAS": layer.bias is not None,
+        "HAS_TABLE": layer.block_table is not None,
+        "PRECISION": "ieee" if queries.dtype == jnp.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+    splits, sets = triton.cdiv(slots, SPLIT), rows // each if group == "max" else rows
+    parts = triton_call(
+        *arrays,
+        kernel=lse_kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, splits, sets), jnp.float32),
+        grid=(splits, batch * kv_heads, rows // tile),
+        SPLIT=SPLIT,
+        **constants,
+    )
+    lse = jax.nn.logsumexp(parts, axis=2)
+    return triton_call(
+        *arrays,
+        lse,
+        kernel=shares_kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32),
+        grid=(triton.cdiv(slots, BLOCK), batch * kv_heads),
+        **constants,
+    )
+
+
+@triton.jit
+def load_queries(
+    q_ptr,  # [B, W, N, H]
+    positions_ptr,  # [B]
+    pair,
+    first,
+    W: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EACH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return TILE query rows of one KV head [TILE, CHANNELS], and which of them there are."""
+    row, channel = first + tl.arange(0, TILE), tl.arange(0, CHANNELS)
+    nth, head = row // EACH, row % EACH
+    asked = (nth < tl.minimum(tl.load(positions_ptr + pair // K), W)) & (head < N // K)
+    at = ((pair // K).to(tl.int64) * W + nth) * N + pair % K * (N // K) + head
+    inside = asked[:, None] & (channel < H)[None, :]
+    return tl.load(q_ptr + at[:, None] * H + channel[None, :], mask=inside, other=0.0), asked
+
+
+@triton.jit
+def logits_of(
+    q,
+    asked,
+    k_ptr,  # [pages, P, H]
+    bias_ptr,  # [pages, P]
+    table_ptr,  # [B, K, M]
+    competing_ptr,  # [B, K, S]
+    pair,
+    slot,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EACH: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK]."""
+    channel, there = tl.arange(0, CHANNELS), slot < S
+    seen = tl.load(competing_ptr + pair.to(tl.int64) * S + slot, mask=there, other=0) != 0
+    page = pair.to(tl.int64) * (S // P) + slot // P
+    if HAS_TABLE:
+        page = tl.load(table_ptr + page, mask=seen, other=0).to(tl.int64)
+    at = page * P + slot % P
+    # competing slots alone: others are never looked at
+    k = tl.load(
+        k_ptr + at[:, None] * H + channel[None, :],
+        mask=seen[:, None] & (channel < H)[None, :],
+        other=0.0,
+    )
+    logits = SCALE * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + at, mask=seen, other=0.0)[None, :]
+    logits = tl.where(asked[:, None] & seen[None, :], logits, float("-inf"))
+    if LARGEST:
+        logits = tl.max(tl.reshape(logits, [TILE // EACH, EACH, BLOCK]), 1)
+    return logits
+
+
+@triton.jit
+def lse_kernel(
+    q_ptr,
+    k_ptr,
+    bias_ptr,
+    table_ptr,
+    positions_ptr,
+    competing_ptr,
+    out_ptr,  # [B, K, splits, ROWS or ROWS // EACH]
+    SPLIT: tl.constexpr,
+    W: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the logsumexp of a tile of query rows over one split of a head's slots."""
+    split, pair, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q, asked = load_queries(
+        q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
+    )
+    SETS: tl.constexpr = TILE // EACH if LARGEST else TILE
+    top = tl.full([SETS], float("-inf"), tl.float32)
+    total = tl.zeros([SETS], tl.float32)
+    for start in range(0, SPLIT, BLOCK):
+        slot = split * SPLIT + start + tl.arange(0, BLOCK)
+        logits = logits_of(
+            q, asked, k_ptr, bias_ptr, table_ptr, competing_ptr, pair, slot,
+            S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), 1)
+        top = higher
+    lse = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    per: tl.constexpr = ROWS // TILE * SETS
+    at = (pair.to(tl.int64) * tl.num_programs(0) + split) * per + chunk * SETS
+    tl.store(out_ptr + at + tl.arange(0, SETS), lse)
+
+
+@triton.jit
+def shares_kernel(
+    q_ptr,
+    k_ptr,
+    bias_ptr,
+    table_ptr,
+    positions_ptr,
+    competing_ptr,
+    lse_ptr,  # [B, K, ROWS or ROWS // EACH]
+    out_ptr,  # [B, K, S]
+    W: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Average the shares of one tile of slots over all query rows of a head."""
+    pair = tl.program_id(1)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    SETS: tl.constexpr = TILE // EACH if LARGEST else TILE
+    total = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(0, ROWS // TILE):
+        q, asked = load_queries(
+            q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
+        )
+        logits = logits_of(
+            q, asked, k_ptr, bias_ptr, table_ptr, competing_ptr, pair, slot,
+            S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+        )  # fmt: skip
+        at = pair.to(tl.int64) * (ROWS // TILE * SETS) + chunk * SETS + tl.arange(0, SETS)
+        lse = tl.load(lse_ptr + at)
+        lse = tl.where(lse == float("-inf"), 0.0, lse)  # its logits are -inf, too
+        total += tl.sum(tl.exp(logits - lse[:, None]), 0)
+    asked_of = tl.maximum(tl.minimum(tl.load(positions_ptr + pair // K), W), 1)
+    each = 1 if LARGEST else N // K
+    out = total / (asked_of * each).to(tl.float32)
+    tl.store(out_ptr + pair.to(tl.int64) * S + slot, out, mask=slot < S)

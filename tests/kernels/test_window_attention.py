@@ -1,0 +1,73 @@
+"""Tests window_attention's reference against numpy in float64, and what the op refuses."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.window_attention import reference, window_attention
+from jsparse.pallas_kernels.window_attention.cases import CASES, Case
+
+by_name = {case.name: case for case in CASES}
+
+
+def slowly(inputs, group):
+    """Average softmaxes one query after the other, in float64."""
+    queries, positions, layer, competing = inputs
+    (batch, kv_heads), size = layer.lengths.shape, layer.page_size
+    pool = np.asarray(layer.k, np.float64)
+    table = layer.block_table
+    if table is None:
+        table = np.arange(len(pool)).reshape(batch, kv_heads, -1)
+    out = np.zeros(competing.shape)
+    for b, k in np.ndindex(batch, kv_heads):
+        slots = np.flatnonzero(competing[b, k])
+        pages = np.asarray(table)[b, k, slots // size]
+        if slots.size == 0:
+            continue
+        bias = 0.0 if layer.bias is None else np.asarray(layer.bias)[pages, slots % size]
+        each = queries.shape[2] // kv_heads
+        sets = []
+        for q in np.asarray(queries, np.float64)[b, : positions[b], k * each : (k + 1) * each]:
+            logits = q @ pool[pages, slots % size].T * q.shape[-1] ** -0.5 + bias
+            sets += [logits.max(0)] if group == "max" else list(logits)
+        weights = [np.exp(logits - logits.max()) for logits in sets]
+        out[b, k, slots] = np.mean([w / w.sum() for w in weights], axis=0)
+    return out
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_shares_are_means_of_softmaxes(case, group):
+    inputs = case.build()
+    got = window_attention(*inputs, group=group, implementation="reference")
+    tolerance = 2e-6 if case.dtype == "float32" else 2e-3
+    np.testing.assert_allclose(got, slowly(inputs, group), atol=tolerance)
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("name", ["ragged", "scrambled", "group_of_7"])
+def test_blocks_change_nothing(name, group, monkeypatch):
+    inputs = by_name[name].build()
+    whole = window_attention(*inputs, group=group, implementation="reference")
+    for pages in (1, 2, 4):
+        heads, size = inputs.queries.shape[2], inputs.queries.shape[1]
+        page_bytes = 4 * len(inputs.positions) * heads * size * inputs.layer.page_size
+        monkeypatch.setattr(reference, "BLOCK_BYTES", pages * page_bytes)
+        blocks = window_attention(*inputs, group=group, implementation="reference")
+        np.testing.assert_allclose(blocks, whole, atol=1e-6)
+
+
+def test_bad_input_is_refused():
+    inputs = Case("x").build()
+    bad = {
+        "queries.shape": {"queries": inputs.queries[:, :, :3]},
+        "at least one query": {"queries": inputs.queries[:, :0]},
+        "competing=bool": {"competing": inputs.competing[..., 1:]},
+        "competing=int32": {"competing": inputs.competing.astype(jnp.int32)},
+        "positions.shape": {"positions": inputs.positions[:1]},
+    }
+    for said, change in bad.items():
+        with pytest.raises(ValueError, match=said):
+            window_attention(*inputs._replace(**change))
+    with pytest.raises(ValueError, match=r"group='sum': must be one of \['mean', 'max'\]"):
+        window_attention(*inputs, group="sum")  # pyright: ignore[reportArgumentType]
