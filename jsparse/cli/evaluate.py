@@ -30,12 +30,19 @@ def evaluate(
         str,
         Option(
             help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, "
-            "…), longbench_…."
+            "…), longbench_…, questions."
         ),
     ] = DEFAULT_TASKS,
     lengths: Annotated[
-        str, Option(help="Comma-separated lengths in tokens, prompt and answer together.")
+        str,
+        Option(
+            help="Comma-separated lengths in tokens, prompt and answer together; the task "
+            "questions has its own."
+        ),
     ] = "1024",
+    max_new_tokens: Annotated[
+        int, Option(help="Maximum number of tokens per answer of the task questions.")
+    ] = 8192,
     samples: Annotated[int, Option(help="Number of samples per task and length.")] = 20,
     batch: Annotated[int, Option(help="Number of prompts per batch.")] = 4,
     steps: Annotated[int, Option(help="Decode steps per sample of kl, ppl and attention.")] = 64,
@@ -55,7 +62,11 @@ def evaluate(
         Option(help="UTF-8 text file for kl, ppl and attention, instead of the built-in text."),
     ] = None,
     files: Annotated[
-        Path | None, Option(help="Folder with the files that some tasks need.")
+        Path | None,
+        Option(
+            help="Folder with the files that some tasks need, such as questions.jsonl: one object "
+            "per line with question, answer and, optionally, id."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -87,6 +98,7 @@ def evaluate(
         "text": text,
         "files": files,
         "yardstick": yardstick,
+        "max_new_tokens": max_new_tokens,
     }
     chosen = [resolve(text).name for text in policy or []]
     wanted = plan(chosen, names, _numbers(lengths), samples, **more)

@@ -36,6 +36,7 @@ class Comparison:
     measure the policies' yardsticks, as a task of its own.
 
     Attributes:
+        length: the number of tokens, of prompt and new tokens together.
         samples: the number of samples there are; None means any number.
         tasks: the tasks that are measured.
     """
@@ -50,7 +51,7 @@ class Comparison:
         batch: int,
         yardstick: bool = False,
     ) -> None:
-        self._params, self._name, self._length, self._text = params, name, length, text
+        self._params, self._name, self.length, self._text = params, name, length, text
         self._steps, self._batch = steps, batch
         self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
         if length < steps + 2:
@@ -76,7 +77,7 @@ class Comparison:
             prompts,
             max_new_tokens=self._steps,
             continuation=continuation,
-            max_length=_capacity(self._length),
+            max_length=_capacity(self.length),
         )
         rows = range(len(indices))
         if self._name == "attention":
@@ -98,34 +99,39 @@ class Comparison:
 
     def _excerpt(self, index: int) -> list[int]:
         """Returns an excerpt of the text that begins at the sample's own place."""
-        start = random.Random(f"{SEED} {self._length} {index}").randint(
-            0, len(self._text) - self._length
+        start = random.Random(f"{SEED} {self.length} {index}").randint(
+            0, len(self._text) - self.length
         )
-        return list(self._text[start : start + self._length - self._steps - 1])
+        return list(self._text[start : start + self.length - self._steps - 1])
 
 
 class Answers:
     """Scores what policies answer, greedily.
 
-    For a chat model the length includes the chat's template, unlike in RULER itself.
+    For a chat model the length includes the chat's template, unlike in RULER itself. A task that is
+    open-ended has a length of its own, that of its longest sample, and is put as a chat to every
+    model with a template.
 
     Attributes:
+        length: the number of tokens, of prompt and new tokens together.
         samples: the number of samples there are; None means any number.
         tasks: the task that is measured.
     """
 
     def __init__(
-        self, params: Params, tokenizer: Tokenizer, task: Task, length: int, batch: int, chat: bool
+        self,
+        params: Params,
+        tokenizer: Tokenizer,
+        task: Task,
+        length: int | None,
+        batch: int,
+        chat: bool,
     ) -> None:
-        self._params, self._tokenizer, self._task, self._batch, self._chat = (
-            params,
-            tokenizer,
-            task,
-            batch,
-            chat,
-        )
-        self._length, self.samples, self.tasks = length, task.num_samples, (task.name,)
-        self._room = length - len(self._ids(Sample("", "", (), 0, {})))
+        self._params, self._tokenizer, self._task, self._batch = params, tokenizer, task, batch
+        self._chat = chat or (task.open_ended and tokenizer.chat_template is not None)
+        self.samples, self.tasks = task.num_samples, (task.name,)
+        self.length = self._longest() if length is None else length
+        self._room = self.length - len(self._ids(Sample("", "", (), 0, {})))
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
         """Returns scores and attended shares of the one task, with the answers in meta."""
@@ -135,7 +141,7 @@ class Answers:
             policies,
             [self._ids(sample) for sample in _filled(samples, self._batch)],
             max_new_tokens=max(sample.max_new_tokens for sample in samples),
-            max_length=_capacity(self._length),
+            max_length=_capacity(self.length),
         )
         return [
             [
@@ -148,7 +154,23 @@ class Answers:
         shares = {"attended": out.stats.attended_fraction, "read": out.stats.read_fraction}
         values = {"score": self._task.score(out.text, sample)}
         values |= {name: share for name, share in shares.items() if share is not None}
+        if self._task.open_ended:
+            values["new_tokens"] = float(out.stats.new_tokens)
+            values["cut_off"] = float(out.finish_reason == "length")
         return values, sample.meta | {"text": out.text, "answers": list(sample.answers)}
+
+    def _longest(self) -> int:
+        """Returns the tokens of the longest sample of an open-ended task."""
+        assert self._task.num_samples is not None
+        samples = (self._task.sample(self._encode, 0, i) for i in range(self._task.num_samples))
+        prompt, limit = max((len(self._ids(sample)), sample.max_new_tokens) for sample in samples)
+        most = self._params.config.max_position_embeddings
+        if prompt + limit > most:
+            raise ValueError(
+                f"max_new_tokens={limit}: must leave room for the longest prompt of "
+                f"{self._task.name} ({prompt} tokens) within {most}, the model's maximum"
+            )
+        return prompt + limit
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

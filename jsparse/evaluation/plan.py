@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jsparse.evaluation import tasks, texts
 from jsparse.evaluation.evaluators import MEASURES, Answers, Comparison, Measured
 from jsparse.evaluation.store import Cell, Entry, Store
+from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import parse
 from jsparse.prompts import tokenizer_of
@@ -23,7 +24,8 @@ class Plan(NamedTuple):
     Attributes:
         policies: expressions of policies; dense() is the reference and comes first.
         tasks: names from `MEASURES` or `tasks.TASKS`.
-        lengths: numbers of tokens, of prompt and new tokens together.
+        lengths: numbers of tokens, of prompt and new tokens together; open-ended tasks have their
+            own.
         samples: the number of samples per task and length.
         batch: the number of prompts in a batch.
         steps: the number of decode steps per sample of a measure.
@@ -31,6 +33,7 @@ class Plan(NamedTuple):
         text: the UTF-8 text that measures read; None means the one that ships.
         files: the folder of the files that some tasks need; see `tasks.parse`.
         yardstick: whether "kl" measures what `jsparse.evaluation.yardstick` describes, too.
+        max_new_tokens: the most tokens per answer of open-ended tasks.
     """
 
     policies: tuple[str, ...]
@@ -43,6 +46,7 @@ class Plan(NamedTuple):
     text: Path | None = None
     files: Path | None = None
     yardstick: bool = False
+    max_new_tokens: int = MAX_NEW_TOKENS
 
 
 def plan(
@@ -55,7 +59,7 @@ def plan(
     """
     chosen = dict.fromkeys([parse("dense").name, *(parse(policy).name for policy in policies)])
     made = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
-    for name in ("samples", "batch", "steps"):
+    for name in ("samples", "batch", "steps", "max_new_tokens"):
         if getattr(made, name) < 1:
             raise ValueError(f"{name}={getattr(made, name)}: must be at least 1")
     if not made.lengths or min(made.lengths) < 1 or len(set(made.lengths)) < len(made.lengths):
@@ -83,10 +87,6 @@ def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_:
     Raises:
         ValueError: a length exceeds the model's maximum, or what a task needs is missing.
     """
-    most = params.config.max_position_embeddings
-    for length in plan.lengths:
-        if length > most:
-            raise ValueError(f"length={length}: must be at most {most}, the model's maximum")
     parts, done = list(_parts(params, plan)), len(store.entries)
     wanted = sum(len(plan.policies) * len(part.tasks) * part.samples for part in parts)
     for part in parts:
@@ -127,17 +127,29 @@ class Part(NamedTuple):
 
 
 def _parts(params: Params, plan: Plan) -> Iterator[Part]:
+    for measure in _measures(params, plan):
+        there = measure.samples
+        samples = plan.samples if there is None else min(plan.samples, there)
+        yield Part(measure.tasks, measure.length, samples, measure)
+
+
+def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Answers]:
     tokenizer = tokenizer_of(params, "the evaluation")
+    built = {
+        name: tasks.parse(name, plan.files, plan.max_new_tokens)[0]
+        for name in plan.tasks
+        if name not in MEASURES
+    }
+    most = params.config.max_position_embeddings
+    if any(name in MEASURES or not built[name].open_ended for name in plan.tasks):
+        for length in plan.lengths:
+            if length > most:
+                raise ValueError(f"length={length}: must be at most {most}, the model's maximum")
     text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
     for name in plan.tasks:
-        task = None if name in MEASURES else tasks.parse(name, plan.files)[0]
-        for length in plan.lengths:
-            if task is None:
-                measure = Comparison(
-                    params, name, length, text, plan.steps, plan.batch, plan.yardstick
-                )
-            else:
-                measure = Answers(params, tokenizer, task, length, plan.batch, plan.chat)
-            there = measure.samples
-            samples = plan.samples if there is None else min(plan.samples, there)
-            yield Part(measure.tasks, length, samples, measure)
+        if name in MEASURES:
+            for length in plan.lengths:
+                yield Comparison(params, name, length, text, plan.steps, plan.batch, plan.yardstick)
+        else:
+            for length in (None,) if built[name].open_ended else plan.lengths:
+                yield Answers(params, tokenizer, built[name], length, plan.batch, plan.chat)

@@ -128,6 +128,21 @@ def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
     assert found(json.loads(killed.read_text())) == found(report)
 
 
+def test_questions_are_answered_up_to_max_new_tokens(common, tmp_path):
+    rows = [{"question": "the cat sat", "answer": 1}, {"question": "the dog ran", "answer": "no"}]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out.json"
+    args = ["--tasks", "questions", "--files", tmp_path, "--max-new-tokens", 9, "--json", out]
+    done = run(*common, *args)
+    assert done.exit_code == 0, done.output
+    assert "score %" in done.output and "new tokens" in done.output and "cut off %" in done.output
+    report = json.loads(out.read_text())
+    assert report["settings"]["max_new_tokens"] == 9
+    made = [sample["values"] for cell in report["cells"] for sample in cell["samples"]]
+    assert len(made) == 4  # of two policies
+    assert max(values["new_tokens"] for values in made) == 9
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -141,6 +156,8 @@ def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
         (["--tasks", "ppl,passkey", "--yardstick"], "must have kl among them"),
         (["--tasks", "kl", "--policy", "nobody()"], "nobody"),
         (["--tasks", "qa_1", "--files", "nowhere"], "squad.json"),
+        (["--tasks", "questions"], "needs questions.jsonl"),
+        (["--tasks", "questions", "--max-new-tokens", "0"], "max_new_tokens=0: must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line(common, args, said):

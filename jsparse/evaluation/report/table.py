@@ -14,6 +14,8 @@ from jsparse.evaluation.report.statistics import YARDSTICK
 FORMATS = {
     "score": ("score %", 100, ".1f"),
     "agreement": ("agreement %", 100, ".1f"),
+    "new_tokens": ("new tokens", 1, ".0f"),
+    "cut_off": ("cut off %", 100, ".1f"),
     "kl": ("KL", 1, ".2g"),
     "perplexity": ("perplexity", 1, ".2f"),
     "recall": ("recall %", 100, ".1f"),

@@ -28,27 +28,33 @@ The list says what is NVIDIA's in each task and, after "here", where we differ f
 - qa_1, qa_2: questions of SQuAD and HotpotQA about documents among others; any answer counts.
 
 `passkey` and `niah_grid` are described in `jsparse.evaluation.tasks.passkey`, `longbench_...` in
-`jsparse.evaluation.tasks.longbench`.
+`jsparse.evaluation.tasks.longbench`, `questions` in `jsparse.evaluation.tasks.questions`.
 """
 
 import os
 from pathlib import Path
 
-from jsparse.evaluation.tasks import longbench, passkey, ruler
+from jsparse.evaluation.tasks import longbench, passkey, questions, ruler
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task
 
 __all__ = ["TASKS", "Encode", "Sample", "Task", "parse"]
 
-TASKS = {**ruler.TASKS, **passkey.TASKS, **longbench.TASKS}
+TASKS = {**ruler.TASKS, **passkey.TASKS, **longbench.TASKS, **questions.TASKS}
 
 
-def parse(names: str, files: str | os.PathLike[str] | None = None) -> list[Task]:
+def parse(
+    names: str,
+    files: str | os.PathLike[str] | None = None,
+    max_new_tokens: int = questions.MAX_NEW_TOKENS,
+) -> list[Task]:
     """Returns the tasks of a list of names.
 
     Args:
         names: names of `TASKS`, with commas between them.
-        files: the folder of PaulGrahamEssays.json, squad.json, hotpotqa.json, and of LongBench's
-            NAME.jsonl and v2's data.json. Without it, LongBench is read from the Hub.
+        files: the folder of PaulGrahamEssays.json, squad.json, hotpotqa.json, questions.jsonl, and
+            of LongBench's NAME.jsonl and v2's data.json. Without it, LongBench is read from the
+            Hub.
+        max_new_tokens: the most tokens per answer of open-ended tasks.
 
     Raises:
         ValueError: a name is unknown or given twice, or what the task needs is missing.
@@ -60,4 +66,9 @@ def parse(names: str, files: str | os.PathLike[str] | None = None) -> list[Task]
         if name in listed[:i]:
             raise ValueError(f"task {name!r} is given twice: must be given once")
     folder = None if files is None else Path(files)
-    return [TASKS[name](name, folder) for name in listed]
+    return [
+        questions.TASKS[name](name, folder, max_new_tokens)
+        if name in questions.TASKS
+        else TASKS[name](name, folder)
+        for name in listed
+    ]

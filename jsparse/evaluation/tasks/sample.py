@@ -47,12 +47,15 @@ class Task:
             there is no sample of that number.
         score: (generated text, Sample) -> a score from 0 to 1.
         num_samples: the number of samples there are; None means any number.
+        open_ended: whether samples are as long as they are, whatever `length`; then there is a
+            number of them, and the evaluation also records how long the answers become.
     """
 
     name: str
     sample: Callable[[Encode, int, int], Sample] = field(repr=False)
     score: Callable[[str, Sample], float] = field(repr=False)
     num_samples: int | None = None
+    open_ended: bool = False
 
 
 Make = Callable[[Encode, random.Random, int, int, int], Sample]

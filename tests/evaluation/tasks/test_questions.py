@@ -1,0 +1,262 @@
+"""Tests questions of one's own: what counts as the answer, the file's rules, and whole runs."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from encoders import words
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jsparse
+from jsparse.evaluation import evaluators
+from jsparse.evaluation.plan import plan, run
+from jsparse.evaluation.store import Store
+from jsparse.evaluation.tasks import parse
+from jsparse.evaluation.tasks.questions import final_answer, same
+from jsparse.host_reader import Generation, GenerationStats
+from jsparse.models.tokenizer import Tokenizer
+
+TINY = Path(__file__).parents[2] / "fixtures" / "hf" / "llama3" / "model.gguf"
+SINK = "streaming(sink=1, recent=1)"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+ROWS = [
+    {"id": "sum", "question": "the cat sat on the mat", "answer": 42, "source": "made up"},
+    {"question": "the dog", "answer": " $\\frac{1}{2}$ "},
+    {"id": 7, "question": "the house is red", "answer": "1,000"},
+]
+
+
+def written(folder, *lines):
+    file = folder / "questions.jsonl"
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return written(tmp_path, *map(json.dumps, ROWS))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jsparse.load(str(TINY))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{4}, no: \\boxed{5}, which is not 6", "5"),
+        ("\\boxed{\\frac{1}{2}} at last", "\\frac{1}{2}"),
+        ("\\boxed {\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\boxed{8}}", "8"),
+        ("\\boxed{3} and then \\boxed{\\frac{1}", "3"),
+        ("\\boxed{} or 3", ""),
+        ("first 12, then -3.50.", "-3.50"),
+        ("10-3", "3"),
+        ("it costs $1,234,567.", "1,234,567"),
+        ("f(1,2345)", "2345"),
+        ("x = \N{MINUS SIGN}7", "\N{MINUS SIGN}7"),
+        ("\\boxed{12", "12"),
+        ("I do not know", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_or_else_the_last_number_is_the_answer(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("70", "070", True),
+        ("1,000", "1000.0", True),
+        ("\N{MINUS SIGN}3", "-3.0", True),
+        ("$ 5 $", "+5", True),
+        ("9" * 5000, "9" * 5000 + ".0", True),
+        ("9" * 5000, "9" * 4999 + "8", False),
+        ("0.1", "0.10000000000000000001", False),
+        ("\\frac{1} {2}", "$\\frac{1}{2}$", True),
+        ("1/2", "0.5", False),
+        ("1,2", "12", False),
+        ("Paris", "paris", False),
+        ("", "0", False),
+    ],
+)
+def test_numbers_are_compared_as_numbers_and_all_else_as_text(said, answer, right):
+    assert same(said, answer) == same(answer, said) == right
+
+
+@given(st.integers(), st.text("ab {}\\boxed1.,-", max_size=40))
+def test_a_box_at_the_end_counts_whatever_comes_before(number, text):
+    assert same(final_answer(f"{text}\\boxed{{{number}}}") or "", f"{number}.0")
+
+
+def test_a_line_becomes_a_sample(folder):
+    (task,) = parse("questions", folder, 100)
+    assert (task.num_samples, task.open_ended) == (3, True)
+    first, second, third = (task.sample(words, 0, index) for index in range(3))
+    assert (first.prompt, first.prefix, first.max_new_tokens) == (ROWS[0]["question"], "", 100)
+    assert first.meta == {"id": "sum", "context_tokens": 6}
+    assert [sample.meta["id"] for sample in (second, third)] == ["2", "7"]
+    assert parse("questions", folder)[0].sample(words, 0, 0).max_new_tokens == 8192
+    said = "\\boxed{42} or \\boxed{ \\frac{1}{2} }"
+    assert [task.score(said, sample) for sample in (first, second, third)] == [0, 1, 0]
+    assert [task.score("42 of 1000", sample) for sample in (first, second, third)] == [0, 0, 1]
+    assert task.score("no idea", first) == 0
+    with pytest.raises(ValueError, match="index=3: must be from 0, questions has 3 samples"):
+        task.sample(words, 0, 3)
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    lines = ["", '{"question": "a\u2028b", "answer": "c"}', "  ", '{"question": "d", "answer": 1}']
+    (task,) = parse("questions", written(tmp_path, *lines))
+    samples = [task.sample(words, 0, index) for index in range(2)]
+    assert [(sample.prompt, sample.meta["id"]) for sample in samples] == [
+        ("a\u2028b", "2"),
+        ("d", "4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "a", "answer": 1', "is not JSON"),
+        ('["a", 1]', "is '[\"a\", 1]': must be an object"),
+        ('{"answer": 1}', "question=None: must be text that is not blank"),
+        ('{"question": " ", "answer": 1}', "question=' ': must be text"),
+        ('{"question": 5, "answer": 1}', "question=5: must be text"),
+        ('{"question": "a"}', "answer=None: must be a number, or text that is not blank"),
+        ('{"question": "a", "answer": "$ $"}', "answer='$ $': must be"),
+        ('{"question": "a", "answer": true}', "answer=True: must be"),
+        ('{"question": "a", "answer": [1]}', "answer=[1]: must be"),
+        ('{"question": "a", "answer": 1, "id": null}', "id=None: must be text or a number"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_rule(tmp_path, line, said):
+    with pytest.raises(ValueError, match=f"questions.jsonl', line 2:? {re.escape(said)}"):
+        parse("questions", written(tmp_path, json.dumps(ROWS[0]), line))
+
+
+def test_files_that_hold_no_questions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="files=None: questions needs questions.jsonl"):
+        parse("questions")
+    with pytest.raises(ValueError, match="questions needs questions.jsonl .* which is not there"):
+        parse("questions", tmp_path)
+    with pytest.raises(ValueError, match="is empty: must hold at least one question"):
+        parse("questions", written(tmp_path, " "))
+    (tmp_path / "questions.jsonl").write_bytes(b'{"question": "\xff", "answer": 1}')
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        parse("questions", tmp_path)
+
+
+def measured(params, folder, store=None, tasks=("questions",), **more):
+    """Runs the questions with room for 6 new tokens; returns the report."""
+    asked = plan(
+        [SINK], tasks, [4096], 20, **{"batch": 2, "files": folder, "max_new_tokens": 6, **more}
+    )
+    store = store or Store(folder / "report.json", {"model": "tiny", "samples": 20})
+    run(params, asked, store)
+    return store.finish({})
+
+
+def test_a_model_answers_up_to_the_limit(params, folder):
+    report = measured(params, folder)
+    longest = max(len(params.tokenizer.encode(row["question"])) for row in ROWS)
+    assert {cell["length"] for cell in report["cells"]} == {longest + 6}  # whatever lengths say
+    assert [cell["policy"] for cell in report["cells"]] == ["dense()", SINK]
+    for cell in report["cells"]:
+        samples = cell["samples"]
+        assert [sample["meta"]["id"] for sample in samples] == ["sum", "2", "7"]
+        policy = cell["policy"]
+        for row, sample in zip(ROWS, samples, strict=True):
+            own = jsparse.generate(params, row["question"], policy=policy, max_new_tokens=6,
+                                   temperature=0)  # fmt: skip
+            assert sample["meta"]["text"] == own.text
+            assert sample["values"]["new_tokens"] == len(own.token_ids)
+            assert sample["values"]["cut_off"] == (own.finish_reason == "length")
+    compared = report["cells"][1]["metrics"]
+    assert {"score", "new_tokens", "cut_off", "attended", "read"} == compared.keys()
+    assert compared["score"]["pairs"] == compared["new_tokens"]["pairs"] == 3
+    assert compared["attended"]["difference"] < 0
+
+
+def test_right_answers_lengths_and_cuts_are_counted(params, folder, monkeypatch):
+    def made(text, tokens, reason):
+        stats = GenerationStats(1, tokens, 0.0, None, 1.0, 1.0, "")
+        return Generation(text, [0] * tokens, reason, stats)
+
+    right = [made("\\boxed{42}", 2, "stop"), made("\\boxed{\\frac12}", 4, "stop")]
+    wrong = [made("42 or 43", 6, "length"), made("", 6, "length")]
+    monkeypatch.setattr(evaluators, "generate", lambda *_, **__: [right, wrong])
+    report = measured(params, written(folder, *map(json.dumps, ROWS[:2])))
+    dense, sparse = (cell["metrics"] for cell in report["cells"])
+    assert (dense["score"]["mean"], sparse["score"]["mean"]) == (0.5, 0)
+    assert sparse["score"]["difference"] == -0.5
+    assert sparse["score"]["interval"] == [-1, 0]
+    assert (dense["new_tokens"]["mean"], sparse["new_tokens"]["mean"]) == (3, 6)
+    assert (dense["cut_off"]["mean"], sparse["cut_off"]["mean"]) == (0, 1)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, template):
+    tokenizer = Tokenizer(params.tokenizer._core, chat_template=template)
+    prompts = []
+
+    def generate(params, policies, rows, **options):
+        prompts.extend(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluators, "generate", generate)
+    with pytest.raises(KeyboardInterrupt):
+        measured(dataclasses.replace(params, tokenizer=tokenizer), folder)
+    question = ROWS[0]["question"]
+    if template is None:
+        assert prompts[0] == tokenizer.encode(question)
+    else:
+        asked = f"<user>{question}<assistant>"
+        assert prompts[0] == tokenizer.encode(asked, add_special_tokens=False)
+
+
+def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
+    whole = measured(params, folder)
+    settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
+    add, killed = Store.add, Store(path, settings)
+
+    def dies(store, entries):
+        add(store, entries)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "add", dies)
+        with pytest.raises(KeyboardInterrupt):
+            measured(params, folder, killed)
+    asked = []
+    answer = evaluators.Answers.__call__
+
+    def counted(answers, policies, indices):
+        asked.append(list(indices))
+        return answer(answers, policies, indices)
+
+    monkeypatch.setattr(evaluators.Answers, "__call__", counted)
+    resumed = measured(params, folder, Store(path, settings, resume=True))
+    assert asked == [[2]]
+    assert resumed["cells"] == whole["cells"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        (
+            {"max_new_tokens": 8192},
+            r"max_new_tokens=8192: must leave room .*\d+ tokens\) within 512",
+        ),
+        ({"tasks": ("questions", "kl")}, "length=4096: must be at most 512"),
+    ],
+)
+def test_limits_are_checked(params, folder, more, said):
+    with pytest.raises(ValueError, match=said):
+        measured(params, folder, **more)
