@@ -73,6 +73,7 @@ def describe(
         "policy_bytes_per_token": growth,
         "policy_bytes_per_prompt": fixed,
         "policy_fraction": growth / per_token,
+        "most_cache_bytes": most_cache_bytes(config, policy, context, per_token),
         "free_bytes": free,
         "longest_context": min(int(tokens), limit),
         "context": context,
@@ -94,6 +95,16 @@ def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float,
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
     once, twice = kept(pages), kept(2 * pages)
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
+
+
+def most_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
+    """Returns the bytes of K and V that a row can come to hold after a prompt of `context` tokens.
+
+    It counts all that the model can still generate; reading the prompt takes its whole length.
+    """
+    limit = config.max_position_embeddings
+    slots = limit if policy.most is None else policy.most(context, limit - context)
+    return min(slots, limit) * per_token
 
 
 def _spec(config: ModelConfig, dtype: str, pages: int) -> CacheSpec:
@@ -150,6 +161,11 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{100 * info['policy_fraction']:.1f} % of it",
         ),
         ("", f"plus {memory.size(info['policy_bytes_per_prompt'])} per prompt"),
+        (
+            "cache of a prompt",
+            f"at most {memory.size(info['most_cache_bytes'])} while decoding, for",
+        ),
+        ("", f"{info['context']} tokens of prompt and whatever follows"),
         ("memory free now", memory.size(info["free_bytes"])),
         ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
         ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),

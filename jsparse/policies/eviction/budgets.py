@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.shapes import Lengths
-from jsparse.threshold import shared_counts, top_p_mask
+from jsparse.threshold import shared_counts
 
 LOG_TEMPERATURES, STEPS = (-12.0, 6.0), 40
 
@@ -79,9 +80,14 @@ def calibrated(bounds: Bounds, p: float) -> CountFn:
     def count(scores, competing, temperatures):
         assert temperatures is not None
         scores = jnp.where(competing, jnp.maximum(scores, 0.0), 0.0)
-        found = temperature(scores, competing, _fewest(scores, p), p)
         new = (temperatures == 0) & competing.any(-1)
-        temperatures = jnp.where(new, found, temperatures)
+        temperatures = jax.lax.cond(
+            jnp.any(new),
+            lambda: jnp.where(
+                new, temperature(scores, competing, _fewest(scores, p), p), temperatures
+            ),
+            lambda: temperatures,
+        )
         weights = _softmax(scores, competing, jnp.where(temperatures == 0, 1.0, temperatures))
         return jnp.clip(_fewest(weights, p), bounds.least, bounds.most), temperatures
 
@@ -127,4 +133,5 @@ def _softmax(
 
 def _fewest(weights: Float32[Array, "B K S"], p: float) -> Int32[Array, "B K"]:
     """Count the fewest slots, heaviest first, that carry the share p of each head's weights."""
-    return jnp.sum(top_p_mask(weights, p), -1, dtype=jnp.int32)
+    slots = weights.shape[-1]
+    return threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw").count

@@ -201,13 +201,17 @@ def evicting(
             missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
             chosen = union(chosen, waiting, held.capacity)
         keep = _between(chosen, competing, held, first, newest)
-        compacted = compact_pages(held, keep)
+        merged, lengths = None, held.lengths
         if merge:
             slots = jnp.arange(held.capacity, dtype=jnp.int32)
             dropped = competing & ~_marked(chosen, held)
             query = mean_query(entry.ring, positions, held.lengths.shape[1])
             merged = merged_slot(held, dropped | (slots == sink), query)
-            compacted = put_slot(compacted, sink, merged, keep.count < held.lengths)
+            # all that is dropped is read before anything moves, or XLA would move a copy
+            held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
+        compacted = compact_pages(held, keep)
+        if merged is not None:
+            compacted = put_slot(compacted, sink, merged, keep.count < lengths)
         tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
         return Evicting(entry.ring, tracked, temperatures, missed), compacted
 
