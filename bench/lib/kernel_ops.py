@@ -52,7 +52,7 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, most_calls))
-    made.append(_compact(name, batch, 32768 // shrink, 16384 // shrink))
+    made.append(compaction(name, batch, 32768 // shrink, 16384 // shrink))
     return made
 
 
@@ -161,7 +161,8 @@ def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> 
     )
 
 
-def _compact(name: str, batch: int, context: int, kept: int) -> Job:
+def compaction(name: str, batch: int, context: int, kept: int) -> Job:
+    """Returns the job of compact_pages on heads of `context` slots that keep `kept`."""
     heads = (batch, KV_HEADS)
     listed = Attention("", batch, context, kept, lists="token")
 
@@ -190,4 +191,6 @@ def _compact(name: str, batch: int, context: int, kept: int) -> Job:
 
     moved = int((listed.ids(0) != np.arange(kept)).sum())
     size = 2 * 2 * 2 * HEAD_DIM * moved  # K and V, read and written, two bytes each
-    return Job(f"compact_pages 64 heads, {kept} of {context}", size, build, {name: start})
+    return Job(
+        f"compact_pages {batch * KV_HEADS} heads, {kept} of {context}", size, build, {name: start}
+    )

@@ -1,4 +1,7 @@
-"""Replays the numbers of pages that bench.twilight_trace recorded on SmolLM2."""
+"""Replays what was recorded on SmolLM2: the pages that Twilight kept and the lengths of heads.
+
+The records are those of bench.twilight_trace and bench.eviction_trace.
+"""
 
 import json
 from dataclasses import replace
@@ -14,6 +17,7 @@ from jsparse.policies import expressions
 from jsparse.policy import Policy, State
 
 TRACE = REPOSITORY / "bench/results/twilight_trace/cpu.json"
+LENGTHS_TRACE = REPOSITORY / "bench/results/eviction_trace/cpu.json"
 
 
 @cache
@@ -22,6 +26,12 @@ def pages_kept(context: int) -> np.ndarray:
     traces = json.loads(TRACE.read_text(encoding="utf-8"))["traces"]
     shorter = [trace for trace in traces if trace["length"] <= context]
     return np.array((shorter or traces[:1])[-1]["pages"])
+
+
+@cache
+def lengths_kept() -> np.ndarray:
+    """Returns the lengths of all heads after the last compression that was recorded."""
+    return np.array(json.loads(LENGTHS_TRACE.read_text(encoding="utf-8"))["traces"][-1]["lengths"])
 
 
 def replayed(policy: Policy, context: int) -> Policy:

@@ -1,0 +1,233 @@
+"""How fast is hard_kv by part, and what memory does it take, next to dense attention?
+
+The shape of Llama 3.1 8B, random bf16 weights, K and V. Every part runs in its own process:
+
+    a  attention of one layer over heads of 512 to 2176 tokens, and dense over 128K
+    b  compression of one layer's heads from 2176 slots to 2048, whole and by part
+    c  decode steps after a prompt of 128K, dense and with hard_kv
+    d  decode steps of all rows that fit: 1K prompts, 32K new tokens
+    e  memory of one row after a prompt of 128K
+
+Heads of hard_kv in c and d have the lengths that they had on SmolLM2 (bench.eviction_trace), and so
+they have in the compressions called replayed. Microseconds are the device's, launch gaps included;
+seconds are the host's over whole periods of 128 steps, one compression of all layers in each. In d
+tokens per second are integrated over the steps' times, with no prompt read: dense at eight lengths,
+hard_kv at the size that it keeps.
+
+    python -m bench.eviction_speed --json build/eviction_speed.json
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.llama_8b import READ_BANDWIDTH
+from bench.lib.subprocesses import run_child, write_report
+
+PARTS = ("a", "b", "c", "d", "e")
+BATCHES, STEP_BATCHES = (1, 8, 64), (1, 4)
+DENSE_ROWS, EVICTING_ROWS = 27, 256  # that fit beside the weights
+PROMPT, NEW, LENGTHS = 1024, 32768, 8  # of d
+DEFAULT = "hard_kv()"
+STATIC = "hard_kv(metric='snapkv', budgets='uniform', merge=False)"
+TINY = "hard_kv(budget=64, floor=48, cap=128, period=16, window=8{})"
+TINY_STATIC = ", metric='snapkv', budgets='uniform', merge=False"
+
+
+def layers_part(part: str, tiny: bool) -> list[dict[str, Any]]:
+    """Measures part a or b here."""
+    import jax
+
+    from bench.lib import eviction_layers as layers
+    from bench.lib.kernel_rows import Bandwidth, Settings, job_rows
+    from bench.lib.kernel_timing import LEAD_BYTES, lead
+
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = layers.Sizes()
+    if tiny:
+        sizes = layers.Sizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2)
+    before = lead(LEAD_BYTES // (1000 if tiny else 1))
+    settings, rate = (
+        Settings(calls=40, repeats=3, runs=6),
+        Bandwidth(READ_BANDWIDTH, READ_BANDWIDTH),
+    )
+    rows = []
+    for batch in (2,) if tiny else BATCHES:
+        if part == "a":
+            jobs = [
+                *layers.attention_jobs(batch, sizes, on_gpu=on_gpu),
+                layers.dense_job(batch, sizes),
+            ]
+        else:
+            jobs = layers.part_jobs(batch, sizes, on_gpu=on_gpu)
+        for job in jobs:
+            rows += job_rows(job, before, rate, settings)
+        for job in layers.compression_jobs(batch, sizes) if part == "b" else ():
+            rows += layers.per_layer(job_rows(job, before, rate, settings), sizes.layers)
+    return rows
+
+
+def steps_part(part: str, case: str, policy: str, tiny: bool) -> dict[str, Any]:
+    """Measures one row of part c, d or e here; `case` is the batch."""
+    from bench.lib import eviction_steps as steps
+
+    scale, prompt, longest = steps.Scale(), PROMPT, PROMPT + NEW
+    if tiny:
+        scale, prompt, longest = steps.tiny(), 64, 512
+    if part == "c":
+        return steps.after_prompt(scale, int(case), policy)
+    if part == "d" and policy == "dense":
+        at = np.linspace(prompt, longest, LENGTHS).round().astype(int).tolist()
+        return steps.dense_over_lengths(scale, int(case), longest, at)
+    if part == "d":
+        return steps.evicted_over_time(scale, int(case), policy)
+    if case == "peak":
+        return steps.compression_memory(scale, policy)
+    return steps.prompt_memory(scale, policy)
+
+
+def cases(part: str, tiny: bool, policies: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the cases and policies of part c, d or e."""
+    if part == "c":
+        batches = (2,) if tiny else STEP_BATCHES
+        return [(str(batch), policy) for batch in batches for policy in ("dense", policies[0])]
+    if part == "d":
+        dense, evicting = (2, 4) if tiny else (DENSE_ROWS, EVICTING_ROWS)
+        return [(str(dense), "dense"), *((str(evicting), policy) for policy in policies)]
+    return [("prompt", policies[0]), ("peak", policies[0])]
+
+
+def measured(part: str, tiny: bool, policies: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the rows of a part, each measured in a child process; a failure is a row too."""
+    flags = ["--tiny"] * tiny
+    wanted = [("", "")] if part in "ab" else cases(part, tiny, policies)
+    rows = []
+    for case, policy in wanted:
+        named = {"part": part} | ({"case": case, "policy": policy} if case else {})
+        try:
+            child = [*flags, "--child", part, case, policy]
+            found = run_child("bench.eviction_speed", child, timeout_s=590)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            found = {"error": str(error)[-600:]}
+        found = found if isinstance(found, list) else [found]
+        rows += [named | floored(row) for row in found]
+    return rows + (throughput(rows, tiny) if part == "d" else [])
+
+
+def floored(row: dict[str, Any]) -> dict[str, Any]:
+    """Adds the floor of a step."""
+    if "step" not in row:
+        return row
+    floor = row["bytes"] / READ_BANDWIDTH
+    return row | {"floor_seconds": floor, "over_floor": row["alone"]["median"] / floor}
+
+
+def throughput(rows: Sequence[dict[str, Any]], tiny: bool) -> list[dict[str, Any]]:
+    """Returns tokens per second of whole generations, integrated over the steps that were timed."""
+    found, new = [], 448 if tiny else NEW
+    for row in rows:
+        if "lengths" in row:
+            at = [point["slots"] for point in row["lengths"]]
+            seconds = [point["step"]["median"] for point in row["lengths"]]
+            # the ends may lie a little inside, where the last steps that fit were timed
+            step = float(np.trapezoid(seconds, at)) / (at[-1] - at[0])
+        elif "step" in row:
+            step = row["step"]["median"]
+        else:
+            continue
+        named = {name: row[name] for name in ("part", "case", "policy")}
+        rate = {"integrated": True, "mean_step": step, "tokens_per_second": row["batch"] / step}
+        found.append(named | rate | {"new_tokens": new})
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """Formats one line of the table."""
+    if row["part"] in "ab" and "contender" in row:
+        text = f"{row['part']} {row['case']:26}{row['contender']:22}"
+        if "us" not in row:
+            return f"{text}{row.get('refused') or row.get('error')}".replace("\n", " ")[:200]
+        kernels = f"  kernels {row['kernels']['median']:.1f}" if "kernels" in row else ""
+        return (
+            f"{text}{row['us']['median']:9.1f} us  floor {row['floor_at_4400_us']:.1f}"
+            f"{kernels}  launches {row.get('launches', 0):.0f}"
+        )
+    text = f"{row['part']} {row.get('case', ''):8}{row.get('policy', ''):12.60}"
+    if "error" in row:
+        return f"{text} failed: {row['error'][-300:]}".replace("\n", " ")
+    if "integrated" in row:
+        step, rate = row["mean_step"] * 1e3, row["tokens_per_second"]
+        return f"{text} {rate:.0f} tokens/s, {step:.2f} ms per step, integrated"
+    if "step" in row:
+        step, alone, all_layers = (
+            row[name]["median"] * 1e3 for name in ("step", "alone", "compression")
+        )
+        return (
+            f"{text} {step:.2f} ms per step, {alone:.2f} without compression, which takes "
+            f"{all_layers:.2f}; floor {row['floor_seconds'] * 1e3:.2f}"
+        )
+    if "lengths" in row:
+        return f"{text} " + ", ".join(
+            f"{point['slots']}: {point['step']['median'] * 1e3:.2f} ms" for point in row["lengths"]
+        )
+    return f"{text} " + ", ".join(
+        f"{name} {value / 1e9:.3f} GB" if value > 1e6 else f"{name} {value:.1f}"
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    )
+
+
+def main() -> None:
+    """Measures the requested parts and prints a table last."""
+    parser = report_parser("eviction_speed", "Time hard_kv by part, and measure its memory.")
+    parser.add_argument("--parts", default=",".join(PARTS), help="such as a,b (default all)")
+    parser.add_argument(
+        "--policy", nargs="+", help="policies of c, d and e; c and e take the first"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="small shapes for a CPU, to test the script; times mean nothing",
+    )
+    parser.add_argument(
+        "--child",
+        nargs=3,
+        metavar=("PART", "CASE", "POLICY"),
+        help="measure one here and print a JSON line",
+    )
+    args = parser.parse_args()
+    if args.child:
+        part, case, policy = args.child
+        if part in "ab":
+            found = layers_part(part, args.tiny)
+        else:
+            found = steps_part(part, case, policy, args.tiny)
+        print(json.dumps(found))
+        return
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts {args.parts}: {sorted(unknown)} must be among {list(PARTS)}")
+    defaults = (TINY.format(""), TINY.format(TINY_STATIC)) if args.tiny else (DEFAULT, STATIC)
+    policies = args.policy or defaults
+    # the dense rows of d fill the device
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.96")
+    report: dict[str, Any] = {
+        "benchmark": "eviction_speed",
+        "environment": describe(allow_modified=args.allow_modified),
+        "policies": list(policies),
+        "results": [],
+    }
+    for part in parts:
+        report["results"] += measured(part, args.tiny, policies)
+        write_report(args.json, report)
+    print(*map(line, report["results"]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Times decode steps of a whole model for bench.eviction_speed, and measures its memory.
+
+Caches are built as they are after the prompt, of random K and V, so that none has to be read. Heads
+of hard_kv have the lengths of a trace of SmolLM2 then, and get them back after every compression:
+random weights would share the slots out evenly.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.lib.eviction_layers import Sizes, replayed_lengths
+from bench.lib.kernel_programs import random
+from bench.lib.llama_8b import LLAMA_8B
+from bench.lib.subprocesses import spread
+from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.models.checkpoint import Params
+from jsparse.models.config import ModelConfig
+from jsparse.models.transformer import random_weights
+from jsparse.policies.expressions import parse
+from jsparse.policy import Policy
+from jsparse.runtime.sampling import greedy
+from jsparse.runtime.session import Held, Session, empty
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Holds what is run: the model, how many steps per program, and how often it is timed.
+
+    Attributes:
+        model: the model's sizes.
+        sizes: those of the policy.
+        count: steps per program, a divisor of the period.
+        runs: the periods that are timed.
+    """
+
+    model: ModelConfig = LLAMA_8B
+    sizes: Sizes = Sizes()
+    count: int = 8
+    runs: int = 5
+
+
+def spec_of(scale: Scale, batch: int, slots: int) -> CacheSpec:
+    """Returns the sizes of a cache."""
+    model = scale.model
+    return CacheSpec(
+        *(model.num_layers, batch, model.num_heads, model.num_kv_heads, model.head_dim),
+        *(PAGE, slots // PAGE, jnp.bfloat16),
+    )
+
+
+def model_of(scale: Scale) -> Params:
+    """Returns a model of random weights."""
+    weights = random_weights(scale.model, jnp.bfloat16)
+    return Params(weights, scale.model, None, {}, "llama-3.1-8b")
+
+
+def filled(spec: CacheSpec, policy: Policy, lengths: Sequence[np.ndarray], position: int) -> Held:
+    """Returns a cache of random K and V, a layer's heads of these lengths, and a state."""
+    shape = (spec.pages, spec.page_size, spec.head_dim)
+    layers = tuple(
+        LayerCache(
+            random(2 * i, shape),
+            random(2 * i + 1, shape),
+            jnp.asarray(held),
+            bias=jnp.zeros(shape[:2]) if "bias" in policy.fields else None,
+        )
+        for i, held in enumerate(lengths)
+    )
+    positions = jnp.full(spec.batch, position, jnp.int32)
+    cache = KVCache(layers, positions, jnp.zeros(spec.batch, jnp.bool_))
+    # only the shape of the logits matters: one token follows from them
+    return Held(jnp.zeros((spec.batch, 1)), cache, jax.jit(policy.init, static_argnums=0)(spec))
+
+
+def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
+    """Returns the policy with heads that have these lengths after every compression.
+
+    All that it computes is still computed, and rows move as it says; K and V are random in any
+    case. There is no prompt, and so nothing after it.
+    """
+
+    def maintain(state, cache):
+        state, cache = policy.maintain(state, cache)
+        layers = (
+            layer._replace(lengths=jnp.asarray(held))
+            for layer, held in zip(cache.layers, lengths, strict=True)
+        )
+        return state, cache._replace(layers=tuple(layers))
+
+    return policy._replace(maintain=maintain, after_prompt=None, name=f"replayed({policy.name})")
+
+
+def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]:
+    """Returns the lengths of each layer's heads after a compression.
+
+    Those of a policy that gives all heads the same are its budget.
+    """
+    heads = (batch, scale.model.num_kv_heads)
+    if "'uniform'" in parse(expression).name:
+        most = parse(expression).most
+        assert most is not None
+        budget = most(2**30, 0) - scale.sizes.period
+        return [np.full(heads, budget, np.int32)] * scale.model.num_layers
+    return [
+        replayed_lengths(batch, layer, scale.sizes)[:, : heads[1]]
+        for layer in range(scale.model.num_layers)
+    ]
+
+
+def periods(session: Session, scale: Scale, held: Held, runs: int) -> dict[str, Any]:
+    """Times steps from `held` on, by periods of the policy.
+
+    Returns:
+        step: seconds of a step, its share of a compression included.
+        alone: the same without.
+        compression: seconds of a compression of all layers, and of one start of the host, which
+            the device waits for.
+    """
+    period, count = scale.sizes.period, scale.count
+    session.adopt(held)
+    del held
+    limit = 1 + period * (runs + 1) + count
+    results = session.steps(greedy, (), limits=[limit] * session.spec.batch)
+
+    def run(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps // count):
+            result = next(results)
+        result.tokens.block_until_ready()
+        return time.perf_counter() - began
+
+    next(results)
+    run(period)  # compiles
+    # the first program of a period waits for the compression at the end of the one before
+    times = [(run(count), run(period - count)) for _ in range(runs)]
+    run(count)
+    results.close()
+    rest = [b / (period - count) for _, b in times]
+    return {
+        "step": spread([(a + b) / period for a, b in times]),
+        "alone": spread(rest),
+        "compression": spread([a - count * r for (a, _), r in zip(times, rest, strict=True)]),
+    }
+
+
+def after_prompt(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
+    """Times steps after the prompt: densely, or with hard_kv's heads as they were replayed."""
+    policy, sizes = parse(expression), scale.sizes
+    if policy.evicts:
+        lengths, slots = lengths_after(expression, scale, batch), sizes.capacity
+        policy = keeping_lengths(policy, lengths)
+    else:
+        slots = sizes.prompt
+        steps = scale.sizes.period * (scale.runs + 1) + 2 * scale.count
+        full = np.full((batch, scale.model.num_kv_heads), sizes.prompt - steps, np.int32)
+        lengths = [full] * scale.model.num_layers
+    params, spec = model_of(scale), spec_of(scale, batch, slots)
+    session = Session(params, policy, spec, steps_per_program=scale.count)
+    held = filled(spec, policy, lengths, sizes.prompt - scale.sizes.period * (scale.runs + 2))
+    return periods(session, scale, held, scale.runs) | sized(params, spec, lengths)
+
+
+def sized(params: Params, spec: CacheSpec, lengths: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Returns the bytes that a step must read, and how much memory was in use at most."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    # a step reads one row of the input embedding
+    weights -= params.weights["params"]["embed"].nbytes
+    slots = sum(int(held.sum()) for held in lengths)
+    return {
+        "batch": spec.batch,
+        "capacity": spec.capacity,
+        "slots_per_head": slots / spec.num_layers / spec.batch / spec.num_kv_heads,
+        "bytes": weights + slots * 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize,
+        "peak_bytes": memory("peak_bytes_in_use"),
+    }
+
+
+def dense_over_lengths(scale: Scale, batch: int, longest: int, at: Sequence[int]) -> dict[str, Any]:
+    """Times dense steps in a cache of `longest` slots at several lengths."""
+    policy, heads = parse("dense"), (batch, scale.model.num_kv_heads)
+    params, spec = model_of(scale), spec_of(scale, batch, longest)
+    # no more than a period of steps per length
+    few = Scale(scale.model, scale.sizes, scale.count, 3)
+    session = Session(params, policy, spec, steps_per_program=scale.count)
+    steps = few.sizes.period * (few.runs + 1) + 2 * few.count
+    starts = [min(length, longest - steps) for length in at]
+    held = filled(spec, policy, [np.full(heads, 0, np.int32)] * spec.num_layers, 0)
+    rows = []
+    for start in starts:
+        cache = held.cache
+        full = jnp.full(heads, start, jnp.int32)
+        layers = tuple(layer._replace(lengths=jnp.copy(full)) for layer in cache.layers)
+        positions = jnp.full(batch, start, jnp.int32)
+        cache = cache._replace(layers=layers, positions=positions)
+        held = held._replace(cache=cache)
+        del cache, layers
+        rows.append({"slots": start} | periods(session, few, held, few.runs))
+        held = session.held
+    lengths = [np.full(heads, starts[-1], np.int32)] * spec.num_layers
+    return {"lengths": rows, **sized(params, spec, lengths)}
+
+
+def evicted_over_time(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
+    """Times steps of hard_kv at the size that it keeps, at a position in the middle."""
+    sizes, lengths = scale.sizes, lengths_after(expression, scale, batch)
+    policy = keeping_lengths(parse(expression), lengths)
+    params, spec = model_of(scale), spec_of(scale, batch, sizes.capacity)
+    session = Session(params, policy, spec, steps_per_program=scale.count)
+    held = filled(spec, policy, lengths, 16384)
+    return periods(session, scale, held, 3) | sized(params, spec, lengths)
+
+
+def prompt_memory(scale: Scale, expression: str) -> dict[str, Any]:
+    """Reads a prompt of random tokens and measures the memory before and after a compression."""
+    policy, prompt = parse(expression), scale.sizes.prompt
+    params, spec = model_of(scale), spec_of(scale, 1, prompt)
+    jax.block_until_ready(params.weights)
+    before = memory("bytes_in_use")
+    session = Session(params, policy, spec, steps_per_program=scale.count)
+    tokens = np.random.default_rng(0).integers(0, scale.model.vocab_size, prompt)
+    began = time.perf_counter()
+    session.read([tokens.tolist()])
+    jax.block_until_ready(session.held)
+    read = time.perf_counter() - began
+    dense = memory("bytes_in_use")
+    results = session.steps(greedy, (), limits=[1 + scale.count])
+    began = time.perf_counter()
+    next(results).tokens.block_until_ready()
+    compressed = time.perf_counter() - began
+    gc.collect()
+    after = memory("bytes_in_use")
+    next(results).tokens.block_until_ready()
+    results.close()
+    layers = session.held.cache.layers
+    return {
+        "before": before,
+        "after_prompt_dense": dense - before,
+        "after_compression": after - before,
+        "capacity": layers[0].capacity,
+        "slots_per_head": float(np.mean([layer.lengths for layer in layers])),
+        "read_seconds": read,
+        "compression_seconds_with_compilation": compressed,
+    }
+
+
+def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
+    """Measures the most memory that the compression of a prompt takes beside the cache.
+
+    K and V are zeros: nothing else has been in memory before.
+    """
+    policy, sizes = parse(expression), scale.sizes
+    spec = spec_of(scale, 1, sizes.prompt)
+    cache, state = empty(spec, policy)
+    full = jnp.full(cache.layers[0].lengths.shape, sizes.prompt, jnp.int32)
+    layers = tuple(layer._replace(lengths=jnp.copy(full)) for layer in cache.layers)
+    cache = cache._replace(layers=layers, positions=jnp.full(1, sizes.prompt, jnp.int32))
+    del layers
+    jax.block_until_ready(cache)
+    before, peak_before = memory("bytes_in_use"), memory("peak_bytes_in_use")
+    assert policy.after_prompt is not None
+    state, cache = policy.after_prompt(state, cache, sizes.capacity)
+    jax.block_until_ready((state, cache))
+    peak = memory("peak_bytes_in_use")
+    return {
+        "cache_and_state": before,
+        "peak_before": peak_before,
+        "peak_above": peak - before,
+        "after": memory("bytes_in_use"),
+    }
+
+
+def memory(name: str) -> int:
+    """Returns a number of the device's memory statistics, 0 where it has none, as on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get(name, 0)
+
+
+def tiny() -> Scale:
+    """Returns a scale for a CPU."""
+    model = ModelConfig(
+        family="llama",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+    )
+    return Scale(model, Sizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2), count=4, runs=2)
