@@ -241,7 +241,7 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
         positions = jnp.full(batch, sizes.prompt, jnp.int32)
 
         def step():
-            *held[:], out = run(*held, given, positions)
+            held[0], held[1], out = run(held[0], held[1], given, positions)
             return out
 
         return Program(step, 1)

@@ -8,7 +8,7 @@ random weights would share the slots out evenly.
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class Scale:
     """
 
     model: ModelConfig = LLAMA_8B
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     count: int = 8
     runs: int = 5
 
