@@ -325,7 +325,7 @@ def renamed(job: Job) -> dict[str, Contender]:
 def per_layer(rows: Sequence[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
     """Returns the rows of whole compressions, bytes, times and launches those of one layer.
 
-    The order and the kernels stay those of all layers.
+    The times by kernel stay those of all layers; their order is left out.
     """
 
     def share(value: Any) -> Any:
@@ -345,7 +345,9 @@ def per_layer(rows: Sequence[dict[str, Any]], layers: int) -> list[dict[str, Any
         "us",
         "launches",
     )
-    return [
-        row | {name: share(row[name]) for name in divided if name in row} | {"layers": layers}
-        for row in rows
-    ]
+    shared = []
+    for row in rows:
+        kept = {name: value for name, value in row.items() if name != "order"}
+        own = {name: share(row[name]) for name in divided if name in row}
+        shared.append(kept | own | {"layers": layers})
+    return shared
