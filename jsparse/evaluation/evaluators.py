@@ -8,7 +8,7 @@ import numpy as np
 
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
 from jsparse.evaluation.closeness import Closeness, closeness, windows
-from jsparse.evaluation.report.statistics import YARDSTICK
+from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
 from jsparse.evaluation.teacher_forcing import Forcing, force
@@ -22,6 +22,7 @@ COLUMNS = {
     "ppl": ("logprob", "attended", "read"),
 }
 MEASURES = (*COLUMNS, "attention")
+STEP_BLOCK = 64  # the steps that one mean by step covers
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
 Measured = list[list[Values]]
@@ -65,7 +66,10 @@ class Comparison:
         self.samples = None if self._windows is None else len(self._windows[0])
 
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
-        """Returns the means over each sample's steps, for each task."""
+        """Returns the means over each sample's steps, for each task.
+
+        Where there are more than STEP_BLOCK steps, their meta has the means of every block, too.
+        """
         filled, continuation = _filled(indices, self._batch), None
         if self._windows is None:
             prompts = [self._excerpt(index) for index in filled]
@@ -90,7 +94,13 @@ class Comparison:
         found = closeness(forcing)
         means = {name: np.mean(getattr(found, name), axis=-1) for name in COLUMNS[self._name]}
         values = [
-            [({name: float(mean[at, row]) for name, mean in means.items()}, {}) for row in rows]
+            [
+                (
+                    {name: float(mean[at, row]) for name, mean in means.items()},
+                    blocks(found, at, row),
+                )
+                for row in rows
+            ]
             for at in range(len(found.policies))
         ]
         by_task = [values, _beside(forcing, found)] if YARDSTICK in self.tasks else [values]
@@ -182,6 +192,24 @@ class Answers:
         turn = [{"role": "user", "content": sample.prompt}]
         text = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True)
         return self._encode(text + sample.prefix)
+
+
+def blocks(found: Closeness, policy: int, row: int) -> dict[str, Any]:
+    """Returns the meta with a row's means over blocks of STEP_BLOCK steps; the last may be short.
+
+    It is empty where there is only one block.
+    """
+    steps = found.kl.shape[-1]
+    if steps <= STEP_BLOCK:
+        return {}
+    starts = range(0, steps, STEP_BLOCK)
+    measures = {name: getattr(found, name)[policy, row] for name in COLUMNS["kl"]}
+    return {
+        BY_STEP: {
+            name: [float(np.mean(values[start : start + STEP_BLOCK])) for start in starts]
+            for name, values in measures.items()
+        }
+    }
 
 
 def _beside(forcing: Forcing, found: Closeness) -> Measured:

@@ -56,6 +56,20 @@ def test_writes_every_sample_and_the_plots(common, tmp_path):
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+def test_many_steps_have_means_by_step(common, tmp_path, monkeypatch):
+    """Their mean, weighed by the steps of each block, is the metric's."""
+    monkeypatch.setattr(evaluators, "STEP_BLOCK", 3)
+    out = tmp_path / "out.json"
+    assert run(*common, "--tasks", "kl,ppl", "--json", out).exit_code == 0
+    for cell in json.loads(out.read_text())["cells"]:
+        blocks = cell["by_step"]
+        for name in {"kl", "logprob", "attended"} & cell["metrics"].keys():
+            first, last = blocks[name]
+            mean = (3 * first + last) / 4
+            assert mean == pytest.approx(cell["metrics"][name]["mean"], abs=1e-6)
+        assert len(blocks["perplexity"]) == len(blocks["agreement"]) == 2
+
+
 def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     assert run(*common, "--tasks", "kl", "--json", whole).exit_code == 0

@@ -11,6 +11,7 @@ import numpy as np
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95
 YARDSTICK = "yardstick"  # the task whose KL is that of a policy's yardstick
+BY_STEP = "by_step"  # the key of means over blocks of decode steps
 FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
 
 Transform = Callable[[Any], Any]
@@ -78,7 +79,8 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     pairs, the samples that both have), interval (its 95 % interval) and pairs for each of them;
     samples, with index, values and meta. Difference and interval are None where there are no pairs,
     and for dense itself. Where logprob was recorded there is a perplexity: of the mean over
-    samples, each of which weighs the same. The KL of a yardstick has a ratio: see `ratio`.
+    samples, each of which weighs the same. The KL of a yardstick has a ratio: see `ratio`. Where
+    every sample's meta has means by step, the cell has their means over samples, as by_step.
     """
     cells: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -98,6 +100,7 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "task": task,
             "length": length,
             "metrics": metrics(policy, task, length),
+            **_by_step([sample["meta"] for sample in samples]),
             "samples": [
                 {name: sample[name] for name in ("index", "values", "meta")} for sample in samples
             ],
@@ -155,6 +158,19 @@ def averages(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _by_step(metas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Returns the means over samples of their means by step; nothing where a sample has none."""
+    if not all(BY_STEP in meta for meta in metas):
+        return {}
+    means = {
+        metric: np.mean([meta[BY_STEP][metric] for meta in metas], axis=0)
+        for metric in metas[0][BY_STEP]
+    }
+    for name, (metric, transform) in DERIVED.items():
+        means[name] = transform(means[metric])
+    return {BY_STEP: {name: values.tolist() for name, values in means.items()}}
 
 
 def _columns(samples: Iterable[Mapping[str, Any]]) -> dict[str, Column]:

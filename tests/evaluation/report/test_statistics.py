@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from made_up_report import DENSE, entry
 
 from jsparse.evaluation.report.statistics import (
+    BY_STEP,
     RESAMPLES,
     SEED,
     YARDSTICK,
@@ -211,6 +212,23 @@ def test_perplexity_is_that_of_the_mean_and_resamples_documents():
     assert found["difference"] == pytest.approx(np.exp(2.6) - np.exp(2.0))
     assert found["interval"] == paired_bootstrap(logprobs[POLICY], logprobs[DENSE], perplexity)
     assert cells[0]["metrics"]["perplexity"]["mean"] == pytest.approx(np.exp(2.0))
+
+
+def test_means_by_step_are_those_over_samples():
+    """Perplexity is that of their mean; a cell in which a sample has none has none."""
+    entries = [
+        entry(DENSE, "text", 64, i, logprob=-1.0)
+        | {"meta": {BY_STEP: {"kl": [i, 2.0], "logprob": [-1.0 - i, -3.0]}}}
+        for i in range(2)
+    ]
+    (cell,) = summarize(entries)
+    assert cell[BY_STEP] == {
+        "kl": [0.5, 2.0],
+        "logprob": [-1.5, -3.0],
+        "perplexity": pytest.approx([np.exp(1.5), np.exp(3.0)]),
+    }
+    (cell,) = summarize([*entries, entry(DENSE, "text", 64, 2, logprob=-1.0)])
+    assert BY_STEP not in cell
 
 
 def scores(**tasks):
