@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypedDict, Unpack, overload
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jsparse import prompts
 from jsparse.host_reader import Generation, OnProgress, Reader, Row, Streamer
@@ -15,7 +16,7 @@ from jsparse.policy import Policy, whole_number
 from jsparse.request import Request, SamplingParams, knobs, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.sampling import chooser
+from jsparse.runtime.sampling import chooser, forced_then_greedy
 from jsparse.runtime.session import Session
 from jsparse.text_stream import TextStream
 
@@ -173,21 +174,39 @@ def answers(
     streamers: Sequence[Streamer],
     report: OnProgress,
     began: float,
+    questions: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
-    """Decodes the answers to prompts that the session has read, since the time `began`."""
+    """Decodes the answers to prompts that the session has read, since the time `began`.
+
+    `questions` are tokens that follow each prompt and that decode steps take in, one by one, before
+    they answer greedily: a policy that compresses the prompt does not know them then.
+    """
     tokenizer = session.params.tokenizer
+    turns = [()] * len(asked) if questions is None else questions
     rows = [
-        Row(request, TextStream(tokenizer, tuple(request.sampling.stop)), emit)
-        for request, emit in zip(asked, streamers, strict=True)
+        Row(request, TextStream(tokenizer, tuple(request.sampling.stop)), emit, len(turn))
+        for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, session.clock)
-    choose, given = chooser(asked, session.params.config.vocab_size)
-    limits = [request.sampling.max_tokens for request in asked]
+    if questions is None:
+        choose, given = chooser(asked, session.params.config.vocab_size)
+    else:
+        choose, given = forced_then_greedy, _table(questions)
+    limits = [row.given + row.request.sampling.max_tokens for row in rows]
     steps = session.steps(choose, given, limits=limits, knobs=knobs(asked))
     # so that the session is at rest even while someone looks at an exception
     with closing(steps):
         reader.read_all(steps)
     return reader.generations(began, session.policy.name)
+
+
+def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:
+    """Returns the questions by step, with -1 behind them; few sizes, since each compiles."""
+    steps = capacity.bucket(max(1, *map(len, questions)), 1)
+    table = np.full((steps, len(questions)), -1, np.int32)
+    for row, question in enumerate(questions):
+        table[: len(question), row] = question
+    return jnp.asarray(table)
 
 
 def chosen_sampling(

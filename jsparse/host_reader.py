@@ -72,11 +72,15 @@ class Generation:
 
 @dataclass
 class Row:
-    """Collects one prompt's growing output on the host."""
+    """Collects one prompt's growing output on the host.
+
+    The first `given` tokens of its steps were not chosen but given, and are no output.
+    """
 
     request: Request
     stream: TextStream
     emit: Streamer
+    given: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     attended: list[float] = field(default_factory=list)
@@ -118,7 +122,7 @@ class Reader:
     ) -> None:
         """Prepares to read the steps of these rows; `clock` times them, in seconds."""
         self.rows, self._report, self._clock = rows, report, clock
-        self._most = max(row.request.sampling.max_tokens for row in rows)
+        self._most = max(row.given + row.request.sampling.max_tokens for row in rows)
         self._pending: deque[StepResult] = deque()
         self._times: list[float] = []
 
@@ -152,7 +156,7 @@ class Reader:
                 return
             self._times.append(now)
             for b, row in enumerate(self.rows):
-                if row.finish:
+                if row.finish or len(self._times) <= row.given:
                     continue
                 if overflow[b]:
                     row.close("overflow")

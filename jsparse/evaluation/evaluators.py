@@ -146,12 +146,15 @@ class Answers:
     def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
         """Returns scores and attended shares of the one task, with the answers in meta."""
         samples = [self._task.sample(self._encode, self._room, index) for index in indices]
+        filled = _filled(samples, self._batch)
+        later = [self._encode(sample.question + sample.prefix) for sample in filled]
         made = generate(
             self._params,
             policies,
-            [self._ids(sample) for sample in _filled(samples, self._batch)],
+            [self._ids(sample) for sample in filled],
             max_new_tokens=max(sample.max_new_tokens for sample in samples),
             max_length=_capacity(self.length),
+            questions=later if samples[0].question else None,
         )
         return [
             [
@@ -186,7 +189,12 @@ class Answers:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids(self, sample: Sample) -> list[int]:
-        """Encodes the prompt, in the chat's template if wanted, then the answer's beginning."""
+        """Encodes the prompt, in the chat's template if wanted, then the answer's beginning.
+
+        A prompt that is followed by a question, in a second turn, is encoded alone.
+        """
+        if sample.question:
+            return self._tokenizer.encode(sample.prompt)
         if not self._chat or not sample.meta.get("chat_template", True):
             return self._tokenizer.encode(sample.prompt + sample.prefix)
         turn = [{"role": "user", "content": sample.prompt}]

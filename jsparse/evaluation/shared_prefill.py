@@ -136,11 +136,15 @@ def generate(
     max_length: int | None = None,
     page_size: int = 16,
     on_progress: OnProgress | None = None,
+    questions: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Generation]]:
     """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.
 
     Arguments and errors are those of `jsparse.generate`, without sampling and streamers. Progress
     of "decode" starts again for each policy.
+
+    `questions` are ids that follow each prompt in a second turn. They are fed through decode steps,
+    after a policy that evicts has compressed the prompt without knowing them.
 
     Returns:
         [policy][prompt]; `prefill_seconds` is the time until the first token, as if each policy had
@@ -155,7 +159,12 @@ def generate(
         logprobs=True,
         **OFF,
     )
-    spec = capacity.cache_spec(params, rows, max_new_tokens, max_length, page_size)
+    if questions is not None and len(questions) != len(rows):
+        raise ValueError(
+            f"questions has {len(questions)} entries: must be {len(rows)}, one per prompt"
+        )
+    new = [len(ids) + max_new_tokens for ids in questions or [()] * len(rows)]
+    spec = capacity.cache_spec(params, rows, new, max_length, page_size)
     report = on_progress or (lambda *_: None)
     chosen = as_policies(policies)
     asked = [requests(params, rows, options, policy) for policy in chosen]
@@ -168,7 +177,9 @@ def generate(
         silent = [lambda piece: None] * len(rows)
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
-            made = generation.answers(shared.session(index), asked[index], silent, report, began)
+            made = generation.answers(
+                shared.session(index), asked[index], silent, report, began, questions
+            )
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(
                 f"policy={chosen[index]}: must leave room in the cache for the whole answer"

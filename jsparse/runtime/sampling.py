@@ -93,6 +93,15 @@ def forced(
     return tokens, _logprobs(logits, tokens), given
 
 
+def forced_then_greedy(
+    given: Int32[Array, "n B"], nth: Int32[Array, ""], logits: Float32[Array, "B V"]
+) -> Chosen:
+    """Takes the tokens of a table, and where that has -1 or ends the likeliest; it carries it."""
+    wanted = given.at[nth].get(mode="fill", fill_value=-1)
+    tokens = jnp.where(wanted < 0, jnp.argmax(logits, -1).astype(jnp.int32), wanted)
+    return tokens, _logprobs(logits, tokens), given
+
+
 def sampled(given: RowSampling, nth: Int32[Array, ""], logits: Float32[Array, "B V"]) -> Chosen:
     """Samples the next token of each row with the row's own options.
 

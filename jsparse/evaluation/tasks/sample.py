@@ -26,6 +26,8 @@ class Sample(NamedTuple):
         answers: the texts that are looked for in the generated text.
         max_new_tokens: the most tokens that may be generated.
         meta: plain JSON values: context_tokens (those of prompt and prefix) and what the task adds.
+        question: the text of a second turn, between prompt and prefix, which reaches the model only
+            after a policy that evicts has compressed the prompt; "" where the prompt asks.
     """
 
     prompt: str
@@ -33,6 +35,7 @@ class Sample(NamedTuple):
     answers: tuple[str, ...]
     max_new_tokens: int
     meta: dict[str, Any]
+    question: str = ""
 
 
 @dataclass(frozen=True)
