@@ -11,6 +11,11 @@ unless others are named:
                  of picking, and other policies that attend to about as much
     defaults     policies as they are by default next to their papers' versions, and what `auto`
                  could choose
+    eviction     policies that evict, at 12.5 % and 25 % of the length, next to what reads or keeps
+                 about as much; 512 decode steps, since at 64 little is evicted
+    eviction_ablation   hard_kv at 12.5 %: every metric, budget rule, with and without merging
+    second_turn  the same policies at 25 %, where the question comes only after the context was
+                 compressed
 
 Each length, and each group of policies, is a process of its own. Several run side by side, since
 much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
@@ -29,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
@@ -37,6 +42,7 @@ from bench.lib.subprocesses import write_report
 from jsparse.cli.evaluate import draw, show
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages
+from jsparse.policies.hard_kv import Budgets, Metric
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
 # jsparse calibrate-channels --text bench/README.md --tokens 4096, at revision 5ba8027
@@ -76,6 +82,7 @@ TASKS = (
     "fwe",
 )
 ANSWERED_WHEN_LONG = TASKS[:4]
+DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATES = (
     "hard_kuma",
     "hard_concrete",
@@ -136,25 +143,86 @@ def defaults(gates: Path) -> tuple[str, ...]:
     )
 
 
+def hard_kv(budget: int, more: str = "") -> str:
+    """Returns hard_kv whose heads may hold from half to twice the budget."""
+    return f"hard_kv(budget={budget}, floor={budget // 2}, cap={2 * budget}{more})"
+
+
+def at_budget(budget: int) -> tuple[str, ...]:
+    """Returns the policies that keep `budget` slots per head, and those that read as many.
+
+    StreamingLLM and Quest keep everything, whatever they read.
+    """
+    return (
+        hard_kv(budget),
+        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
+        f"streaming(sink=4, recent={budget - 4})",
+        f"quest(budget={budget})",
+        _behind_two(f"quest(budget={budget})"),
+    )
+
+
+def at_a_quarter(gates: Path, length: int) -> tuple[str, ...]:
+    """Returns the policies at a quarter of the length, with DuoAttention and a yardstick.
+
+    The window of DuoAttention's other heads is such that all heads hold a quarter on average.
+    """
+    window = round((0.25 - DUO_RETRIEVAL) / (1 - DUO_RETRIEVAL) * length)
+    return (
+        *at_budget(length // 4),
+        f"duo_attention({str(gates / 'direct.safetensors')!r}, sink=64, recent={window - 64})",
+        "twilight(all_pages(), p=0.95)",
+    )
+
+
+def eviction(gates: Path, length: int) -> tuple[str, ...]:
+    """Returns the policies of the set "eviction", given the folder of the gates and the length.
+
+    raas keeps the whole prompt and little else, so one budget stands for all.
+    """
+    return (
+        *at_budget(length // 8),
+        *at_a_quarter(gates, length),
+        f"raas(budget={length // 4})",
+    )
+
+
+def ablation(gates: Path, length: int) -> tuple[str, ...]:
+    """Returns every metric, budget rule and choice of merging of hard_kv, at an eighth."""
+    return tuple(
+        hard_kv(length // 8, f", metric={metric!r}, budgets={rule!r}, merge={merge}")
+        for metric in get_args(Metric)
+        for rule in get_args(Budgets)
+        for merge in (True, False)
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
     Attributes:
-        policies: maps the folder of gates to expressions; dense() is always measured too.
+        policies: maps the folder of gates and a length to expressions; dense() is always measured
+            too.
         tasks: the default tasks; SmolLM2 answers few of them at 4K and 8K.
         lengths: the default lengths.
+        steps: the default number of decode steps of the tasks that compare with dense.
     """
 
-    policies: Callable[[Path], Sequence[str]]
+    policies: Callable[[Path, int], Sequence[str]]
     tasks: Sequence[str]
     lengths: Sequence[int]
+    steps: int = 64
 
 
+LONG = (4096, 8192)
 SETS = {
-    "yardsticks": Set(lambda _: YARDSTICKS, TASKS, (1024, 2048, 4096, 8192)),
-    "twilight": Set(lambda _: TWILIGHT, ANSWERED_WHEN_LONG, (4096, 8192)),
-    "lychee": Set(lychee, ANSWERED_WHEN_LONG, (4096, 8192)),
-    "defaults": Set(defaults, ("kl", "passkey"), (4096, 8192)),
+    "yardsticks": Set(lambda *_: YARDSTICKS, TASKS, (1024, 2048, *LONG)),
+    "twilight": Set(lambda *_: TWILIGHT, ANSWERED_WHEN_LONG, LONG),
+    "lychee": Set(lambda gates, _: lychee(gates), ANSWERED_WHEN_LONG, LONG),
+    "defaults": Set(lambda gates, _: defaults(gates), ("kl", "passkey"), LONG),
+    "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
+    "eviction_ablation": Set(ablation, ("kl",), (4096,), steps=512),
+    "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
 
 
@@ -166,15 +234,15 @@ class Part(NamedTuple):
     name: str
 
 
-def parts(policies: Sequence[str], lengths: Sequence[int], groups: int) -> list[Part]:
+def parts(policies: Mapping[int, Sequence[str]], groups: int) -> list[Part]:
     """Deals the policies of every length out to the groups.
 
     Long lengths come first, since they take longest.
     """
     return [
-        Part(length, policies[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
-        for length in sorted(lengths, reverse=True)
-        for group in range(min(groups, len(policies)))
+        Part(length, of_length[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
+        for length, of_length in sorted(policies.items(), reverse=True)
+        for group in range(min(groups, len(of_length)))
     ]
 
 
@@ -222,6 +290,8 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
             str(args.samples),
             "--batch",
             str(args.batch),
+            "--steps",
+            str(args.steps),
             *["--resume"] * args.resume,
             *["--yardstick"] * args.yardstick,
         ]
@@ -243,7 +313,8 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
     wanted = {
         "policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)
     }
-    wanted |= {"tasks": list(args.tasks), "samples": args.samples, "yardstick": args.yardstick}
+    wanted |= {"tasks": list(args.tasks)}
+    wanted |= {name: getattr(args, name) for name in ("samples", "steps", "yardstick")}
     for name, value in wanted.items():
         if report["settings"][name] != value:
             raise ValueError(
@@ -295,13 +366,16 @@ def main() -> None:
         "--gates",
         type=Path,
         default="bench/gates",
-        help="folder of the set lychee's gates, relative to the root of the checkout, "
+        help="folder of the gates that some sets name, relative to the root of the checkout, "
         "since the report names it (default bench/gates)",
     )
     parser.add_argument("--tasks", nargs="+", help="instead of the set's")
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of the set's")
     parser.add_argument("--samples", type=int, default=100, help="samples per task (default 100)")
     parser.add_argument("--batch", type=int, default=50, help="samples per batch (default 50)")
+    parser.add_argument(
+        "--steps", type=int, help="decode steps of kl, ppl and attention, instead of the set's"
+    )
     parser.add_argument(
         "--groups",
         type=int,
@@ -334,14 +408,20 @@ def run(args: argparse.Namespace) -> None:
         ValueError: a policy, task or length is refused, or a file of gates is missing.
     """
     environment, chosen = describe(allow_modified=args.allow_modified), SETS[args.set]
-    policies, lengths = args.policy or chosen.policies(args.gates), args.lengths or chosen.lengths
     args.tasks = args.tasks or chosen.tasks
-    plan(policies, args.tasks, lengths, args.samples, yardstick=args.yardstick)
+    args.steps = chosen.steps if args.steps is None else args.steps
+    more = {"steps": args.steps, "yardstick": args.yardstick}
+    policies = {
+        length: args.policy or chosen.policies(args.gates, length)
+        for length in args.lengths or chosen.lengths
+    }
+    for length, of_length in policies.items():
+        plan(of_length, args.tasks, [length], args.samples, **more)
     free = devices(args.gpus, args.processes)
     args.json = args.json.resolve()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
-        wanted = parts(policies, lengths, args.groups)
+        wanted = parts(policies, args.groups)
         report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)), environment)
     write_report(args.json, report)
     show(report)

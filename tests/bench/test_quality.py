@@ -1,17 +1,19 @@
 """Tests bench.quality: its sets name policies, and reports of several lengths are joined."""
 
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import quality
-from bench.quality import GATES, SETS, devices, joined, main, parts
+from bench.quality import GATES, SETS, devices, hard_kv, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
 from jsparse.policies.expressions import parse
-from jsparse.policies.head_gates import HeadGates, save
+from jsparse.policies.head_gates import HeadGates, retrieval_heads, save
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def gates(tmp_path):
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_policy_of_a_set_is_one(name, gates):
-    built = [parse(expression) for expression in SETS[name].policies(gates)]
+    built = [parse(expression) for expression in SETS[name].policies(gates, 4096)]
     assert len(set(built)) == len(built)
 
 
@@ -35,7 +37,7 @@ def test_a_sets_own_tasks_and_lengths_can_be_measured(name):
 
 
 def test_lychee_compares_all_gates_and_names_them_as_given(gates):
-    names = [parse(expression).name for expression in SETS["lychee"].policies(gates)]
+    names = [parse(expression).name for expression in SETS["lychee"].policies(gates, 4096)]
     at_512 = [
         name for name in names if name.startswith("lychee") and "value=512, rule='top_k'" in name
     ]
@@ -79,7 +81,7 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(measured, gates):
-    policies = SETS["lychee"].policies(gates)
+    policies = SETS["lychee"].policies(gates, 4096)
     few = ("kl", "ppl", "passkey", "niah_single_1")
     assert measured("--set", "lychee", "--gates", str(gates)) == [
         (length, few, policies) for length in (8192, 4096)
@@ -94,6 +96,44 @@ def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(
     ]
 
 
+def test_eviction_has_budgets_for_its_lengths():
+    """Each length has its own; DuoAttention's heads hold a quarter on average."""
+    for length in (4096, 8192):
+        names = SETS["eviction"].policies(Path("bench/gates"), length)
+        for budget in (length // 8, length // 4):
+            assert {f"snapkv(budget={budget})", f"streaming(sink=4, recent={budget - 4})"} < {
+                *names
+            }
+        (duo,) = (name for name in names if name.startswith("duo"))
+        window = 64 + int(duo.rpartition("=")[2].rstrip(")"))
+        mask = retrieval_heads("bench/gates/direct.safetensors")
+        assert np.mean(np.where(mask, length, window)) == pytest.approx(length / 4, abs=1)
+
+
+def test_the_ablation_has_every_combination_once(gates):
+    built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
+    assert len(set(built)) == 4 * 4 * 2
+    assert parse(hard_kv(512)).name in built
+
+
+def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):
+    """They reach the command that measures, and a report of other steps is refused."""
+    asked = []
+
+    def record(command, **_):
+        asked.append(command[command.index("--steps") + 1])
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(quality.subprocess, "run", record)
+    for arguments in (["--set", "eviction"], ["--set", "eviction", "--steps", "32"], []):
+        arguments = ["--policy", "snapkv()", "--lengths", "4096", "--tasks", "kl", *arguments]
+        path = str(tmp_path / "report.json")
+        monkeypatch.setattr(sys, "argv", ["quality", "--json", path, *arguments])
+        with pytest.raises(SystemExit):
+            main()
+    assert asked == ["512", "32", "64"]
+
+
 def test_missing_gates_are_named_before_anything_is_measured(measured, gates, capsys):
     missing = gates / "mass.safetensors"
     missing.unlink()
@@ -104,14 +144,14 @@ def test_missing_gates_are_named_before_anything_is_measured(measured, gates, ca
 
 @pytest.mark.parametrize("groups", [1, 2, 5])
 def test_every_policy_is_measured_once_at_every_length(groups):
-    dealt = parts(["a", "b", "c", "d", "e"], [128, 256], groups)
+    dealt = parts(dict.fromkeys((128, 256), "abcde"), groups)
     pairs = sorted((part.length, policy) for part in dealt for policy in part.policies)
     assert pairs == [(length, policy) for length in (128, 256) for policy in "abcde"]
     assert len({part.name for part in dealt}) == len(dealt) == 2 * groups
 
 
 def test_more_groups_than_policies_leave_none_empty():
-    assert [part.policies for part in parts(["a", "b"], [128], 5)] == [["a"], ["b"]]
+    assert [part.policies for part in parts({128: ["a", "b"]}, 5)] == [["a"], ["b"]]
 
 
 def test_processes_take_turns_on_the_gpus_that_are_visible(monkeypatch):
