@@ -76,7 +76,7 @@ def evaluate(
         bool, Option("--resume", help="Continue an unfinished run that used --json.")
     ] = False,
     plots: Annotated[
-        Path | None, Option(help="Folder to draw the plots in: quality, needles, heads.")
+        Path | None, Option(help="Folder to draw the plots in: quality, by step, needles, heads.")
     ] = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
@@ -175,12 +175,14 @@ def show(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], folder: Path) -> None:
-    """Draws what was measured: quality by attended fraction, needles found, attention by head."""
+    """Draws what was measured: quality by attended fraction, by step, needles, heads."""
     from jsparse.evaluation.report import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     tasks = report["settings"]["tasks"]
     plots.plot_quality(report, folder / "quality.png")
+    if any("by_step" in cell for cell in report["cells"]):
+        plots.plot_by_step(report, folder / "by_step.png")
     if "niah_grid" in tasks:
         plots.plot_niah(report, folder / "niah.png")
     if "attention" in tasks:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
 from jsparse.evaluation.closeness import Closeness, closeness, windows
-from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK
+from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
 from jsparse.evaluation.teacher_forcing import Forcing, force
@@ -22,7 +22,6 @@ COLUMNS = {
     "ppl": ("logprob", "attended", "read"),
 }
 MEASURES = (*COLUMNS, "attention")
-STEP_BLOCK = 64  # the steps that one mean by step covers
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
 Measured = list[list[Values]]

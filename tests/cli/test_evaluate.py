@@ -60,7 +60,9 @@ def test_many_steps_have_means_by_step(common, tmp_path, monkeypatch):
     """Their mean, weighed by the steps of each block, is the metric's."""
     monkeypatch.setattr(evaluators, "STEP_BLOCK", 3)
     out = tmp_path / "out.json"
-    assert run(*common, "--tasks", "kl,ppl", "--json", out).exit_code == 0
+    plots = tmp_path / "plots"
+    assert run(*common, "--tasks", "kl,ppl", "--json", out, "--plots", plots).exit_code == 0
+    assert {path.name for path in plots.iterdir()} == {"quality.png", "by_step.png"}
     for cell in json.loads(out.read_text())["cells"]:
         blocks = cell["by_step"]
         for name in {"kl", "logprob", "attended"} & cell["metrics"].keys():

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jsparse.evaluation.report.statistics import YARDSTICK, family, is_dense
+from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
 
 QUALITY = ("kl", "agreement", "score")
+STEPPED = ("kl", "perplexity")
 RATIO = "ratio"
 LABELS = {**FORMATS, RATIO: ("KL / yardstick's KL", 1, ".3g")}
 COLUMNS, DPI = 4, 120
@@ -78,6 +79,25 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
     _save(report, panels, path, "samples with attended_heads")
 
 
+def plot_by_step(report: Mapping[str, Any], path: Path | str) -> None:
+    """Plots KL and perplexity over the decode step, with one line per policy.
+
+    There is one panel per metric, task and length.
+    """
+    panels: dict[str, Draw] = {}
+    policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
+    for metric in STEPPED:
+        lines: dict[tuple[str, int], dict[str, list[float]]] = {}
+        for cell in report["cells"]:
+            if BY_STEP in cell and not (metric == "kl" and is_dense(cell["policy"])):
+                of_panel = lines.setdefault((cell["task"], cell["length"]), {})
+                of_panel[cell["policy"]] = cell[BY_STEP][metric]
+        for (task, length), of_panel in sorted(lines.items()):
+            title = f"{LABELS[metric][0]} of {task}, {tokens(length)} tokens"
+            panels[title] = _stepped(metric, of_panel, policies)
+    _save(report, panels, path, "means by step", 2)
+
+
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
     """Returns each family's points, by attended fraction.
 
@@ -126,6 +146,22 @@ def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
         axis.grid(alpha=0.3)
         axis.set(xlabel="attended fraction", ylabel=label)
+
+    return draw
+
+
+def _stepped(metric: str, lines: Mapping[str, list[float]], policies: Sequence[str]) -> Draw:
+    def draw(axis: Any) -> None:
+        for policy, values in lines.items():
+            steps = [STEP_BLOCK * (block + 0.5) for block in range(len(values))]
+            nth = policies.index(policy)
+            style = ("-", "--", ":", "-.")[nth // 10 % 4]
+            color = "black" if is_dense(policy) else f"C{nth % 10}"
+            axis.plot(steps, values, label=textwrap.fill(policy, 60), color=color, linestyle=style)
+        if metric == "kl":
+            axis.set_yscale("log", nonpositive="mask")
+        axis.grid(alpha=0.3)
+        axis.set(xlabel="decode step", ylabel=LABELS[metric][0])
 
     return draw
 
@@ -209,7 +245,14 @@ def _save(
         for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     if named:
-        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4)
+        wide = max(map(len, named)) > 40
+        figure.legend(
+            named.values(),
+            named.keys(),
+            loc="outside lower center",
+            ncols=2 if wide else 4,
+            fontsize=5 if wide else None,
+        )
     figure.suptitle(textwrap.fill(_heading(report), 30 * columns), fontsize=8)
     figure.savefig(path, dpi=DPI)
 

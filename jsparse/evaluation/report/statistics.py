@@ -12,6 +12,7 @@ import numpy as np
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95
 YARDSTICK = "yardstick"  # the task whose KL is that of a policy's yardstick
 BY_STEP = "by_step"  # the key of means over blocks of decode steps
+STEP_BLOCK = 64  # the steps of such a block
 FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
 
 Transform = Callable[[Any], Any]

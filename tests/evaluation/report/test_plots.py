@@ -16,12 +16,13 @@ from jsparse.evaluation.report.plots import (
     DPI,
     HEADING,
     PANEL,
+    plot_by_step,
     plot_heads,
     plot_niah,
     plot_quality,
     quality_points,
 )
-from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
+from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, averages, summarize
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -54,6 +55,33 @@ def test_a_png_of_the_right_size(made, tmp_path, plot, columns, rows):
     plot(made, tmp_path / "plot.png")
     assert png_size(tmp_path / "plot.png") == size(columns, rows)
     assert made == before
+
+
+def test_lines_over_steps(made, tmp_path, figures):
+    """Dense attention has no KL; tasks without means by step have no panel."""
+    cells = [
+        {**cell, BY_STEP: {"kl": [0.01 * (i + 1), 0.02], "perplexity": [9.0, 8.0 + i]}}
+        for i, cell in enumerate(cell for cell in made["cells"] if cell["task"] == "drift")
+    ]
+    others = [cell for cell in made["cells"] if cell["task"] != "drift"]
+    plot_by_step({**made, "cells": [*cells, *others]}, tmp_path / "steps.png")
+    drawn = panels(figures[0])
+    assert list(drawn) == [
+        f"{name} of drift, {length} tokens"
+        for name in ("KL", "perplexity")
+        for length in ("1K", "4K")
+    ]
+    for title, axis in drawn.items():
+        assert len(axis.lines) == len(POLICIES) - title.startswith("KL")
+        length = 4096 if "4K" in title else 1024
+        by_policy = {cell["policy"]: cell for cell in cells if cell["length"] == length}
+        for line in axis.lines:
+            metric = "kl" if title.startswith("KL") else "perplexity"
+            assert line.get_xdata().tolist() == [32.0, 96.0]
+            values = by_policy[line.get_label().replace("\n", " ")][BY_STEP][metric]
+            assert line.get_ydata().tolist() == values
+    with pytest.raises(ValueError, match="means by step"):
+        plot_by_step(made, tmp_path / "none.png")
 
 
 def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figures):
