@@ -224,7 +224,7 @@ SETS = {
     "lychee": Set(lambda gates, _: lychee(gates), ANSWERED_WHEN_LONG, LONG),
     "defaults": Set(lambda gates, _: defaults(gates), ("kl", "passkey"), LONG),
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
-    "eviction_ablation": Set(ablation, ("kl",), (4096,), steps=512),
+    "eviction_ablation": Set(ablation, ("kl", "ppl"), (4096,), steps=512),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
 
