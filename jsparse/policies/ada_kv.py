@@ -36,7 +36,7 @@ def ada_kv(
     fraction("floor", floor)
     if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 1:
         raise ValueError(f"cap={cap!r}: must be a number of at least 1")
-    largest = int(cap * budget)
+    largest = min(int(cap * budget), 2**30)  # counts are of int32
     bounds = Bounds(int(floor * room), largest - window, room)
     return evicting(
         pooled_attention(pool, pooling),

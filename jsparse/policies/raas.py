@@ -62,7 +62,8 @@ def last_used(view: LayerView) -> Float32[Array, "B K S"]:
 
 def _begin(view: LayerView) -> Float32[Array, "B K S"]:
     slots = jnp.arange(view.held.capacity, dtype=jnp.int32)
-    return jnp.where(slots < view.held.lengths[..., None], PROMPT, 0.0)
+    there = slots < view.held.lengths[..., None]
+    return jnp.where(there, jnp.float32(PROMPT), 0.0)
 
 
 def _prompt_and(room: int) -> CountFn:
