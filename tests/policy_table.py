@@ -2,7 +2,8 @@
 
 A new method adds its expressions here and nothing else. The first expression of each method runs by
 default, the others are marked slow. Budgets are small against the battery's
-prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something out.
+prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something out; and
+their periods against its 20 steps.
 """
 
 import ast
@@ -63,6 +64,22 @@ TABLE = (
     "twilight(keep(quest(budget=8), sink=2, recent=6), p=0.9)",
     "keep(twilight(all_pages(), p=0.5), sink=1, recent=4)",
     "dense_layers(twilight(all_pages(), p=0.7, prune='bits'), n=1)",
+    "snapkv(budget=8, window=4, pool=3)",
+    "snapkv(budget=3, window=2, pool=5, pooling='max')",
+    "ada_kv(budget=8, window=4, pool=3)",
+    "ada_kv(budget=6, window=1, pooling='mean', floor=0.5, cap=2)",
+    "h2o(budget=8, window=4, period=6)",
+    "h2o(budget=3, window=12, period=1)",
+    "r_kv(budget=8, window=4, period=6)",
+    "r_kv(budget=5, window=3, period=1, importance=0.5)",
+    "raas(budget=8, threshold=0.05, period=6)",
+    "raas(budget=12, threshold=0.01, window=4, period=3)",
+    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
+    "hard_kv(budget=8, floor=1, cap=12, period=4, window=4, sink=0, metric='snapkv', merge=False)",
+    "hard_kv(budget=9, period=5, window=4, sink=1, metric='r_kv', budgets='uniform')",
+    "hard_kv(floor=7, cap=12, p=0.5, period=6, window=3, sink=2, metric='h2o', budgets='n_star')",
+    "hard_kv(floor=7, cap=14, p=0.7, period=4, window=4, sink=2, budgets='calibrated')",
+    "hard_kv(budget=8, floor=7, cap=12, period=5, window=4, sink=2, patience=2)",
 )
 
 

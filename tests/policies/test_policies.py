@@ -195,6 +195,8 @@ def test_jit_equals_eager(expression):
     made.adopt(session.Held(jnp.zeros((1, VOCAB)), *copied))
     _, jitted = forced_logits(made, FORCED[:1, :2])
     tokens = jnp.asarray(FORCED[:1, 0])
+    if policy.after_prompt is not None:
+        state, cache = policy.after_prompt(state, cache, MAX_LENGTH)
     cache = kv_cache.lend(cache, lent(p, policy))
     eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state)
     assert_close(jitted, eager, rtol=1e-5)
@@ -206,6 +208,7 @@ SOME = (
     "double_sparsity(budget=8)",
     "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
     "twilight(all_pages(), p=0.6)",
+    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
 )
 
 
@@ -253,7 +256,8 @@ def row_of(policy, part, row):
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
-    first = 2 + parse(expression).correct_every
+    policy = parse(expression)
+    first = 2 + max(policy.correct_every, policy.period)
     alone(expression, PROMPTS[1], FORCED[:1, :first])
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")

@@ -105,6 +105,9 @@ class Slots:
                 lent=self.lent,
             )
         part = carry.cache, carry.state
+        if self.policy.after_prompt is not None:
+            state, held = self.policy.after_prompt(carry.state, carry.cache, PAGES * PAGE)
+            part = held, state
         self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
         logits = np.asarray(logits_of(p.decoder, p.weights, carry.last_hidden))[0]
         self.slots[slot] = {"nth": nth, "asked": asked, "groups": groups, "logits": [logits]}
@@ -178,6 +181,7 @@ SOME = (
     "quest(budget=16)",
     "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=4)",
     "twilight(all_pages(), p=0.6)",
+    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
 )
 
 
