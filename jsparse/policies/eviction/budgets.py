@@ -73,23 +73,29 @@ def n_star(bounds: Bounds, p: float) -> CountFn:
 def calibrated(bounds: Bounds, p: float) -> CountFn:
     """Give a head the fewest slots that carry p of a softmax of its scores, at its temperature.
 
-    The temperature is found the first time that slots compete, as the one at which the n* best
+    The temperature is found the first time that a score is above 0, as the one at which the n* best
     carry p, and kept: later counts follow how scores have moved. Source: HARD-KV (calibration).
     """
 
     def count(scores, competing, temperatures):
         assert temperatures is not None
         scores = jnp.where(competing, jnp.maximum(scores, 0.0), 0.0)
-        new = (temperatures == 0) & competing.any(-1)
-        temperatures = jax.lax.cond(
-            jnp.any(new),
-            lambda: jnp.where(
-                new, temperature(scores, competing, _fewest(scores, p), p), temperatures
-            ),
-            lambda: temperatures,
+        positive = jnp.any(scores > 0, -1)
+        new = (temperatures == 0) & positive
+
+        def find() -> tuple[Array, Array]:
+            needed = _fewest(scores, p)
+            found = temperature(scores, competing, needed, p)
+            return jnp.where(new, found, temperatures), needed
+
+        temperatures, needed = jax.lax.cond(
+            jnp.any(new), find, lambda: (temperatures, jnp.zeros(new.shape, jnp.int32))
         )
         weights = _softmax(scores, competing, jnp.where(temperatures == 0, 1.0, temperatures))
-        return jnp.clip(_fewest(weights, p), bounds.least, bounds.most), temperatures
+        # at a temperature just found the n* best carry p up to rounding, which must not add a slot
+        counts = jnp.where(new, needed, _fewest(weights, p))
+        counts = jnp.where(positive, counts, 0)
+        return jnp.clip(counts, bounds.least, bounds.most), temperatures
 
     return count
 
