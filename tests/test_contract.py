@@ -569,6 +569,28 @@ def test_too_little_room_after_the_prompt_is_an_error():
     begin(policy._replace(after_prompt=lambda *held: held[:2], most=lambda *_: 10**9), [STEPS] * 3)
 
 
+def test_a_pool_that_cannot_hold_what_most_says_is_an_error():
+    """Before the first step, and the session is left as it was."""
+    params, prompts = tiny_params(), random_prompts((9, 12))
+    policy = jsparse.hard_kv(budget=12, floor=8, cap=20, period=4, window=4, sink=2)
+    pages = 1 + 2 * (3 + 3)  # the scratch page, and those of two heads of 24 tokens per row
+
+    def read_in(pool_pages):
+        spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
+        made = session.Session(params, policy, spec._replace(pool_pages=pool_pages))
+        made.read(prompts)
+        return made
+
+    made = read_in(pages - 1)
+    held = made.held
+    said = rf"^pool_pages={pages - 1}: must be at least {pages}, .* of heads of \[24, 24\] tokens"
+    with pytest.raises(ValueError, match=said):
+        next(made.steps(sampling.greedy, (), limits=[STEPS] * 2))
+    assert made.held is held
+    *_, last = read_in(pages).steps(sampling.greedy, (), limits=[STEPS] * 2)
+    assert not last.overflow.any()
+
+
 @pytest.mark.parametrize(
     ("argument", "wrapped"),
     [
@@ -578,7 +600,7 @@ def test_too_little_room_after_the_prompt_is_an_error():
         ("policy", measured),
     ],
 )
-@pytest.mark.parametrize("policy", [shrink(), prompt_ends()])
+@pytest.mark.parametrize("policy", [shrink(), prompt_ends(), jsparse.hard_kv()], ids=str)
 def test_wrappers_refuse_policies_that_evict(policy, argument, wrapped):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
         wrapped(policy)
@@ -590,7 +612,8 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
     with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
         jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
     spec = spec_of(params, 1)
-    for policy in (shrink(), dense()._replace(after_prompt=lambda *held: held[:2], name="late")):
+    late = dense()._replace(after_prompt=lambda *held: held[:2], name="late")
+    for policy in (shrink(), jsparse.hard_kv(), late):
         said = f"policy={policy}: must leave the cache as it is after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
             session.Session(params, policy, spec, resumable=True)

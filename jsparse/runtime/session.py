@@ -315,7 +315,8 @@ class Session:
 
         Raises:
             ValueError: nothing has been read since the last steps, there is not one limit per row,
-                or `after_prompt` left less room than the policy says heads may need.
+                or a shared pool has, or `after_prompt` left, less room than the policy says heads
+                may need.
         """
         decoder, policy = self.params.decoder, self.policy
         lent = Lent(constants(self.params, policy), knobs)
@@ -327,9 +328,11 @@ class Session:
                 "row"
             )
         logits, cache, state = self.held
+        wanted = self._wanted(np.asarray(cache.positions).tolist(), limits)
+        self._require_pages(wanted)
         self._held = None  # donated
         if policy.after_prompt is not None:
-            slots = self._slots(np.asarray(cache.positions).tolist(), limits)
+            slots = min(capacity.bucket(max(wanted), self.spec.page_size), self.spec.capacity)
             state, cache = policy.after_prompt(state, lend(cache, lent), slots)
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)
@@ -403,11 +406,22 @@ class Session:
             cache, state = maintain(policy, cache, state, lent)
         return carry._replace(cache=cache, state=state)
 
-    def _slots(self, positions: Sequence[int], limits: Sequence[int]) -> int:
-        """Returns the slots that a head may come to need, rounded up as capacities are."""
+    def _wanted(self, positions: Sequence[int], limits: Sequence[int]) -> list[int]:
+        """Returns the slots that a head of each row may come to need."""
         most = self.policy.most or operator.add
-        wanted = max(most(prompt, new) for prompt, new in zip(positions, limits, strict=True))
-        return min(capacity.bucket(wanted, self.spec.page_size), self.spec.capacity)
+        return [most(prompt, new) for prompt, new in zip(positions, limits, strict=True)]
+
+    def _require_pages(self, wanted: Sequence[int]) -> None:
+        """Raises ValueError if a shared pool cannot hold what a policy says that heads may need."""
+        spec = self.spec
+        if spec.pool_pages is None or self.policy.most is None:
+            return
+        pages = 1 + spec.num_kv_heads * sum(-(-slots // spec.page_size) for slots in wanted)
+        if spec.pool_pages < pages:
+            raise ValueError(
+                f"pool_pages={spec.pool_pages}: must be at least {pages}, the scratch page and the "
+                f"pages of heads of {list(wanted)} tokens, which {self.policy} may come to hold"
+            )
 
     def _require_room(self, cache: KVCache, slots: int) -> None:
         """Raises ValueError if heads have less room than rows may need."""
