@@ -319,3 +319,31 @@ def test_a_row_must_find_room_in_every_layer():
     cache = kv.grow(kv.replace_layer(cache, 1, short), jnp.array([P + 1, 1], jnp.int32), T)
     assert cache.overflow.tolist() == [True, False]
     assert [int(layer.free.count) for layer in cache.layers if layer.free] == [6, 0]
+
+
+def test_cut_pages_leaves_the_first_pages_of_every_head():
+    """In smaller pools of every field. Where pages are few, or have a block table, none is cut."""
+    pair = Pair(None)
+    pair.append([T, 3])
+    layer = pair.layer._replace(bias=jnp.arange(B * K * M * P, dtype=jnp.float32).reshape(-1, P))
+    cut = kv.cut_pages(layer, 2)
+    assert (cut.num_pages, cut.capacity) == (2, 2 * P)
+    np.testing.assert_array_equal(cut.lengths, layer.lengths)
+    for name in ("k", "v", *FIELDS):
+        was, now = (kv.read_heads(getattr(x, name), x) for x in (layer, cut))
+        assert getattr(cut, name).shape[0] == B * K * 2
+        np.testing.assert_array_equal(now, was[:, :, : 2 * P])
+    pair.cache = kv.replace_layer(pair.cache, 1, kv.cut_pages(pair.layer, 2))
+    pair.append([1, 1])
+    pair.check()
+    assert not pair.cache.overflow.any()
+    assert kv.cut_pages(layer, M) is layer
+    assert kv.cut_pages(layer, M + 1) is layer
+    paged = Pair(8).layer
+    assert kv.cut_pages(paged, 1) is paged
+
+
+def test_cut_pages_of_a_plain_layer_has_no_optional_fields():
+    cut = kv.cut_pages(kv.init(SPEC).layers[0], 1)
+    assert (cut.bias, cut.slot_positions) == (None, None)
+    assert cut.k.shape == (B * K, P, H)

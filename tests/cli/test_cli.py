@@ -258,6 +258,18 @@ def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     assert run("chat", *options[:-2], stdin="one\ntwo\n").stderr == ""
 
 
+def test_chat_with_a_policy_that_evicts_reads_anew(chat_model):
+    """Each turn with what was said before, under the policy's full name."""
+    policy = jsparse.hard_kv(budget=10, floor=7, cap=14, period=2, window=4, sink=2)
+    options = ["--model", chat_model, "--max-new-tokens", "5", "--policy", str(policy)]
+    ran = run("chat", *options, stdin="one\ntwo\n")
+    assert (ran.exit_code, ran.stderr) == (
+        0,
+        f"note: every turn reads the whole conversation anew: policy={policy}: must leave the "
+        "cache as it is after the prompt, for a further dense chunk to follow\n",
+    )
+
+
 def test_chat_needs_a_template():
     ran = run("chat", "--model", TINY, stdin="hi\n")
     assert ran.exit_code == 2

@@ -1,0 +1,218 @@
+"""The policies that evict, run by the engine, against slow numpy models of the same rules."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+import slow_eviction as slow
+from marks import slow_except
+from slow_model import SlowModel, SlowRow
+from tiny import assert_close, forced_logits, random_prompts, random_tokens, tiny_params
+
+from jsparse.cache import KVCache, slot_positions
+from jsparse.policies.expressions import parse
+from jsparse.policy import Policy
+from jsparse.runtime import capacity, session
+
+PAGE, PERIOD, STEPS = 8, 6, 20
+PROMPTS, FORCED = random_prompts((37, 18, 3)), random_tokens(3, STEPS)
+
+
+def recording(policy: Policy, left: list) -> Policy:
+    """Returns the policy in a cache that keeps text positions, which are listed in `left`.
+
+    An entry is what one compression leaves: [row][layer][head] -> positions.
+    """
+    rework = policy.after_prompt
+    assert rework is not None
+
+    def note(*held):
+        layers = list(zip(held[::2], held[1::2], strict=True))
+        left.append(
+            [
+                [
+                    [
+                        positions[row, head, : lengths[row, head]].tolist()
+                        for head in range(lengths.shape[1])
+                    ]
+                    for lengths, positions in layers
+                ]
+                for row in range(len(layers[0][0]))
+            ]
+        )
+
+    def numbers(cache: KVCache):
+        return [x for held in cache.layers for x in (held.lengths, slot_positions(held))]
+
+    def after_prompt(state, cache, slots):
+        state, cache = rework(state, cache, slots)
+        note(*map(np.asarray, numbers(cache)))
+        return state, cache
+
+    def maintain(state, cache):
+        state, cache = policy.maintain(state, cache)
+        jax.debug.callback(note, *numbers(cache), ordered=True)
+        return state, cache
+
+    return policy._replace(
+        after_prompt=after_prompt, maintain=maintain, needs=(*policy.needs, "slot_positions")
+    )
+
+
+@cache
+def prompt_rows(heads, kv_heads):
+    """Returns a model and a function that gives rows that have read the prompts."""
+    return SlowModel(tiny_params(2, heads, kv_heads))
+
+
+def assert_equals_the_slow_model(expression, method, heads=4, kv_heads=2):
+    """Logits of every step, and the positions that every compression leaves, are the same.
+
+    And they are far from dense attention's, and heads differ, or this would show little.
+    """
+    params, left = tiny_params(2, heads, kv_heads), []
+    policy = recording(parse(expression), left)
+    spec = capacity.cache_spec(params, PROMPTS, STEPS, None, PAGE)
+    made = session.Session(params, policy, spec, steps_per_program=1)
+    made.read(PROMPTS)
+    logits = forced_logits(made, FORCED)
+    jax.effects_barrier()
+    assert not made.held.cache.overflow.any()
+    model = prompt_rows(heads, kv_heads)
+    lengths = set()
+    for row, (prompt, forced) in enumerate(zip(PROMPTS, FORCED, strict=True)):
+        held = SlowRow(model, prompt)
+        rule = slow.SlowEvictor(held, method)
+        expected = [held.logits, *(rule.step(int(token)) for token in forced[:-1])]
+        assert [entry[row] for entry in left] == rule.left
+        assert_close(logits[:, row], np.asarray(expected), rtol=2e-4, row=row)
+        lengths.add(len(rule.left[-1][0][0]))
+    periods = (STEPS - 1) // policy.period if policy.period else 0
+    assert len(left) == 1 + periods
+    assert min(lengths) < len(PROMPTS[0])
+
+
+SCORES = {
+    "attention": slow.attention,
+    "snapkv": lambda seen: slow.pooled(slow.attention(seen), 5, np.mean),
+    "r_kv": slow.important_and_rare,
+    "h2o": slow.tracked,
+}
+P, FLOOR, CAP, BUDGET, WINDOW, SINK = 0.6, 7, 13, 10, 4, 2
+
+
+def hard_kv(metric, budgets, *, merge=True, patience=0):
+    """The expression and the slow method of one combination."""
+    protected = WINDOW + SINK + merge
+    least, most, budget = FLOOR - protected, CAP - protected, BUDGET - protected
+    counts = {
+        "uniform": slow.uniform(budget),
+        "joint": slow.joint(budget, least, most),
+        "n_star": slow.n_star(P, least, most),
+        "calibrated": slow.calibrated(P, least, most),
+    }
+    tracks = metric == "h2o"
+    method = slow.SlowMethod(
+        SCORES[metric],
+        counts[budgets],
+        window=WINDOW,
+        sink=SINK,
+        period=PERIOD,
+        merge=merge,
+        patience=patience,
+        **(
+            {"begin": slow.window_sums, "track": lambda n, shares, at: n + shares} if tracks else {}
+        ),
+    )
+    expression = (
+        f"hard_kv(budget={BUDGET}, floor={FLOOR}, cap={CAP}, p={P}, period={PERIOD}, "
+        f"window={WINDOW}, sink={SINK}, metric={metric!r}, budgets={budgets!r}, merge={merge}, "
+        f"patience={patience})"
+    )
+    return expression, method
+
+
+PAIRS = [
+    (metric, budgets)
+    for metric in SCORES
+    for budgets in ("joint", "uniform", "n_star", "calibrated")
+]
+
+
+@pytest.mark.parametrize(
+    "pair", slow_except(PAIRS, ("attention", "joint"), ("h2o", "calibrated")), ids="-".join
+)
+def test_hard_kv_equals_the_slow_model(pair):
+    assert_equals_the_slow_model(*hard_kv(*pair))
+
+
+@pytest.mark.parametrize("patience", slow_except((1, 2), 1))
+@pytest.mark.parametrize("merge", slow_except((True, False), True))
+def test_patience_equals_the_slow_model(patience, merge):
+    assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=merge, patience=patience))
+
+
+@pytest.mark.slow
+def test_dropping_without_merging_equals_the_slow_model():
+    assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=False))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    slow_except([(4, 4), (4, 1), (16, 1)], (4, 4)),
+    ids=lambda heads: f"{heads[0]}-{heads[1]}",
+)
+def test_groups_of_every_size_equal_the_slow_model(heads):
+    assert_equals_the_slow_model(*hard_kv("attention", "joint"), *heads)
+
+
+def stamped(threshold, prompt=2.0**30):
+    """RaaS: a token that is used, and the newest, gets its step's position; prompts keep theirs."""
+
+    def track(stamps, shares, position):
+        used = shares >= threshold
+        used[-1] = True
+        return [position if u and s < prompt else s for u, s in zip(used, stamps, strict=True)]
+
+    return track
+
+
+def prompt_and(room):
+    """RaaS: all of the prompt, and more where there is room."""
+    return lambda scores, heads: [max(room, int((x >= 2.0**30).sum())) for x in scores]
+
+
+METHODS = {
+    "snapkv(budget=9, window=4, pool=5)": slow.SlowMethod(
+        lambda seen: slow.pooled(slow.attention(seen), 5, np.mean), slow.uniform(5), window=4
+    ),
+    "ada_kv(budget=9, window=4, pool=3, floor=0.4, cap=2)": slow.SlowMethod(
+        lambda seen: slow.pooled(slow.attention(seen), 3, np.max), slow.joint(5, 2, 14), window=4
+    ),
+    "h2o(budget=11, window=4, period=6)": slow.SlowMethod(
+        slow.tracked,
+        slow.uniform(6),
+        window=4,
+        recent=5,
+        period=6,
+        begin=slow.window_sums,
+        track=lambda sums, shares, position: sums + shares,
+    ),
+    "r_kv(budget=9, window=4, period=6, importance=0.3)": slow.SlowMethod(
+        lambda seen: slow.important_and_rare(seen, 0.3), slow.uniform(5), window=4, period=6
+    ),
+    "raas(budget=9, threshold=0.08, window=2, period=6)": slow.SlowMethod(
+        slow.tracked,
+        prompt_and(7),
+        window=2,
+        period=6,
+        begin=lambda seen: [2.0**30] * len(seen.keys),
+        track=stamped(0.08),
+    ),
+}
+
+
+@pytest.mark.parametrize("expression", slow_except(METHODS, *list(METHODS)[2:]))
+def test_each_method_equals_the_slow_model(expression):
+    assert_equals_the_slow_model(expression, METHODS[expression])

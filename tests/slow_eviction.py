@@ -1,0 +1,291 @@
+"""The policies that evict once more, slow and obvious: numpy in float64, one slot at a time.
+
+It shares no code with jsparse.policies.eviction. A method is a function that scores the slots of a
+head, one that says how many of them each head of a layer keeps, and the sizes of what is protected.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from slow_model import SlowRow, attend, logits_of, logsumexp, softmax
+
+
+@dataclasses.dataclass
+class SlowHead:
+    """What is known of a head's slots, beside their K and V in the SlowRow, as lists by slot.
+
+    Attributes:
+        positions: text positions.
+        bias: terms added to the logits.
+        numbers: what the method keeps up to date.
+        missed: how many compressions left out a slot that waits.
+        temperature: that of "calibrated"; None until it is found.
+    """
+
+    positions: list
+    bias: list
+    numbers: list
+    missed: list
+    temperature: float | None = None
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a score is made of: a head's keys and biases, the newest queries of its group, and the
+    slots that compete.
+    """
+
+    keys: list
+    head: SlowHead
+    window: list
+    competing: list
+
+
+@dataclasses.dataclass
+class SlowMethod:
+    """The sizes and functions of one method.
+
+    Attributes:
+        score: Seen -> a score for each of `seen.competing`.
+        counts: (scores of each head, heads) -> the number of slots that each head keeps.
+        begin: Seen of the whole prompt -> a number for each slot.
+        track: (numbers, shares, position) -> numbers.
+    """
+
+    score: Callable
+    counts: Callable
+    window: int
+    sink: int = 0
+    recent: int | None = None
+    period: int = 0
+    merge: bool = False
+    patience: int = 0
+    begin: Callable = lambda seen: [0.0] * len(seen.keys)
+    track: Callable = lambda numbers, shares, position: numbers
+
+
+class SlowEvictor:
+    """Decodes a row by a method, and keeps what each compression left."""
+
+    def __init__(self, row: SlowRow, method: SlowMethod):
+        self.row, self.method, self.steps = row, method, 0
+        self.num_layers, self.num_heads = len(row.k), len(row.k[0])
+        count = len(row.tokens)
+        self.heads = [
+            [
+                SlowHead(list(range(count)), [0.0] * count, [0.0] * count, [0] * count)
+                for _ in range(self.num_heads)
+            ]
+            for _ in range(self.num_layers)
+        ]
+        for layer in range(self.num_layers):
+            for head in range(self.num_heads):
+                seen = self.seen(layer, head)
+                self.heads[layer][head].numbers = list(method.begin(seen))
+        self.left = []
+        self.compress()
+
+    def step(self, token):
+        """Returns the logits after one token."""
+        logits = self.row.push(token, self.layer)
+        self.steps += 1
+        if self.method.period and self.steps % self.method.period == 0:
+            self.compress()
+        return logits
+
+    def layer(self, layer, q):
+        row, out = self.row, []
+        for head in range(self.num_heads):
+            known = self.heads[layer][head]
+            for name, value in (
+                ("positions", len(row.tokens) - 1),
+                ("bias", 0.0),
+                ("numbers", 0.0),
+                ("missed", 0),
+            ):
+                getattr(known, name).append(value)
+            read = [slot for slot, missed in enumerate(known.missed) if not missed]
+            keys, values, bias = (
+                [x[slot] for slot in read]
+                for x in (row.k[layer][head], row.v[layer][head], known.bias)
+            )
+            group = q[head * row.group : (head + 1) * row.group]
+            out += [attend(query, keys, values, bias) for query in group]
+            shares = np.zeros(len(known.bias))
+            shares[read] = softmax(np.add(logits_of(np.mean(group, axis=0), keys), bias))
+            known.numbers = list(
+                self.method.track(np.array(known.numbers), shares, len(row.tokens) - 1)
+            )
+        return out
+
+    def seen(self, layer, head):
+        method, row, known = self.method, self.row, self.heads[layer][head]
+        recent = method.window if method.recent is None else method.recent
+        group = slice(head * row.group, (head + 1) * row.group)
+        window = [q[group] for q in row.q[layer][-method.window :]]
+        competing = range(method.sink + method.merge, len(known.bias) - recent)
+        return Seen(row.k[layer][head], known, window, list(competing))
+
+    def compress(self):
+        for layer, heads in enumerate(self.heads):
+            seen = [self.seen(layer, head) for head in range(self.num_heads)]
+            scores = [np.asarray(self.method.score(x)) for x in seen]
+            for head, count in enumerate(self.method.counts(scores, heads)):
+                self.keep(layer, head, seen[head], scores[head], count)
+        self.left.append(
+            [[list(head.positions) for head in heads] for heads in self.heads],
+        )
+
+    def keep(self, layer, head, seen, scores, count):
+        method, row, known = self.method, self.row, self.heads[layer][head]
+        order = [seen.competing[i] for i in np.argsort(-scores, kind="stable")]
+        lost = order[count:]
+        waiting = [s for s in lost if known.missed[s] < method.patience][: method.period]
+        missed = [m + 1 if s in waiting else 0 for s, m in enumerate(known.missed)]
+        gone = set(lost) - set(waiting)
+        if method.merge and gone:
+            merged = [method.sink, *sorted(gone)]
+            queries = np.concatenate(seen.window)
+            k, v, bias = merge(
+                np.mean(queries, axis=0),
+                *([x[s] for s in merged] for x in (seen.keys, row.v[layer][head], known.bias)),
+            )
+            row.k[layer][head][method.sink] = k
+            row.v[layer][head][method.sink] = v
+            known.bias[method.sink] = bias
+        kept = [slot for slot in range(len(known.bias)) if slot not in gone]
+        for held in (row.k, row.v):
+            held[layer][head] = [held[layer][head][slot] for slot in kept]
+        known.missed = missed
+        for name in ("positions", "bias", "numbers", "missed"):
+            setattr(known, name, [getattr(known, name)[slot] for slot in kept])
+
+
+def merge(query, keys, values, bias):
+    """Returns the key, value and bias that stand for rows, at a query."""
+    logits = np.add(logits_of(query, keys), bias)
+    weights = softmax(logits)
+    key = weights @ np.asarray(keys)
+    return key, weights @ np.asarray(values), logsumexp(logits) - logits_of(query, [key])[0]
+
+
+def attention(seen: Seen, slots=None):
+    """The mean over window and group of softmaxes over the competing slots."""
+    slots = seen.competing if slots is None else slots
+    if not slots:
+        return np.zeros(0)
+    keys, bias = ([x[s] for s in slots] for x in (seen.keys, seen.head.bias))
+    return np.mean(
+        [softmax(np.add(logits_of(q, keys), bias)) for group in seen.window for q in group], axis=0
+    )
+
+
+def pooled(scores, width, how):
+    """Each score with its neighbours; beyond the ends there are zeros."""
+    side = width // 2
+    padded = np.concatenate([np.zeros(side), scores, np.zeros(side)])
+    return np.array([how(padded[i : i + width]) for i in range(len(scores))])
+
+
+def important_and_rare(seen: Seen, importance=0.07):
+    """R-KV: softmaxes of the group's largest logits, pooled, less a softmax of mean cosines."""
+    if not seen.competing:
+        return np.zeros(0)
+    keys, bias = ([x[s] for s in seen.competing] for x in (seen.keys, seen.head.bias))
+    largest = [
+        softmax(np.max([np.add(logits_of(q, keys), bias) for q in group], axis=0))
+        for group in seen.window
+    ]
+    unit = [key / np.linalg.norm(key) for key in keys]
+    cosines = np.array([[0.0 if a is b else a @ b for b in unit] for a in unit])
+    for row in cosines:
+        alike = np.flatnonzero(row > 0.5)
+        if alike.size:
+            row[alike[-1]] = 0.0
+    redundancy = softmax(cosines.mean(axis=0))
+    attended = pooled(np.mean(largest, axis=0), 7, np.max)
+    return importance * attended - (1 - importance) * redundancy
+
+
+def tracked(seen: Seen):
+    """What the method keeps up to date."""
+    return np.array([seen.head.numbers[slot] for slot in seen.competing])
+
+
+def window_sums(seen: Seen):
+    """H2O's start: the attention of the last queries to all that precedes them."""
+    before = list(range(max(len(seen.keys) - len(seen.window), 0)))
+    sums = np.zeros(len(seen.keys))
+    sums[: len(before)] = len(seen.window) * attention(seen, before)
+    return sums
+
+
+def uniform(budget):
+    """The same number for all heads."""
+    return lambda scores, heads: [budget] * len(heads)
+
+
+def shared(scores, total, least, most):
+    """Hands out slots one by one, to the head whose next is the best."""
+    best = [sorted(x, reverse=True) for x in scores]
+    counts = [min(least, len(x)) for x in best]
+    while sum(counts) < total:
+        following = [
+            -x[n] if n < min(most, len(x)) else np.inf for x, n in zip(best, counts, strict=True)
+        ]
+        if min(following) == np.inf:
+            break
+        counts[int(np.argmin(following))] += 1
+    return counts
+
+
+def joint(budget, least, most):
+    """A layer's heads share their slots."""
+    return lambda scores, heads: shared(scores, budget * len(heads), least, most)
+
+
+def fewest(weights, p):
+    """The number of the heaviest weights that carry the share p."""
+    sums = np.cumsum(np.sort(weights)[::-1])
+    return 0 if not len(sums) or not sums[-1] else int(np.argmax(sums >= p * sums[-1])) + 1
+
+
+def positive(scores):
+    return np.maximum(scores, 0.0)
+
+
+def n_star(p, least, most):
+    """The fewest slots that carry p."""
+    return lambda scores, heads: [int(np.clip(fewest(positive(x), p), least, most)) for x in scores]
+
+
+def solved(scores, count, p):
+    """The temperature at which the `count` best of softmax(scores / largest / T) carry p."""
+    best = np.sort(scores)[::-1] / scores.max()
+    low, high = -12.0, 6.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        enough = softmax(best / np.exp(middle))[:count].sum() >= p
+        low, high = (middle, high) if enough else (low, middle)
+    return np.exp(low)
+
+
+def calibrated(p, least, most):
+    """The fewest slots that carry p of a softmax, at the temperature found first.
+
+    What it is found from is kept exactly: at that temperature the n* best carry p and no more.
+    """
+
+    def counts(scores, heads):
+        found = []
+        for x, head in zip(map(positive, scores), heads, strict=True):
+            count = fewest(x, p)  # 0 where no score is above 0
+            if count and head.temperature is None:
+                head.temperature = solved(x, count, p)
+            elif count:
+                count = fewest(softmax(x / x.max() / head.temperature), p)
+            found.append(int(np.clip(count, least, most)))
+        return found
+
+    return counts
