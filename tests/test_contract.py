@@ -552,11 +552,12 @@ def test_too_little_room_after_the_prompt_is_an_error():
     def begin(policy, limits):
         next(read_by(policy, prompts=prompts).steps(sampling.greedy, (), limits=limits))
 
+    rework = prompt_ends().after_prompt
+    assert rework is not None
+
     def cramped(state, cache, slots):
         return rework(state, cache, 40)
 
-    rework = prompt_ends().after_prompt
-    assert rework is not None
     policy = prompt_ends()._replace(after_prompt=cramped, name="cramped")
     said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
     for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
@@ -571,7 +572,7 @@ def test_too_little_room_after_the_prompt_is_an_error():
 
 def test_a_pool_that_cannot_hold_what_most_says_is_an_error():
     """Before the first step, and the session is left as it was."""
-    params, prompts = tiny_params(), random_prompts((9, 12))
+    params, prompts = tiny_params(num_layers=1), random_prompts((9, 12))
     policy = jsparse.hard_kv(budget=12, floor=8, cap=20, period=4, window=4, sink=2)
     pages = 1 + 2 * (3 + 3)  # the scratch page, and those of two heads of 24 tokens per row
 

@@ -199,8 +199,9 @@ METHODS = {
         begin=slow.window_sums,
         track=lambda sums, shares, position: sums + shares,
     ),
-    "r_kv(budget=9, window=4, period=6, importance=0.3)": slow.SlowMethod(
-        lambda seen: slow.important_and_rare(seen, 0.3), slow.uniform(5), window=4, period=6
+    # a period below the window, whose queries are then the prompt's and new ones
+    "r_kv(budget=11, window=5, period=3, importance=0.3)": slow.SlowMethod(
+        lambda seen: slow.important_and_rare(seen, 0.3), slow.uniform(6), window=5, period=3
     ),
     "raas(budget=9, threshold=0.08, window=2, period=6)": slow.SlowMethod(
         slow.tracked,

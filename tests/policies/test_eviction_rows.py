@@ -33,7 +33,7 @@ EVERY = (
     "hard_kv(budget=9, period=6, window=4, sink=1, metric='h2o', budgets='uniform', merge=False)",
     "hard_kv(floor=7, cap=14, p=0.95, period=6, window=4, sink=2, budgets='calibrated')",
     "snapkv(budget=9, window=4)",
-    "ada_kv(budget=9, window=4)",
+    "ada_kv(budget=9, window=4, cap=1.5)",
     "h2o(budget=9, window=4, period=6)",
     "r_kv(budget=9, window=4, period=6)",
     "raas(budget=9, threshold=0.05, period=6)",
@@ -73,23 +73,18 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     for row, bound in enumerate(most):
         reached = max(int(lengths[row].max()) for layers in held_at for lengths in layers)
         assert reached <= bound
-        if "hard_kv" in expression and row == 0:
-            assert reached > 14 - 4 + policy.period
+        if row == 0:  # and the bound is near
+            assert reached >= bound - 4
     assert most[0] < 60 + steps
 
 
-@pytest.mark.parametrize(
-    ("cap", "period", "slots", "tokens"),
-    [(32, 16, 64, 300), pytest.param(512, 128, 640, 4096, marks=pytest.mark.slow)],
-)
-def test_long_answers_fit_in_a_small_cache(cap, period, slots, tokens):
-    """cap + period slots per head are enough for any number of tokens."""
-    policy = jsparse.hard_kv(
-        budget=cap // 2, floor=cap // 4, cap=cap, period=period, window=cap // 16
-    )
+def test_long_answers_fit_in_a_small_cache():
+    """4096 tokens in 640 slots per head, all of which are in use before each compression."""
+    cap, period, slots, tokens = 512, 128, 640, 4096
+    policy = jsparse.hard_kv(budget=cap, floor=cap // 4, cap=cap, period=period)
     params, batch = tiny_params(num_layers=1), 2
     assert policy.most is not None
-    assert policy.most(20, tokens) == cap + period <= slots
+    assert policy.most(20, tokens) == slots
     spec = spec_of(params, batch, page_size=16, num_pages=slots // 16)
     prompts = np.array(random_prompts((20, 20)), np.int32)
     valid = jnp.full(batch, 20, jnp.int32)
@@ -97,6 +92,7 @@ def test_long_answers_fit_in_a_small_cache(cap, period, slots, tokens):
     carry = prefill.prefill_chunk(
         params.decoder, policy, params.weights, jnp.asarray(prompts), valid, carry, last=True
     )
+    assert policy.after_prompt is not None
     state, cache = policy.after_prompt(carry.state, carry.cache, slots)
 
     @partial(jax.jit, donate_argnums=(1, 2))
@@ -120,7 +116,7 @@ def test_long_answers_fit_in_a_small_cache(cap, period, slots, tokens):
         tokens_now, cache, state, held, shares = turn(tokens_now, cache, state)
         longest = max(longest, int(held))
     assert not cache.overflow.any()
-    assert cap < longest <= cap + period
+    assert longest == cap + period == slots
     positions = 20 + tokens // period * period
     np.testing.assert_array_equal(cache.positions, positions)
     # attended are positions, of which few are left: never the slots that are
@@ -138,6 +134,7 @@ def test_shares_count_positions():
     again = session.Session(params, parse("snapkv(budget=8, window=4)"), spec)
     again.read(random_prompts((60,)))
     _, result = again.steps(sampling.greedy, (), limits=[2])
+    assert result.stats is not None
     assert float(result.stats.attended[0, 0]) == pytest.approx(9 / 61)
     assert float(result.stats.read[0, 0]) >= 9 / 61
 
@@ -152,6 +149,7 @@ def test_waiting_slots_are_attended_to_by_nobody():
         made = session.Session(params, parse(expression), spec)
         made.read(prompts)
         _, result = made.steps(sampling.greedy, (), limits=[2])
+        assert result.stats is not None
         shares[expression] = float(result.stats.attended[0, 0]) * 61
         held[expression] = np.mean([x.lengths for x in made.held.cache.layers])
     plain, patient = EVERY[:2]
@@ -197,7 +195,8 @@ def test_waiting_slots_can_come_back():
 PROMPTS, FORCED = random_prompts((37, 9, 50)), random_tokens(3, 20)
 
 
-@pytest.mark.parametrize("expression", slow_except(EVERY, EVERY[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", EVERY)
 def test_a_ragged_batch_gives_what_its_rows_give(expression):
     run = partial(engine_logits, tiny_params(2), expression, page_size=PAGE, max_length=80)
     together = run(PROMPTS, FORCED)

@@ -22,6 +22,7 @@ def inputs(paged, *, seed=0):
     pool = BATCH * HEADS * PAGES + 1 if paged else None
     spec = CacheSpec(1, BATCH, HEADS * GROUP, HEADS, DIM, PAGE, PAGES, jnp.float32, pool)
     held = kv_cache.init(spec, fields=("bias",)).layers[0]
+    assert held.bias is not None
     held = held._replace(
         k=jnp.asarray(rng.standard_normal(held.k.shape), jnp.float32),
         bias=jnp.asarray(rng.standard_normal(held.bias.shape), jnp.float32),
