@@ -21,7 +21,12 @@ TEMPLATE = (
 )
 # one capacity, so that all chats and generate() share programs
 OPTIONS = {"max_new_tokens": 9, "eos_token_id": [], "max_length": 120}
-EVICTORS = dense()._replace(evicts=True, name="evictor"), shrink(period=4), prompt_ends()
+EVICTORS = (
+    dense()._replace(evicts=True, name="evictor"),
+    shrink(period=4),
+    prompt_ends(),
+    jsparse.hard_kv(budget=10, floor=7, cap=14, period=4, window=4, sink=2),
+)
 SAID = ["the cat sat on the mat", "or so", "what then"]
 
 

@@ -20,7 +20,7 @@ from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_end
 
 import jsparse
 from jsparse import SamplingParams, generation
-from jsparse.policies.expressions import as_policy
+from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import dense
 from jsparse.request import requests
 from jsparse.runtime import prefill, sampling, session
@@ -217,7 +217,30 @@ STATEFUL = "dense", "quest", "double_sparsity", "lychee_decode", "twilight"
 FIRST = [next(x for x in TABLE if outermost(x) == method) for method in STATEFUL]
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, *FIRST))
+EVICTORS = [x for x in TABLE if parse(x).evicts]
+OTHERS = [x for x in TABLE if x not in EVICTORS]
+
+
+@pytest.mark.parametrize("expression", EVICTORS)
+def test_a_further_turn_after_an_eviction_is_refused_by_name(expression):
+    params, policy = tiny_params(num_layers=1), parse(expression)
+    spec = spec_of(params, len(PROMPTS), page_size=PAGE)
+    with pytest.raises(ValueError, match="must leave the cache as it is after the prompt") as error:
+        Session(params, policy, spec, resumable=True)
+    assert str(error.value).startswith(f"policy={policy}: ")
+
+
+def test_a_second_prompt_of_a_session_that_evicted_is_refused():
+    params = tiny_params(num_layers=1)
+    made = Session(params, parse(EVICTORS[0]), spec_of(params, len(PROMPTS), page_size=PAGE))
+    made.read(PROMPTS)
+    list(made.steps(sampling.greedy, (), limits=[2] * 3))
+    assert not made.can_read_on
+    with pytest.raises(ValueError, match="resumable=False: must be True to read a further turn"):
+        made.read(PROMPTS)
+
+
+@pytest.mark.parametrize("expression", slow_except(OTHERS, *FIRST))
 def test_a_further_turn_reads_only_what_is_new(expression, short_chunks):
     between_layers = "tidal", "lychee", "duo", "dense_layers"
     layers = 2 if any(name in expression for name in between_layers) else 1
