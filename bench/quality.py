@@ -181,12 +181,12 @@ def at_a_quarter(gates: Path, length: int) -> tuple[str, ...]:
 def eviction(gates: Path, length: int) -> tuple[str, ...]:
     """Returns the policies of the set "eviction", given the folder of the gates and the length.
 
-    raas keeps the whole prompt and little else, so one budget stands for all.
+    raas keeps the whole prompt; its budget is a quarter of the new tokens.
     """
     return (
         *at_budget(length // 8),
         *at_a_quarter(gates, length),
-        f"raas(budget={length // 4})",
+        "raas(budget=128)",
     )
 
 

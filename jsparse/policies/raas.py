@@ -3,8 +3,9 @@
 Paper: "Efficient Long-Decoding Inference with Reasoning-Aware Attention Sparsity" (Hu et al.),
 arXiv:2502.11147.
 
-Where we differ: tokens are stamped one by one (the paper stamps pages), by the attention of the
-group's mean query, and dropped every `period` steps.
+Where we differ: the budget is of new tokens, the prompt's not counted, which is never dropped;
+tokens are stamped one by one (the paper stamps pages), by the attention of the group's mean query,
+and dropped every `period` steps.
 """
 
 import jax.numpy as jnp
@@ -20,12 +21,10 @@ PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
 
 @builder
 def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: int = 128) -> Policy:
-    """Keep the prompt, and of the new tokens those that were used last: `budget` slots in all.
-
-    Where the prompt alone takes more, all of it is kept, and the newest `window` tokens.
+    """Keep the prompt, and of the new tokens the `budget` that were used last.
 
     Args:
-        budget: the slots that a KV head keeps at each compression.
+        budget: the new tokens that a KV head keeps at each compression.
         threshold: the share of the attention from which on a token counts as used in a step.
         window: the number of newest tokens that are kept whatever their use.
         period: new tokens between compressions.
@@ -41,8 +40,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
         return jnp.where(used & (stamps < PROMPT), now, stamps)
 
     def most(prompt_tokens: int, new_tokens: int) -> int:
-        kept = max(budget, prompt_tokens + window)
-        return min(prompt_tokens + new_tokens, kept + period)
+        return prompt_tokens + min(new_tokens, budget + period)
 
     return evicting(
         last_used,
@@ -69,6 +67,6 @@ def _begin(view: LayerView) -> Float32[Array, "B K S"]:
 def _prompt_and(room: int) -> CountFn:
     def count(scores, competing, temperatures):
         of_prompt = jnp.sum(competing & (scores >= PROMPT), -1, dtype=jnp.int32)
-        return jnp.maximum(of_prompt, room), temperatures
+        return of_prompt + room, temperatures
 
     return count

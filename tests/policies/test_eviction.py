@@ -179,8 +179,8 @@ def stamped(threshold, prompt=2.0**30):
 
 
 def prompt_and(room):
-    """RaaS: all of the prompt, and more where there is room."""
-    return lambda scores, heads: [max(room, int((x >= 2.0**30).sum())) for x in scores]
+    """RaaS: all of the prompt, and `room` more."""
+    return lambda scores, heads: [room + int((x >= 2.0**30).sum()) for x in scores]
 
 
 METHODS = {
