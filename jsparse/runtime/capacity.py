@@ -25,6 +25,19 @@ def bucket(tokens: int, page_size: int) -> int:
     return -(-tokens // step) * step
 
 
+def slots_left(tokens: int, spec: CacheSpec) -> int:
+    """Returns the slots per head to leave after the prompt where `tokens` may be needed.
+
+    A policy that bounds its memory asks for the same number after every long prompt, so finer steps
+    than those of `bucket` compile no more sizes. Where there is nothing to gain, it is what there
+    is.
+    """
+    if bucket(tokens, spec.page_size) >= spec.capacity:
+        return spec.capacity
+    step = max(64, spec.page_size)
+    return min(-(-tokens // step) * step, spec.capacity)
+
+
 def cache_spec(
     params: Params,
     rows: Sequence[Sequence[int]],

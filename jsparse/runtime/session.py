@@ -332,7 +332,7 @@ class Session:
         self._require_pages(wanted)
         self._held = None  # donated
         if policy.after_prompt is not None:
-            slots = min(capacity.bucket(max(wanted), self.spec.page_size), self.spec.capacity)
+            slots = capacity.slots_left(max(wanted), self.spec)
             state, cache = policy.after_prompt(state, lend(cache, lent), slots)
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)

@@ -37,6 +37,16 @@ def test_buckets_are_few():
     assert len({capacity.bucket(tokens, 16) for tokens in range(1, 2**17, 7)}) <= 8 * 17
 
 
+@pytest.mark.parametrize(
+    ("tokens", "left"),
+    [(1, 64), (640, 640), (641, 704), (896, 896), (897, 960), (961, 1024), (5000, 1024)],
+)
+def test_what_is_left_after_the_prompt_is_close_to_what_is_needed(tokens, left):
+    """Or all that there is, where a bucket would take that."""
+    assert SPEC.capacity == 1024
+    assert capacity.slots_left(tokens, SPEC) == left
+
+
 def test_available_bytes_of_a_cpu_are_the_hosts():
     assert 0 < memory.available_bytes() <= psutil.virtual_memory().total
 
