@@ -28,7 +28,7 @@ from jsparse.policies.eviction.engine import best
 from jsparse.policies.eviction.merging import merged_slot
 from jsparse.policies.eviction.window import mean_query
 from jsparse.policies.expressions import parse
-from jsparse.selection import everything
+from jsparse.selection import Selection, everything
 
 HEADS, PAGE = 32, 16
 ROW = 2 * HEAD_DIM * ITEM_BYTES  # bytes of K and V of a slot
@@ -119,8 +119,7 @@ def attention_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
     copies = max(-(-ROTATED_BYTES // nbytes), 1) if on_gpu else 1
     calls = max(copies, 4)
 
-    def attend(layer, q, tiles=None):
-        selection = everything(layer.lengths)
+    def attend(layer, q, selection, tiles=None):
         if tiles is None:
             return block_sparse_decode(q, layer, selection, dtype=q.dtype).o
         return mosaic.block_sparse_decode(
@@ -142,11 +141,7 @@ def attention_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
 
     def build(bias: bool):
         layers = [pools(batch, sizes.capacity, i, bias=bias) for i in range(copies)]
-        sets = [
-            (jnp.asarray(mixed_lengths(batch, seed, sizes)), queries(batch, seed))
-            for seed in range(calls)
-        ]
-        return layers, sets
+        return layers, [attending(mixed_lengths(batch, seed, sizes), seed) for seed in range(calls)]
 
     return [
         Job(f"attention, batch {batch}{text}", nbytes, partial(build, bias), contenders)
@@ -158,15 +153,23 @@ def dense_job(batch: int, sizes: Sizes) -> Job:
     """Returns the job of dense attention over the prompt."""
     full = np.full((batch, KV_HEADS), sizes.prompt, np.int32)
 
-    def attend(layer, q):
-        return block_sparse_decode(q, layer, everything(layer.lengths), dtype=q.dtype).o
+    def attend(layer, q, selection):
+        return block_sparse_decode(q, layer, selection, dtype=q.dtype).o
 
     def build():
-        sets = [(jnp.asarray(full), queries(batch, seed)) for seed in range(4)]
-        return [pools(batch, sizes.prompt, 0, bias=False)], sets
+        return [pools(batch, sizes.prompt, 0, bias=False)], [attending(full, i) for i in range(4)]
 
     nbytes = int(full.sum()) * ROW
     return Job(f"dense, batch {batch}", nbytes, build, {"dense": over_layers(attend)})
+
+
+def attending(lengths: np.ndarray, seed: int) -> tuple[jax.Array, jax.Array, Selection]:
+    """Returns the set of one call of attention to everything.
+
+    The selection is made here: in the program it would be a launch that no call has to itself.
+    """
+    held = jnp.asarray(lengths)
+    return held, queries(len(lengths), seed), everything(held)
 
 
 def queries(batch: int, seed: int) -> jax.Array:
