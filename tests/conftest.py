@@ -46,8 +46,6 @@ ARRAY_MODULES = (
     "pallas_kernels.threshold_select.reference",
     "pallas_kernels.token_sparse_decode.reference",
     "pallas_kernels.window_attention.reference",
-    "policies.eviction.budgets",
-    "policies.eviction.engine",
     "policies.eviction.merging",
     "policies.eviction.window",
     "partials",

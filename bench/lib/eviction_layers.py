@@ -92,7 +92,7 @@ def pools(batch: int, slots: int, seed: int, *, bias: bool) -> LayerCache:
     )
 
 
-def over_layers(op: Callable[[LayerCache, Any], Any]) -> Contender:
+def over_layers(op: Callable[..., Any]) -> Contender:
     """Returns a maker of programs with one call for each of the sets, over the layers in turn.
 
     A set begins with the lengths of the heads. Each call waits for the one before.
