@@ -49,6 +49,8 @@ from jsparse.pallas_kernels.threshold_select import cases as select_cases
 from jsparse.pallas_kernels.threshold_select import threshold_select
 from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.pallas_kernels.window_attention import cases as window_cases
+from jsparse.pallas_kernels.window_attention import window_attention
 
 TOOLS = ("memcheck", "racecheck")
 SETTINGS = {
@@ -130,6 +132,14 @@ def gathered(_: Any, inputs: Any) -> Any:
     return [
         jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count)
         for rows in (pool, on_host)
+    ]
+
+
+def attended_by_window(_: Any, inputs: Any) -> Any:
+    """Takes the shares of every head and those of groups."""
+    return [
+        jax.jit(partial(window_attention, group=group, implementation="triton"))(*inputs)
+        for group in ("mean", "max")
     ]
 
 
@@ -249,6 +259,9 @@ OPS = {
         placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
+    "window_attention": Op(
+        attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
+    ),
 }
 
 

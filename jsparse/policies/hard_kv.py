@@ -7,9 +7,9 @@ with the logit that it had together (jsparse.policies.eviction.merging).
 Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
 
 Where we differ: of the paper only the abstract and the captions of the figures were there to build
-on; its published code computes something else. How many slots a head keeps is found by a search
-over the layer's heads ("joint", as in Ada-KV), which measured no worse than calibrated
-temperatures; these are an option. The paper's tier of masked pages is `patience`.
+on; its published code computes something else. Slots are shared out among a layer's heads together
+("joint", as in Ada-KV), which measured no worse than calibrated temperatures
+(docs/results/eviction.md); these are an option. The paper's tier of masked pages is `patience`.
 """
 
 from typing import Literal, get_args

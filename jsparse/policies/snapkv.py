@@ -39,20 +39,19 @@ def snapkv(
     )._replace(dense_at={"budget": 2**30})
 
 
-def competing_room(budget: int, *protected: int, name: str = "budget") -> int:
-    """Return how many slots a budget leaves beside the protected ones.
+def competing_room(budget: int, protected: int) -> int:
+    """Return how many slots a budget leaves beside the protected newest ones.
 
     Raises:
         ValueError: it leaves none.
     """
-    for size in protected:
-        whole_number("window", size, 1)
-    whole_number(name, budget, 1)
-    if budget <= sum(protected):
+    whole_number("window", protected, 1)
+    whole_number("budget", budget, 1)
+    if budget <= protected:
         raise ValueError(
-            f"{name}={budget}: must be above {sum(protected)}, the number of protected slots"
+            f"budget={budget}: must be above {protected}, the number of protected slots"
         )
-    return budget - sum(protected)
+    return budget - protected
 
 
 def pooled_attention(pool: int, pooling: Pooling) -> ScoreFn:
