@@ -104,7 +104,8 @@ def most_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_toke
     """
     limit = config.max_position_embeddings
     slots = limit if policy.most is None else policy.most(context, limit - context)
-    return min(slots, limit) * per_token
+    spec = _spec(config, "float32", -(-limit // PAGE_SIZE))
+    return min(capacity.slots_left(slots, spec), limit) * per_token
 
 
 def _spec(config: ModelConfig, dtype: str, pages: int) -> CacheSpec:
@@ -162,10 +163,9 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("", f"plus {memory.size(info['policy_bytes_per_prompt'])} per prompt"),
         (
-            "cache of a prompt",
-            f"at most {memory.size(info['most_cache_bytes'])} while decoding, for",
+            "cache while decoding",
+            f"at most {memory.size(info['most_cache_bytes'])} after a prompt of {info['context']}",
         ),
-        ("", f"{info['context']} tokens of prompt and whatever follows"),
         ("memory free now", memory.size(info["free_bytes"])),
         ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
         ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),

@@ -151,6 +151,10 @@ def _request(
     for name, value in sampling.policy.items():
         if name == "dense" and not isinstance(value, bool):
             raise ValueError(f"dense={value!r}: must be true or false")
+        if name == "dense" and value and policy.evicts:
+            raise ValueError(
+                f"dense={value!r}: must not be set where the policy drops tokens, as {policy} does"
+            )
         if name != "dense":
             require_knob(policy, name, value)
     if sampling.stop:

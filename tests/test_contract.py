@@ -39,6 +39,7 @@ from jsparse import cache as kv_cache
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
+from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import dense
 from jsparse.request import knobs, requests
@@ -546,6 +547,16 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     assert cache.positions.tolist() == [130, 9, 3]
 
 
+def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
+    def init(spec):
+        return jnp.zeros(spec.batch)
+
+    wrapped = with_state(prompt_ends(), init)._replace(name="wrapped")
+    logits = engine_logits(tiny_params(), wrapped, PROMPTS, FORCED[:, :9], page_size=PAGE)
+    alone = engine_logits(tiny_params(), prompt_ends(), PROMPTS, FORCED[:, :9], page_size=PAGE)
+    np.testing.assert_array_equal(logits, alone)
+
+
 def test_too_little_room_after_the_prompt_is_an_error():
     prompts = random_prompts((130, 9, 3))
 
@@ -588,6 +599,9 @@ def test_a_pool_that_cannot_hold_what_most_says_is_an_error():
     with pytest.raises(ValueError, match=said):
         next(made.steps(sampling.greedy, (), limits=[STEPS] * 2))
     assert made.held is held
+    # a row past its limit takes pages for as long as the other decodes
+    with pytest.raises(ValueError, match=said):
+        next(made.steps(sampling.greedy, (), limits=[1, STEPS]))
     *_, last = read_in(pages).steps(sampling.greedy, (), limits=[STEPS] * 2)
     assert not last.overflow.any()
 
@@ -795,6 +809,7 @@ def test_rows_can_be_dense(policy):
         ("lychee_decode(((1, 1), (0, 0)), rule='top_k')", {"value": 16},
          ["policy={'value': 16}", "set ['dense']"]),
         ("dense", {"dense": 1}, ["dense=1", "true or false"]),
+        ("snapkv(budget=64)", {"dense": True}, ["dense=True", "drops tokens, as snapkv"]),
     ],
 )  # fmt: skip
 def test_bad_values_of_rows_are_refused(policy, given, said):

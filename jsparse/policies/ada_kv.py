@@ -7,10 +7,12 @@ Where we differ: a head's share has a ceiling, `cap`, so that the memory that a 
 beforehand; and as in snapkv the query heads of a group choose together.
 """
 
-from jsparse.policies.eviction.budgets import Bounds, joint
+from math import inf
+
+from jsparse.policies.eviction.budgets import MOST, Bounds, competing_room, joint
 from jsparse.policies.eviction.engine import evicting
-from jsparse.policies.snapkv import Pooling, competing_room, pooled_attention
-from jsparse.policy import Policy, builder, fraction
+from jsparse.policies.snapkv import Pooling, pooled_attention
+from jsparse.policy import Policy, builder, fraction, whole_number
 
 
 @builder
@@ -20,7 +22,7 @@ def ada_kv(
     pool: int = 7,
     pooling: Pooling = "max",
     floor: float = 0.2,
-    cap: int = 4,
+    cap: float = 4,
 ) -> Policy:
     """Keep a layer's best `budget` slots per KV head, counted over all its heads, and all new ones.
 
@@ -32,11 +34,12 @@ def ada_kv(
         floor: the share of the budget that every head has for itself.
         cap: the most slots of a head, in budgets.
     """
+    whole_number("window", window, 1)
     room = competing_room(budget, window)
     fraction("floor", floor)
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 1:
-        raise ValueError(f"cap={cap!r}: must be a number of at least 1")
-    largest = min(int(cap * budget), 2**30)  # counts are of int32
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 1 <= cap < inf:
+        raise ValueError(f"cap={cap!r}: must be a finite number of at least 1")
+    largest = min(int(cap * budget), MOST)
     bounds = Bounds(int(floor * room), largest - window, room)
     return evicting(
         pooled_attention(pool, pooling),

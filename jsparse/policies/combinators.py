@@ -73,8 +73,8 @@ def with_state(
         return base.fallback(state.base, layer, cache)
 
     def reworked(hook):
-        def rework(state: Paired, cache: KVCache):
-            of_base, cache = hook(state.base, cache)
+        def rework(state: Paired, cache: KVCache, *arguments: Any):
+            of_base, cache = hook(state.base, cache, *arguments)
             return state._replace(base=of_base), cache
 
         return rework

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
-from jsparse.policies.snapkv import competing_room
 from jsparse.policy import Policy, builder, whole_number
 
 

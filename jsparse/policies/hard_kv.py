@@ -2,7 +2,7 @@
 
 Right after the prompt, and then every `period` tokens of a row, each KV head keeps its sinks, its
 newest tokens and the best of the others. What it drops is not lost: one slot stands for all of it,
-with the logit that it had together (jsparse.policies.eviction.merging).
+with a logit that is never above theirs together (jsparse.policies.eviction.merging).
 
 Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
 
@@ -17,8 +17,8 @@ from typing import Literal, get_args
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import ScoreFn, evicting
 from jsparse.policies.h2o import SUMS, accumulated
-from jsparse.policies.r_kv import important_and_rare
-from jsparse.policies.snapkv import pooled_attention
+from jsparse.policies.r_kv import IMPORTANCE, important_and_rare
+from jsparse.policies.snapkv import POOL, POOLING, pooled_attention
 from jsparse.policy import Policy, builder, fraction, whole_number
 
 Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
@@ -76,9 +76,9 @@ def hard_kv(
         raise ValueError(f"merge={merge!r}: must be True or False")
     room = _rooms(budget, floor, cap, window, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
-        "attention": pooled_attention(1, "mean"),
-        "snapkv": pooled_attention(5, "mean"),
-        "r_kv": important_and_rare(0.07),
+        "attention": pooled_attention(1, POOLING),
+        "snapkv": pooled_attention(POOL, POOLING),
+        "r_kv": important_and_rare(IMPORTANCE),
         "h2o": accumulated,
     }
     counts = {
@@ -113,13 +113,13 @@ def _rooms(
     """
     for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("window", window)):
         whole_number(name, value, 1)
+        if value > rules.MOST:
+            raise ValueError(f"{name}={value}: must be at most {rules.MOST}")
     least = window + sink + 1
     used = {"uniform": ("budget",), "joint": ("budget", "cap")}.get(budgets, ("cap",))
     for name, value in (("budget", budget), ("cap", cap)):
         if name in used and value < least:
-            raise ValueError(
-                f"{name}={value}: must be at least {least}, window + sink + 1 protected slots"
-            )
+            raise ValueError(f"{name}={value}: must be at least {least}: window + sink + 1")
     if budgets != "uniform" and floor > cap:
         raise ValueError(f"floor={floor}: must be at most cap={cap}")
     if budgets == "joint" and not floor <= budget <= cap:

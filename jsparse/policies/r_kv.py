@@ -12,20 +12,20 @@ from jaxtyping import Array, Bool, Float32
 
 from jsparse.cache import LayerCache, read_heads
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, evicting
 from jsparse.policies.eviction.window import pooled
-from jsparse.policies.snapkv import competing_room
 from jsparse.policy import Policy, builder, fraction, whole_number
 
 SIMILAR = 0.5  # the cosine above which two keys count as alike
 WIDTH = 7  # of the maximum over neighbours
+IMPORTANCE = 0.07
 BLOCK_BYTES = 2**28  # of one block of cosines
 
 
 @builder
 def r_kv(
-    budget: int = 1024, window: int = 8, period: int = 128, importance: float = 0.07
+    budget: int = 1024, window: int = 8, period: int = 128, importance: float = IMPORTANCE
 ) -> Policy:
     """Keep `budget` slots per KV head: the newest, and of the others the important and the rare.
 
@@ -35,6 +35,7 @@ def r_kv(
         period: new tokens between compressions.
         importance: the weight of importance; that of redundancy is 1 - importance.
     """
+    whole_number("window", window, 1)
     room = competing_room(budget, window)
     whole_number("period", period, 1)
     fraction("importance", importance)
@@ -71,21 +72,19 @@ def mean_cosines(held: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[A
     k = read_heads(held.k, held).astype(jnp.float32)
     k = jnp.where(competing[..., None], k, 0.0)
     unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-30)
-    batch, heads, slots, head_dim = unit.shape
+    batch, heads, slots, _ = unit.shape
     block = max(min(BLOCK_BYTES // (4 * batch * heads * slots), slots), 1)
-    count = -(-slots // block)
-    rows = jnp.pad(unit, ((0, 0), (0, 0), (0, count * block - slots), (0, 0)))
-    rows = jnp.moveaxis(rows.reshape(batch, heads, count, block, head_dim), 2, 0)
+    column = jnp.arange(slots, dtype=jnp.int32)
 
-    def add(total: Array, nth: tuple[Array, Array]) -> tuple[Array, None]:
-        start, some = nth
+    def add(total: Array, start: Array) -> tuple[Array, None]:
+        at = start + jnp.arange(block, dtype=jnp.int32)
+        # past the last slot it is read again, and does not count
+        some = jnp.where((at < slots)[:, None], unit[:, :, jnp.minimum(at, slots - 1)], 0.0)
         cosines = jnp.einsum("bkih,bksh->bkis", some, unit, precision=jax.lax.Precision.HIGHEST)
-        at = start + jnp.arange(block, dtype=jnp.int32)[:, None]
-        column = jnp.arange(slots, dtype=jnp.int32)
-        cosines = jnp.where(at == column, 0.0, cosines)
+        cosines = jnp.where(at[:, None] == column, 0.0, cosines)
         last = jnp.max(jnp.where(cosines > SIMILAR, column, -1), axis=-1, keepdims=True)
         return total + jnp.sum(jnp.where(column == last, 0.0, cosines), axis=2), None
 
-    starts = jnp.arange(count, dtype=jnp.int32) * block
-    total = jax.lax.scan(add, jnp.zeros(unit.shape[:3]), (starts, rows))[0]
+    starts = jnp.arange(0, slots, block, dtype=jnp.int32)
+    total = jax.lax.scan(add, jnp.zeros(unit.shape[:3]), starts)[0]
     return total / jnp.maximum(jnp.sum(competing, -1, keepdims=True), 1)

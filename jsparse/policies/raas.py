@@ -11,9 +11,8 @@ and dropped every `period` steps.
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jsparse.policies.eviction.budgets import CountFn
+from jsparse.policies.eviction.budgets import CountFn, competing_room
 from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
-from jsparse.policies.snapkv import competing_room
 from jsparse.policy import Policy, builder, fraction, whole_number
 
 PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
@@ -29,6 +28,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
         window: the number of newest tokens that are kept whatever their use.
         period: new tokens between compressions.
     """
+    whole_number("window", window, 1)
     room = competing_room(budget, window)
     fraction("threshold", threshold)
     whole_number("period", period, 1)

@@ -9,17 +9,18 @@ mean over them (the paper has as many KV heads as query heads).
 from typing import Literal, get_args
 
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.policies.eviction.budgets import Bounds, uniform
+from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy, builder, whole_number
 
 Pooling = Literal["mean", "max"]
+POOL, POOLING = 5, "mean"
 
 
 @builder
 def snapkv(
-    budget: int = 1024, window: int = 32, pool: int = 5, pooling: Pooling = "mean"
+    budget: int = 1024, window: int = 32, pool: int = POOL, pooling: Pooling = POOLING
 ) -> Policy:
     """Keep the prompt's last `window` tokens and those that they attend to most, and all new ones.
 
@@ -29,6 +30,7 @@ def snapkv(
         pool: the number of neighbours over which weights are smoothed; odd, 1 is none.
         pooling: the way they are, "mean" or "max".
     """
+    whole_number("window", window, 1)
     room = competing_room(budget, window)
     return evicting(
         pooled_attention(pool, pooling),
@@ -37,21 +39,6 @@ def snapkv(
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
         window=window,
     )._replace(dense_at={"budget": 2**30})
-
-
-def competing_room(budget: int, protected: int) -> int:
-    """Return how many slots a budget leaves beside the protected newest ones.
-
-    Raises:
-        ValueError: it leaves none.
-    """
-    whole_number("window", protected, 1)
-    whole_number("budget", budget, 1)
-    if budget <= protected:
-        raise ValueError(
-            f"budget={budget}: must be above {protected}, the number of protected slots"
-        )
-    return budget - protected
 
 
 def pooled_attention(pool: int, pooling: Pooling) -> ScoreFn:

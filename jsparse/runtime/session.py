@@ -328,11 +328,12 @@ class Session:
                 "row"
             )
         logits, cache, state = self.held
-        wanted = self._wanted(np.asarray(cache.positions).tolist(), limits)
-        self._require_pages(wanted)
+        if policy.most is not None and self.spec.pool_pages is not None:
+            # rows take pages for as long as any decodes
+            self._require_pages(self._wanted(cache, [max(limits)] * self.spec.batch))
         self._held = None  # donated
         if policy.after_prompt is not None:
-            slots = capacity.slots_left(max(wanted), self.spec)
+            slots = capacity.slots_left(max(self._wanted(cache, limits)), self.spec)
             state, cache = policy.after_prompt(state, lend(cache, lent), slots)
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)
@@ -406,16 +407,15 @@ class Session:
             cache, state = maintain(policy, cache, state, lent)
         return carry._replace(cache=cache, state=state)
 
-    def _wanted(self, positions: Sequence[int], limits: Sequence[int]) -> list[int]:
-        """Returns the slots that a head of each row may come to need."""
-        most = self.policy.most or operator.add
-        return [most(prompt, new) for prompt, new in zip(positions, limits, strict=True)]
+    def _wanted(self, cache: KVCache, limits: Sequence[int]) -> list[int]:
+        """Returns the slots that a head of each row may come to need, once the prompts are read."""
+        most, prompts = self.policy.most or operator.add, np.asarray(cache.positions).tolist()
+        return [most(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
 
     def _require_pages(self, wanted: Sequence[int]) -> None:
         """Raises ValueError if a shared pool cannot hold what a policy says that heads may need."""
         spec = self.spec
-        if spec.pool_pages is None or self.policy.most is None:
-            return
+        assert spec.pool_pages is not None
         pages = 1 + spec.num_kv_heads * sum(-(-slots // spec.page_size) for slots in wanted)
         if spec.pool_pages < pages:
             raise ValueError(

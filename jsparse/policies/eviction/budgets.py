@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
+from jsparse.policy import whole_number
 from jsparse.shapes import Lengths
 from jsparse.threshold import shared_counts
 
+MOST = 2**30  # slots: counts are of int32
 LOG_TEMPERATURES, STEPS = (-12.0, 6.0), 40
 
 
@@ -34,6 +36,21 @@ class CountFn(Protocol):
         temperatures: Float32[Array, "B K"] | None,
         /,
     ) -> tuple[Lengths, Float32[Array, "B K"] | None]: ...
+
+
+def competing_room(budget: int, protected: int) -> int:
+    """Return how many slots a budget leaves beside the protected ones.
+
+    Raises:
+        ValueError: it leaves none.
+    """
+    whole_number("budget", budget, 1)
+    if not protected < budget <= MOST:
+        raise ValueError(
+            f"budget={budget}: must be above {protected}, the number of protected slots, and at "
+            f"most {MOST}"
+        )
+    return budget - protected
 
 
 def uniform(bounds: Bounds) -> CountFn:

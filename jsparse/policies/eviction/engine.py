@@ -151,7 +151,8 @@ def evicting(
         held = view.cache.layers[layer]
         positions = held.lengths[:, 0]
         entry = jax.tree.map(jnp.zeros_like, state[layer])
-        entry = entry._replace(ring=as_ring(view.q_window, positions))
+        ring = as_ring(view.q_window, positions).astype(entry.ring.dtype)
+        entry = entry._replace(ring=ring)
         if tracking:
             seen = LayerView(held, competing_in(held), entry.ring, positions, entry.tracked)
             entry = entry._replace(tracked=tracking.begin(seen))
