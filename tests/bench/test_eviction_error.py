@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from tiny import random_prompts, random_tokens, tiny_params
 
 from bench import eviction_error, plot_eviction
@@ -40,7 +41,9 @@ def replayed(recorded, expression, layer=0):
     return jax.device_get(replay(parse(expression), recorded.spec, recorded.prompt, *arguments))
 
 
-@pytest.mark.parametrize("more", ["", ", merge=False", ", metric='r_kv', budgets='uniform'"])
+@pytest.mark.parametrize(
+    "more", slow_except(["", ", merge=False", ", metric='r_kv', budgets='uniform'"], "")
+)
 def test_the_first_layer_is_replayed_as_it_runs(recorded, more):
     """What the first layer is asked does not depend on the policy."""
     params, policy = tiny_params(), parse(f"{SMALL}{more})")
@@ -94,6 +97,7 @@ def test_errors_are_those_of_slow_attention(recorded):
         assert found.drift[at] < 0
 
 
+@pytest.mark.slow
 def test_temperatures_are_solved_anew(recorded):
     expression = f"{SMALL}, budgets='calibrated')"
     row = measure(recorded, expression)
@@ -125,6 +129,7 @@ def test_pairs_are_compared():
     assert pairs[0]["reduction"] == pytest.approx(0) and pairs[0]["lower_in_heads"] == 0.5
 
 
+@pytest.mark.slow
 def test_the_report_is_drawn(monkeypatch, tmp_path):
     """From the command to the figures, on the tiny model."""
     path = tmp_path / "report.json"

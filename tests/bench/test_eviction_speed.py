@@ -77,6 +77,7 @@ def test_rates_are_integrated_over_lengths():
     assert "integrated" in line(dense)
 
 
+@pytest.mark.slow
 def test_lengths_are_recorded_after_the_prompt_and_after_compressions():
     (prompt,) = random_prompts([90])
     first, last = record(tiny_params(), parse(SMALL), prompt, 2)

@@ -158,6 +158,7 @@ def test_waiting_slots_are_attended_to_by_nobody():
     assert held[patient] == pytest.approx(held[plain] + 6)
 
 
+@pytest.mark.slow
 def test_waiting_slots_can_come_back():
     """Some text positions are held, not read, and read again later."""
     policy = parse(EVERY[1])._replace(needs=("bias", "slot_positions"))
@@ -340,6 +341,7 @@ def test_short_heads_give_their_pages_back():
 # Keys with large constant channels
 
 
+@pytest.mark.slow
 def test_a_quarter_of_the_tokens_is_closer_than_the_newest_where_keys_have_large_constants():
     """hard_kv at 128 of 512 tokens against streaming at as many, in a random Qwen2."""
     evicted = kl("hard_kv(budget=128, floor=64, cap=256, period=12, window=16)")
