@@ -83,10 +83,17 @@ TABLE = (
 )
 
 
+# a score and a rule of counting on the engine of hard_kv, which runs by default
+ALIKE = {"snapkv", "ada_kv", "r_kv", "raas"}
+
+
 def marked(expressions: Sequence[str]) -> list[Any]:
-    """Return the expressions as parameters, all but the first of each method marked slow."""
+    """Return the expressions as parameters, all but the first of each method marked slow.
+
+    All of ALIKE are slow, too.
+    """
     first = {outermost(expression): expression for expression in reversed(expressions)}
-    return slow_except(expressions, *first.values())
+    return slow_except(expressions, *(e for name, e in first.items() if name not in ALIKE))
 
 
 def outermost(expression: str) -> str:
