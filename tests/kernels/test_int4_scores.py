@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import every_other
+from marks import every_other, slow_except
 
 from jsparse import cache as kv
 from jsparse.key_constants import KeyFrame
@@ -241,7 +241,7 @@ def test_codes_are_rounded_the_same_jitted_or_not():
                 np.testing.assert_array_equal(part, want)
 
 
-@pytest.mark.parametrize("kind", ["frame", "channels", "both"])
+@pytest.mark.parametrize("kind", slow_except(["frame", "channels", "both"], "both"))
 @pytest.mark.parametrize(
     ("table", "page_size", "count"),
     [("identity", 16, 330), ("scrambled", 8, 41), ("scrambled", 64, 330), ("scrambled", 12, 330)],
