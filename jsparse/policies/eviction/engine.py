@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt8
 from jsparse.cache import CacheSpec, KVCache, LayerCache, cut_pages, replace_layer
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.eviction.budgets import CountFn
+from jsparse.policies.eviction.budgets import MOST, CountFn
 from jsparse.policies.eviction.merging import merged_slot, put_slot
 from jsparse.policies.eviction.window import as_ring, mean_query
 from jsparse.policy import MostFn, Policy, PrefillView, State, at_layer
@@ -102,7 +102,7 @@ def evicting(
     *,
     most: MostFn,
     window: int,
-    kept: int = 2**30,
+    kept: int = MOST,
     sink: int = 0,
     recent: int | None = None,
     period: int = 0,
@@ -164,19 +164,7 @@ def evicting(
             row, at = jnp.arange(q.shape[0]), cache.positions % window
             ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
             state = at_layer(state, layer, entry._replace(ring=ring))
-        return reading(held, entry), None, state
-
-    def reading(held: LayerCache, entry: Evicting) -> Selection:
-        if entry.missed is None:
-            return everything(held.lengths)
-        there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
-        pages = held.page_size <= MAX_BITS_PAGE
-        return from_token_mask(
-            there & (entry.missed == 0),
-            held.num_pages if pages else held.capacity,
-            page_size=held.page_size,
-            granularity="page" if pages else "token",
-        )
+        return _not_waiting(held, entry.missed), None, state
 
     def update(state: State, layer: int, stats, cache: KVCache) -> State:
         if tracking is None:
@@ -202,17 +190,12 @@ def evicting(
             missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
             chosen = union(chosen, waiting, held.capacity)
         keep = _between(chosen, competing, held, first, newest)
-        merged, lengths = None, held.lengths
         if merge:
-            slots = jnp.arange(held.capacity, dtype=jnp.int32)
             dropped = competing & ~_marked(chosen, held)
             query = mean_query(entry.ring, positions, held.lengths.shape[1])
-            merged = merged_slot(held, dropped | (slots == sink), query)
-            # all that is dropped is read before anything moves, or XLA would move a copy
-            held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
-        compacted = compact_pages(held, keep)
-        if merged is not None:
-            compacted = put_slot(compacted, sink, merged, keep.count < lengths)
+            compacted = _merging(held, keep, dropped, query, sink)
+        else:
+            compacted = compact_pages(held, keep)
         tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
         return Evicting(entry.ring, tracked, temperatures, missed), compacted
 
@@ -272,6 +255,35 @@ def _between(
     count = held.lengths - dropped
     ids = jnp.where(nth < count[..., None], ids, 0)
     return Selection(ids, count, granularity="token")
+
+
+def _merging(
+    held: LayerCache,
+    keep: Selection,
+    dropped: Bool[Array, "B K S"],
+    query: Float32[Array, "B K H"],
+    slot: int,
+) -> LayerCache:
+    """Merge what is dropped into one slot, and move what is kept."""
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    merged = merged_slot(held, dropped | (slots == slot), query)
+    # all that is dropped is read before anything moves, or XLA would move a copy
+    held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
+    return put_slot(compact_pages(held, keep), slot, merged, keep.count < held.lengths)
+
+
+def _not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
+    """Select everything but the slots that wait."""
+    if missed is None:
+        return everything(held.lengths)
+    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+    pages = held.page_size <= MAX_BITS_PAGE
+    return from_token_mask(
+        there & (missed == 0),
+        held.num_pages if pages else held.capacity,
+        page_size=held.page_size,
+        granularity="page" if pages else "token",
+    )
 
 
 def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
