@@ -38,10 +38,11 @@ def hard_kv(
     budgets: Budgets = "joint",
     merge: bool = True,
     patience: int = 0,
+    recent: int | None = None,
 ) -> Policy:
     """Keep as many slots per KV head as it needs, and one that stands for all it dropped.
 
-    Sinks, the merged slot and the window count in `budget`, `floor` and `cap`.
+    Sinks, the merged slot and the newest tokens count in `budget`, `floor` and `cap`.
 
     Args:
         budget: the slots per KV head, on average over a layer's heads with budgets="joint", of each
@@ -50,7 +51,7 @@ def hard_kv(
         cap: the most slots of a head, where heads differ.
         p: the share of the scores that "n_star" and "calibrated" keep.
         period: new tokens of a row between compressions.
-        window: the number of newest tokens that are kept, and whose queries score the others.
+        window: the number of newest tokens whose queries score the others.
         sink: the number of first tokens that are kept.
         metric: the way slots are scored: by the window's "attention", the same smoothed as in
             "snapkv", or as in "r_kv" or "h2o".
@@ -59,6 +60,7 @@ def hard_kv(
             fewest that carry p of a softmax whose temperature is found once.
         merge: whether what is dropped is merged into one slot.
         patience: the compressions for which the `period` best that a head would drop wait unread.
+        recent: the number of newest tokens that are kept, at least the window; None is the window.
 
     A head holds at most cap + period slots, and `period` more with patience.
     """
@@ -74,7 +76,12 @@ def hard_kv(
         raise ValueError(f"budgets={budgets!r}: must be one of {list(get_args(Budgets))}")
     if not isinstance(merge, bool):
         raise ValueError(f"merge={merge!r}: must be True or False")
-    room = _rooms(budget, floor, cap, window, sink, merge, budgets)
+    whole_number("window", window, 1)
+    newest = window if recent is None else recent
+    whole_number("recent", newest, 1)
+    if newest < window:
+        raise ValueError(f"recent={recent}: must be at least window={window}")
+    room = _rooms(budget, floor, cap, newest, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
         "attention": pooled_attention(1, POOLING),
         "snapkv": pooled_attention(POOL, POOLING),
@@ -94,6 +101,7 @@ def hard_kv(
         kept=room.budget if budgets == "uniform" else room.most,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
         window=window,
+        recent=newest,
         sink=sink,
         period=period,
         merge=merge,
@@ -104,25 +112,25 @@ def hard_kv(
 
 
 def _rooms(
-    budget: int, floor: int, cap: int, window: int, sink: int, merge: bool, budgets: Budgets
+    budget: int, floor: int, cap: int, newest: int, sink: int, merge: bool, budgets: Budgets
 ) -> rules.Bounds:
     """Return what floor, cap and budget leave for the slots that compete.
 
     Raises:
         ValueError: one of them leaves less than nothing, or they are not in order.
     """
-    for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("window", window)):
+    for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("recent", newest)):
         whole_number(name, value, 1)
         if value > rules.MOST:
             raise ValueError(f"{name}={value}: must be at most {rules.MOST}")
-    least = window + sink + 1
+    least = newest + sink + 1
     used = {"uniform": ("budget",), "joint": ("budget", "cap")}.get(budgets, ("cap",))
     for name, value in (("budget", budget), ("cap", cap)):
         if name in used and value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}: window + sink + 1")
+            raise ValueError(f"{name}={value}: must be at least {least}: newest tokens + sink + 1")
     if budgets != "uniform" and floor > cap:
         raise ValueError(f"floor={floor}: must be at most cap={cap}")
     if budgets == "joint" and not floor <= budget <= cap:
         raise ValueError(f"budget={budget}: must be from floor={floor} to cap={cap}")
-    protected = window + sink + merge
+    protected = newest + sink + merge
     return rules.Bounds(*(max(value - protected, 0) for value in (floor, cap, budget)))

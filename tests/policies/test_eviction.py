@@ -102,10 +102,10 @@ SCORES = {
 P, FLOOR, CAP, BUDGET, WINDOW, SINK = 0.6, 7, 13, 10, 4, 2
 
 
-def hard_kv(metric, budgets, *, merge=True, patience=0):
+def hard_kv(metric, budgets, *, merge=True, patience=0, recent=WINDOW):
     """The expression and the slow method of one combination."""
-    protected = WINDOW + SINK + merge
-    least, most, budget = FLOOR - protected, CAP - protected, BUDGET - protected
+    protected = recent + SINK + merge
+    least, most, budget = (max(value - protected, 0) for value in (FLOOR, CAP, BUDGET))
     counts = {
         "uniform": slow.uniform(budget),
         "joint": slow.joint(budget, least, most),
@@ -117,6 +117,7 @@ def hard_kv(metric, budgets, *, merge=True, patience=0):
         SCORES[metric],
         counts[budgets],
         window=WINDOW,
+        recent=recent,
         sink=SINK,
         period=PERIOD,
         merge=merge,
@@ -128,7 +129,7 @@ def hard_kv(metric, budgets, *, merge=True, patience=0):
     expression = (
         f"hard_kv(budget={BUDGET}, floor={FLOOR}, cap={CAP}, p={P}, period={PERIOD}, "
         f"window={WINDOW}, sink={SINK}, metric={metric!r}, budgets={budgets!r}, merge={merge}, "
-        f"patience={patience})"
+        f"patience={patience}, recent={recent})"
     )
     return expression, method
 
@@ -150,6 +151,12 @@ def test_hard_kv_equals_the_slow_model(pair):
 @pytest.mark.parametrize("merge", [True, False])
 def test_patience_equals_the_slow_model(patience, merge):
     assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=merge, patience=patience))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["attention", "h2o"])
+def test_more_newest_tokens_than_queries_equal_the_slow_model(metric):
+    assert_equals_the_slow_model(*hard_kv(metric, "joint", recent=WINDOW + 2))
 
 
 @pytest.mark.slow
