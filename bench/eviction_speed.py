@@ -20,7 +20,7 @@ hard_kv at the size that it keeps.
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,8 +103,8 @@ def cases(part: str, tiny: bool, policies: Sequence[str]) -> list[tuple[str, str
     return [("prompt", policies[0]), ("peak", policies[0])]
 
 
-def measured(part: str, tiny: bool, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the rows of a part, each measured in a child process; a failure is a row too."""
+def measured(part: str, tiny: bool, policies: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of a part, each measured in a child process; a failure is a row too."""
     flags = ["--tiny"] * tiny
     wanted = [("", "")] if part in "ab" else cases(part, tiny, policies)
     rows = []
@@ -116,8 +116,11 @@ def measured(part: str, tiny: bool, policies: Sequence[str]) -> list[dict[str, A
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found = {"error": str(error)[-600:]}
         found = found if isinstance(found, list) else [found]
-        rows += [named | floored(row) for row in found]
-    return rows + (throughput(rows, tiny) if part == "d" else [])
+        found = [named | floored(row) for row in found]
+        rows += found
+        yield found
+    if part == "d":
+        yield throughput(rows, tiny)
 
 
 def floored(row: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +227,9 @@ def main() -> None:
         "results": [],
     }
     for part in parts:
-        report["results"] += measured(part, args.tiny, policies)
-        write_report(args.json, report)
+        for rows in measured(part, args.tiny, policies):
+            report["results"] += rows
+            write_report(args.json, report)
     print(*map(line, report["results"]), sep="\n")
 
 
