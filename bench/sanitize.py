@@ -45,6 +45,8 @@ from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.shared_counts import cases as shared_cases
+from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import cases as select_cases
 from jsparse.pallas_kernels.threshold_select import threshold_select
 from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
@@ -141,6 +143,10 @@ def attended_by_window(_: Any, inputs: Any) -> Any:
         jax.jit(partial(window_attention, group=group, implementation="triton"))(*inputs)
         for group in ("mean", "max")
     ]
+
+
+def shared(case: Any, inputs: Any) -> Any:
+    return jax.jit(partial(shared_counts, **case.bounds, implementation="triton"))(*inputs)
 
 
 def compacted(_: Any, inputs: Any) -> Any:
@@ -257,6 +263,9 @@ OPS = {
     ),
     "place_logits": Op(
         placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")
+    ),
+    "shared_counts": Op(
+        shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "window_attention": Op(

@@ -19,8 +19,8 @@ def top_k_mask(
     k may differ from row to row. A row with fewer than k finite scores marks them all; -inf and NaN
     are never marked.
     """
-    keys = _ordered(scores)
-    finite = keys > _ordered(jnp.float32(-jnp.inf))
+    keys = ordered(scores)
+    finite = keys > ordered(jnp.float32(-jnp.inf))
     wanted = jnp.minimum(jnp.asarray(k, jnp.int32), jnp.sum(finite, -1, dtype=jnp.int32))
     kth = _largest(keys, lambda above: jnp.sum(above, -1, dtype=jnp.int32) >= wanted)
     above, ties = keys > kth[..., None], keys == kth[..., None]
@@ -39,7 +39,7 @@ def top_p_mask(
     weights = weights.astype(jnp.float32)
     positive = weights > 0
     wanted = jnp.asarray(p, jnp.float32) * jnp.sum(weights, -1)
-    keys = _ordered(weights)
+    keys = ordered(weights)
 
     def enough(above: Array) -> Array:
         mass = jnp.sum(jnp.where(above, weights, 0.0), -1)
@@ -52,36 +52,6 @@ def top_p_mask(
     smallest = above | (ties & ((before < missing[..., None]) | (before == 0)))
     everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, wanted.shape)[..., None]
     return positive & (smallest | everything)
-
-
-def shared_counts(
-    scores: Float[Array, "*rows K S"], total: Int[Array, "*rows"], least: int, most: int
-) -> Int32[Array, "*rows K"]:
-    """Counts how many of a row's `total` best scores lie in each of its K lists.
-
-    A list gets at least `least` and at most `most`, and never more than it has finite scores; the
-    others get what that leaves. Ties go to the first list.
-    """
-    keys = _ordered(scores)
-    finite = jnp.sum(keys > _ordered(jnp.float32(-jnp.inf)), -1, dtype=jnp.int32)
-    low, high = jnp.minimum(least, finite), jnp.minimum(most, finite)
-
-    def allowed(above: Array) -> Int32[Array, "*rows K trials"]:
-        counts = jnp.sum(above, -2, dtype=jnp.int32)
-        return jnp.clip(counts, low[..., None], high[..., None])
-
-    # digit by digit the largest threshold that enough scores reach: 8 passes over the scores, where
-    # bits would take 32
-    last = jnp.zeros((*keys.shape[:-2], 1), jnp.uint32)
-    for shift in range(28, -1, -4):
-        trials = last | (jnp.arange(1, 16, dtype=jnp.uint32) << shift)  # [*rows, 15]
-        counts = allowed(keys[..., None] >= trials[..., None, None, :])
-        digit = jnp.sum(jnp.sum(counts, -2) >= total[..., None], -1, dtype=jnp.uint32)
-        last |= digit[..., None] << shift
-    count = allowed((keys > last[..., None])[..., None])[..., 0]
-    more = allowed((keys >= last[..., None])[..., None])[..., 0] - count
-    missing = jnp.maximum(total - jnp.sum(count, -1), 0)[..., None]
-    return count + jnp.clip(missing - (jnp.cumsum(more, -1) - more), 0, more)
 
 
 def compact(
@@ -103,7 +73,7 @@ def compact(
     return jnp.where(nth <= count[..., None], ids, 0), count
 
 
-def _ordered(x: Array) -> UInt32[Array, "..."]:
+def ordered(x: Array) -> UInt32[Array, "..."]:
     """Maps float32 to uint32 in the same order (NaN below everything)."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 and 0 are equal

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.threshold import compact, shared_counts, top_k_mask, top_p_mask
+from jsparse.threshold import compact, top_k_mask, top_p_mask
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)
@@ -142,50 +142,3 @@ def test_compact_lists_the_marked(rows, which):
     ids, count = jax.jit(compact, static_argnums=1)(mask, capacity)
     for row, got, n in zip(mask, np.asarray(ids), np.asarray(count), strict=True):
         assert (got.tolist(), n) == slow_compact(row, capacity)
-
-
-def slow_shared_counts(lists, total, least, most):
-    """Hands out one by one: first to each list up to its floor, then to the list whose next is
-    best.
-    """
-    best = [sorted((x for x in scores if x > -np.inf), reverse=True) for scores in lists]
-    counts = [min(least, len(scores)) for scores in best]
-    while sum(counts) < total:
-        following = [
-            -scores[n] if n < min(most, len(scores)) else np.inf
-            for scores, n in zip(best, counts, strict=True)
-        ]
-        if min(following) == np.inf:
-            break
-        counts[following.index(min(following))] += 1
-    return counts
-
-
-shared = jax.jit(shared_counts, static_argnums=(2, 3))
-finite_or_not = st.sampled_from([-np.inf, -1.0, 0.0, 0.25, 0.5]) | st.floats(
-    -100, 100, width=32, allow_subnormal=False
-)
-
-
-@settings(max_examples=300)
-@given(
-    st.lists(st.lists(finite_or_not, min_size=5, max_size=5), min_size=6, max_size=6),
-    st.lists(st.integers(0, 18), min_size=2, max_size=2),
-    st.sampled_from([(0, 9), (0, 2), (1, 3), (2, 2), (3, 5), (6, 9)]),
-)
-def test_shared_counts_hand_out_the_best(rows, total, bounds):
-    """Two rows of three lists of 5; with ties, floors and caps, and lists with fewer finite scores
-    than the floor.
-    """
-    scores = np.array(rows, np.float32).reshape(2, 3, 5)
-    got = shared(scores, np.array(total, np.int32), *bounds)
-    expected = [
-        slow_shared_counts(lists, n, *bounds) for lists, n in zip(scores, total, strict=True)
-    ]
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_ties_of_shared_counts_go_to_the_first_list():
-    scores = np.ones((1, 3, 4), np.float32)
-    for total, counts in ((5, [3, 1, 1]), (7, [4, 2, 1]), (12, [4, 4, 4]), (2, [1, 1, 1])):
-        np.testing.assert_array_equal(shared(scores, np.array([total]), 1, 9)[0], counts)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policy import whole_number
 from jsparse.shapes import Lengths
-from jsparse.threshold import shared_counts
 
 MOST = 2**30  # slots: counts are of int32
 LOG_TEMPERATURES, STEPS = (-12.0, 6.0), 40
@@ -72,7 +72,8 @@ def joint(bounds: Bounds) -> CountFn:
         heads, slots = scores.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
         ranked = jnp.where(competing, scores, -jnp.inf)
-        return shared_counts(ranked, total, bounds.least, bounds.most), temperatures
+        counts = shared_counts(ranked, total, least=bounds.least, most=bounds.most)
+        return counts, temperatures
 
     return count
 

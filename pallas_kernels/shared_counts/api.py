@@ -1,0 +1,76 @@
+"""Counts how many of a row's best scores lie in each of its lists: what heads get of a budget."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.shared_counts import reference
+from jsparse.shapes import Lengths, Rows
+
+# The registers of one program hold a row, with each thread's part in its own, beside the counts.
+MOST_SCORES, MOST_SLOTS, MOST_LISTS = 36864, 4096, 16
+
+
+def _load_triton():
+    from jsparse.pallas_kernels.shared_counts import triton_gpu
+
+    return triton_gpu.shared_counts
+
+
+def _triton_refuses(scores: Array, *_: object, **__: object) -> str | None:
+    lists, slots = scores.shape[1:]
+    padded = 1 << (lists - 1).bit_length()
+    if lists > MOST_LISTS:
+        return f"takes at most {MOST_LISTS} lists, not {lists}"
+    if slots > MOST_SLOTS:
+        return f"takes lists of at most {MOST_SLOTS} scores, not {slots}"
+    if padded * slots > MOST_SCORES:
+        return f"takes at most {MOST_SCORES} scores per row, not {padded} lists of {slots}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _load_triton, _triton_refuses),
+    Backend("reference", lambda: reference.shared_counts),
+)
+
+
+def shared_counts(
+    scores: Float[Array, "B K S"],
+    total: Rows,
+    *,
+    least: int,
+    most: int,
+    implementation: str | None = None,
+) -> Lengths:
+    """Count how many of a row's `total` best scores lie in each of its K lists.
+
+    A list gets at least `least` and at most `most`, and never more than it has finite scores; the
+    others get what that leaves. Ties go to the first list. -inf and NaN never count.
+
+    Args:
+        scores: the lists of each row.
+        total: the number of scores that each row's lists get together.
+        least: the fewest that a list gets.
+        most: the most that a list gets.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes do not fit together, or the bounds are no bounds.
+    """
+    if scores.ndim != 3 or 0 in scores.shape:
+        raise ValueError(f"scores.shape={scores.shape}: must be [B, K, S], none of them 0")
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(f"scores.dtype={scores.dtype}: must be floating")
+    if total.shape != scores.shape[:1] or not jnp.issubdtype(total.dtype, jnp.integer):
+        raise ValueError(
+            f"total={total.dtype}{[*total.shape]}: must be integers of shape [B] = "
+            f"{[*scores.shape[:1]]}"
+        )
+    if not 0 <= least <= most:
+        raise ValueError(f"least={least}: must be at least 0 and at most most={most}")
+    return run(
+        *("shared_counts", implementation, BACKENDS, scores, total.astype(jnp.int32)),
+        least=least,
+        most=most,
+    )

@@ -1,0 +1,99 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arrays."""
+
+    scores: Array
+    total: Array
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call.
+
+    Attributes:
+        kind: scores are "normal", "uniform", "shares" (positive, over many orders of magnitude,
+            each list on a scale of its own), "ties" (few values), "zeros" (mostly 0 and
+            -0) or "equal".
+        share: the part of all scores that the lists get together.
+        absent: the part of the scores that is -inf, NaN or infinite, a third each.
+        empty: whether the first list of each row has no finite score.
+    """
+
+    name: str
+    batch: int = 2
+    lists: int = 3
+    slots: int = 200
+    kind: Literal["normal", "uniform", "shares", "ties", "zeros", "equal"] = "normal"
+    least: int = 10
+    most: int = 150
+    share: float = 0.5
+    absent: float = 0.0
+    empty: bool = False
+    dtype: str = "float32"
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Return the floor and the cap as the op takes them."""
+        return {"least": self.least, "most": self.most}
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the inputs; equal seeds give equal ones. Each row has its own total."""
+        rng = np.random.default_rng(seed)
+        shape = (self.batch, self.lists, self.slots)
+        x = rng.normal(size=shape)
+        scores = {
+            "normal": x,
+            "uniform": rng.random(shape),
+            "shares": np.exp(2.5 * x + 2 * rng.normal(size=(*shape[:2], 1)) - 9),
+            "ties": np.round(2 * x),
+            "zeros": np.where(rng.random(shape) < 0.7, 0.0 * x, np.exp(x)),  # 0 and -0
+            "equal": np.ones(shape),
+        }[self.kind]
+        odd = rng.choice([-np.inf, np.nan, np.inf], shape)
+        scores = np.where(rng.random(shape) < self.absent, odd, scores)
+        if self.empty:
+            scores[:, 0] = -np.inf
+        fair = self.share * self.lists * self.slots
+        total = fair * rng.uniform(0.9, 1.1, self.batch)
+        return Inputs(jnp.asarray(scores, self.dtype), jnp.asarray(total, jnp.int32))
+
+
+CASES = (
+    Case("normal"),
+    Case("uniform", kind="uniform"),
+    Case("shares", kind="shares"),
+    Case("ties", kind="ties"),
+    Case("zeros", kind="zeros"),
+    Case("zeros_at_the_threshold", kind="zeros", share=0.2, most=100),
+    Case("equal", kind="equal"),
+    Case("one_list", lists=1, most=200),
+    Case("one_score_each", slots=1, least=0, most=1),
+    Case("absent", absent=0.6, least=90),
+    Case("nothing", absent=1.0, empty=True, lists=1),
+    Case("an_empty_list", empty=True, kind="shares"),
+    Case("floors_are_more_than_all", least=120, most=130, share=0.3),
+    Case("caps_are_less_than_all", most=60),
+    Case("nothing_wanted", share=0.0, least=0),
+    Case("bfloat16", dtype="bfloat16", kind="uniform"),
+    Case("odd_slots", lists=5, slots=333, kind="shares"),
+    Case("low_tail", lists=8, slots=640, most=640, least=0, share=0.9),
+)
+# of a layer's heads as a compression finds them
+LARGE = (
+    Case("llama", lists=8, slots=2176, kind="shares", least=476, most=2012),
+    Case("llama_uniform", lists=8, slots=2304, kind="uniform", least=476, most=2012, share=0.47),
+    Case("16_lists", lists=16, slots=2304, least=476, most=2012),
+    Case("10_lists_of_ties", lists=10, slots=2000, kind="ties", least=0, most=2000, absent=0.1),
+    Case("4096_slots", lists=8, slots=4096, kind="shares", least=100, most=4096, share=0.3),
+    Case("one_long_list", lists=1, slots=4096, least=0, most=4096),
+    Case("rows", batch=200, lists=4, slots=700, kind="shares", most=650),
+)

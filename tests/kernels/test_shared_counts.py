@@ -1,0 +1,124 @@
+"""Tests shared_counts' reference against handing scores out one by one, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse.pallas_kernels.shared_counts import shared_counts
+from jsparse.pallas_kernels.shared_counts.api import BACKENDS
+from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE, Case
+
+counts = jax.jit(shared_counts, static_argnames=("least", "most", "implementation"))
+finite_or_not = st.sampled_from([-np.inf, -1.0, 0.0, -0.0, 0.25, 0.5, np.inf, np.nan]) | st.floats(
+    -100, 100, width=32, allow_subnormal=False
+)
+
+
+def one_by_one(lists, total, least, most):
+    """Hands out scores: first to each list up to its floor, then to the list whose next is best."""
+    best = [sorted((x for x in scores if x > -np.inf), reverse=True) for scores in lists]
+    given = [min(least, len(scores)) for scores in best]
+    caps = [min(most, len(scores)) for scores in best]
+    while sum(given) < total:
+        following = [(-best[i][n], i) for i, n in enumerate(given) if n < caps[i]]
+        if not following:
+            break
+        given[min(following)[1]] += 1
+    return given
+
+
+def check(scores, total, bounds):
+    got = counts(jnp.asarray(scores), jnp.asarray(total, jnp.int32), **bounds)
+    assert got.dtype == jnp.int32
+    want = [
+        one_by_one(np.asarray(lists, np.float32), n, **bounds)
+        for lists, n in zip(scores, total, strict=True)
+    ]
+    np.testing.assert_array_equal(got, want)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.lists(finite_or_not, min_size=5, max_size=5), min_size=6, max_size=6),
+    st.lists(st.integers(0, 18), min_size=2, max_size=2),
+    st.sampled_from([(0, 9), (0, 2), (1, 3), (2, 2), (3, 5), (6, 9)]),
+)
+def test_lists_get_the_best(rows, total, bounds):
+    """Two rows of three lists of 5; with ties, floors and caps, and lists with fewer finite scores
+    than the floor.
+    """
+    scores = np.array(rows, np.float32).reshape(2, 3, 5)
+    check(scores, total, dict(zip(("least", "most"), bounds, strict=True)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case):
+    check(*jax.device_get(case.build()), case.bounds)
+
+
+def test_cases_are_what_they_say():
+    names = [case.name for case in (*CASES, *LARGE)]
+    assert len(set(names)) == len(names)
+    found = {case.name: np.asarray(case.build().scores, np.float32) for case in CASES}
+    assert np.isnan(found["absent"]).any() and np.isneginf(found["absent"]).any()
+    assert np.isneginf(found["an_empty_list"][:, 0]).all()
+    zeros = found["zeros"][found["zeros"] == 0]
+    assert np.signbit(zeros).any() and not np.signbit(zeros).all()
+    for case in CASES:
+        scores, total = jax.device_get(case.build())
+        finite = (np.asarray(scores, np.float32) > -np.inf).sum(-1)
+        floors, caps = (np.minimum(n, finite).sum(-1) for n in (case.least, case.most))
+        assert (floors > total).all() == (case.name == "floors_are_more_than_all")
+        if case.name == "caps_are_less_than_all":
+            assert (caps < total).all()
+
+
+def test_ties_go_to_the_first_list():
+    scores = np.ones((1, 3, 4), np.float32)
+    for total, want in ((5, [3, 1, 1]), (7, [4, 2, 1]), (12, [4, 4, 4]), (2, [1, 1, 1])):
+        np.testing.assert_array_equal(counts(scores, np.array([total]), least=1, most=9)[0], want)
+
+
+SCORES, TOTAL = Case("").build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": SCORES[0]}, r"scores.shape=\(3, 200\): must be \[B, K, S\]"),
+        ({"scores": SCORES[:, :0]}, r"scores.shape=\(2, 0, 200\): must be \[B, K, S\], none"),
+        ({"scores": SCORES.astype(jnp.int32)}, "scores.dtype=int32: must be floating"),
+        ({"total": TOTAL[:1]}, r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]"),
+        ({"total": TOTAL.astype(jnp.float32)}, r"total=float32\[2\]: must be integers"),
+        ({"least": -1}, "least=-1: must be at least 0 and at most most=150"),
+        ({"least": 151}, "least=151: must be at least 0 and at most most=150"),
+        ({"implementation": "abacus"}, "implementation='abacus': shared_counts has"),
+    ],
+)
+def test_wrong_calls_are_refused(change, message):
+    given = {"scores": SCORES, "total": TOTAL, "least": 10, "most": 150}
+    with pytest.raises(ValueError, match=message):
+        shared_counts(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 17, 8), "takes at most 16 lists, not 17"),
+        ((1, 1, 4097), "takes lists of at most 4096 scores, not 4097"),
+        ((1, 9, 2305), "takes at most 36864 scores per row, not 16 lists of 2305"),
+    ],
+)
+def test_the_kernel_refuses_what_registers_do_not_hold(shape, reason):
+    scores, total = jnp.zeros(shape), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=reason):
+        shared_counts(scores, total, least=0, most=9, implementation="triton")
+
+
+def test_the_kernel_takes_what_compressions_have():
+    (refusal,) = (backend.refusal for backend in BACKENDS if backend.name == "triton")
+    for case in (*CASES, *LARGE):
+        assert "takes" not in (refusal(*case.build(), **case.bounds) or "")
