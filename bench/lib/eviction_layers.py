@@ -285,7 +285,8 @@ def part_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
         return best(ranked, jnp.minimum(layer.lengths, room), room)
 
     counts = {
-        "joint": rules.joint(bounds),
+        # half of what the caps allow: with all of it there is nothing to search for
+        "joint": rules.joint(bounds._replace(budget=room // 2)),
         "n_star": rules.n_star(bounds, 0.9),
         "calibrated": rules.calibrated(bounds, 0.9),
     }
