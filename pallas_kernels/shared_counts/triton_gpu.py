@@ -24,7 +24,7 @@ SPREAD = tl.constexpr(1.5)
 INF = tl.constexpr(float("inf"))
 # what `order` makes of the lowest finite float and of infinity
 LOWEST, LARGEST = tl.constexpr(-0x7F800000), tl.constexpr(0x7F800000)
-# Three counts travel through a reduction in one integer of 64 bits.
+# where three counts lie in an integer of 64 bits
 FIELD = tl.constexpr(21)
 MASK = tl.constexpr((1 << 21) - 1)
 
@@ -135,6 +135,15 @@ def by_list(
 
 
 @triton.jit
+def over_lists(a, b, c):
+    """Return the sums of three counts over all lists, by one reduction."""
+    packed = a.to(tl.int64) | b.to(tl.int64) << FIELD | c.to(tl.int64) << 2 * FIELD
+    packed = tl.sum(packed, 0)
+    a, b = packed & MASK, packed >> FIELD & MASK
+    return a.to(tl.int32), b.to(tl.int32), (packed >> 2 * FIELD).to(tl.int32)
+
+
+@triton.jit
 def narrow(lo, in_lo, n_lo, hi, in_hi, n_hi, trial, inside, n, total):
     """Move the end of the interval to a trial that lies in it; trials must come ascending."""
     enough = n >= total
@@ -230,7 +239,7 @@ def counts_kernel(
     floor, cap = tl.minimum(finite, LEAST), tl.minimum(finite, MOST)
     lo, hi = tighten(head, tail, lo, hi, HAS_TAIL)
     in_lo, in_hi = cap, floor
-    n_lo, n_hi = tl.sum(in_lo, 0), tl.sum(in_hi, 0)
+    n_lo, n_hi, _ = over_lists(in_lo, in_hi, in_hi)
     way = tl.full([], GUESS, tl.int32)
 
     # floors and caps considered, more than `total` scores reach lo and fewer reach hi; once exactly
@@ -241,10 +250,7 @@ def counts_kernel(
         in_a = tl.minimum(tl.maximum(in_a, floor), cap)
         in_b = tl.minimum(tl.maximum(in_b, floor), cap)
         in_c = tl.minimum(tl.maximum(in_c, floor), cap)
-        sums = in_a.to(tl.int64) | in_b.to(tl.int64) << FIELD | in_c.to(tl.int64) << 2 * FIELD
-        sums = tl.sum(sums, 0)
-        n_a, n_b = (sums & MASK).to(tl.int32), (sums >> FIELD & MASK).to(tl.int32)
-        n_c = (sums >> 2 * FIELD).to(tl.int32)
+        n_a, n_b, n_c = over_lists(in_a, in_b, in_c)
         width, candidates = hi - lo, n_lo - n_hi
         lo, in_lo, n_lo, hi, in_hi, n_hi = narrow(
             lo, in_lo, n_lo, hi, in_hi, n_hi, a, in_a, n_a, total
