@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
@@ -69,7 +70,7 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
     return KeyFrame(
         jnp.asarray(mid, jnp.float32),
         jnp.asarray(key_scale, jnp.float32),
-        angles_at(first, frequencies),
+        jax.jit(angles_at)(first, frequencies),
     )
 
 
@@ -90,7 +91,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
     given = None if case.dense == "all" else selection
     if not isinstance(case, Kept):
         channels = case.channels if isinstance(case, Narrow) else case.head_dim
-        keys = Int4Keys(*quantise(layer.k[..., :channels]))
+        keys = Int4Keys(*jax.jit(quantise)(layer.k[..., :channels]))
         return Inputs(q[..., :channels], layer, keys, given)
     kept = options(case, seed)
     if case.framed:
@@ -106,6 +107,7 @@ def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
     return jnp.asarray(np.sort(order[..., : case.chosen]), jnp.int32)
 
 
+@jax.jit
 def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
     """Return the layer with K out of the frame."""
     k = out_of_frame(read_heads(layer.k, layer), frame, _every(layer, layer.capacity))
@@ -114,6 +116,7 @@ def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
     return layer._replace(k=layer.k.at[pages].set(rows))
 
 
+@partial(jax.jit, static_argnames="case")
 def _appended(case: Kept, layer: LayerCache, **kept: Any) -> Int4Keys:
     """Return the 4-bit copy of all slots; pages that no head has hold JUNK."""
     junk = jnp.full((*layer.k.shape[:2], case.chosen or case.head_dim), JUNK)

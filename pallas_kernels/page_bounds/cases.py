@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,27 +37,31 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
     return KeyFrame(
         jnp.asarray(mid, jnp.float32),
         jnp.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), jnp.float32),
-        angles_at(jnp.arange(0, case.slots, SPAN), jnp.asarray(frequencies, jnp.float32)),
+        jax.jit(angles_at)(jnp.arange(0, case.slots, SPAN), jnp.asarray(frequencies, jnp.float32)),
     )
 
 
 def build(case: Case, seed: int = 0, *, frame: KeyFrame | None = None) -> Inputs:
     """Build the inputs; pages that hold nothing have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
+    return Inputs(q, layer, _bounds(case, layer, frame))
+
+
+@partial(jax.jit, static_argnames="case")
+def _bounds(case: Case, layer: LayerCache, frame: KeyFrame | None) -> Bounds:
+    """Return the bounds of all that heads hold."""
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
     form = PageBounds8 if isinstance(case, Codes) else PageBounds
     everything = jnp.full(case.batch, case.slots, jnp.int32)
-    first = jnp.zeros_like(layer.lengths)
-    bounds = bounds_append(
+    return bounds_append(
         form.of(junk, -junk),
         layer,
         everything,
-        first,
+        jnp.zeros_like(layer.lengths),
         max_new=case.slots,
         frame=frame,
         implementation="reference",
     )
-    return Inputs(q, layer, bounds)
 
 
 _whole = partial(Case, dense="all", listed="none", capacity=0)

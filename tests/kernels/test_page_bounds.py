@@ -21,6 +21,7 @@ from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, Codes, build, frame_for
 
 by_name = {case.name: case for case in CASES}
+score = jax.jit(partial(page_bounds, sm_scale=1.0))
 in_codes = [case for case in CASES if isinstance(case, Codes)]
 both_forms = pytest.mark.parametrize(
     "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
@@ -75,8 +76,8 @@ def slow(q, layer, bounds, slack, sm_scale):
 def test_matches_the_slow_formula(case, slack):
     inputs = build(case)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
-    run = partial(page_bounds, slack=slack, sm_scale=case.sm_scale)
-    out = jax.jit(lambda inputs: run(*inputs))(inputs)
+    run = jax.jit(partial(page_bounds, slack=slack, sm_scale=case.sm_scale))
+    out = run(*inputs)
     assert out.dtype == np.float32
     want = slow(*inputs, slack, scale)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5 * case.spread)
@@ -85,7 +86,7 @@ def test_matches_the_slow_formula(case, slack):
 @pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
 def test_no_token_scores_above_its_page(case):
     q, layer, bounds = build(case, 1)
-    out = np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0))
+    out = np.asarray(score(q, layer, bounds))
     keys = np.asarray(kv.read_heads(layer.k, layer), np.float64)
     grouped = np.asarray(q, np.float64).reshape(*out.shape[:2], -1, q.shape[-1])
     scores = np.einsum("bkgh,bksh->bkgs", grouped, keys).max(2).reshape(*out.shape, layer.page_size)
@@ -101,12 +102,9 @@ def test_codes_bound_what_the_exact_bounds_do_and_hardly_more(case):
     everything = jnp.full(case.batch, case.slots, jnp.int32)
     sizes = {"head_dim": case.head_dim, "dtype": layer.k.dtype, "pool_pages": layer.k.shape[0]}
     exact = init(SPEC._replace(**sizes))
-    exact = bounds_append(
-        exact, layer, everything, jnp.zeros_like(layer.lengths), max_new=case.slots
-    )
-    wide, tight = (
-        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0)) for bounds in (codes, exact)
-    )
+    append = jax.jit(partial(bounds_append, max_new=case.slots))
+    exact = append(exact, layer, everything, jnp.zeros_like(layer.lengths))
+    wide, tight = (np.asarray(score(q, layer, bounds)) for bounds in (codes, exact))
     seen = np.isfinite(tight)
     np.testing.assert_array_equal(seen, np.isfinite(wide))
     largest = np.abs(tight[seen]).max()
@@ -134,6 +132,7 @@ def constant(layer, frame):
     return layer._replace(k=jnp.asarray(moved, layer.k.dtype))
 
 
+@partial(jax.jit, static_argnames=("case", "form"))
 def appended(case, layer, form, frame=None):
     pages = jnp.zeros((layer.k.shape[0], case.head_dim), layer.k.dtype)
     everything = jnp.full(case.batch, case.slots, jnp.int32)
@@ -151,7 +150,7 @@ def test_in_a_frame_codes_score_as_exact_bounds_do(name, slack):
     frame = frame_for(case)
     q, layer, _ = build(case)
     layer = constant(layer, frame)
-    run = partial(page_bounds, q, layer, slack=slack, sm_scale=1.0)
+    run = partial(jax.jit(partial(page_bounds, slack=slack, sm_scale=1.0)), q, layer)
     exact = np.asarray(run(appended(case, layer, PageBounds)), np.float64)
     framed = run(appended(case, layer, PageBounds8, frame), frame=frame)
     plain = run(appended(case, layer, PageBounds8))
@@ -197,6 +196,12 @@ values = st.one_of(
 pages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=4)
 
 
+@jax.jit
+def in_codes_of(low, high):
+    codes = PageBounds8.of(low, high)
+    return codes, codes.values()
+
+
 @settings(max_examples=400)
 @given(
     page=pages,
@@ -217,8 +222,8 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
         keys = np.clip(keys, -6e4, 6e4)
     keys = jnp.asarray(keys).astype(dtype)
     least, greatest = (f(np.asarray(keys, np.float64), axis=0) for f in (np.min, np.max))
-    codes = PageBounds8.of(jnp.asarray(least, dtype), jnp.asarray(greatest, dtype))
-    low, high = (np.asarray(x, np.float64) for x in codes.values())
+    codes, values = in_codes_of(jnp.asarray(least, dtype), jnp.asarray(greatest, dtype))
+    low, high = (np.asarray(x, np.float64) for x in values)
     assert float(codes.affine[0]) > 0
     assert (low <= least).all()
     assert (greatest <= high).all()
@@ -247,8 +252,7 @@ def test_no_token_scores_above_the_codes_of_its_page(seed, spread, offset, outli
     layer = kv.LayerCache(k, k, jnp.full((B, K), S, jnp.int32))
     exact = PageBounds(k.min(1), k.max(1))
     wide, tight = (
-        np.asarray(page_bounds(q, layer, bounds, sm_scale=1.0))
-        for bounds in (PageBounds8.of(*exact), exact)
+        np.asarray(score(q, layer, bounds)) for bounds in (jax.jit(PageBounds8.of)(*exact), exact)
     )
     keys, queries = (
         np.asarray(k, np.float64).reshape(B, K, M, P, 8),
@@ -289,6 +293,11 @@ def rewrite(cache, bounds, k, valid):
     return kv.replace_layer(cache, 0, layer), bounds_append(bounds, layer, valid, first, max_new=T)
 
 
+@partial(jax.jit, static_argnums=0)
+def of(form, low, high):
+    return form.of(low, high)
+
+
 @both_forms
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
@@ -309,9 +318,7 @@ def test_bounds_are_those_of_the_tokens_held_whatever_the_history(form, history,
             held = min(max(int(layer.lengths[b, n]) - page * P, 0), P)
             if held:
                 lies = physical(layer, b, n, page)
-                want = form.of(
-                    jnp.asarray(keys[lies, :held].min(0)), jnp.asarray(keys[lies, :held].max(0))
-                )
+                want = of(form, keys[lies, :held].min(0), keys[lies, :held].max(0))
                 for kept, tightest in zip(bounds, want, strict=True):
                     np.testing.assert_array_equal(kept[lies], tightest)
 
