@@ -416,7 +416,7 @@ def test_both_branches_of_the_bypass_were_taken():
         assert 0 < np.mean(rule.skipped) < 1
 
 
-@pytest.mark.parametrize("pool_pages", [None, 400])
+@pytest.mark.parametrize("pool_pages", slow_except([None, 400], 400))
 def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     """maintain over either table: the logits of the slow model, its lengths, and pages back on the
     free list.
@@ -501,7 +501,8 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "correct", watched)
-        engine_logits(tiny_params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
+        params = tiny_params(num_layers=1)
+        engine_logits(params, policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
     assert states == [0.0, 0.0]
     assert {width for _, width, _ in seen} == {1, 4}
 
@@ -511,7 +512,7 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
 
 def read_by(policy, params=None, prompts=PROMPTS, **options):
     """A session that has read the prompts, with room for 27 more tokens."""
-    params = tiny_params() if params is None else params
+    params = tiny_params(num_layers=1) if params is None else params
     spec = capacity.cache_spec(params, prompts, STEPS, None, PAGE)
     made = session.Session(params, as_policy(policy), spec, **options)
     made.read(prompts)
@@ -551,9 +552,10 @@ def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
     def init(spec):
         return jnp.zeros(spec.batch)
 
-    wrapped = with_state(prompt_ends(), init)._replace(name="wrapped")
-    logits = engine_logits(tiny_params(), wrapped, PROMPTS, FORCED[:, :9], page_size=PAGE)
-    alone = engine_logits(tiny_params(), prompt_ends(), PROMPTS, FORCED[:, :9], page_size=PAGE)
+    params, wrapped = tiny_params(num_layers=1), with_state(prompt_ends(), init)
+    wrapped = wrapped._replace(name="wrapped")
+    logits = engine_logits(params, wrapped, PROMPTS, FORCED[:, :9], page_size=PAGE)
+    alone = engine_logits(params, prompt_ends(), PROMPTS, FORCED[:, :9], page_size=PAGE)
     np.testing.assert_array_equal(logits, alone)
 
 

@@ -3,10 +3,12 @@
 Policies that share a prefill are compared with each alone.
 """
 
+from functools import cache
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import every_other
+from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
@@ -28,6 +30,7 @@ FORCED = random_tokens(3, STEPS + 1)
 NEWEST = "streaming(sink=0, recent=1)"
 CORRECTED = streaming(sink=1, recent=3)._replace(correct_every=4, name="corrected")
 POLICIES = (page_bound(), inherit(), bypass(), shrink(), even_ids(), CORRECTED, NEWEST)
+FEW = (bypass(), shrink(), CORRECTED)  # with a window, with fields and maintenance, corrected
 
 
 def params():
@@ -63,12 +66,12 @@ def run(policies, prompt=PROMPTS, steps=STEPS, **options):
     )
 
 
-@pytest.fixture(scope="module")
-def chunked():
-    """Runs all policies along random tokens, with their prompts read in pieces."""
+@cache
+def chunked(policies):
+    """Runs the policies along random tokens, with their prompts read in pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
-        return run(POLICIES, continuation=FORCED)
+        return run(policies, continuation=FORCED)
 
 
 def log_softmax(logits):
@@ -77,36 +80,38 @@ def log_softmax(logits):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("index", every_other(range(len(POLICIES) + 1)))
-def test_every_policy_is_measured_as_if_it_had_been_alone(chunked, index):
+@pytest.mark.parametrize("policies", slow_except([FEW, POLICIES], FEW), ids=len)
+def test_every_policy_is_measured_as_if_it_had_been_alone(policies):
     """The engine's logits and slow sums agree with sidecars, windows of queries and cache fields.
 
     They agree with maintenance and corrections too.
     """
     exact = log_softmax(engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE))[1:]
-    policy = as_policy((dense(), *POLICIES)[index])
-    logits = log_softmax(
-        engine_logits(params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
-    )[1:]
-    assert chunked.policies[index] == policy.name
-    np.testing.assert_array_equal(chunked.tokens, FORCED)
-    kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
-    np.testing.assert_allclose(chunked.kl[index], kl, rtol=1e-3, atol=1e-5)
-    np.testing.assert_array_equal(
-        chunked.agreement[index], (exact.argmax(-1) == logits.argmax(-1)).T
-    )
-    logprob = [[logits[i, b, FORCED[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))]
-    np.testing.assert_allclose(chunked.logprob[index], logprob, rtol=1e-3, atol=1e-4)
+    result = chunked(policies)
+    np.testing.assert_array_equal(result.tokens, FORCED)
+    for index, policy in enumerate(map(as_policy, (dense(), *policies))):
+        logits = log_softmax(
+            engine_logits(params(), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
+        )[1:]
+        assert result.policies[index] == policy.name
+        kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
+        np.testing.assert_allclose(result.kl[index], kl, rtol=1e-3, atol=1e-5)
+        agreement = (exact.argmax(-1) == logits.argmax(-1)).T
+        np.testing.assert_array_equal(result.agreement[index], agreement)
+        logprob = [
+            [logits[i, b, FORCED[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))
+        ]
+        np.testing.assert_allclose(result.logprob[index], logprob, rtol=1e-3, atol=1e-4)
 
 
-def test_a_shared_prefill_changes_no_bit(chunked):
+def test_a_shared_prefill_changes_no_bit():
     """Its window of queries is among wider ones and none, without and with bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
         alone = run([bypass()], continuation=FORCED)
-    index = POLICIES.index(bypass()) + 1
+    together = chunked(FEW)
     for name in ("kl", "agreement", "logprob", "attended", "read"):
-        np.testing.assert_array_equal(getattr(alone, name)[1], getattr(chunked, name)[index])
+        np.testing.assert_array_equal(getattr(alone, name)[1], getattr(together, name)[1])
 
 
 def test_policies_see_their_own_window_and_fields(monkeypatch):
@@ -143,14 +148,11 @@ def test_the_continuation_is_what_generate_gives():
     assert run([NEWEST]).tokens.tolist() == [out.token_ids for out in outs]
 
 
-def test_a_row_does_not_depend_on_its_batch(chunked):
-    alone, index = (
-        run([bypass()], [PROMPTS[1]], continuation=FORCED[1:2]),
-        POLICIES.index(bypass()) + 1,
-    )
+def test_a_row_does_not_depend_on_its_batch():
+    alone, together = run([bypass()], [PROMPTS[1]], continuation=FORCED[1:2]), chunked(FEW)
     for name in ("kl", "logprob", "attended", "read"):
         np.testing.assert_allclose(
-            getattr(alone, name)[1], getattr(chunked, name)[index, 1:2], rtol=1e-3, atol=1e-5
+            getattr(alone, name)[1], getattr(together, name)[1, 1:2], rtol=1e-3, atol=1e-5
         )
 
 
