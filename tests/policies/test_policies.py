@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import TABLE, at_dense, marked, outermost
+from policy_table import MECHANISMS, TABLE, at_dense, marked, outermost
 from tiny import (
     VOCAB,
     assert_close,
@@ -40,7 +40,8 @@ PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 MAX_LENGTH = 64
-every_policy = pytest.mark.parametrize("expression", marked(TABLE))
+every_method = pytest.mark.parametrize("expression", marked(TABLE))
+every_mechanism = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
 
 
 def params():
@@ -97,7 +98,7 @@ def alone(expression, prompt, forced):
     )
 
 
-@every_policy
+@every_mechanism
 def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
@@ -107,7 +108,7 @@ def test_full_hyper_parameters_equal_dense(expression):
     )
 
 
-@every_policy
+@every_method
 def test_the_table_leaves_something_out(expression):
     """Hyper-parameters so generous that the battery would run dense attention under another name
     show nothing.
@@ -118,7 +119,7 @@ def test_the_table_leaves_something_out(expression):
     assert (np.abs(logits - dense_logits()).max() < 1e-3) == dense
 
 
-@every_policy
+@every_method
 def test_selections_are_well_formed(expression):
     """Ids ascend, are distinct and in range, zeros follow the count, no page is listed for tokens
     it does not hold.
@@ -147,14 +148,14 @@ def test_selections_are_well_formed(expression):
                 assert (marks & (slots < lengths[at]))[: count[at]].any(axis=1).all(), (at, marks)
 
 
-@every_policy
+@every_mechanism
 def test_a_row_does_not_depend_on_its_batch(expression):
     together, _ = table_logits(expression)
     logits = alone(expression, PROMPTS[1], FORCED[1:, :8])
     assert_close(logits[:, 0], together[:8, 1], rtol=2e-5)
 
 
-@every_policy
+@every_mechanism
 def test_a_shared_pool_of_used_pages_gives_the_same(expression):
     """Its table is scrambled, and other rows have written to its pages and given them back."""
     identity, _ = table_logits(expression)
@@ -184,7 +185,7 @@ step = jax.jit(
 )
 
 
-@every_policy
+@pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS[1::3]))
 def test_jit_equals_eager(expression):
     """The program is the one that `alone` runs, so that nothing is compiled for this."""
     p, policy = params(), parse(expression)
@@ -202,17 +203,7 @@ def test_jit_equals_eager(expression):
     assert_close(jitted, eager, rtol=1e-5)
 
 
-SOME = (
-    "dense()",
-    "quest(budget=16)",
-    "double_sparsity(budget=8)",
-    "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
-    "twilight(all_pages(), p=0.6)",
-    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
-)
-
-
-@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME), ids=str)
+@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *MECHANISMS[1:]), ids=str)
 def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)
@@ -252,7 +243,7 @@ def row_of(policy, part, row):
     return [*arrays, np.asarray(cache.positions)[row], np.asarray(cache.overflow)[row]]
 
 
-@every_policy
+@every_mechanism
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
