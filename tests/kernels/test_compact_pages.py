@@ -21,6 +21,9 @@ def kept_of(inputs, head):
     return None if stays else np.asarray(inputs.keep.ids)[head][: int(inputs.keep.count[head])]
 
 
+compact = jax.jit(compact_pages)
+
+
 def heads_of(layer):
     """Read every pool by head and slot, as a dict of arrays [B, K, S, …]."""
     pools = {name: getattr(layer, name) for name in POOLS if getattr(layer, name) is not None}
@@ -30,7 +33,7 @@ def heads_of(layer):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_move_in_order(case):
     inputs = case.build()
-    out = jax.jit(compact_pages)(inputs.layer, inputs.keep, rewrite=inputs.rewrite)
+    out = compact(inputs.layer, inputs.keep, rewrite=inputs.rewrite)
     before, after = heads_of(inputs.layer), heads_of(out)
     assert before.keys() == after.keys()
     for head in np.ndindex(*inputs.layer.lengths.shape):
@@ -50,7 +53,7 @@ def test_rows_move_in_order(case):
 @pytest.mark.parametrize("name", ["scrambled", "newer_half", "every_other_head", "none_kept"])
 def test_emptied_pages_go_back_and_no_other_is_touched(name):
     inputs = by_name[name].build()
-    before, out = inputs.layer, compact_pages(*inputs[:2], rewrite=inputs.rewrite)
+    before, out = inputs.layer, compact(*inputs[:2], rewrite=inputs.rewrite)
     assert out.free is not None
     size, scratch = before.page_size, before.k.shape[0] - 1
     needed = -(-np.asarray(out.lengths) // size)
@@ -64,9 +67,7 @@ def test_emptied_pages_go_back_and_no_other_is_touched(name):
 
 def test_a_compacted_head_takes_new_tokens_where_it_ends():
     inputs = by_name["scrambled"].build()
-    kv = cache.KVCache(
-        (compact_pages(*inputs[:2]),), jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bool_)
-    )
+    kv = cache.KVCache((compact(*inputs[:2]),), jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bool_))
     kept = heads_of(kv.layers[0])["k"]
     new = jnp.full((2, 1, 2, 64), -7.0)
     lengths = np.asarray(kv.layers[0].lengths)
@@ -84,9 +85,9 @@ def test_twice_is_the_same_as_once_by_the_composed_list():
     layer, keep, _ = Case("", lengths="full", kept="last").build()
     even = jnp.broadcast_to(jnp.arange(0, 48, 2, dtype=jnp.int32), (2, 2, 24))
     second = Selection(even, jnp.full((2, 2), 24, jnp.int32), granularity="token")
-    twice = compact_pages(compact_pages(layer, keep), second)
+    twice = compact(compact(layer, keep), second)
     composed = Selection(keep.ids[..., 0:48:2], second.count, granularity="token")
-    once = compact_pages(layer, composed)
+    once = compact(layer, composed)
     np.testing.assert_array_equal(heads_of(twice)["k"][:, :, :24], heads_of(once)["k"][:, :, :24])
     np.testing.assert_array_equal(twice.lengths, once.lengths)
 

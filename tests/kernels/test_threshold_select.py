@@ -1,6 +1,7 @@
 """Tests threshold_select against sorting in float64, case by case."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,16 +150,12 @@ def test_cases_are_what_they_say():
 
 def test_bits_and_tokens_say_the_same():
     inputs = by_name["bits_8"].build()
-    by_page = threshold_select(inputs.scores, inputs.rule, **inputs.kwargs)
-    by_token = threshold_select(inputs.scores, inputs.rule, capacity=200)
+    by_page = call(inputs)
+    by_token = call(inputs._replace(kwargs={"lengths": None, "names": None, "capacity": 200}))
     lengths = jnp.full((2, 2), 200, jnp.int32)
-    masks = [
-        token_mask(chosen, lengths, num_pages=25, page_size=8) for chosen in (by_page, by_token)
-    ]
-    np.testing.assert_array_equal(*masks)
-    whole = threshold_select(
-        inputs.scores, inputs.rule, **inputs.kwargs | {"granularity": "touched"}
-    )
+    mask = jax.jit(partial(token_mask, num_pages=25, page_size=8))
+    np.testing.assert_array_equal(*(mask(chosen, lengths) for chosen in (by_page, by_token)))
+    whole = call(inputs._replace(kwargs=inputs.kwargs | {"granularity": "touched"}))
     np.testing.assert_array_equal(whole.ids, by_page.ids)
 
 
@@ -183,9 +180,8 @@ def test_a_set_weighs_what_is_asked_for():
         ("token", None, weights),
         ("page_mass", 16, weights.reshape(2, -1, 16).sum(-1)),
     ):
-        got = threshold_select(
-            scores, TopP(0.9), capacity=20_000, granularity=unit, page_size=page_size
-        )
+        select = partial(threshold_select, rule=TopP(0.9), capacity=20_000)
+        got = jax.jit(partial(select, granularity=unit, page_size=page_size))(scores)
         for row, ids, count in zip(
             each, np.asarray(got.ids)[0], np.asarray(got.count)[0], strict=True
         ):
@@ -198,7 +194,8 @@ def test_every_row_with_a_score_chooses_at_least_one():
     scores = jnp.full((1, 1, 2, 8), -jnp.inf).at[0, 0, 0, 5].set(-1e4)
     for rule in (TopK(3), TopK(jnp.zeros((1, 1), jnp.int32)), TopP(1e-6), Threshold(2.0)):
         for group in ("union", "max"):
-            got = threshold_select(scores, rule, capacity=4, group=group)
+            select = partial(threshold_select, rule=rule, capacity=4, group=group)
+            got = jax.jit(select)(scores)
             assert (int(got.count[0, 0]), int(got.ids[0, 0, 0])) == (1, 5)
 
 
