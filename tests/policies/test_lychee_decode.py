@@ -123,7 +123,7 @@ def dense_logits():
     return engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE)
 
 
-@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize("granularity", slow_except(["page", "token"], "page"))
 @pytest.mark.parametrize("rule", slow_except(RULES, "top_p"))
 def test_whole_decode_steps_equal_the_slow_model(rule, granularity):
     """A ragged batch over 11 steps, whose logits are far from dense ones."""

@@ -156,7 +156,7 @@ def test_a_prompt_may_come_in_pieces():
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
     policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
     whole, pieces = (
-        engine_logits(tiny_params(), policy, prompts, forced, chunk=chunk, page_size=8)
+        engine_logits(tiny_params(num_layers=2), policy, prompts, forced, chunk=chunk, page_size=8)
         for chunk in (512, 16)
     )
     assert_close(pieces, whole, rtol=2e-5)
@@ -165,7 +165,7 @@ def test_a_prompt_may_come_in_pieces():
 def test_bits_of_large_pages_are_refused_before_the_prompt_is_read():
     with pytest.raises(ValueError, match="prune='bits': pages must have at most 32 tokens, not 64"):
         engine_logits(
-            tiny_params(),
+            tiny_params(num_layers=2),
             "twilight(all_pages(), prune='bits')",
             random_prompts((9,)),
             random_tokens(1, 2),
@@ -235,10 +235,9 @@ def test_wrong_hyper_parameters_are_refused(arguments, message):
 
 
 def test_a_base_that_summarises_is_refused():
+    params = tiny_params(num_layers=1)
     with pytest.raises(ValueError, match="must not summarise"):
-        engine_logits(
-            tiny_params(), jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2)
-        )
+        engine_logits(params, jsparse.twilight(bypass()), random_prompts((9,)), random_tokens(1, 2))
 
 
 @pytest.fixture(scope="module")
