@@ -96,7 +96,7 @@ def test_older_config_style_is_the_same_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("page_size", slow_except((8, 64), 8))
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", slow_except(FOLDERS, "llama3", "qwen2", "qwen3"))
 def test_greedy_text(name, page_size):
     expected = expected_of(name)
     prompt, greedy = expected["tokens"][0, :GREEDY_PROMPT], expected["greedy"].tolist()
@@ -107,7 +107,7 @@ def test_greedy_text(name, page_size):
     assert out.token_ids == greedy
 
 
-@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3", "qwen3_yarn"), "llama3", "qwen3"))
+@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3", "qwen3_yarn"), "llama3"))
 def test_decoding_gives_the_logits_of_one_pass(name):
     """Prefill and 20 decode steps reach the last stored position.
 
