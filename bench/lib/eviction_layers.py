@@ -186,7 +186,7 @@ def ring(batch: int, seed: int, sizes: Sizes) -> jax.Array:
 def compression_jobs(batch: int, sizes: Sizes) -> list[Job]:
     """Returns the jobs of whole compressions; their times and bytes are those of all layers."""
     worst = np.full((batch, KV_HEADS), sizes.most, np.int32)
-    # heads lose a period's slots, on average where they share them out; or those of a trace gain and
+    # heads lose a period of slots, on average where they share them; or those of a trace gain and
     # lose as many
     wanted = {
         f"{budgets}{', merge' * merge}": (
