@@ -1,0 +1,79 @@
+"""Lists the slots that two tables of past attention predict to be attended to next."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16
+
+from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.table_candidates import reference
+from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+
+BACKENDS = (Backend("reference", lambda: reference.table_candidates),)
+
+
+def table_candidates(
+    vertical: BFloat16[Array, "B K S"],
+    distance: BFloat16[Array, "B K S"],
+    lengths: Lengths,
+    rule: Rule,
+    *,
+    capacity: int,
+    sink: int,
+    implementation: str | None = None,
+) -> Selection:
+    """List the slots whose entry by position or by distance is large.
+
+    With t = length - 1 the newest slot of a head, slots sink ≤ i < t are ranked, by
+
+        score(i) = max(vertical[i], distance[t - i]).
+
+    The sinks (i < sink) and the newest slot are always listed, and rank above all that are ranked
+    by score: sinks first, oldest first. Equal scores are taken from the lowest slot on; -0 equals
+    0. A common positive factor on all entries of a head changes nothing.
+
+    A head that holds something lists min(number, capacity, length) slots, at least 1, where
+    `number` is what the rule says. One that holds nothing lists nothing.
+
+    Args:
+        vertical: a number per slot. Entries that are not ranked, at slots below `sink` or from t
+            on, are not looked at, whatever they hold; the others must be finite.
+        distance: a number per distance from the newest slot. Distances 0 and those above t - sink
+            are not looked at.
+        lengths: the number of slots that each head holds, at most S; 0 is possible.
+        rule: `Best` or `Kurtosis`.
+        capacity: C, at most S.
+        sink: the number of first slots that are always listed; static.
+        implementation: "reference", or None to pick.
+
+    Returns:
+        Token ids, ascending, 0 past the count.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is none.
+    """
+    heads = lengths.shape
+    for name, table in (("vertical", vertical), ("distance", distance)):
+        if table.ndim != 3 or table.shape[:2] != heads or table.shape != vertical.shape:
+            raise ValueError(
+                f"{name}.shape={table.shape}: must be [B, K, S] like the other table's, where "
+                f"[B, K] is {heads}"
+            )
+        if table.dtype != jnp.bfloat16:
+            raise ValueError(f"{name}.dtype={table.dtype}: must be bfloat16")
+    slots = vertical.shape[2]
+    if type(capacity) is not int or not 1 <= capacity <= slots:
+        raise ValueError(f"capacity={capacity!r}: must be an integer from 1 to S = {slots}")
+    if type(sink) is not int or sink < 0:
+        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
+    if not isinstance(rule, Best | Kurtosis):
+        raise ValueError(f"rule={rule!r}: must be Best or Kurtosis")
+    for name in ("number", "least", "most"):
+        value = getattr(rule, name, lengths)
+        if value.shape != heads:
+            raise ValueError(f"rule.{name}.shape={value.shape}: must be [B, K] = {heads}")
+    return run(
+        *("table_candidates", implementation, BACKENDS, vertical, distance, lengths, rule),
+        capacity=capacity,
+        sink=sink,
+    )

@@ -1,0 +1,89 @@
+"""Implements `api.table_candidates` in plain jnp, as CPU path and oracle of the kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+
+from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+from jsparse.threshold import compact, top_k_mask
+
+OFFSETS = (-1, 0, 1, 2)
+# ranks are classes of 2^16 scores each, all of which float32 holds exactly
+_MARKED, _NEWEST, _SINKS = 2.0**16, 2.0**17, 2.0**18
+
+
+def table_candidates(
+    vertical: BFloat16[Array, "B K S"],
+    distance: BFloat16[Array, "B K S"],
+    lengths: Lengths,
+    rule: Rule,
+    *,
+    capacity: int,
+    sink: int,
+) -> Selection:
+    """Implement `api.table_candidates` in plain jnp."""
+    slots = jnp.arange(vertical.shape[-1], dtype=jnp.int32)
+    newest = lengths[..., None] - 1
+    ranked = (slots >= sink) & (slots < newest)
+    backwards = jnp.take_along_axis(distance, jnp.clip(newest - slots, 0), axis=-1)
+    tables = [jnp.where(ranked, table, 0) for table in (vertical, backwards)]
+    rank = _ordered(jnp.maximum(*tables))
+    if isinstance(rule, Kurtosis):
+        marked = standing_out(tables, ranked, rule.a)
+        rank += jnp.where(marked, _MARKED, 0.0)
+        always = jnp.minimum(lengths, sink + 1)
+        number = jnp.maximum(jnp.sum(marked, -1, dtype=jnp.int32) + always, rule.least)
+        number = jnp.minimum(number, rule.most)
+    else:
+        number = rule.number
+    rank = jnp.where(slots == newest, _NEWEST, jnp.where(slots < sink, _SINKS, rank))
+    rank = jnp.where(slots <= newest, rank, -jnp.inf)
+    ids, count = compact(top_k_mask(rank, jnp.clip(number, 1, capacity)), capacity)
+    return Selection(ids, count, granularity="token")
+
+
+def standing_out(
+    tables: list[BFloat16[Array, "B K S"]], ranked: Bool[Array, "B K S"], a: float
+) -> Bool[Array, "B K S"]:
+    """Mark the slots that stand out of either table, and those of their neighbours that may be.
+
+    Both tables are by slot, and 0 where nothing is ranked.
+    """
+    number = jnp.maximum(jnp.sum(ranked, -1, dtype=jnp.int32), 1)[..., None]
+    out, above_mean = jnp.zeros_like(ranked), jnp.zeros_like(ranked)
+    for table in tables:
+        x = table.astype(jnp.float32)
+        mean = jnp.sum(x, -1, keepdims=True) / number
+        out |= x > threshold(x, mean, ranked, a)
+        above_mean |= x > mean
+    out &= ranked
+    size = ranked.shape[-1]
+    padded = jnp.pad(out, ((0, 0), (0, 0), (max(OFFSETS), -min(OFFSETS))))
+    near = jnp.zeros_like(ranked)
+    for offset in OFFSETS:
+        first = max(OFFSETS) - offset
+        near |= padded[..., first : first + size]
+    return near & above_mean & ranked
+
+
+def threshold(
+    x: Float32[Array, "B K S"],
+    mean: Float32[Array, "B K 1"],
+    ranked: Bool[Array, "B K S"],
+    a: float,
+) -> Float32[Array, "B K 1"]:
+    """Return a · mean / κ of the ranked entries, +inf where they are equal."""
+    squares = jnp.where(ranked, (x - mean) ** 2, 0.0)
+    total = jnp.sum(squares, -1, keepdims=True)
+    return jnp.where(
+        total > 0, a * mean * total**2 / jnp.sum(squares**2, -1, keepdims=True), jnp.inf
+    )
+
+
+def _ordered(scores: BFloat16[Array, "B K S"]) -> Float32[Array, "B K S"]:
+    """Map scores to the numbers 0 to 2^16 - 1 in the same order."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), jnp.uint16)
+    ordered: Int32[Array, "B K S"] = bits.astype(jnp.int32)
+    return jnp.where(ordered >> 15 == 1, 0xFFFF - ordered, ordered + 0x8000).astype(jnp.float32)

@@ -1,0 +1,35 @@
+"""Defines the rules by which tables choose candidates. Numbers count sinks and newest token too."""
+
+from typing import NamedTuple
+
+from jsparse.shapes import Lengths
+
+
+class Best(NamedTuple):
+    """Lists the slots of greatest score, `number` per head."""
+
+    number: Lengths
+
+
+class Kurtosis(NamedTuple):
+    """Lists what stands out of either table, and its neighbours, as the paper of LFPS does.
+
+    With x a table's entries for the n ranked slots of a head, x̄ their mean and
+    κ(x) = Σ(x - x̄)⁴ / (Σ(x - x̄)²)², a slot stands out where x > τ(x) = a·x̄ / κ(x) in either table.
+    Where all entries of a table are equal, τ is +inf. The slots at offsets -1, 0, 1 and 2 from
+    those that stand out are marked if they exceed the mean of either table.
+
+    Marked slots rank above all others. A head lists as many slots as are marked or always listed,
+    but at least `least` and at most `most`.
+
+    Attributes:
+        a: the factor of the threshold; static.
+        least, most: the bounds on the number of listed slots; `most` wins where it is the lesser.
+    """
+
+    a: float
+    least: Lengths
+    most: Lengths
+
+
+Rule = Best | Kurtosis

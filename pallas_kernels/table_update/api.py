@@ -1,0 +1,80 @@
+"""Adds what a step attended to into tables over position and over distance."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float32
+
+from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.table_update import reference
+from jsparse.partials import ListedLogits
+from jsparse.shapes import Lengths
+
+BACKENDS = (Backend("reference", lambda: reference.table_update),)
+
+
+def table_update(
+    vertical: BFloat16[Array, "B K S"],
+    distance: BFloat16[Array, "B K S"],
+    listed: ListedLogits,
+    lengths: Lengths,
+    scale: Float32[Array, "B"],
+    *,
+    sink: int,
+    implementation: str | None = None,
+) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
+    """Add the weights of the attended tokens to both tables, less half of their mean.
+
+    Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. Every query head's softmax
+    is over these alone; w is their maximum over the group, divided by its sum. With t = length - 1
+    the newest slot,
+
+        vertical[i]     += scale · (w_i - 1 / 2c)
+        distance[t - i] += scale · (w_i - 1 / 2c)
+
+    for each listed i ≥ sink, in float32, rounded once to nearest even. No other entry changes; a
+    head of which nothing counts changes nowhere. Ids are distinct, so that no entry is written
+    twice.
+
+    Args:
+        vertical: a number per slot.
+        distance: a number per distance from the newest slot.
+        listed: the tokens that were attended to and their logits, as attention reports them.
+        lengths: the number of slots that each head holds, the newest included.
+        scale: the factor of what is added to each row, by which tables are kept above their true
+            values; at least 1 where tables decay.
+        sink: the number of first slots that no table counts; static.
+        implementation: "reference", or None to pick.
+
+    Returns:
+        Both tables. They may take the place of the old ones, which callers should donate.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or `sink` is no number.
+    """
+    heads = lengths.shape
+    for name, table in (("vertical", vertical), ("distance", distance)):
+        if table.ndim != 3 or table.shape[:2] != heads or table.shape != vertical.shape:
+            raise ValueError(
+                f"{name}.shape={table.shape}: must be [B, K, S] like the other table's, where "
+                f"[B, K] is {heads}"
+            )
+        if table.dtype != jnp.bfloat16:
+            raise ValueError(f"{name}.dtype={table.dtype}: must be bfloat16")
+    entries = listed.ids.shape[-1]
+    for name, rank, wanted in (("ids", 3, (*heads, entries)), ("count", 2, heads)):
+        shape = getattr(listed, name).shape
+        if len(shape) != rank or shape != wanted:
+            raise ValueError(f"listed.{name}.shape={shape}: must be {wanted}")
+    logits = listed.logits.shape
+    if len(logits) != 4 or (*logits[:2], logits[3]) != (*heads, entries):
+        raise ValueError(
+            f"listed.logits.shape={logits}: must be [B, K, G, entries], where [B, K] is {heads} "
+            f"and ids has {entries} entries"
+        )
+    if scale.shape != heads[:1]:
+        raise ValueError(f"scale.shape={scale.shape}: must be [B] = {heads[:1]}")
+    if type(sink) is not int or sink < 0:
+        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
+    return run(
+        *("table_update", implementation, BACKENDS, vertical, distance, listed, lengths, scale),
+        sink=sink,
+    )

@@ -1,0 +1,51 @@
+"""Implements `api.table_update` in plain jnp, as CPU path and oracle of the kernel."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+
+from jsparse.partials import ListedLogits, softmax_partial
+from jsparse.shapes import Lengths
+
+
+def table_update(
+    vertical: BFloat16[Array, "B K S"],
+    distance: BFloat16[Array, "B K S"],
+    listed: ListedLogits,
+    lengths: Lengths,
+    scale: Float32[Array, "B"],
+    *,
+    sink: int,
+) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
+    """Implement `api.table_update` in plain jnp."""
+    nth = jnp.arange(listed.ids.shape[-1], dtype=jnp.int32)
+    counted = (nth < listed.count[..., None]) & (listed.ids >= sink)
+    number = jnp.maximum(jnp.sum(counted, -1, keepdims=True), 1)
+    weights = group_weights(listed.logits, counted)
+    added = scale[:, None, None] * (weights - 0.5 / number)
+    past = lengths[..., None] - 1 - listed.ids
+    return (
+        _added(vertical, listed.ids, added, counted),
+        _added(distance, past, added, counted),
+    )
+
+
+def group_weights(
+    logits: Float32[Array, "B K G n"], counted: Bool[Array, "B K n"]
+) -> Float32[Array, "B K n"]:
+    """Return the maximum over the group of each query head's softmax, divided by its sum."""
+    weights, total, _ = softmax_partial(jnp.where(counted[:, :, None], logits, -jnp.inf))
+    best = jnp.max(weights / jnp.where(total > 0, total, 1.0)[..., None], axis=2)
+    whole = jnp.sum(best, -1, keepdims=True)
+    return best / jnp.where(whole > 0, whole, 1.0)
+
+
+def _added(
+    table: BFloat16[Array, "B K S"],
+    at: Int32[Array, "B K n"],
+    added: Float32[Array, "B K n"],
+    counted: Bool[Array, "B K n"],
+) -> BFloat16[Array, "B K S"]:
+    row, head = (i[..., None] for i in jnp.indices(table.shape[:2]))
+    at = jnp.where(counted, at, table.shape[-1])  # out of range: neither read nor written
+    old = table.at[row, head, at].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return table.at[row, head, at].set((old + added).astype(table.dtype), mode="drop")
