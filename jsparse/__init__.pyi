@@ -14,11 +14,13 @@ from jsparse.policies.all_pages import all_pages as all_pages
 from jsparse.policies.auto import auto as auto
 from jsparse.policies.combinators import dense_layers as dense_layers
 from jsparse.policies.combinators import keep as keep
+from jsparse.policies.combinators import retrieval_heads as retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity as double_sparsity
 from jsparse.policies.duo_attention import duo_attention as duo_attention
 from jsparse.policies.expressions import parse as parse_policy  # noqa: F401  another name
 from jsparse.policies.h2o import h2o as h2o
 from jsparse.policies.hard_kv import hard_kv as hard_kv
+from jsparse.policies.lfps import lfps as lfps
 from jsparse.policies.lychee_decode import lychee_decode as lychee_decode
 from jsparse.policies.oracle import oracle_top_k as oracle_top_k
 from jsparse.policies.oracle import oracle_top_p as oracle_top_p

@@ -6,11 +6,12 @@ from jsparse.deprecated import moved_names
 from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.auto import auto
-from jsparse.policies.combinators import dense_layers, keep
+from jsparse.policies.combinators import dense_layers, keep, retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
 from jsparse.policies.h2o import h2o
 from jsparse.policies.hard_kv import hard_kv
+from jsparse.policies.lfps import lfps
 from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
@@ -33,6 +34,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         tidal,
         lychee_decode,
         duo_attention,
+        lfps,
         all_pages,
         hard_kv,
         snapkv,
@@ -45,6 +47,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         twilight,
         keep,
         dense_layers,
+        retrieval_heads,
     )
 }
 

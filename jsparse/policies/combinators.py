@@ -1,12 +1,17 @@
-"""Wraps policies in what methods share: tokens that are always kept, layers that stay dense.
+"""Wraps policies in what methods share: tokens always kept, layers and heads that stay dense.
 
 These are wrappers rather than flags of every method. `with_state` is what a wrapper is made with
 that keeps a state of its own.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jsparse.cache import CacheSpec, KVCache
+from jsparse.partials import Summary
+from jsparse.policies import head_gates
 from jsparse.policy import (
     AppendFn,
     InitFn,
@@ -17,11 +22,13 @@ from jsparse.policy import (
     Shares,
     State,
     builder,
+    dense,
     require_policy,
     require_stays,
     whole_number,
 )
 from jsparse.selection import everything, union, window
+from jsparse.shapes import HeadFlags
 
 
 class Paired(NamedTuple):
@@ -139,3 +146,46 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
         return policy.select(state, layer, q, cache)
 
     return policy._replace(select=select, dense_at={"n": 2**30})
+
+
+@builder
+def retrieval_heads(policy: Policy, gates) -> Policy:
+    """Attend to everything in retrieval heads and, in the others, to what `policy` selects.
+
+    `policy` keeps its state for all heads and selects for all; only what it selects for retrieval
+    heads is not used.
+
+    Args:
+        policy: what the other heads do.
+        gates: the retrieval heads, as a name that ships with jsparse, a file that
+            `jsparse train-gates` wrote, which is not read again in the same process, or the mask
+            [L, K] itself.
+    """
+    require_policy("policy", policy)
+    require_stays("policy", policy, "all of which retrieval heads attend to")
+    mask = head_gates.retrieval_heads(gates)
+
+    def init(spec: CacheSpec) -> State:
+        head_gates.require_fit(mask, gates, spec)
+        return policy.init(spec)
+
+    def select(state: State, layer: int, q, cache: KVCache):
+        chosen, summary, state = policy.select(state, layer, q, cache)
+        here = head_gates.of_rows(mask[layer], len(q))
+        if summary is not None:
+            summary = _of_others(Summary(*summary), here)
+        wide = here if chosen.dense is None else here | chosen.dense
+        return replace(chosen, dense=wide), summary, state
+
+    return policy._replace(select=select, init=init, dense_at={"policy": dense()})
+
+
+def _of_others(summary: Summary, heads: HeadFlags) -> Summary:
+    """Drop the summaries of some KV heads, whose own attention leaves nothing out."""
+    queries = jnp.repeat(heads, summary.lse.shape[1] // heads.shape[1], axis=1)
+    return Summary(
+        summary.o,
+        jnp.where(queries, -jnp.inf, summary.lse),
+        jnp.where(heads, 0, summary.attended),
+        jnp.where(heads, 0, summary.read),
+    )

@@ -9,14 +9,9 @@ stays in the cache, unread. Gates come from the same files as LycheeDecode's, an
 window.
 """
 
-from dataclasses import replace
-
-from jaxtyping import Array
-
-from jsparse.cache import CacheSpec, KVCache
-from jsparse.policies import head_gates
+from jsparse.policies.combinators import retrieval_heads
 from jsparse.policies.streaming import streaming
-from jsparse.policy import Policy, State, builder
+from jsparse.policy import Policy, builder
 
 
 @builder
@@ -30,15 +25,5 @@ def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
         sink: the number of first tokens that the other heads attend to.
         recent: the number of last tokens that they attend to.
     """
-    retrieval = head_gates.retrieval_heads(gates)
     window = streaming(sink=sink, recent=recent)
-
-    def init(spec: CacheSpec) -> State:
-        head_gates.require_fit(retrieval, gates, spec)
-        return window.init(spec)
-
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        chosen, summary, state = window.select(state, layer, q, cache)
-        return replace(chosen, dense=head_gates.of_rows(retrieval[layer], len(q))), summary, state
-
-    return window._replace(select=select, init=init, dense_at={"sink": 0, "recent": 2**30})
+    return retrieval_heads(window, gates)._replace(dense_at={"sink": 0, "recent": 2**30})

@@ -1,0 +1,358 @@
+"""LFPS predicts from past attention what a step will attend to, before its query exists.
+
+Attention often returns to the same position (a vertical line in its map) or to the same distance (a
+slash). Each KV head keeps a table for each: Φ(i) over positions, Ψ(Δ) over distances Δ = t - i from
+the newest token t. Tokens whose Φ or Ψ is large are candidates; no key is read to find them.
+
+Paper: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao and Wang),
+arXiv:2506.15704.
+
+Where we differ: the slash table is kept over distance, where nothing moves from step to step; the
+paper keeps it over position and shifts it. Tables are per KV head, with the maximum of the group's
+softmaxes as the weight w. By default heads attend to all candidates, of which there are as many as
+the budget allows: for the bytes that exact weights of three times as many take, this keeps more
+attention (`exact=True` is the paper's). By default candidates are the best of max(Φ, Ψ), not those
+above a threshold from the tables' kurtosis (`candidates="threshold"` is the paper's, and `floor`
+is ours). The budget counts the sinks. Tables are bfloat16. A KV head bypasses where all query heads
+of its group do; by default it does not (`bypass=True`), and its tables decay where the paper leaves
+them as they are.
+"""
+
+import math
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float, Float32
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_heads, read_slots
+from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
+from jsparse.pallas_kernels.table_update import table_update
+from jsparse.pallas_kernels.table_update.reference import group_weights
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.partials import ListedLogits, Stats, Summary, merge, softmax_partial
+from jsparse.policy import Policy, PrefillView, builder, fraction, knob
+from jsparse.selection import Selection
+from jsparse.shapes import HeadFlags, Lengths, Queries, Rows
+
+Candidates = Literal["top", "threshold"]
+SINKS = 4
+WINDOW = 32  # s, the last prompt queries from which the tables are built
+WIDER = 3  # candidates are up to this times the budget where exact weights choose among them
+BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
+# Tables grow by no more than this between two renormalisations: fourth powers of their entries, of
+# which the threshold takes sums, then stay far below the largest float32.
+MOST_SCALE = 2.0**12
+
+
+class Tables(NamedTuple):
+    """Holds one layer's Φ and Ψ, both times decay^-(steps since `Past.born`).
+
+    What decays is left as it is, and what is new is added on a larger scale. bfloat16 has float32's
+    range, and 8 bits are enough for numbers that are compared: an entry that is attended to at each
+    step grows by 1 / decay in every one, 5 % by default, where one bit is 0.4 to 0.8 %.
+    """
+
+    vertical: BFloat16[Array, "B K S"]
+    distance: BFloat16[Array, "B K S"]
+
+
+class Prompt(NamedTuple):
+    """Holds what a layer's bypass knows of the prompt, the sinks left out.
+
+    Attributes:
+        number: n, the number of tokens.
+        key, value: their means K̄ and V̄.
+        spread: σ̂², the variance of the last query's logits over its squared norm.
+    """
+
+    number: Lengths
+    key: Float32[Array, "B K H"]
+    value: Float32[Array, "B K H"]
+    spread: Float32[Array, "B N"]
+
+
+class Past(NamedTuple):
+    """Holds the state; rows own all of it.
+
+    Attributes:
+        tables: the tables of each layer.
+        born: the position of each row at which its tables had their true values.
+        prompts: for the bypass alone, what each layer knows of the prompt; else empty.
+    """
+
+    tables: tuple[Tables, ...]
+    born: Rows
+    prompts: tuple[Prompt, ...]
+
+
+@builder
+def lfps(
+    budget: float = 0.04,
+    candidates: Candidates = "top",
+    a: float = 0.2,
+    decay: float = 0.95,
+    exact: bool = False,
+    bypass: bool | Literal["mean"] = False,
+    floor: bool = False,
+) -> Policy:
+    """Attend to the share `budget` of a row's tokens, those to which earlier steps point.
+
+    These are k = ceil(budget · length) tokens per KV head, with the first 4, which are always among
+    them if there is room, and the newest.
+
+    Args:
+        budget: the share of tokens whose K and V are attended to.
+        candidates: "top" lists the tokens of largest max(Φ, Ψ); "threshold" lists what stands out
+            of either table, and its neighbours, at most 3k. It needs exact=True.
+        a: the factor of the threshold; the paper uses 0.2 and 0.3.
+        decay: r, the part of both tables that is left after a step.
+        exact: whether 3k candidates are listed and exact weights choose k among them.
+        bypass: whether a KV head that looks at nothing but the sinks skips its search. True attends
+            to the sinks and to a token that stands for the mean of the prompt; "mean" returns the
+            mean of the prompt's values, as the paper's algorithm 1 does.
+        floor: whether "threshold" lists at least k candidates, of largest max(Φ, Ψ).
+    """
+    fraction("budget", budget)
+    if candidates not in get_args(Candidates):
+        raise ValueError(f"candidates={candidates!r}: must be one of {list(get_args(Candidates))}")
+    if isinstance(a, bool) or not isinstance(a, int | float) or not 0 < a < math.inf:
+        raise ValueError(f"a={a!r}: must be a finite number above 0")
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+        raise ValueError(f"decay={decay!r}: must be a number above 0 and below 1")
+    for name, given, allowed in (
+        ("exact", exact, [True, False]),
+        ("bypass", bypass, [True, False, "mean"]),
+        ("floor", floor, [True, False]),
+    ):
+        if given not in allowed:
+            raise ValueError(f"{name}={given!r}: must be one of {allowed}")
+    if candidates == "threshold" and not exact:
+        raise ValueError("candidates='threshold': must be 'top' where exact=False")
+    if floor and candidates == "top":
+        raise ValueError("floor=True: must be False where candidates='top'")
+
+    def init(spec: CacheSpec) -> Past:
+        heads = spec.batch, spec.num_kv_heads
+
+        def tables() -> Tables:
+            slots = *heads, spec.capacity
+            return Tables(jnp.zeros(slots, jnp.bfloat16), jnp.zeros(slots, jnp.bfloat16))
+
+        def prompt() -> Prompt:
+            means = *heads, spec.head_dim
+            return Prompt(
+                jnp.zeros(heads, jnp.int32),
+                jnp.zeros(means, jnp.float32),
+                jnp.zeros(means, jnp.float32),
+                jnp.zeros((spec.batch, spec.num_heads), jnp.float32),
+            )
+
+        return Past(
+            tuple(tables() for _ in range(spec.num_layers)),
+            jnp.zeros(spec.batch, jnp.int32),
+            tuple(prompt() for _ in range(spec.num_layers if bypass else 0)),
+        )
+
+    def prefill(state: Past, layer: int, view: PrefillView) -> Past:
+        if not view.last:
+            return state
+        held = view.cache.layers[layer]
+        tables, prompts = list(state.tables), list(state.prompts)
+        tables[layer] = first_tables(held, view.q_window, view.window_valid, decay)
+        if bypass:
+            prompts[layer] = described(held, view.q_window[:, -1])
+        return Past(tuple(tables), held.lengths[:, 0], tuple(prompts))
+
+    def select(state: Past, layer: int, q: Queries, cache: KVCache):
+        held = cache.layers[layer]
+        most = share_of(budget, held.capacity)
+        number = jnp.minimum(wanted(knob(cache, "budget", budget), held.lengths), most)
+        listed = min(most * (WIDER if exact else 1), held.capacity)
+        if candidates == "threshold":
+            least = number if floor else jnp.zeros_like(number)
+            rule = Kurtosis(a, least, WIDER * number)
+        else:
+            rule = Best(WIDER * number if exact else number)
+        tables = state.tables[layer]
+        chosen = table_candidates(*tables, held.lengths, rule, capacity=listed, sink=SINKS)
+        if exact:
+            chosen = heaviest(q, held, chosen, number, most)
+        if not bypass:
+            return chosen, None, state
+        passed, summary = bypassed(q, held, state.prompts[layer], alone=bypass == "mean")
+        count = jnp.where(passed, 0, chosen.count)
+        ids = jnp.where(passed[..., None], 0, chosen.ids)
+        return replace(chosen, ids=ids, count=count), summary, state
+
+    def update(state: Past, layer: int, stats: Stats | ListedLogits | None, cache: KVCache) -> Past:
+        assert isinstance(stats, ListedLogits)
+        age = cache.positions - state.born + 1
+        tables = list(state.tables)
+        tables[layer] = Tables(
+            *table_update(
+                *tables[layer],
+                stats,
+                cache.layers[layer].lengths,
+                decay ** -age.astype(jnp.float32),
+                sink=SINKS,
+            )
+        )
+        return state._replace(tables=tuple(tables))
+
+    def maintain(state: Past, cache: KVCache) -> tuple[Past, KVCache]:
+        left = decay ** (cache.positions - state.born).astype(jnp.float32)
+        tables = jax.tree.map(
+            lambda x: (x.astype(jnp.float32) * left[:, None, None]).astype(x.dtype), state.tables
+        )
+        return state._replace(tables=tables, born=cache.positions), cache
+
+    return Policy(
+        select,
+        init=init,
+        prefill=prefill,
+        update=update,
+        maintain=maintain,
+        stats=lambda layer: "listed_logits",
+        period=max(int(math.log(MOST_SCALE) / -math.log(decay)), 1),
+        window=WINDOW,
+        shares="keys",
+        per_row=("budget",),
+        dense_at={
+            "budget": 1.0,
+            "candidates": "top",
+            "exact": False,
+            "bypass": False,
+            "floor": False,
+        },
+    )
+
+
+def share_of(budget: float, tokens: int) -> int:
+    """Return ceil(budget · tokens), where rounding lets no product pass a whole number."""
+    return max(math.ceil(budget * (1 - 1e-6) * tokens), 1)
+
+
+def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
+    """Return k = ceil(budget · length) of every head, which `share_of` is of the capacity."""
+    return jnp.ceil(budget * (1 - 1e-6) * lengths).astype(jnp.int32)
+
+
+def first_tables(
+    held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows, decay: float
+) -> Tables:
+    """Build both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
+
+    Heads are taken one after the other, so that the logits of one alone ever exist.
+    """
+    (batch, heads), size = held.lengths.shape, queries.shape[1]
+    grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)
+    pages = jnp.broadcast_to(
+        jnp.arange(held.num_pages, dtype=jnp.int32), (batch, heads, held.num_pages)
+    )
+    slots, nth = jnp.arange(held.capacity, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
+
+    def of_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        q, at, length, asked = head
+        keys = held.k[at].reshape(held.capacity, -1)
+        logits = scaled_products("wgh,sh->wgs", q, keys)
+        position = (length - size + nth)[:, None]  # of each query
+        seen = (slots >= SINKS) & (slots <= position) & (nth >= size - asked)[:, None]
+        w = group_weights(logits[:, None], seen[:, None])[:, 0]
+        backwards = jnp.take_along_axis(w, jnp.clip(position - slots, 0), axis=1)
+        backwards = jnp.where(slots <= position, backwards, 0.0)
+        c = 0.5 / (jnp.maximum(asked, 1) * (1 - decay))
+        return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
+
+    of_heads = grouped, physical_pages(held, pages), held.lengths, valid[:, None] + 0 * held.lengths
+    flat = jax.tree.map(lambda x: x.reshape(batch * heads, *x.shape[2:]), of_heads)
+    tables = jax.lax.map(of_head, flat)
+    return Tables(*(x.reshape(batch, heads, -1).astype(jnp.bfloat16) for x in tables))
+
+
+def heaviest(
+    q: Queries, held: LayerCache, chosen: Selection, number: Lengths, capacity: int
+) -> Selection:
+    """List the candidates of largest weight, `number` of them, sinks and newest among them."""
+    nth = jnp.arange(chosen.ids.shape[-1], dtype=jnp.int32)
+    valid = nth < chosen.count[..., None]
+    always = (chosen.ids < SINKS) | (chosen.ids == held.lengths[..., None] - 1)
+    grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
+    logits = scaled_products("bkgh,bknh->bkgn", grouped, read_slots(held.k, held, chosen.ids))
+    weights = group_weights(logits, valid & ~always)
+    weights = jnp.where(always, 2.0, weights)  # above any weight
+    return threshold_select(
+        jnp.where(valid, weights, -jnp.inf)[:, :, None],
+        TopK(number),
+        capacity=capacity,
+        weights="raw",
+        names=chosen.ids,
+    )
+
+
+def described(held: LayerCache, last: Queries) -> Prompt:
+    """Return what the bypass keeps of a prompt whose last query is `last`."""
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    counted = (slots >= SINKS) & (slots < held.lengths[..., None])
+    number = jnp.sum(counted, -1, dtype=jnp.int32)
+    some = jnp.maximum(number, 1)[..., None]
+
+    def mean(rows: Float[Array, "B K S H"]) -> Float32[Array, "B K H"]:
+        rows = jnp.where(counted[..., None], rows.astype(jnp.float32), 0.0)
+        return jnp.sum(rows, axis=2) / some
+
+    keys, values = read_heads(held.k, held), read_heads(held.v, held)
+    grouped = last.reshape(*held.lengths.shape, -1, last.shape[-1])
+    logits = scaled_products("bkgh,bksh->bkgs", grouped, keys)
+    inside = counted[:, :, None]
+    centre = jnp.sum(jnp.where(inside, logits, 0.0), -1, keepdims=True) / some[..., None]
+    variance = jnp.sum(jnp.where(inside, (logits - centre) ** 2, 0.0), -1) / some
+    norm = jnp.sum(jnp.square(last.astype(jnp.float32)), -1)
+    spread = variance.reshape(norm.shape) / jnp.where(norm > 0, norm, 1.0)
+    return Prompt(number, mean(keys), mean(values), spread)
+
+
+def bypassed(
+    q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
+) -> tuple[HeadFlags, Summary]:
+    """Return the KV heads that bypass, and what they return (equations 5 and 6, in logarithms).
+
+    It is the mean of the prompt's values if `alone`, else the sinks merged with it.
+    """
+    lengths = held.lengths[..., None]
+    nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
+    near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # the newest is not among them
+    grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
+
+    def logits_at(slots: Array, ok: Bool[Array, "B K n"]) -> Float32[Array, "B K G n"]:
+        keys = read_slots(held.k, held, jnp.where(ok, slots, 0))
+        logits = scaled_products("bkgh,bknh->bkgn", grouped, keys)
+        return jnp.where(ok[:, :, None], logits, -jnp.inf)
+
+    first = logits_at(nth, nth < lengths)
+    weights, total, sinks = softmax_partial(first)
+    local = softmax_partial(logits_at(near, near >= SINKS))[2]
+    norm = jnp.sum(jnp.square(grouped.astype(jnp.float32)), -1)
+    spread = prompt.spread.reshape(norm.shape)
+    rest = jnp.log(prompt.number.astype(jnp.float32))[..., None] + norm * spread / 2
+    rest += scaled_products("bkgh,bkh->bkg", grouped, prompt.key)
+    share = sinks - jnp.logaddexp(jnp.logaddexp(sinks, rest), local)
+    passed = jnp.all(share > math.log(BYPASS_ABOVE), axis=-1)
+    mean = jnp.broadcast_to(prompt.value[:, :, None], grouped.shape)
+    if alone:
+        o, lse = mean, jnp.zeros_like(rest)
+    else:
+        values = read_slots(held.v, held, jnp.where(nth < lengths, nth, 0)).astype(jnp.float32)
+        of_sinks = jnp.einsum("bkgn,bknh->bkgh", weights / total[..., None], values)
+        o, lse = merge(of_sinks, sinks, mean, rest)
+    lse = jnp.where(passed[..., None], lse, -jnp.inf).reshape(q.shape[:2])
+    attended = jnp.where(passed & (not alone), jnp.minimum(held.lengths, SINKS), 0)
+    read = jnp.where(passed, jnp.minimum(held.lengths, SINKS + LOCAL), 0)
+    return passed, Summary(o.reshape(q.shape), lse, attended, read)
+
+
+def scaled_products(letters: str, q: Array, keys: Array) -> Array:
+    """Return logits in float32, of rows of q and keys whose last axis both sum over."""
+    products = jnp.einsum(letters, q, keys, preferred_element_type=jnp.float32)
+    return products * q.shape[-1] ** -0.5
