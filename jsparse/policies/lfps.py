@@ -9,13 +9,14 @@ arXiv:2506.15704.
 
 Where we differ: the slash table is kept over distance, where nothing moves from step to step; the
 paper keeps it over position and shifts it. Tables are per KV head, with the maximum of the group's
-softmaxes as the weight w. By default heads attend to all candidates, of which there are as many as
-the budget allows: for the bytes that exact weights of three times as many take, this keeps more
-attention (`exact=True` is the paper's). By default candidates are the best of max(Φ, Ψ), not those
-above a threshold from the tables' kurtosis (`candidates="threshold"` is the paper's, and `floor`
-is ours). The budget counts the sinks. Tables are bfloat16. A KV head bypasses where all query heads
-of its group do; by default it does not (`bypass=True`), and its tables decay where the paper leaves
-them as they are.
+softmaxes as the weight w. Attended tokens do not lose half of their mean weight, which drives out
+those that are attended to a little at every step (`penalty=0.5` is the paper's). By default heads
+attend to all candidates, of which there are as many as the budget allows, and no key is read to
+choose among three times as many (`exact=True` is the paper's). By default candidates are the best
+of max(Φ, Ψ), not those above a threshold from the tables' kurtosis (`candidates="threshold"` is the
+paper's, `floor` is ours). The budget counts the sinks. Tables are bfloat16. A KV head bypasses
+where all query heads of its group do; by default none does (`bypass=True`), and its tables decay
+where the paper leaves them as they are.
 """
 
 import math
@@ -32,7 +33,7 @@ from jsparse.pallas_kernels.table_update import table_update
 from jsparse.pallas_kernels.table_update.reference import group_weights
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.partials import ListedLogits, Stats, Summary, merge, softmax_partial
-from jsparse.policy import Policy, PrefillView, builder, fraction, knob
+from jsparse.policy import Policy, PrefillView, below_one, builder, fraction, knob
 from jsparse.selection import Selection
 from jsparse.shapes import HeadFlags, Lengths, Queries, Rows
 
@@ -96,6 +97,7 @@ def lfps(
     exact: bool = False,
     bypass: bool | Literal["mean"] = False,
     floor: bool = False,
+    penalty: float = 0.0,
 ) -> Policy:
     """Attend to the share `budget` of a row's tokens, those to which earlier steps point.
 
@@ -113,6 +115,8 @@ def lfps(
             to the sinks and to a token that stands for the mean of the prompt; "mean" returns the
             mean of the prompt's values, as the paper's algorithm 1 does.
         floor: whether "threshold" lists at least k candidates, of largest max(Φ, Ψ).
+        penalty: the part of their mean weight that attended tokens lose in both tables; the paper's
+            is 0.5.
     """
     fraction("budget", budget)
     if candidates not in get_args(Candidates):
@@ -121,6 +125,7 @@ def lfps(
         raise ValueError(f"a={a!r}: must be a finite number above 0")
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
         raise ValueError(f"decay={decay!r}: must be a number above 0 and below 1")
+    below_one("penalty", penalty)
     for name, given, allowed in (
         ("exact", exact, [True, False]),
         ("bypass", bypass, [True, False, "mean"]),
@@ -132,6 +137,9 @@ def lfps(
         raise ValueError("candidates='threshold': must be 'top' where exact=False")
     if floor and candidates == "top":
         raise ValueError("floor=True: must be False where candidates='top'")
+
+    # what the entries of a table sum to where every step adds 1 - penalty
+    whole = (1 - penalty) / (1 - decay)
 
     def init(spec: CacheSpec) -> Past:
         heads = spec.batch, spec.num_kv_heads
@@ -160,7 +168,7 @@ def lfps(
             return state
         held = view.cache.layers[layer]
         tables, prompts = list(state.tables), list(state.prompts)
-        tables[layer] = first_tables(held, view.q_window, view.window_valid, decay)
+        tables[layer] = first_tables(held, view.q_window, view.window_valid, whole)
         if bypass:
             prompts[layer] = described(held, view.q_window[:, -1])
         return Past(tuple(tables), held.lengths[:, 0], tuple(prompts))
@@ -197,6 +205,7 @@ def lfps(
                 cache.layers[layer].lengths,
                 decay ** -age.astype(jnp.float32),
                 sink=SINKS,
+                penalty=penalty,
             )
         )
         return state._replace(tables=tuple(tables))
@@ -240,11 +249,12 @@ def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
 
 
 def first_tables(
-    held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows, decay: float
+    held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows, whole: float
 ) -> Tables:
     """Build both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
-    Heads are taken one after the other, so that the logits of one alone ever exist.
+    The vertical table's entries sum to `whole`. Heads are taken one after the other, so that no
+    more than the logits of one ever exist.
     """
     (batch, heads), size = held.lengths.shape, queries.shape[1]
     grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)
@@ -262,7 +272,7 @@ def first_tables(
         w = group_weights(logits[:, None], seen[:, None])[:, 0]
         backwards = jnp.take_along_axis(w, jnp.clip(position - slots, 0), axis=1)
         backwards = jnp.where(slots <= position, backwards, 0.0)
-        c = 0.5 / (jnp.maximum(asked, 1) * (1 - decay))
+        c = whole / jnp.maximum(asked, 1)
         return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
 
     of_heads = grouped, physical_pages(held, pages), held.lengths, valid[:, None] + 0 * held.lengths

@@ -69,7 +69,8 @@ def twilight(
             an H200, by the bytes of K and V of the whole batch.
 
     Pages of more than 32 tokens carry no bits: with them `prune` must not be "bits", and the base
-    must not list tokens.
+    must not list tokens. Over a base that learns from the tokens that are attended to, as `lfps`
+    does, it must be "token": lists of pages report no logits.
     """
     require_policy("base", base)
     fraction("p", p)
@@ -78,6 +79,11 @@ def twilight(
     if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
     require_stays("base", base, "where their 4-bit copies are")
+    if prune != "token" and base.stats(0) == "listed_logits":
+        raise ValueError(
+            f"prune={prune!r}: must be 'token' over {base}, which learns from the tokens that are "
+            "attended to"
+        )
 
     def empty_copy(spec: CacheSpec) -> Int4Keys:
         if prune == "bits" and spec.page_size > MAX_BITS_PAGE:

@@ -19,16 +19,17 @@ def table_update(
     scale: Float32[Array, "B"],
     *,
     sink: int,
+    penalty: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
-    """Add the weights of the attended tokens to both tables, less half of their mean.
+    """Add the weights of the attended tokens to both tables, less a part of their mean.
 
     Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. Every query head's softmax
     is over these alone; w is their maximum over the group, divided by its sum. With t = length - 1
     the newest slot,
 
-        vertical[i]     += scale · (w_i - 1 / 2c)
-        distance[t - i] += scale · (w_i - 1 / 2c)
+        vertical[i]     += scale · (w_i - penalty / c)
+        distance[t - i] += scale · (w_i - penalty / c)
 
     for each listed i ≥ sink, in float32, rounded once to nearest even. No other entry changes; a
     head of which nothing counts changes nowhere. Ids are distinct, so that no entry is written
@@ -42,13 +43,15 @@ def table_update(
         scale: the factor of what is added to each row, by which tables are kept above their true
             values; at least 1 where tables decay.
         sink: the number of first slots that no table counts; static.
+        penalty: the part of the mean weight 1 / c that every one of them loses; static.
         implementation: "reference", or None to pick.
 
     Returns:
         Both tables. They may take the place of the old ones, which callers should donate.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `sink` is no number.
+        ValueError: shapes or types do not fit together, or `sink` or `penalty` is no such
+            number.
     """
     heads = lengths.shape
     for name, table in (("vertical", vertical), ("distance", distance)):
@@ -74,7 +77,10 @@ def table_update(
         raise ValueError(f"scale.shape={scale.shape}: must be [B] = {heads[:1]}")
     if type(sink) is not int or sink < 0:
         raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
+    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < 1:
+        raise ValueError(f"penalty={penalty!r}: must be a number from 0 to below 1")
     return run(
         *("table_update", implementation, BACKENDS, vertical, distance, listed, lengths, scale),
         sink=sink,
+        penalty=penalty,
     )

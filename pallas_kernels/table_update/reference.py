@@ -15,13 +15,14 @@ def table_update(
     scale: Float32[Array, "B"],
     *,
     sink: int,
+    penalty: float,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
     """Implement `api.table_update` in plain jnp."""
     nth = jnp.arange(listed.ids.shape[-1], dtype=jnp.int32)
     counted = (nth < listed.count[..., None]) & (listed.ids >= sink)
     number = jnp.maximum(jnp.sum(counted, -1, keepdims=True), 1)
     weights = group_weights(listed.logits, counted)
-    added = scale[:, None, None] * (weights - 0.5 / number)
+    added = scale[:, None, None] * (weights - penalty / number)
     past = lengths[..., None] - 1 - listed.ids
     return (
         _added(vertical, listed.ids, added, counted),

@@ -1,0 +1,248 @@
+"""LFPS against its formulas: tables, candidates, bypass, and what it recalls."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec
+from jsparse.policies.expressions import parse
+from jsparse.policy import PrefillView
+from jsparse.runtime.decode_step import attend_layer
+
+SINKS, PAGE, BATCH, HEADS, GROUP, DIM = 4, 8, 2, 2, 2, 16
+N = HEADS * GROUP
+
+
+class Layer:
+    """Rows of different lengths in one layer, to which queries, keys and values come one by one."""
+
+    def __init__(self, policy, q, k, v, prompts, *, dim=DIM):
+        """Read the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
+        self.policy, self.q, self.k, self.v = parse(policy), q, k, v
+        self.lengths = np.array(prompts)
+        most = q.shape[1]
+        spec = CacheSpec(1, len(q), N, HEADS, dim, PAGE, -(-most // PAGE), jnp.float32)
+        longest = max(prompts)
+        self.cache, self.state = _read(
+            self.policy, spec, q[:, :longest], k[:, :longest], v[:, :longest], self.lengths
+        )
+        self.steps = 0
+
+    def step(self):
+        """Decode one token of each row; return what was selected and attention's result."""
+        row = np.arange(len(self.q))
+        new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
+        out, chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new)
+        self.lengths, self.steps = self.lengths + 1, self.steps + 1
+        if self.steps % self.policy.period == 0:
+            self.state, self.cache = self.policy.maintain(self.state, self.cache)
+        return jax.device_get(chosen), jax.device_get(out)
+
+    def tables(self):
+        """The true values of both tables, float64[B, K, S]."""
+        age = np.asarray(self.cache.positions - self.state.born)
+        decay = float(self.policy.name.split("decay=")[1].split(",")[0])
+        left = decay ** age[:, None, None]
+        return [np.asarray(x.astype(jnp.float32), np.float64) * left for x in self.state.tables[0]]
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def _read(policy, spec, q, k, v, lengths):
+    cache = kv_cache.init(spec)
+    tokens = jnp.zeros(q.shape[:2], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), tokens.shape)
+    cache = kv_cache.append(cache, 0, k, v, positions, lengths)
+    at = lengths[:, None] - policy.window + jnp.arange(policy.window)
+    window = jnp.take_along_axis(q, jnp.clip(at, 0)[..., None, None], axis=1)
+    window = jnp.where((at >= 0)[..., None, None], window, 0.0)
+    seen = jnp.minimum(lengths, policy.window)
+    view = PrefillView(tokens, positions, k, v, lengths, cache, window, seen, True)
+    state = policy.prefill(policy.init(spec), 0, view)
+    return cache._replace(positions=lengths), state
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def _step(policy, cache, state, q, k, v):
+    one = jnp.ones(len(q), jnp.int32)
+    cache = kv_cache.append(cache, 0, k[:, None], v[:, None], cache.positions[:, None], one)
+    chosen, _, _ = policy.select(state, 0, q, cache)
+    out, state, _ = attend_layer(policy, 0, q, cache, state)
+    state = policy.update(state, 0, out.stats, cache)
+    return (out.o, out.lse), chosen, cache._replace(positions=cache.positions + 1), state
+
+
+def drawn(tokens, seed=0, spread=1.5):
+    """Random queries, keys and values of both rows."""
+    rng = np.random.default_rng(seed)
+    q = spread * rng.normal(size=(BATCH, tokens, N, DIM))
+    k, v = rng.normal(size=(2, BATCH, tokens, HEADS, DIM))
+    return [x.astype(np.float32) for x in (q, k, v)]
+
+
+# The slow model: one head after the other, one slot after the other, in float64.
+
+
+def softmax(x):
+    e = np.exp(x - np.max(x))
+    return e / e.sum()
+
+
+def weights_of(q, keys):
+    """The maximum over the group [G, H] of the softmaxes over keys [n, H], made to sum to 1."""
+    best = np.max([softmax(keys @ one / DIM**0.5) for one in q], axis=0)
+    return best / best.sum()
+
+
+class Model:
+    """One head's tables as the paper keeps them: both by position, the slash shifted every step.
+
+    Attributes:
+        vertical, slash: lists over positions; the first SINKS are not used.
+    """
+
+    def __init__(self, q, keys, decay, most, penalty):
+        """Take the prompt's queries [n, G, H] and keys [n, H]."""
+        n, self.decay, self.penalty = len(keys), decay, penalty
+        asked = range(max(n - 32, 0), n)
+        self.vertical, self.slash = np.zeros(most), np.zeros(most)
+        for position in asked:
+            if position < SINKS:
+                continue
+            seen = keys[SINKS : position + 1].astype(np.float64)
+            w = weights_of(q[position], seen) * (1 - penalty) / (len(asked) * (1 - decay))
+            self.vertical[SINKS : position + 1] += w
+            # by distance to the token that comes next, at position n
+            for slot, weight in enumerate(w, start=SINKS):
+                if slot + n - position < most:
+                    self.slash[slot + n - position] += weight
+        self.newest = n
+
+    def candidates(self, rule, a, number):
+        """Return the ranked slots that the rule chooses, best first, `number` at most."""
+        t = self.newest
+        slots = np.arange(SINKS, t)
+        if slots.size == 0:
+            return slots
+        score = np.maximum(self.vertical, self.slash)
+        if rule == "top":
+            return sorted(slots, key=lambda i: (-score[i], i))[:number]
+        first, mean = set(), []
+        for table in (self.vertical, self.slash):
+            x = table[SINKS:t]
+            around = x - x.mean()
+            kurtosis = (around**4).sum() / (around**2).sum() ** 2 if around.any() else 0.0
+            tau = a * x.mean() / kurtosis if kurtosis else np.inf
+            first |= {i for i in slots if table[i] > tau}
+            mean.append(x.mean())
+        wide = {i + d for i in first for d in (-1, 0, 1, 2)} & set(slots)
+        wide = [i for i in wide if self.vertical[i] > mean[0] or self.slash[i] > mean[1]]
+        return sorted(wide, key=lambda i: (-score[i], i))[:number]
+
+    def update(self, listed, q, keys):
+        """Take in a step that attended to `listed`, the newest among them."""
+        listed = [i for i in listed if i >= SINKS]
+        self.vertical *= self.decay
+        self.slash *= self.decay
+        if listed:
+            w = weights_of(q, keys[listed].astype(np.float64)) - self.penalty / len(listed)
+            self.vertical[listed] += w
+            self.slash[listed] += w
+        self.slash = np.concatenate([[0.0], self.slash[:-1]])
+        self.newest += 1
+
+
+def adopt(model, tables):
+    """Give the model the policy's own tables, so that its rule is held to every bit of them."""
+    vertical, distance = tables
+    t = model.newest
+    past = t - np.arange(len(vertical))
+    model.vertical = vertical.copy()
+    model.slash = np.where(past >= 0, distance[np.maximum(past, 0)], 0.0)
+
+
+RULES = {
+    "top": "lfps(budget=0.2, decay={decay})",
+    "exact": "lfps(budget=0.1, decay={decay}, exact=True, penalty=0.5)",
+    "threshold": "lfps(budget=0.1, decay={decay}, candidates='threshold', exact=True, a=0.02, "
+    "penalty=0.5)",
+    "floor": "lfps(budget=0.1, decay={decay}, exact=True, candidates='threshold', floor=True)",
+}
+
+
+def check(kind, steps, decay):
+    """Hold every step of both rows to the model: tables, then the selection that they give."""
+    prompts = (45, 9)
+    q, k, v = drawn(max(prompts) + steps + 1)
+    layer = Layer(RULES[kind].format(decay=decay), q, k, v, prompts)
+    most, budget = q.shape[1], 0.2 if kind == "top" else 0.1
+    penalty = 0.5 if "penalty" in RULES[kind] else 0.0
+    # bfloat16 rounds every sum by at most 2^-9 on average, which decays as the sums do
+    error = 2.0**-9 / (1 - decay)
+    grouped = q.reshape(BATCH, most, HEADS, GROUP, DIM).swapaxes(1, 2)
+    models = {
+        (b, h): Model(grouped[b, h, : prompts[b]], k[b, : prompts[b], h], decay, most, penalty)
+        for b in range(BATCH)
+        for h in range(HEADS)
+    }
+    for _ in range(steps):
+        before = layer.tables()
+        chosen, _ = layer.step()
+        for (b, h), model in models.items():
+            t, keys, now = model.newest, k[b, :, h], grouped[b, h, model.newest]
+            past = t - np.arange(SINKS, t)
+            for table, found in (
+                (model.vertical, before[0][b, h, SINKS:t]),
+                (model.slash, before[1][b, h, past]),
+            ):
+                np.testing.assert_allclose(found, table[SINKS:t], atol=error * np.abs(table).max())
+            own = Model(grouped[b, h, :0], keys[:0], decay, most, penalty)
+            own.newest = t
+            adopt(own, [x[b, h, :most] for x in before])
+            number = int(np.ceil(budget * (1 - 1e-6) * (t + 1)))
+            always = {*range(min(SINKS, t + 1)), t}
+            ids = chosen.ids[b, h, : chosen.count[b, h]].tolist()
+            if kind == "top":
+                wanted = {*own.candidates("top", 0, number - len(always)), *always}
+            else:
+                wanted = expected(own, kind, number, always, now, keys)
+            # a budget below the sinks and the newest lists the oldest of these
+            wanted = sorted(wanted) if number >= len(always) else [*range(min(number, SINKS))]
+            assert ids == [int(i) for i in wanted], (t, b, h)
+            model.update([*{*ids, t}] if ids else [], now, keys)
+    return layer
+
+
+def expected(own, kind, number, always, q, keys):
+    """The `number` candidates of greatest exact weight, with those that are always attended to."""
+    room = 3 * number - len(always)
+    if kind == "exact":
+        found = own.candidates("top", 0, max(room, 0))
+    else:
+        found = own.candidates("threshold", 0.02 if kind == "threshold" else 0.2, max(room, 0))
+        if kind == "floor" and len(found) < number - len(always):
+            others = [i for i in own.candidates("top", 0, own.newest) if i not in set(found)]
+            found = [*found, *others[: number - len(always) - len(found)]]
+    found = np.array(sorted(found), int)
+    if found.size == 0:
+        return always
+    w = weights_of(q, keys[found].astype(np.float64))
+    order = sorted(range(len(found)), key=lambda n: (-w[n], n))
+    return {*found[order[: max(number - len(always), 0)]], *always}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_steps_are_those_of_the_slow_model(kind):
+    """Across two renormalisations at decay 0.5, whose period is 12."""
+    layer = check(kind, 26, 0.5)
+    assert layer.policy.period == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RULES)
+def test_200_steps_are_those_of_the_slow_model(kind):
+    layer = check(kind, 200, 0.95)
+    assert layer.policy.period < 200
