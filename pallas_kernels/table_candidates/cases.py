@@ -1,0 +1,127 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+
+Entries that must not be looked at are NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arguments."""
+
+    vertical: jnp.ndarray
+    distance: jnp.ndarray
+    lengths: jnp.ndarray
+    rule: Rule
+    kwargs: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+
+    Attributes:
+        slots: S.
+        number: the number of listed slots of a head, as a share of its length.
+        a: the factor of the paper's rule, with bounds `number` (if `floor`, else 0) and 3 · number;
+            None is the rule of the best.
+        capacity: C; None is what the rule can ask for.
+        like: distribution of the entries: "past", most near 0 and few large ones, as attention
+            leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
+            "large", up to 2^12 times as large as "past".
+        ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
+    """
+
+    name: str
+    batch: int = 2
+    kv_heads: int = 4
+    slots: int = 200
+    number: float = 0.2
+    a: float | None = None
+    floor: bool = False
+    capacity: int | None = None
+    sink: int = 4
+    like: Literal["past", "signed", "ties", "constant", "zeros", "large"] = "past"
+    ragged: bool = False
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the inputs; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        heads = self.batch, self.kv_heads
+        lengths = np.full(heads, self.slots)
+        if self.ragged:
+            lengths = rng.integers(1, self.slots + 1, heads)
+            edges = [self.slots, 0, 1, min(self.sink, self.slots)][: lengths.size - 1]
+            lengths.flat[: len(edges)] = edges
+        newest, at = lengths[..., None] - 1, np.arange(self.slots)
+        tables = [
+            np.where(looked_at, self._entries(rng), np.nan)
+            for looked_at in (
+                (at >= self.sink) & (at < newest),
+                (at >= 1) & (at <= newest - self.sink),
+            )
+        ]
+        wanted = np.ceil(self.number * lengths).astype(np.int32)
+        most = wanted if self.a is None else 3 * wanted
+        capacity = min(max(int(most.max()), 1), self.slots)
+        if self.a is None:
+            rule = Best(jnp.asarray(wanted))
+        else:
+            rule = Kurtosis(self.a, jnp.asarray(wanted * self.floor), jnp.asarray(most))
+        return Inputs(
+            *(jnp.asarray(table, jnp.bfloat16) for table in tables),
+            jnp.asarray(lengths, jnp.int32),
+            rule,
+            {"capacity": self.capacity or capacity, "sink": self.sink},
+        )
+
+    def _entries(self, rng: np.random.Generator) -> np.ndarray:
+        shape = self.batch, self.kv_heads, self.slots
+        past = rng.gamma(0.1, size=shape)
+        return {
+            "past": past,
+            "signed": rng.normal(size=shape),
+            "ties": rng.integers(-2, 3, shape).astype(float),
+            "constant": np.full(shape, 0.5),
+            "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
+            "large": past * 2.0 ** rng.uniform(0, 12, shape),
+        }[self.like]
+
+
+CASES = (
+    Case("best"),
+    Case("best_ragged", ragged=True),
+    Case("best_signed", like="signed", ragged=True),
+    Case("best_ties", like="ties", ragged=True),
+    Case("best_constant", like="constant"),
+    Case("best_zeros", like="zeros", ragged=True),
+    Case("best_large", like="large", ragged=True),
+    Case("best_one", number=0.001, ragged=True),
+    Case("best_below_sinks", number=0.015),
+    Case("best_all", number=1.0, ragged=True),
+    Case("best_capped", number=0.5, capacity=17, ragged=True),
+    Case("best_no_sink", sink=0, ragged=True),
+    Case("best_all_sinks", sink=300, ragged=True),
+    Case("best_one_slot", batch=1, kv_heads=1, slots=1),
+    Case("best_odd", slots=333, number=0.3, ragged=True),
+    Case("best_long", batch=1, kv_heads=2, slots=5000, number=0.04, ragged=True),
+    Case("paper", a=0.05),
+    Case("paper_ragged", a=0.05, ragged=True),
+    Case("paper_signed", a=0.05, like="signed", ragged=True),
+    Case("paper_ties", a=0.05, like="ties", ragged=True),
+    Case("paper_constant", a=0.05, like="constant"),
+    Case("paper_zeros", a=0.05, like="zeros", ragged=True),
+    Case("paper_large", a=0.05, like="large", ragged=True),
+    Case("paper_few", a=1.0, ragged=True),
+    Case("paper_floor", a=1.0, floor=True, ragged=True),
+    Case("paper_most", a=1e-6, number=0.1, ragged=True),
+    Case("paper_capped", a=0.01, capacity=13),
+    Case("paper_no_sink", a=0.05, sink=0, ragged=True),
+    Case("paper_long", a=0.1, batch=1, kv_heads=2, slots=5000, number=0.02, ragged=True),
+)

@@ -1,0 +1,120 @@
+"""Tests table_update against a loop over each head's list, in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jsparse.pallas_kernels.table_update import table_update
+from jsparse.pallas_kernels.table_update.cases import CASES, Case
+
+cases = st.builds(
+    Case,
+    name=st.just(""),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    slots=st.integers(1, 50),
+    entries=st.integers(1, 40),
+    listed=st.sampled_from(["any", "none", "sinks", "all"]),
+    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    scale=st.floats(1.0, 4096.0),
+    penalty=st.floats(0.0, 0.99),
+    sink=st.integers(0, 5),
+)
+
+
+def expected(inputs):
+    """Both tables in float64, and what was added to them."""
+    listed, sink = inputs.listed, inputs.kwargs["sink"]
+    tables = [np.asarray(x.astype(jnp.float32), np.float64) for x in inputs[:2]]
+    added = [np.zeros_like(table) for table in tables]
+    for head in np.ndindex(*inputs.lengths.shape):
+        count, newest = int(listed.count[head]), int(inputs.lengths[head]) - 1
+        ids = np.asarray(listed.ids[head])[:count]
+        inside = ids >= sink
+        if not inside.any():
+            continue
+        logits = np.asarray(listed.logits[head], np.float64)[:, :count][:, inside]
+        shares = np.exp(logits - logits.max(1, keepdims=True))
+        best = (shares / shares.sum(1, keepdims=True)).max(0)
+        less = inputs.kwargs["penalty"] / inside.sum()
+        new = float(inputs.scale[head[0]]) * (best / best.sum() - less)
+        added[0][head][ids[inside]] = new
+        added[1][head][newest - ids[inside]] = new
+    return [table + more for table, more in zip(tables, added, strict=True)], added
+
+
+def check(case, seed=0):
+    inputs = case.build(seed)
+    got = table_update(*inputs[:5], **inputs.kwargs)
+    for table, old, wanted, added in zip(got, inputs[:2], *expected(inputs), strict=True):
+        assert table.dtype == jnp.bfloat16
+        found = np.asarray(table.astype(jnp.float32))
+        changed = added != 0
+        np.testing.assert_array_equal(
+            found[~changed], np.asarray(old.astype(jnp.float32))[~changed]
+        )
+        # one rounding of the sum, and float32's of what is added
+        error = 2.0**-8 * np.abs(wanted) + 1e-5 * np.abs(added)
+        assert (np.abs(found - wanted) <= error).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_are_added_to_both_tables(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(cases, st.integers(0, 2**32 - 1))
+def test_any_shape(case, seed):
+    check(case, seed)
+
+
+def test_cases_are_what_they_say():
+    assert len({case.name for case in CASES}) == len(CASES)
+    empty = [bool((case.build().listed.count == 0).any()) for case in CASES]
+    assert any(empty) and not all(empty)
+
+
+INPUTS = Case("").build()
+LISTED = INPUTS.listed
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"vertical": INPUTS.vertical[:1]}, {}, r"vertical.shape=.*must be \[B, K, S\]"),
+        ({"distance": INPUTS.distance[..., 1:]}, {}, r"distance.shape=.*like the other table's"),
+        (
+            {"vertical": INPUTS.vertical.astype(jnp.float16)},
+            {},
+            "vertical.dtype=float16: must be bfloat16",
+        ),
+        (
+            {"listed": LISTED._replace(ids=LISTED.ids[:1])},
+            {},
+            r"listed.ids.shape=\(1, 4, 41\): must be \(2, 4, 41\)",
+        ),
+        (
+            {"listed": LISTED._replace(count=LISTED.count[0])},
+            {},
+            r"listed.count.shape=\(4,\): must be \(2, 4\)",
+        ),
+        (
+            {"listed": LISTED._replace(logits=LISTED.logits[..., 1:])},
+            {},
+            r"listed.logits.shape=\(2, 4, 4, 40\): must be \[B, K, G, entries\]",
+        ),
+        ({"scale": INPUTS.scale[:1]}, {}, r"scale.shape=\(1,\): must be \[B\] = \(2,\)"),
+        ({}, {"sink": -1}, "sink=-1: must be an integer of at least 0"),
+        ({}, {"penalty": 1.0}, "penalty=1.0: must be a number from 0 to below 1"),
+        ({}, {"implementation": "abacus"}, "implementation='abacus': table_update has"),
+    ],
+)
+def test_wrong_calls_are_refused(change, options, message):
+    inputs = INPUTS._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        table_update(*inputs[:5], **{**inputs.kwargs, **options})
