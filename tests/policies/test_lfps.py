@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
@@ -38,7 +39,7 @@ class Layer:
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
         out, chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new)
         self.lengths, self.steps = self.lengths + 1, self.steps + 1
-        if self.steps % self.policy.period == 0:
+        if self.policy.period and self.steps % self.policy.period == 0:
             self.state, self.cache = self.policy.maintain(self.state, self.cache)
         return jax.device_get(chosen), jax.device_get(out)
 
@@ -246,3 +247,147 @@ def test_steps_are_those_of_the_slow_model(kind):
 def test_200_steps_are_those_of_the_slow_model(kind):
     layer = check(kind, 200, 0.95)
     assert layer.policy.period < 200
+
+
+# What the tables recall.
+
+
+def unit(rng, *shape):
+    x = rng.normal(size=shape)
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("candidates", ["top", "threshold"])
+def test_vertical_and_slash_heads_are_recalled_fully(candidates):
+    """KV head 0 attends to three positions at every step, head 1 to three distances."""
+    tokens = dim = 144
+    prompt, places, distances, sharp = 110, (17, 53, 90), (9, 31, 70), 12.0 * dim**0.5
+    k = np.broadcast_to(np.eye(tokens)[None, :, None], (1, tokens, HEADS, dim))
+    q = np.zeros((1, tokens, N, dim))
+    for t in range(tokens):
+        q[0, t, :GROUP] = sharp * sum(k[0, p, 0] for p in places)
+        q[0, t, GROUP:] = sharp * sum(k[0, t - d, 1] for d in distances if t >= d)
+    v = np.ones(k.shape)
+    exact = ", exact=True, candidates='threshold'" if candidates == "threshold" else ""
+    layer = Layer(
+        f"lfps(budget=0.1, decay=0.95{exact})",
+        *(x.astype(np.float32) for x in (q, k, v)),
+        (prompt,),
+        dim=dim,
+    )
+    for t in range(prompt, tokens - 1):
+        chosen, _ = layer.step()
+        listed = [set(chosen.ids[0, h, : chosen.count[0, h]].tolist()) for h in range(HEADS)]
+        assert set(places) <= listed[0], t
+        assert {t - d for d in distances} <= listed[1], t
+        assert len(listed[0]) <= np.ceil(0.1 * (t + 1))
+
+
+# Bypass.
+
+
+def of_bypass(q, keys, values, t, prompt, alone):
+    """ρ and the output of one query head by equations 5 and 6; the prompt is all but the newest."""
+    last, newest = q
+    middle = slice(SINKS, prompt)
+    scale = DIM**-0.5
+    spread = np.var(keys[middle] @ last * scale) / (last @ last)
+    of_sinks = np.exp(keys[:SINKS] @ newest * scale)
+    centre = keys[middle].mean(0) @ newest * scale
+    rest = (prompt - SINKS) * np.exp(centre + newest @ newest * spread / 2)
+    local = np.exp(keys[t - 6 : t] @ newest * scale).sum()
+    mean = values[middle].mean(0)
+    share = of_sinks.sum() / (of_sinks.sum() + rest + local)
+    o = (of_sinks @ values[:SINKS] + rest * mean) / (of_sinks.sum() + rest)
+    return share, mean if alone else o
+
+
+def with_sinks(prompt, looking):
+    """Draw one step, at which the query heads `looking` [B, N] look at the first tokens."""
+    q, k, v = drawn(prompt + 1, seed=3)
+    towards = unit(np.random.default_rng(5), HEADS, DIM)
+    k[:, :SINKS] = 8 * towards + 0.3 * k[:, :SINKS]
+    q[:, prompt] = np.where(
+        np.array(looking)[..., None], 4 * np.repeat(towards, GROUP, axis=0), q[:, prompt] / 8
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize("bypass", [True, "mean"])
+def test_a_bypass_is_that_of_the_formulas(bypass):
+    prompt = 40
+    # both heads of the first group in one row, one head of the second in the other
+    q, k, v = with_sinks(prompt, [[1, 1, 0, 0], [0, 0, 1, 0]])
+    layer = Layer(f"lfps(budget=0.2, decay=0.95, bypass={bypass!r})", q, k, v, (prompt, prompt))
+    before = layer.tables()
+    chosen, (o, lse) = layer.step()
+    shares = {}
+    for b in range(BATCH):
+        for n in range(N):
+            h = n // GROUP
+            pair = q[b, [prompt - 1, prompt], n].astype(np.float64)
+            keys, values = (x[b, :, h].astype(np.float64) for x in (k, v))
+            shares[b, n], wanted = of_bypass(pair, keys, values, prompt, prompt, bypass == "mean")
+            if (b, h) == (0, 0):
+                np.testing.assert_allclose(o[b, n], wanted, rtol=1e-4, atol=1e-5)
+    passed = {at for at, share in shares.items() if share > 0.85}
+    assert passed == {(0, 0), (0, 1), (1, 2)}
+    assert chosen.count[0, 0] == 0 and (chosen.ids[0, 0] == 0).all()
+    assert (chosen.count.ravel()[1:] > 0).all() and np.isfinite(lse).all()
+    # its tables decay alone; those of the others take in the step
+    for was, now in zip(before, layer.tables(), strict=True):
+        np.testing.assert_allclose(now[0, 0], 0.95 * was[0, 0], rtol=1e-5)
+        assert not np.allclose(now[0, 1], 0.95 * was[0, 1], rtol=1e-2)
+
+
+def test_retrieval_heads_are_dense_where_others_bypass():
+    prompt = 40
+    q, k, v = with_sinks(prompt, np.ones((BATCH, N)))
+    inner = "lfps(budget=0.2, decay=0.95, bypass='mean')"
+    dense, alone, mixed = (
+        Layer(name, q, k, v, (prompt, prompt)).step()[1][0].reshape(BATCH, HEADS, GROUP, DIM)
+        for name in ("dense()", inner, f"retrieval_heads({inner}, ((1, 0),))")
+    )
+    assert np.abs(dense - alone).max() > 0.01
+    np.testing.assert_allclose(mixed[:, 1], alone[:, 1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(mixed[:, 0], dense[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_may_have_smaller_budgets():
+    q, k, v = drawn(60)
+    layer = Layer("lfps(budget=0.5, decay=0.95)", q, k, v, (50, 40))
+    layer.cache = layer.cache._replace(knobs={"budget": jnp.array([0.2, jnp.nan])})
+    chosen, _ = layer.step()
+    assert chosen.count.tolist() == [[11, 11], [21, 21]]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("lfps(budget=0.0)", "budget=0.0: must be a number above 0 and at most 1"),
+        ("lfps(budget=1.5)", "budget=1.5: must be a number above 0 and at most 1"),
+        ("lfps(decay=1.0)", "decay=1.0: must be a number above 0 and below 1"),
+        ("lfps(decay=0)", "decay=0: must be a number above 0 and below 1"),
+        ("lfps(a=0.0)", "a=0.0: must be a finite number above 0"),
+        ("lfps(penalty=1)", "penalty=1: must be a number from 0 to below 1"),
+        ("lfps(candidates='best')", r"candidates='best': must be one of \['top', 'threshold'\]"),
+        ("lfps(exact='yes')", r"exact='yes': must be one of \[True, False\]"),
+        ("lfps(bypass='sinks')", r"bypass='sinks': must be one of \[True, False, 'mean'\]"),
+        ("lfps(candidates='threshold')", "candidates='threshold': must be 'top' where exact=False"),
+        ("lfps(floor=True)", "floor=True: must be False where candidates='top'"),
+        ("twilight(lfps(), p=0.9)", r"prune='page_mass': must be 'token' over lfps\("),
+        ("twilight(keep(lfps()), prune='bits')", r"prune='bits': must be 'token' over keep\("),
+        ("retrieval_heads(lfps(), ((0, 2),))", r"gates=\(\(0, 2\),\): must be a name, a path, or"),
+        ("retrieval_heads(h2o(), ((0, 1),))", "policy=h2o.*must leave tokens in their slots"),
+        ("retrieval_heads(auto(), ((0, 1),))", "policy=auto.*must not stand inside another policy"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused(expression, message):
+    with pytest.raises(ValueError, match=message):
+        parse(expression)
+
+
+def test_a_bypass_cannot_stand_below_twilight():
+    policy = "twilight(lfps(bypass=True), prune='token')"
+    with pytest.raises(ValueError, match="base=lfps.*must not summarise tokens"):
+        engine_logits(tiny_params(num_layers=1), policy, random_prompts((20,)), random_tokens(1, 2))
