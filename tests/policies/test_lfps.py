@@ -1,15 +1,20 @@
 """LFPS against its formulas: tables, candidates, bypass, and what it recalls."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec
+from jsparse.pallas_kernels.table_update import table_update
+from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
 from jsparse.policy import PrefillView
 from jsparse.runtime.decode_step import attend_layer
@@ -247,6 +252,56 @@ def test_steps_are_those_of_the_slow_model(kind):
 def test_200_steps_are_those_of_the_slow_model(kind):
     layer = check(kind, 200, 0.95)
     assert layer.policy.period < 200
+
+
+class Steps(NamedTuple):
+    """Lists that one head attended to in steps that follow each other, and what they weighed."""
+
+    length: int
+    decay: float
+    lists: list[dict[int, float]]
+
+
+@st.composite
+def some_steps(draw):
+    length = draw(st.integers(SINKS + 1, 30))
+    lists = []
+    for step in range(draw(st.integers(1, 8))):
+        older = st.integers(0, length + step - 1)
+        lists.append(draw(st.dictionaries(older, st.floats(-5, 5), max_size=ENTRIES - 1)))
+    return Steps(length, draw(st.floats(0.3, 0.99)), lists)
+
+
+ENTRIES, SLOTS = 12, 48
+
+
+updated = jax.jit(partial(table_update, sink=SINKS, penalty=0.5))
+
+
+@settings(max_examples=20)
+@given(some_steps())
+def test_a_table_over_distance_is_the_papers_shifted_table(steps):
+    """At every step, bit by bit: the paper's is kept over position and moves by one."""
+    zeros = np.zeros((1, 1, SLOTS), jnp.bfloat16)
+    vertical, distance, shifted = zeros, zeros, zeros
+    for step, logits in enumerate(steps.lists):
+        length = steps.length + step + 1
+        newest = length - 1
+        slots = [*sorted(logits), newest]
+        ids = np.zeros((1, 1, ENTRIES), np.int32)
+        ids[0, 0, : len(slots)] = slots
+        values = np.full((1, 1, 1, ENTRIES), -np.inf, np.float32)
+        values[0, 0, 0, : len(slots)] = [*(logits[i] for i in slots[:-1]), 0.0]
+        listed = ListedLogits(ids, np.full((1, 1), len(slots), np.int32), values)
+        scale = np.array([steps.decay**-step], np.float32)
+        arguments = listed, np.full((1, 1), length, np.int32), scale
+        # a vertical table of the shifted entries takes the same numbers in
+        shifted, _ = updated(shifted, zeros, *arguments)
+        vertical, distance = updated(vertical, distance, *arguments)
+        by_distance, by_position = (np.asarray(x, np.float32)[0, 0] for x in (distance, shifted))
+        np.testing.assert_array_equal(by_distance[length - 1 :: -1], by_position[:length])
+        shifted = np.pad(shifted, ((0, 0), (0, 0), (1, 0)))[..., :-1]
+    assert not np.asarray(vertical, np.float32)[0, 0, :SINKS].any()
 
 
 # What the tables recall.
