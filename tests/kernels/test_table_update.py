@@ -61,7 +61,17 @@ def check(case, seed=0):
         assert (np.abs(found - wanted) <= error).all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# a size of its own compiles everything anew
+SLOW = {"all", "one_head", "group_of_7", "one_entry", "one_slot", "odd", "long"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in SLOW))
+        for case in CASES
+    ],
+)
 def test_weights_are_added_to_both_tables(case):
     check(case)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
@@ -240,7 +241,7 @@ def expected(own, kind, number, always, q, keys):
     return {*found[order[: max(number - len(always), 0)]], *always}
 
 
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", slow_except(RULES, "top", "threshold"))
 def test_steps_are_those_of_the_slow_model(kind):
     """Across two renormalisations at decay 0.5, whose period is 12."""
     layer = check(kind, 26, 0.5)
@@ -312,7 +313,7 @@ def unit(rng, *shape):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("candidates", ["top", "threshold"])
+@pytest.mark.parametrize("candidates", slow_except(("top", "threshold"), "top"))
 def test_vertical_and_slash_heads_are_recalled_fully(candidates):
     """KV head 0 attends to three positions at every step, head 1 to three distances."""
     tokens = dim = 144
@@ -368,7 +369,7 @@ def with_sinks(prompt, looking):
     return q, k, v
 
 
-@pytest.mark.parametrize("bypass", [True, "mean"])
+@pytest.mark.parametrize("bypass", slow_except((True, "mean"), True))
 def test_a_bypass_is_that_of_the_formulas(bypass):
     prompt = 40
     # both heads of the first group in one row, one head of the second in the other
@@ -398,22 +399,25 @@ def test_a_bypass_is_that_of_the_formulas(bypass):
 def test_retrieval_heads_are_dense_where_others_bypass():
     prompt = 40
     q, k, v = with_sinks(prompt, np.ones((BATCH, N)))
-    inner = "lfps(budget=0.2, decay=0.95, bypass='mean')"
-    dense, alone, mixed = (
+    inner = "lfps(budget=0.2, decay=0.95, bypass=True)"
+    alone, mixed = (
         Layer(name, q, k, v, (prompt, prompt)).step()[1][0].reshape(BATCH, HEADS, GROUP, DIM)
-        for name in ("dense()", inner, f"retrieval_heads({inner}, ((1, 0),))")
+        for name in (inner, f"retrieval_heads({inner}, ((1, 0),))")
     )
-    assert np.abs(dense - alone).max() > 0.01
     np.testing.assert_allclose(mixed[:, 1], alone[:, 1], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(mixed[:, 0], dense[:, 0], rtol=1e-5, atol=1e-6)
+    for b in range(BATCH):
+        for g in range(GROUP):
+            dense = softmax(k[b, :, 0] @ q[b, prompt, g] / DIM**0.5) @ v[b, :, 0]
+            np.testing.assert_allclose(mixed[b, 0, g], dense, rtol=1e-4, atol=1e-5)
+            assert np.abs(alone[b, 0, g] - dense).max() > 5e-4
 
 
 def test_rows_may_have_smaller_budgets():
-    q, k, v = drawn(60)
-    layer = Layer("lfps(budget=0.5, decay=0.95)", q, k, v, (50, 40))
-    layer.cache = layer.cache._replace(knobs={"budget": jnp.array([0.2, jnp.nan])})
+    q, k, v = drawn(72)
+    layer = Layer(RULES["top"].format(decay=0.5), q, k, v, (45, 39))
+    layer.cache = layer.cache._replace(knobs={"budget": jnp.array([0.13, jnp.nan])})
     chosen, _ = layer.step()
-    assert chosen.count.tolist() == [[11, 11], [21, 21]]
+    assert chosen.count.tolist() == [[6, 6], [8, 8]]
 
 
 @pytest.mark.parametrize(
@@ -442,6 +446,7 @@ def test_wrong_hyper_parameters_are_refused(expression, message):
         parse(expression)
 
 
+@pytest.mark.slow
 def test_a_bypass_cannot_stand_below_twilight():
     policy = "twilight(lfps(bypass=True), prune='token')"
     with pytest.raises(ValueError, match="base=lfps.*must not summarise tokens"):
