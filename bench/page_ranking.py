@@ -168,28 +168,28 @@ def masses(heads: Heads, budgets: tuple[int, ...]) -> dict[str, dict[str, Array]
 
 
 @builder
-def recording() -> Policy:
+def recording(window: int) -> Policy:
     """Attends densely, with the last queries of every layer as its state."""
 
     def init(spec: CacheSpec) -> State:
-        shape = (spec.batch, WINDOW, spec.num_heads, spec.head_dim)
+        shape = (spec.batch, window, spec.num_heads, spec.head_dim)
         return tuple(jnp.zeros(shape, spec.dtype) for _ in range(spec.num_layers))
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
         return at_layer(state, layer, view.q_window)
 
-    return dense()._replace(init=init, prefill=prefill, window=WINDOW)
+    return dense()._replace(init=init, prefill=prefill, window=window)
 
 
-def recorded(params: Params, ids: Sequence[int]) -> Heads:
+def recorded(params: Params, ids: Sequence[int], window: int = WINDOW) -> Heads:
     """Returns the keys and last queries of all layers' heads for one prompt of whole pages."""
     spec = cache_spec(params, [ids], 1, None, PAGE)
-    session = Session(params, recording(), spec)
+    session = Session(params, recording(window), spec)
     session.read([ids])
     pools = jnp.stack([layer.k for layer in session.held.cache.layers])
     keys = pools.reshape(-1, spec.capacity, spec.head_dim)[:, : len(ids)]
     q = jnp.stack(session.held.state)[:, 0]
-    q = q.reshape(spec.num_layers, WINDOW, spec.num_kv_heads, -1, spec.head_dim).swapaxes(1, 2)
+    q = q.reshape(spec.num_layers, window, spec.num_kv_heads, -1, spec.head_dim).swapaxes(1, 2)
     return Heads(keys, q.reshape(-1, *q.shape[2:]))
 
 

@@ -1,0 +1,200 @@
+"""How much of the attention do tables of past attention find, and how many keys do they ask for?
+
+SmolLM2 reads windows of the text of `jsparse eval`. Each policy takes in all but a window's last
+tokens as a prompt and chooses for the queries of these one after the other, as if it decoded them.
+Means over all KV heads, query heads and steps:
+
+    mass        true softmax mass of what is attended to
+    of best     the same relative to the tokens of largest weight, as many as the policy may list
+    attended    share of the tokens that is attended to
+    overlap     part of those tokens of largest weight that is attended to
+    marked      of LFPS with candidates="threshold": share of the tokens that its rule marks, before
+                they are cut to three times the budget
+
+    python -m bench.past_attention --json build/past_attention.json
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+from rich.console import Console
+from rich.table import Table
+
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.subprocesses import write_report
+from bench.lib.text import text_tokens
+from bench.page_ranking import PAGE, Heads, recorded
+from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.models.checkpoint import load
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.table_candidates import Kurtosis, table_candidates
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.policies.expressions import parse
+from jsparse.policies.lfps import SINKS, WINDOW, Past, wanted
+from jsparse.policies.oracle import attention_logits
+from jsparse.policy import Policy, PrefillView, State
+from jsparse.selection import token_mask
+from jsparse.threshold import top_k_mask
+
+LENGTHS, BUDGETS, STEPS = (4096, 8176), (0.02, 0.04), 160
+PAPER = "candidates='threshold', exact=True, penalty=0.5"
+
+
+def expressions(budget: float, length: int) -> dict[str, float | None]:
+    """Returns the policies for a budget, with the factor of the threshold of those that have one.
+
+    Those that count tokens get the share of the whole window, Quest rounded up to whole pages.
+    """
+    tokens = int(budget * length)
+    pages = -(-tokens // PAGE) * PAGE
+    return {
+        f"lfps(budget={budget})": None,
+        f"lfps(budget={budget}, penalty=0.5)": None,
+        f"lfps(budget={budget}, exact=True)": None,
+        **{f"lfps(budget={budget}, {PAPER}, a={a})": a for a in (0.1, 0.2, 0.3, 0.4)},
+        f"oracle_top_k(budget={tokens})": None,
+        f"quest(budget={pages})": None,
+        f"quest(budget={pages}, slack=1.0, group='max')": None,
+        f"streaming(sink=4, recent={tokens - 4})": None,
+    }
+
+
+class Found(NamedTuple):
+    """Measures of one policy, each a mean over heads, by step."""
+
+    mass: Float32[Array, "steps"]
+    best: Float32[Array, "steps"]
+    attended: Float32[Array, "steps"]
+    overlap: Float32[Array, "steps"]
+    marked: Float32[Array, "steps"]
+
+
+@partial(jax.jit, static_argnames=("policy", "steps", "budget", "a"))
+def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float | None) -> Found:
+    """Lets a policy choose for the last `steps` queries of heads, all in one layer of one row."""
+    (number, slots, dim), (window, group) = heads.keys.shape, heads.queries.shape[1:3]
+    spec = CacheSpec(1, 1, number * group, number, dim, PAGE, slots // PAGE, heads.keys.dtype)
+    pool = heads.keys.reshape(-1, PAGE, dim)
+    keys = heads.keys.swapaxes(0, 1)[None]  # [1, S, K, H]
+    queries = heads.queries.swapaxes(0, 1).reshape(1, window, -1, dim)
+    prompt = slots - steps
+
+    def cache_of(length: Array | int, position: Array | int) -> KVCache:
+        lengths = jnp.full((1, number), length, jnp.int32)
+        layer = LayerCache(pool, pool, lengths)
+        return KVCache((layer,), jnp.full(1, position, jnp.int32), jnp.zeros(1, jnp.bool_))
+
+    def read(state: State) -> State:
+        at = jnp.arange(prompt, dtype=jnp.int32)[None]
+        whole, count = keys[:, :prompt], jnp.full(1, prompt, jnp.int32)
+        first = window - steps - policy.window
+        last_queries = queries[:, first : window - steps]
+        seen = jnp.full(1, policy.window, jnp.int32)
+        cache = cache_of(prompt, 0)
+        view = PrefillView(0 * at, at, whole, whole, count, cache, last_queries, seen, True)
+        return policy.prefill(state, 0, view)
+
+    def step(state: State, nth: Array) -> tuple[State, Found]:
+        position = prompt + nth
+        q = jax.lax.dynamic_index_in_dim(queries, window - steps + nth, 1, keepdims=False)
+        new = jax.lax.dynamic_slice_in_dim(keys, position, 1, axis=1)
+        cache = cache_of(position + 1, position)
+        held, at = cache.layers[0], jnp.full((1, 1), position, jnp.int32)
+        state = policy.append(state, 0, new, new, 0 * at, at, cache)
+        marked = marks(state, held.lengths) / (position + 1)
+        chosen, _, state = policy.select(state, 0, q, cache)
+        if policy.stats(0) is not None:
+            attend = token_sparse_decode if chosen.granularity == "token" else block_sparse_decode
+            state = policy.update(
+                state, 0, attend(q, held, chosen, stats=policy.stats(0)).stats, cache
+            )
+        if policy.period:
+            due, after = (nth + 1) % policy.period == 0, cache_of(position + 1, position + 1)
+            state = jax.lax.cond(due, lambda s: policy.maintain(s, after)[0], lambda s: s, state)
+        true = jax.nn.softmax(attention_logits(q, held), axis=-1)
+        attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
+        top = top_k_mask(jnp.max(true, axis=2), wanted(budget, held.lengths))
+        both = jnp.sum(attended & top, -1) / jnp.sum(top, -1)
+        measures = (
+            jnp.sum(jnp.where(attended[:, :, None], true, 0.0), -1),
+            jnp.sum(jnp.where(top[:, :, None], true, 0.0), -1),
+            jnp.sum(attended, -1) / (position + 1),
+            both,
+            marked,
+        )
+        return state, Found(*map(jnp.mean, measures))
+
+    def marks(state: State, lengths: Array) -> Array:
+        """Returns how many slots the paper's rule marks, the sinks and the newest left out."""
+        if a is None or not isinstance(state, Past):
+            return jnp.zeros(lengths.shape)
+        rule = Kurtosis(a, jnp.zeros_like(lengths), jnp.full_like(lengths, slots))
+        found = table_candidates(*state.tables[0], lengths, rule, capacity=slots, sink=SINKS)
+        return found.count - SINKS - 1
+
+    return jax.lax.scan(step, read(policy.init(spec)), jnp.arange(steps, dtype=jnp.int32))[1]
+
+
+def measure(sources: Sequence[Heads], steps: int, budget: float) -> list[dict[str, Any]]:
+    """Returns a row per policy, its figures the mean over equally long sources."""
+    tokens, rows = sources[0].keys.shape[1], []
+    for expression, a in expressions(budget, tokens).items():
+        found = [replayed(parse(expression), heads, steps, budget, a) for heads in sources]
+        mean = jax.tree.map(lambda *each: float(jnp.mean(jnp.stack(each))), *found)
+        row = {"tokens": tokens, "budget": budget, "policy": expression, **mean._asdict()}
+        rows.append(row | {"marked": mean.marked if a else None})
+    return rows
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns the table of all rows."""
+    table = Table("tokens", "policy", "mass", "of best", "attended", "overlap", "marked")
+    for r in rows:
+        marked = "" if r["marked"] is None else f"{r['marked']:.1%}"
+        table.add_row(
+            *(str(r["tokens"]), r["policy"], f"{r['mass']:.3f}", f"{r['mass'] / r['best']:.3f}"),
+            *(f"{r['attended']:.2%}", f"{r['overlap']:.3f}", marked),
+        )
+    return table
+
+
+def main() -> None:
+    """Measures the policies and prints a table."""
+    parser = report_parser("past_attention", "Measure what tables of past attention find.")
+    parser.add_argument(
+        "--length", nargs="+", type=int, default=LENGTHS, help="tokens per window, in whole pages"
+    )
+    parser.add_argument("--prompts", type=int, default=2, help="windows per length (default 2)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="decoded tokens (default 160)")
+    parser.add_argument(
+        "--budget", nargs="+", type=float, default=BUDGETS, help="shares of the tokens"
+    )
+    args = parser.parse_args()
+    if args.steps < 1 or any(n % PAGE or n <= args.steps + WINDOW for n in args.length):
+        parser.error(
+            f"--length {args.length}: must be multiples of {PAGE} above --steps + {WINDOW}"
+        )
+    environment = describe(allow_modified=args.allow_modified)
+    params = load("smollm2")
+    tokens = text_tokens(params)
+    if len(tokens) < args.prompts * max(args.length):
+        parser.error(f"--prompts {args.prompts}: the text has {len(tokens)} tokens")
+    report = {"benchmark": "past_attention", "environment": environment}
+    report["settings"] = vars(args) | {"json": None}
+    report["results"] = rows = []
+    for length in args.length:
+        windows = [tokens[i * length : (i + 1) * length] for i in range(args.prompts)]
+        sources = [recorded(params, ids, args.steps + WINDOW) for ids in windows]
+        for budget in args.budget:
+            rows += measure(sources, args.steps, budget)
+            write_report(args.json, report)
+    Console(width=160).print(table_of(rows))
+
+
+if __name__ == "__main__":
+    main()
