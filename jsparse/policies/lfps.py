@@ -14,9 +14,9 @@ those that are attended to a little at every step (`penalty=0.5` is the paper's)
 attend to all candidates, of which there are as many as the budget allows, and no key is read to
 choose among three times as many (`exact=True` is the paper's). By default candidates are the best
 of max(Φ, Ψ), not those above a threshold from the tables' kurtosis (`candidates="threshold"` is the
-paper's, `floor` is ours). The budget counts the sinks. Tables are bfloat16. A KV head bypasses
-where all query heads of its group do; by default none does (`bypass=True`), and its tables decay
-where the paper leaves them as they are.
+paper's, `floor` is ours). The budget counts the sinks. Tables are bfloat16. No head bypasses by
+default; with `bypass=True` a KV head does where all query heads of its group do, and its tables
+decay where the paper leaves them as they are.
 """
 
 import math
