@@ -60,13 +60,13 @@ class Case:
             edges = [self.slots, 0, 1, min(self.sink, self.slots)][: lengths.size - 1]
             lengths.flat[: len(edges)] = edges
         newest, at = lengths[..., None] - 1, np.arange(self.slots)
-        tables = [
-            np.where(looked_at, self._entries(rng), np.nan)
+        vertical, distance = (
+            jnp.asarray(np.where(looked_at, self._entries(rng), np.nan), jnp.bfloat16)
             for looked_at in (
                 (at >= self.sink) & (at < newest),
                 (at >= 1) & (at <= newest - self.sink),
             )
-        ]
+        )
         wanted = np.ceil(self.number * lengths).astype(np.int32)
         most = wanted if self.a is None else 3 * wanted
         capacity = min(max(int(most.max()), 1), self.slots)
@@ -75,7 +75,8 @@ class Case:
         else:
             rule = Kurtosis(self.a, jnp.asarray(wanted * self.floor), jnp.asarray(most))
         return Inputs(
-            *(jnp.asarray(table, jnp.bfloat16) for table in tables),
+            vertical,
+            distance,
             jnp.asarray(lengths, jnp.int32),
             rule,
             {"capacity": self.capacity or capacity, "sink": self.sink},

@@ -68,10 +68,11 @@ class Case:
         logits = np.where(ids[:, :, None] < self.sink, _SINK_LOGIT, logits)
         valid = np.arange(self.entries) < count[..., None]
         logits = np.where(valid[:, :, None], logits, -np.inf)
-        tables = rng.gamma(0.1, size=(2, *heads, self.slots)) * self.scale
+        vertical, distance = rng.gamma(0.1, size=(2, *heads, self.slots)) * self.scale
         scale = np.linspace(self.scale, 1.0, self.batch)
         return Inputs(
-            *(jnp.asarray(table, jnp.bfloat16) for table in tables),
+            jnp.asarray(vertical, jnp.bfloat16),
+            jnp.asarray(distance, jnp.bfloat16),
             ListedLogits(jnp.asarray(ids), jnp.asarray(count), jnp.asarray(logits, jnp.float32)),
             jnp.asarray(lengths, jnp.int32),
             jnp.asarray(scale, jnp.float32),
