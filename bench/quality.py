@@ -16,6 +16,7 @@ unless others are named:
     eviction_ablation   hard_kv at 12.5 %: every metric, budget rule, with and without merging
     second_turn  the same policies at 25 %, where the question comes only after the context was
                  compressed
+    lfps         LFPS, exact and with the paper's rule, next to an oracle, Quest and StreamingLLM
 
 Each length, and each group of policies, is a process of its own. Several run side by side, since
 much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
@@ -201,6 +202,24 @@ def ablation(gates: Path, length: int) -> tuple[str, ...]:
     )
 
 
+def lfps(length: int) -> tuple[str, ...]:
+    """Returns LFPS at 2 % and 4 % of the length, next to those that read as many tokens."""
+    paper = "candidates='threshold', exact=True, penalty=0.5"
+    return tuple(
+        policy
+        for share in (0.02, 0.04)
+        for tokens in [round(share * length)]
+        for policy in (
+            f"lfps(budget={share})",
+            f"lfps(budget={share}, exact=True)",
+            f"lfps(budget={share}, {paper})",
+            f"oracle_top_k(budget={tokens})",
+            f"quest(budget={tokens})",
+            f"streaming(sink=4, recent={tokens - 4})",
+        )
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -226,6 +245,7 @@ SETS = {
     "defaults": Set(lambda gates, _: defaults(gates), ("kl", "passkey"), LONG),
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
     "eviction_ablation": Set(ablation, ("kl", "ppl"), (4096,), steps=512),
+    "lfps": Set(lambda _, length: lfps(length), ("kl", "attention", "passkey"), LONG),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
 

@@ -49,11 +49,13 @@ class ListedLogits(NamedTuple):
             past the head's length are left out, and the newest token is the last, listed or not.
         count: the number of valid entries.
         logits: q·k of each query head of the group, scaled and with bias; -inf past `count`.
+        lse: their logsumexp, so that exp(logits - lse) are the weights; -inf where there are none.
     """
 
     ids: Int32[Array, "B K entries"]
     count: Int32[Array, "B K"]  # pyright: ignore[reportIncompatibleMethodOverride]
     logits: Float32[Array, "B K G entries"]
+    lse: Float32[Array, "B K G"]
 
 
 class AttentionOut(NamedTuple):

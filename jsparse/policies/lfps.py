@@ -268,8 +268,9 @@ def first_tables(
         keys = held.k[at].reshape(held.capacity, -1)
         logits = scaled_products("wgh,sh->wgs", q, keys)
         position = (length - size + nth)[:, None]  # of each query
-        seen = (slots >= SINKS) & (slots <= position) & (nth >= size - asked)[:, None]
-        w = group_weights(logits[:, None], seen[:, None])[:, 0]
+        seen = (slots <= position) & (nth >= size - asked)[:, None]
+        lse = softmax_partial(jnp.where(seen[:, None], logits, -jnp.inf))[2]
+        w = group_weights(logits, lse, seen & (slots >= SINKS))
         backwards = jnp.take_along_axis(w, jnp.clip(position - slots, 0), axis=1)
         backwards = jnp.where(slots <= position, backwards, 0.0)
         c = whole / jnp.maximum(asked, 1)
@@ -290,7 +291,8 @@ def heaviest(
     always = (chosen.ids < SINKS) | (chosen.ids == held.lengths[..., None] - 1)
     grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
     logits = scaled_products("bkgh,bknh->bkgn", grouped, read_slots(held.k, held, chosen.ids))
-    weights = group_weights(logits, valid & ~always)
+    lse = softmax_partial(jnp.where(valid[:, :, None], logits, -jnp.inf))[2]
+    weights = group_weights(logits, lse, valid & ~always)
     weights = jnp.where(always, 2.0, weights)  # above any weight
     return threshold_select(
         jnp.where(valid, weights, -jnp.inf)[:, :, None],

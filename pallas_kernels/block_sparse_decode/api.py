@@ -92,4 +92,5 @@ def _no_tokens(q: Float[Array, "B N H"], selection: Selection) -> ListedLogits:
         jnp.zeros((batch, heads, capacity + 1), jnp.int32),
         jnp.zeros((batch, heads), jnp.int32),
         jnp.full(entries, -jnp.inf, jnp.float32),
+        jnp.full(entries[:3], -jnp.inf, jnp.float32),
     )

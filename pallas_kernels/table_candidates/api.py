@@ -3,13 +3,27 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.table_candidates import reference
 from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-BACKENDS = (Backend("reference", lambda: reference.table_candidates),)
+
+def _triton():
+    from jsparse.pallas_kernels.table_candidates import triton_gpu
+
+    return triton_gpu.table_candidates
+
+
+def _refusal(vertical, distance, lengths, rule: Rule, **_) -> str | None:
+    return no_triton() if isinstance(rule, Best) else "takes the rule Best"
+
+
+BACKENDS = (
+    Backend("triton", _triton, _refusal),
+    Backend("reference", lambda: reference.table_candidates),
+)
 
 
 def table_candidates(
@@ -26,11 +40,11 @@ def table_candidates(
 
     With t = length - 1 the newest slot of a head, slots sink ≤ i < t are ranked, by
 
-        score(i) = max(vertical[i], distance[t - i]).
+        score(i) = max(vertical[i], distance[t - i], 0).
 
     The sinks (i < sink) and the newest slot are always listed, and rank above all that are ranked
-    by score: sinks first, oldest first. Equal scores are taken from the lowest slot on; -0 equals
-    0. A common positive factor on all entries of a head changes nothing.
+    by score: sinks first, oldest first. Equal scores are taken from the lowest slot on. A common
+    positive factor on all entries of a head changes nothing.
 
     A head that holds something lists min(number, capacity, length) slots, at least 1, where
     `number` is what the rule says. One that holds nothing lists nothing.
@@ -44,7 +58,7 @@ def table_candidates(
         rule: `Best` or `Kurtosis`.
         capacity: C, at most S.
         sink: the number of first slots that are always listed; static.
-        implementation: "reference", or None to pick.
+        implementation: "triton" (the rule Best alone), "reference", or None to pick.
 
     Returns:
         Token ids, ascending, 0 past the count.

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Bool, Float32, Int32
+from jaxtyping import Array, BFloat16, Bool, Float32
 
 from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
 from jsparse.selection import Selection
@@ -29,7 +29,7 @@ def table_candidates(
     ranked = (slots >= sink) & (slots < newest)
     backwards = jnp.take_along_axis(distance, jnp.clip(newest - slots, 0), axis=-1)
     tables = [jnp.where(ranked, table, 0) for table in (vertical, backwards)]
-    rank = _ordered(jnp.maximum(*tables))
+    rank = _ordered(jnp.maximum(jnp.maximum(*tables), 0))
     if isinstance(rule, Kurtosis):
         marked = standing_out(tables, ranked, rule.a)
         rank += jnp.where(marked, _MARKED, 0.0)
@@ -83,7 +83,6 @@ def threshold(
 
 
 def _ordered(scores: BFloat16[Array, "B K S"]) -> Float32[Array, "B K S"]:
-    """Map scores to the numbers 0 to 2^16 - 1 in the same order."""
+    """Map scores of at least 0 to the numbers 0 to 2^15 - 1 in the same order."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), jnp.uint16)
-    ordered: Int32[Array, "B K S"] = bits.astype(jnp.int32)
-    return jnp.where(ordered >> 15 == 1, 0xFFFF - ordered, ordered + 0x8000).astype(jnp.float32)
+    return bits.astype(jnp.float32)

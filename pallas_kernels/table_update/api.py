@@ -3,12 +3,22 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32
 
-from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.table_update import reference
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
 
-BACKENDS = (Backend("reference", lambda: reference.table_update),)
+
+def _triton():
+    from jsparse.pallas_kernels.table_update import triton_gpu
+
+    return triton_gpu.table_update
+
+
+BACKENDS = (
+    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("reference", lambda: reference.table_update),
+)
 
 
 def table_update(
@@ -24,9 +34,9 @@ def table_update(
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
     """Add the weights of the attended tokens to both tables, less a part of their mean.
 
-    Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. Every query head's softmax
-    is over these alone; w is their maximum over the group, divided by its sum. With t = length - 1
-    the newest slot,
+    Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. w is the maximum over the
+    group of the query heads' weights exp(logits - lse), divided by its sum over these. With
+    t = length - 1 the newest slot,
 
         vertical[i]     += scale · (w_i - penalty / c)
         distance[t - i] += scale · (w_i - penalty / c)
@@ -44,7 +54,7 @@ def table_update(
             values; at least 1 where tables decay.
         sink: the number of first slots that no table counts; static.
         penalty: the part of the mean weight 1 / c that every one of them loses; static.
-        implementation: "reference", or None to pick.
+        implementation: "triton", "reference", or None to pick.
 
     Returns:
         Both tables. They may take the place of the old ones, which callers should donate.

@@ -73,7 +73,12 @@ class Case:
         return Inputs(
             jnp.asarray(vertical, jnp.bfloat16),
             jnp.asarray(distance, jnp.bfloat16),
-            ListedLogits(jnp.asarray(ids), jnp.asarray(count), jnp.asarray(logits, jnp.float32)),
+            ListedLogits(
+                jnp.asarray(ids),
+                jnp.asarray(count),
+                jnp.asarray(logits, jnp.float32),
+                jnp.asarray(np.logaddexp.reduce(logits, axis=-1), jnp.float32),
+            ),
             jnp.asarray(lengths, jnp.int32),
             jnp.asarray(scale, jnp.float32),
             {"sink": self.sink, "penalty": self.penalty},

@@ -21,7 +21,7 @@ def table_update(
     nth = jnp.arange(listed.ids.shape[-1], dtype=jnp.int32)
     counted = (nth < listed.count[..., None]) & (listed.ids >= sink)
     number = jnp.maximum(jnp.sum(counted, -1, keepdims=True), 1)
-    weights = group_weights(listed.logits, counted)
+    weights = group_weights(listed.logits, listed.lse, counted)
     added = scale[:, None, None] * (weights - penalty / number)
     past = lengths[..., None] - 1 - listed.ids
     return (
@@ -31,13 +31,16 @@ def table_update(
 
 
 def group_weights(
-    logits: Float32[Array, "B K G n"], counted: Bool[Array, "B K n"]
-) -> Float32[Array, "B K n"]:
-    """Return the maximum over the group of each query head's softmax, divided by its sum."""
-    weights, total, _ = softmax_partial(jnp.where(counted[:, :, None], logits, -jnp.inf))
-    best = jnp.max(weights / jnp.where(total > 0, total, 1.0)[..., None], axis=2)
-    whole = jnp.sum(best, -1, keepdims=True)
-    return best / jnp.where(whole > 0, whole, 1.0)
+    logits: Float32[Array, "*rows G n"],
+    lse: Float32[Array, "*rows G"],
+    counted: Bool[Array, "*rows n"],
+) -> Float32[Array, "*rows n"]:
+    """Return the maximum over the group of the query heads' weights, divided by its sum."""
+    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
+    best = jnp.where(counted, jnp.max(logits - lse, axis=-2), -jnp.inf)
+    # in logarithms: all that counts may lie far below a sink
+    weights, total, _ = softmax_partial(best)
+    return weights / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _added(

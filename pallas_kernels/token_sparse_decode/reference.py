@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jsparse.cache import LayerCache, read_slots
 from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked, score
 from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
-from jsparse.partials import AttentionOut, ListedLogits, StatsKind
+from jsparse.partials import AttentionOut, ListedLogits, StatsKind, softmax_partial
 from jsparse.selection import Selection
 
 
@@ -42,4 +42,4 @@ def _listed_logits(
     grouped = q.reshape(*count.shape, -1, q.shape[-1])
     bias = None if layer.bias is None else read_slots(layer.bias, layer, ids)
     logits = score(grouped, read_slots(layer.k, layer, ids), valid, bias, sm_scale)
-    return ListedLogits(ids, count, logits)
+    return ListedLogits(ids, count, logits, softmax_partial(logits)[2])

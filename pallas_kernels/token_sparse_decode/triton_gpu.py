@@ -41,12 +41,14 @@ class TokenTiling(NamedTuple):
     num_stages: int = 3
 
 
-def default_tiling(head_dim: int, itemsize: int) -> TokenTiling:
+def default_tiling(head_dim: int, itemsize: int, *, listed: bool = False) -> TokenTiling:
     """Choose blocks of 16 KB of K.
 
-    Two of them and two of V in flight, in each of three programs, fill a multiprocessor.
+    Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
+    logits are listed, registers do not hold more than two programs.
     """
-    return TokenTiling(min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128))
+    block = min(max(16384 // (triton.next_power_of_2(head_dim) * itemsize), 16), 128)
+    return TokenTiling(block, programs=2 if listed else 3)
 
 
 def token_sparse_decode(
@@ -64,11 +66,12 @@ def token_sparse_decode(
 
     (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
     pairs, group = batch * heads, q.shape[1] // heads
-    tiling = default_tiling(head_dim, q.dtype.itemsize) if tiling is None else tiling
+    listed = stats == "listed_logits"
+    if tiling is None:
+        tiling = default_tiling(head_dim, q.dtype.itemsize, listed=listed)
     # a list, and the newest token behind it
     longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
-    listed = stats == "listed_logits"
     rows = group + (stats is not None and not listed)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     ids, count = listed_tokens(selection, layer.lengths) if listed else (absent, absent)
@@ -117,7 +120,8 @@ def token_sparse_decode(
     if stats is None:
         return out
     if listed:
-        return out._replace(stats=ListedLogits(ids, count, scores))
+        lse = jnp.where(count[..., None] > 0, lse.reshape(batch, heads, group), -jnp.inf)
+        return out._replace(stats=ListedLogits(ids, count, scores, lse))
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
     return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
@@ -288,13 +292,19 @@ def attend_kernel(
             if LISTED:
                 # the newest token, read behind the list, is reported right behind the older ones:
                 # lists may name it, and go on past the head's length
-                entry = start + offset
-                place = tl.where(entry == entries - 1, reported - 1, entry)
+                last = entries - 1 - start
+                lines = lines_ptr + row * (capacity + 1)
+                older = valid & (offset != last)
                 tl.store(
-                    lines_ptr + row * (capacity + 1) + place[None, :],
+                    lines + (start + offset)[None, :],
                     logits,
-                    mask=valid[None, :] & (row < G) & (reported > 0),
+                    mask=older[None, :] & (row < G) & (reported > 0),
                 )
+                if last < BLOCK:
+                    of_newest = tl.sum(tl.where((offset == last)[None, :], logits, 0.0), 1)
+                    tl.store(
+                        lines + reported - 1, of_newest[:, None], mask=(row < G) & (reported > 0)
+                    )
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN

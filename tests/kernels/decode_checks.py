@@ -50,7 +50,10 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
     np.testing.assert_array_equal(of_listed.stats.ids, ids)
     np.testing.assert_array_equal(of_listed.stats.count, count)
     np.testing.assert_allclose(of_listed.stats.logits, logits, **close)
-    assert [x.dtype for x in of_listed.stats] == [np.int32, np.int32, np.float32]
+    with np.errstate(divide="ignore"):
+        lse = np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1)
+    np.testing.assert_allclose(of_listed.stats.lse, lse, **close)
+    assert [x.dtype for x in of_listed.stats] == [np.int32, np.int32, np.float32, np.float32]
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:

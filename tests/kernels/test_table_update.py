@@ -36,9 +36,9 @@ def expected(inputs):
         inside = ids >= sink
         if not inside.any():
             continue
-        logits = np.asarray(listed.logits[head], np.float64)[:, :count][:, inside]
-        shares = np.exp(logits - logits.max(1, keepdims=True))
-        best = (shares / shares.sum(1, keepdims=True)).max(0)
+        logits = np.asarray(listed.logits[head], np.float64)[:, :count]
+        shares = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+        best = shares.max(0)[inside]
         less = inputs.kwargs["penalty"] / inside.sum()
         new = float(inputs.scale[head[0]]) * (best / best.sum() - less)
         added[0][head][ids[inside]] = new

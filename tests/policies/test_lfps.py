@@ -98,10 +98,13 @@ def softmax(x):
     return e / e.sum()
 
 
-def weights_of(q, keys):
-    """The maximum over the group [G, H] of the softmaxes over keys [n, H], made to sum to 1."""
-    best = np.max([softmax(keys @ one / DIM**0.5) for one in q], axis=0)
-    return best / best.sum()
+def weights_of(q, keys, counted):
+    """The maximum over the group [G, H] of the softmaxes over keys [n, H], of those that count.
+
+    They are made to sum to 1.
+    """
+    best = np.max([softmax(keys.astype(np.float64) @ one / DIM**0.5) for one in q], axis=0)
+    return best[counted] / best[counted].sum()
 
 
 class Model:
@@ -119,8 +122,8 @@ class Model:
         for position in asked:
             if position < SINKS:
                 continue
-            seen = keys[SINKS : position + 1].astype(np.float64)
-            w = weights_of(q[position], seen) * (1 - penalty) / (len(asked) * (1 - decay))
+            w = weights_of(q[position], keys[: position + 1], slice(SINKS, None))
+            w *= (1 - penalty) / (len(asked) * (1 - decay))
             self.vertical[SINKS : position + 1] += w
             # by distance to the token that comes next, at position n
             for slot, weight in enumerate(w, start=SINKS):
@@ -151,11 +154,12 @@ class Model:
 
     def update(self, listed, q, keys):
         """Take in a step that attended to `listed`, the newest among them."""
-        listed = [i for i in listed if i >= SINKS]
+        counted = np.array(listed) >= SINKS
         self.vertical *= self.decay
         self.slash *= self.decay
-        if listed:
-            w = weights_of(q, keys[listed].astype(np.float64)) - self.penalty / len(listed)
+        if counted.any():
+            w = weights_of(q, keys[listed], counted) - self.penalty / counted.sum()
+            listed = np.array(listed)[counted]
             self.vertical[listed] += w
             self.slash[listed] += w
         self.slash = np.concatenate([[0.0], self.slash[:-1]])
@@ -236,7 +240,8 @@ def expected(own, kind, number, always, q, keys):
     found = np.array(sorted(found), int)
     if found.size == 0:
         return always
-    w = weights_of(q, keys[found].astype(np.float64))
+    both = sorted({*found.tolist(), *always})
+    w = weights_of(q, keys[both], np.isin(both, found))
     order = sorted(range(len(found)), key=lambda n: (-w[n], n))
     return {*found[order[: max(number - len(always), 0)]], *always}
 
@@ -293,7 +298,8 @@ def test_a_table_over_distance_is_the_papers_shifted_table(steps):
         ids[0, 0, : len(slots)] = slots
         values = np.full((1, 1, 1, ENTRIES), -np.inf, np.float32)
         values[0, 0, 0, : len(slots)] = [*(logits[i] for i in slots[:-1]), 0.0]
-        listed = ListedLogits(ids, np.full((1, 1), len(slots), np.int32), values)
+        lse = np.log(np.sum(np.exp(values), -1))
+        listed = ListedLogits(ids, np.full((1, 1), len(slots), np.int32), values, lse)
         scale = np.array([steps.decay**-step], np.float32)
         arguments = listed, np.full((1, 1), length, np.int32), scale
         # a vertical table of the shifted entries takes the same numbers in

@@ -1,0 +1,44 @@
+"""Tests that table_candidates in triton lists, entry by entry, what the reference lists."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.table_candidates import Best, table_candidates
+from jsparse.pallas_kernels.table_candidates.cases import CASES, Case
+
+pytestmark = pytest.mark.gpu
+LARGE = (
+    Case("large_past", batch=1, kv_heads=8, slots=131072, number=0.04),
+    Case("large_ragged", batch=8, kv_heads=8, slots=32768, number=0.04, ragged=True),
+    Case("large_ties", batch=2, kv_heads=8, slots=40001, number=0.3, like="ties", ragged=True),
+    Case("large_zeros", batch=1, kv_heads=4, slots=20000, number=0.1, like="zeros"),
+    Case("large_all", batch=1, kv_heads=3, slots=9000, number=1.0, ragged=True),
+)
+BEST = [case for case in (*CASES, *LARGE) if case.a is None]
+
+
+@partial(jax.jit, static_argnames=("capacity", "sink", "implementation"))
+def listed(vertical, distance, lengths, rule, **options):
+    return table_candidates(vertical, distance, lengths, rule, **options)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", BEST, ids=lambda case: case.name)
+def test_lists_what_the_reference_lists(case, seed):
+    inputs = case.build(seed)
+    assert isinstance(inputs.rule, Best)
+    got, want = (
+        listed(*inputs[:4], **inputs.kwargs, implementation=name)
+        for name in ("triton", "reference")
+    )
+    np.testing.assert_array_equal(got.count, want.count)
+    np.testing.assert_array_equal(got.ids, want.ids)
+
+
+def test_the_papers_rule_is_refused():
+    inputs = next(case for case in CASES if case.a is not None).build()
+    with pytest.raises(ValueError, match="takes the rule Best"):
+        table_candidates(*inputs[:4], **inputs.kwargs, implementation="triton")
