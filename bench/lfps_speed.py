@@ -27,13 +27,14 @@ from bench.lib.kernel_cases import HEAD_DIM, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Contender, Job, cache
 from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
 from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
+from bench.lib.llama_8b import state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.subprocesses import write_report
 from bench.twilight_speed import contender as stateless
 from bench.twilight_speed import dense, spec_of
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.policies.expressions import parse
-from jsparse.policy import Policy, PrefillView
+from jsparse.policy import Policy
 from jsparse.runtime.decode_step import attend_layer
 
 SHAPES = (
@@ -74,11 +75,7 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
     step = jax.jit(run, donate_argnums=0)
 
     def program(caches, queries):
-        keys = jax.random.split(jax.random.key(1), len(caches))
-        made = [
-            after_prompt(policy, spec, held, key) for held, key in zip(caches, keys, strict=True)
-        ]
-        kept = [tuple(made)]
+        kept = [tuple(state_after_prompt(policy, spec, held) for held in caches)]
 
         def call():
             kept[0], results = step(kept[0], caches, queries)
@@ -87,24 +84,6 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
         return Program(call, len(queries))
 
     return program
-
-
-def after_prompt(policy: Policy, spec: CacheSpec, held: KVCache, key: jax.Array):
-    """Returns the state after a prompt that filled the cache, whose last queries are random."""
-    shape = (spec.batch, policy.window, spec.num_heads, spec.head_dim)
-
-    @jax.jit
-    def take_in(cache, queries):
-        lengths = cache.layers[0].lengths[:, 0]
-        none = jnp.zeros((spec.batch, 0), jnp.int32)
-        view = PrefillView(
-            *(none, none, None, None, lengths, cache, queries),
-            jnp.full((spec.batch,), policy.window, jnp.int32),
-            last=True,
-        )
-        return policy.prefill(policy.init(spec), 0, view)
-
-    return take_in(held, jax.random.normal(key, shape, spec.dtype))
 
 
 def job(case: Attention) -> Job:

@@ -6,6 +6,7 @@ the device, and the program's inputs are cold.
 """
 
 import gzip
+import itertools
 import json
 import shutil
 import statistics
@@ -150,24 +151,39 @@ def segments(events: Sequence[Event], pause: float) -> list[list[Event]]:
 def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dict[str, Any]:
     """Summarises `repeats` runs of `calls` calls in microseconds per call.
 
-    Each run follows `skip` events of the lead.
+    Each run follows `skip` events of the lead. XLA may run a part of all calls once, or the first
+    call's another way: a run that does not divide into equal calls is summarised as a whole.
 
     Returns:
         device: from the start of one call's first kernel to that of the next call's, launch gaps
-            included; to the end of its last kernel where a run is one call.
+            included; to the end of its last kernel where a run is one call. Of calls that differ,
+            the time of a run divided by their number.
         kernels: the sum of its kernels' durations.
         launches: the number of these kernels.
         by_kernel: both for each name, most time first.
-        order: name and duration of each kernel of a call, in their order.
+        order: name and duration of each kernel of a call, in their order; not of calls that differ.
     """
     each, left = divmod(len(events), repeats)
-    if left or (each - skip) % calls or each <= skip:
+    if left or each <= skip:
         found = f"{len(events)} kernels in {repeats} runs of {calls} calls"
         return {"profile_error": f"{found}, {skip} of each the lead's"}
+    runs = [events[run * each + skip : (run + 1) * each] for run in range(repeats)]
+    names = defaultdict(list)
+    for event in itertools.chain(*runs):
+        names[event.name].append(event.duration)
+    by_kernel = {
+        name: {"us": statistics.median(times), "launches": round(len(times) / repeats / calls, 2)}
+        for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))
+    }
+    if (each - skip) % calls:
+        whole = [(max(event.end for event in run) - run[0].start) / calls for run in runs]
+        sums = [sum(event.duration for event in run) / calls for run in runs]
+        launches = round((each - skip) / calls, 2)
+        found = {"device": spread(whole), "kernels": spread(sums), "launches": launches}
+        return found | {"by_kernel": by_kernel}
     launches = (each - skip) // calls
-    device, kernels, names, order = [], [], defaultdict(list), [[] for _ in range(launches)]
-    for run in range(repeats):
-        own = events[run * each + skip : (run + 1) * each]
+    device, kernels, order = [], [], [[] for _ in range(launches)]
+    for own in runs:
         starts = [event.start for event in own[::launches]]
         device += [after - start for start, after in pairwise(starts)] or [
             max(e.end for e in own) - starts[0]
@@ -177,12 +193,7 @@ def summary(events: Sequence[Event], repeats: int, calls: int, skip: int) -> dic
                 sum(event.duration for event in own[call * launches : (call + 1) * launches])
             )
         for nth, event in enumerate(own):
-            names[event.name].append(event.duration)
             order[nth % launches].append(event)
-    by_kernel = {
-        name: {"us": statistics.median(times), "launches": round(len(times) / repeats / calls, 2)}
-        for name, times in sorted(names.items(), key=lambda item: -sum(item[1]))
-    }
     return {
         "device": spread(device),
         "kernels": spread(kernels),

@@ -40,7 +40,10 @@ def key_constants(spec):
 
 
 def state_after_prompt(policy, spec, cache):
-    """Returns the policy's state after a prompt of one chunk that filled the cache."""
+    """Returns the policy's state after a prompt of one chunk that filled the cache.
+
+    The prompt's last queries, which some policies look at, are random.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -55,12 +58,12 @@ def state_after_prompt(policy, spec, cache):
     def take_in(cache):
         state = policy.init(spec)
         no_tokens = jnp.zeros((spec.batch, 0), jnp.int32)
-        no_queries = jnp.zeros((spec.batch, 0, spec.num_heads, spec.head_dim), spec.dtype)
+        shape = spec.batch, policy.window, spec.num_heads, spec.head_dim
+        queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
+        asked = jnp.full(spec.batch, policy.window, jnp.int32)
         for layer, held in enumerate(cache.layers):
             chunk = no_tokens, no_tokens, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
-            view = PrefillView(
-                *chunk, cache, no_queries, jnp.zeros_like(held.lengths[:, 0]), last=True
-            )
+            view = PrefillView(*chunk, cache, queries, asked, last=True)
             state = policy.prefill(state, layer, view)
         return state
 

@@ -180,6 +180,11 @@ def test_a_profile_is_summed_up_by_call():
     }
     alone = summary(run_of(0, 500, 3, 4), repeats=1, calls=1, skip=1)
     assert alone["device"]["median"] == 8  # no next call: to the end of its own
+    # three kernels of two calls, 13 and 15 microseconds from the first to the end of the last
+    uneven = [*run_of(0, 500, 3, 4, 4), *run_of(1000, 500, 3, 6, 4)]
+    found = summary(uneven, repeats=2, calls=2, skip=1)
+    assert (found["device"]["min"], found["device"]["max"]) == (6.5, 7.5)
+    assert found["kernels"]["median"] == 6 and found["launches"] == 1.5 and "order" not in found
     assert "profile_error" in summary(events[:-1], repeats=2, calls=2, skip=1)
     assert [len(part) for part in segments([*events, *run_of(1e6, 1, 1)], pause=1e4)] == [10, 2]
 

@@ -1,0 +1,26 @@
+"""Tests bench.lfps_speed: a line for each contender, and the parts that its kernels belong to."""
+
+import pytest
+
+from bench.lfps_speed import main, parts
+
+
+@pytest.mark.slow
+def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lfps_speed", "--tiny", "--allow-modified"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[14:26].strip() for line in lines]
+    assert names == ["dense", "quest 2%", "quest 4%", "lfps 2%", "lfps 4%"]
+    assert all(float(line[26:].split()[0]) > 0 for line in lines)
+
+
+def test_kernels_are_summed_up_by_part():
+    names = ["key_kernel", "count_kernel", "list_kernel", "attend_kernel", "_merge", "fusion"]
+    kernels = {
+        name: {"us": float(2**nth), "launches": 1 + (name == "count_kernel")}
+        for nth, name in enumerate([*names, "weigh_kernel", "add_kernel"])
+    }
+    found = parts({"by_kernel": kernels})
+    assert found == {"candidates": 1 + 2 * 2 + 4, "attend": 8 + 16, "update": 64 + 128}
+    assert parts({"by_kernel": {"attend_kernel": {"us": 1.0, "launches": 1}}}) == parts({}) == {}
