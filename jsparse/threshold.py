@@ -5,10 +5,13 @@ over the order-preserving integer image of the float32 scores find the threshold
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt, UInt16, UInt32
+
+_LANES = 128  # a multiple of a word's 32 bits whose marks a byte can count
 
 
 def top_k_mask(
@@ -26,6 +29,27 @@ def top_k_mask(
     above, ties = keys > kth[..., None], keys == kth[..., None]
     missing = wanted - jnp.sum(above, -1, dtype=jnp.int32)
     return finite & (above | (ties & (jnp.cumsum(ties, -1, dtype=jnp.int32) <= missing[..., None])))
+
+
+def top_k_ids(
+    keys: UInt16[Array, "*rows S"], k: Int[Array, "*#rows"], capacity: int
+) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
+    """Returns the indices of the k largest keys of each row, ascending, and their number.
+
+    Ties go to the lowest index, keys of 0 are never listed, and entries past the number are 0. k is
+    at most `capacity`. It is `top_k_mask` and `compact` for keys of 16 bits, at a tenth of the time
+    on a CPU: marks are packed into words, so that running sums take a 32nd of the entries.
+    """
+    padding = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _LANES)]
+    keys = jnp.pad(keys, padding)
+    wanted = jnp.minimum(jnp.asarray(k, jnp.int32), _number(keys > 0))
+    kth = _largest(keys, lambda above: _number(above) >= wanted)[..., None]
+    above, ties = _words(keys > kth), _words(keys == kth)
+    sizes = _sizes(ties)
+    missing = wanted[..., None] - jnp.sum(_sizes(above), -1, keepdims=True)
+    left = jnp.clip(missing - (jnp.cumsum(sizes, -1) - sizes), 0)
+    first = ties & ((jnp.uint32(1) << _nth_bit(ties, left)) - 1)
+    return _listed(above | jnp.where(left < sizes, first, ties), capacity)
 
 
 def top_p_mask(
@@ -82,15 +106,69 @@ def ordered(x: Array) -> UInt32[Array, "..."]:
 
 
 def _largest(
-    keys: UInt32[Array, "*rows S"], enough: Callable[[Array], Array]
-) -> UInt32[Array, "*rows"]:
+    keys: UInt[Array, "*rows S"], enough: Callable[[Array], Array]
+) -> UInt[Array, "*rows"]:
     """Finds bit by bit the largest threshold t of each row for which enough(keys ≥ t) holds.
 
     `enough` is monotone.
     """
 
+    bits, one = jnp.iinfo(keys.dtype).bits, jnp.ones((), keys.dtype)
+
     def step(i: Array, t: Array) -> Array:
-        trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        trial = t | (one << (bits - 1 - i).astype(keys.dtype))
         return jnp.where(enough(keys >= trial[..., None]), trial, t)
 
-    return jax.lax.fori_loop(0, 32, step, jnp.zeros(keys.shape[:-1], jnp.uint32))
+    return jax.lax.fori_loop(0, bits, step, jnp.zeros(keys.shape[:-1], keys.dtype))
+
+
+def _number(mask: Bool[Array, "*rows S"]) -> Int32[Array, "*rows"]:
+    """Counts the marks of each row, of whole _LANES, in bytes as far as these reach.
+
+    A sum of _LANES bytes down the columns is what a CPU adds the most of at once.
+    """
+    columns = mask.reshape(*mask.shape[:-1], _LANES, -1)
+    return jnp.sum(jnp.sum(columns, -2, dtype=jnp.uint8), -1, dtype=jnp.int32)
+
+
+def _words(mask: Bool[Array, "*rows S"]) -> UInt32[Array, "*rows W"]:
+    """Packs 32 marks into a word, the lowest index into the lowest bit."""
+    bits = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    by_word = mask.reshape(*mask.shape[:-1], -1, 32)
+    return jnp.sum(jnp.where(by_word, bits, 0), -1, dtype=jnp.uint32)
+
+
+def _sizes(words: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _nth_bit(
+    words: UInt32[Array, "*shape"], nth: Int32[Array, "*shape"]
+) -> UInt32[Array, "*shape"]:
+    """Finds the nth set bit of each word, from 0 on; words with fewer give 31."""
+    at = jnp.zeros_like(words)
+    for half in (16, 8, 4, 2, 1):
+        low = words & ((1 << half) - 1)
+        further = nth >= _sizes(low)
+        nth = jnp.where(further, nth - _sizes(low), nth)
+        words = jnp.where(further, words >> half, low)
+        at += jnp.where(further, jnp.uint32(half), 0)
+    return at
+
+
+def _listed(
+    words: UInt32[Array, "*rows W"], capacity: int
+) -> tuple[Int32[Array, "*rows C"], Int32[Array, "*rows"]]:
+    """Lists the set bits, as `compact` does."""
+    sizes = _sizes(words)
+    ends = jnp.cumsum(sizes, -1)
+    flat = ends.reshape(-1, ends.shape[-1])
+    row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
+    # the word of an entry is the number of words that end at or before it
+    passed = jnp.zeros((flat.shape[0], capacity), jnp.int32).at[row, flat].add(1, mode="drop")
+    at = jnp.cumsum(passed, -1).reshape(*words.shape[:-1], capacity)
+    of_entry = partial(jnp.take_along_axis, indices=at, axis=-1, mode="clip")
+    nth = jnp.arange(capacity, dtype=jnp.int32)
+    ids = at * 32 + _nth_bit(of_entry(words), nth - of_entry(ends - sizes)).astype(jnp.int32)
+    count = ends[..., -1]
+    return jnp.where(nth < count[..., None], ids, 0), count

@@ -1,17 +1,20 @@
 """Implements `api.table_candidates` in plain jnp, as CPU path and oracle of the kernel."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Bool, Float32
+from jaxtyping import Array, BFloat16, Bool, Float32, UInt16
 
 from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
-from jsparse.threshold import compact, top_k_mask
+from jsparse.threshold import top_k_ids
 
 OFFSETS = (-1, 0, 1, 2)
-# ranks are classes of 2^16 scores each, all of which float32 holds exactly
-_MARKED, _NEWEST, _SINKS = 2.0**16, 2.0**17, 2.0**18
+# Ranks have 16 bits: 0 is what is never listed, 1 the score 0. The largest score, with what marks
+# add, stays below the newest.
+_MARKED, _NEWEST, _SINKS = 2**15, 2**16 - 2, 2**16 - 1
 
 
 def table_candidates(
@@ -27,21 +30,31 @@ def table_candidates(
     slots = jnp.arange(vertical.shape[-1], dtype=jnp.int32)
     newest = lengths[..., None] - 1
     ranked = (slots >= sink) & (slots < newest)
-    backwards = jnp.take_along_axis(distance, jnp.clip(newest - slots, 0), axis=-1)
-    tables = [jnp.where(ranked, table, 0) for table in (vertical, backwards)]
-    rank = _ordered(jnp.maximum(jnp.maximum(*tables), 0))
+    tables = [jnp.where(ranked, table, 0) for table in (vertical, by_slot(distance, lengths))]
+    rank = 1 + jnp.maximum(*map(_ordered, tables))
     if isinstance(rule, Kurtosis):
         marked = standing_out(tables, ranked, rule.a)
-        rank += jnp.where(marked, _MARKED, 0.0)
+        rank += jnp.where(marked, jnp.uint16(_MARKED), 0)
         always = jnp.minimum(lengths, sink + 1)
         number = jnp.maximum(jnp.sum(marked, -1, dtype=jnp.int32) + always, rule.least)
         number = jnp.minimum(number, rule.most)
     else:
         number = rule.number
     rank = jnp.where(slots == newest, _NEWEST, jnp.where(slots < sink, _SINKS, rank))
-    rank = jnp.where(slots <= newest, rank, -jnp.inf)
-    ids, count = compact(top_k_mask(rank, jnp.clip(number, 1, capacity)), capacity)
+    rank = jnp.where(slots <= newest, rank, 0)
+    ids, count = top_k_ids(rank, jnp.clip(number, 1, capacity), capacity)
     return Selection(ids, count, granularity="token")
+
+
+def by_slot(distance: BFloat16[Array, "B K S"], lengths: Lengths) -> BFloat16[Array, "B K S"]:
+    """Turn a table over distance into one over slots; those from a head's length on hold 0.
+
+    It is a slice of the reversed table, because a CPU gathers single entries slowly.
+    """
+    size = distance.shape[-1]
+    backwards = jnp.pad(distance[..., ::-1], ((0, 0), (0, 0), (0, size)))
+    cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=size)
+    return jax.vmap(jax.vmap(cut))(backwards, size - lengths)
 
 
 def standing_out(
@@ -82,7 +95,7 @@ def threshold(
     )
 
 
-def _ordered(scores: BFloat16[Array, "B K S"]) -> Float32[Array, "B K S"]:
-    """Map scores of at least 0 to the numbers 0 to 2^15 - 1 in the same order."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), jnp.uint16)
-    return bits.astype(jnp.float32)
+def _ordered(scores: BFloat16[Array, "B K S"]) -> UInt16[Array, "B K S"]:
+    """Map scores to the numbers 0 to 2^15 - 1 in the same order, and those below 0 to 0."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int16)  # below 0 where the sign is set
+    return jnp.maximum(bits, 0).astype(jnp.uint16)
