@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.threshold import compact, top_k_mask, top_p_mask
+from jsparse.threshold import compact, top_k_ids, top_k_mask, top_p_mask
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)
@@ -53,6 +53,21 @@ def test_top_k_is_the_sorted_prefix(rows, k):
 def test_top_k_breaks_ties_by_index(row, k):
     scores = np.array([row], np.float32)
     np.testing.assert_array_equal(top_k(scores, np.int32(k))[0], slow_top_k(scores[0], k))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("size", [5, 128, 1000])
+@pytest.mark.parametrize("kinds", [2, 40, 60000])
+def test_top_k_ids_are_the_indices_of_the_sorted_prefix(dtype, size, kinds):
+    rng = np.random.default_rng(size + kinds)
+    keys = rng.integers(kinds, size=(2, 3, size)).astype(dtype)
+    keys *= dtype(np.iinfo(dtype).max // (kinds - 1))  # the greatest key among them
+    k = np.array([[0, 1, size // 3], [size // 2, size - 1, size]], np.int32)
+    ids, count = jax.jit(top_k_ids, static_argnums=2)(keys, k, size)
+    for at in np.ndindex(k.shape):
+        row = keys[at].astype(np.float64)
+        mask = slow_top_k(np.where(row == 0, -np.inf, row), k[at])
+        assert (list(ids[at]), count[at]) == slow_compact(mask, size)
 
 
 def test_top_k_takes_one_k_for_all_rows_and_low_precision():

@@ -32,6 +32,7 @@ from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candid
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.pallas_kernels.table_update.reference import group_weights
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.partials import ListedLogits, Stats, Summary, merge, softmax_partial
 from jsparse.policy import Policy, PrefillView, below_one, builder, fraction, knob
 from jsparse.selection import Selection
@@ -290,7 +291,7 @@ def heaviest(
     valid = nth < chosen.count[..., None]
     always = (chosen.ids < SINKS) | (chosen.ids == held.lengths[..., None] - 1)
     grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
-    logits = scaled_products("bkgh,bknh->bkgn", grouped, read_slots(held.k, held, chosen.ids))
+    logits = products(grouped, held.k, held, chosen.ids) * q.shape[-1] ** -0.5
     lse = softmax_partial(jnp.where(valid[:, :, None], logits, -jnp.inf))[2]
     weights = group_weights(logits, lse, valid & ~always)
     weights = jnp.where(always, 2.0, weights)  # above any weight

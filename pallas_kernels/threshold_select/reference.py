@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK,
 from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
-from jsparse.threshold import top_k_mask, top_p_mask
+from jsparse.threshold import ordered, top_k_ids, top_k_mask, top_p_mask
 
 LEAST_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
@@ -37,6 +37,9 @@ def threshold_select(
     normalised = group == "max" and rows.shape[2] > 1
     if normalised:
         rows = pooled(rows, softmax)[:, :, None]
+    if granularity == "token" and isinstance(rule, TopK) and rows.shape[2] == 1:
+        listed = heaviest(rows[:, :, 0], rule, capacity)
+        return listed if names is None else named(listed, names, rows.shape[-1] // names.shape[-1])
     marks = chosen(rows, rule, softmax, normalised)
     size = page_size if granularity in ("bits", "touched") else 1
     by_unit = marks.any(2).reshape(*marks.shape[:2], -1, size)
@@ -52,6 +55,16 @@ def threshold_select(
     else:
         listed = from_page_mask(kept, capacity)
     return listed if names is None else named(listed, names, kept.shape[-1] // names.shape[-1])
+
+
+def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Selection:
+    """List the k tokens of greatest score of one row per head, none of -inf.
+
+    Marks of all rows would say the same, at three times the time on a CPU.
+    """
+    keys = jnp.where(jnp.isneginf(rows), 0, ordered(rows))
+    k = jnp.broadcast_to(jnp.clip(jnp.asarray(rule[0]), 1, capacity), rows.shape[:-1])
+    return Selection(*top_k_ids(keys, k, capacity), granularity="token")
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:

@@ -5,8 +5,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache, read_slots
-from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked, score
+from jsparse.pallas_kernels.block_sparse_decode.reference import gathered, masked
 from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind, softmax_partial
 from jsparse.selection import Selection
 
@@ -24,22 +25,32 @@ def token_sparse_decode(
 
     With dense heads every slot is read and masked; without, only the listed slots are gathered.
     """
-    run = gathered if selection.dense is None else masked
-    if stats == "listed_logits":
-        out = run(q, layer, selection, sm_scale, None)
-        out = out._replace(stats=_listed_logits(q, layer, selection, sm_scale))
+    if selection.dense is not None:
+        kind = None if stats == "listed_logits" else stats
+        out = masked(q, layer, selection, sm_scale, kind)
+        if stats == "listed_logits":
+            out = out._replace(stats=_listed(q, layer, selection, sm_scale).stats)
+    elif stats is None or stats == "listed_logits":
+        out = _listed(q, layer, selection, sm_scale)
+        out = out if stats else out._replace(stats=None)
     else:
-        out = run(q, layer, selection, sm_scale, stats)
+        out = gathered(q, layer, selection, sm_scale, stats)
     return out._replace(o=out.o.astype(dtype))
 
 
-def _listed_logits(
+def _listed(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
-) -> ListedLogits:
-    """Read K of the listed tokens and score it for every query head."""
+) -> AttentionOut:
+    """Attend to the listed tokens, and report the logit that every query head gave to each."""
     ids, count = listed_tokens(selection, layer.lengths)
     valid = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
     grouped = q.reshape(*count.shape, -1, q.shape[-1])
-    bias = None if layer.bias is None else read_slots(layer.bias, layer, ids)
-    logits = score(grouped, read_slots(layer.k, layer, ids), valid, bias, sm_scale)
-    return ListedLogits(ids, count, logits, softmax_partial(logits)[2])
+    logits = sm_scale * products(grouped, layer.k, layer, ids)
+    if layer.bias is not None:
+        logits += read_slots(layer.bias, layer, ids)[:, :, None]
+    logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
+    weights, total, lse = softmax_partial(logits)
+    o = weighted_sum(weights.astype(layer.v.dtype), layer.v, layer, ids)
+    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    report = ListedLogits(ids, count, logits, lse)
+    return AttentionOut(o.reshape(q.shape), lse.reshape(q.shape[:2]), report)

@@ -1,0 +1,335 @@
+"""How long does attention to one new token take on a CPU, for full, exact top-k and predicted sets?
+
+One layer of Llama 3.1 8B's shape in float32, one row. Milliseconds of a step that writes the new
+token's K and V and attends, everything jitted with donated arrays, on one core and on all:
+
+    full        every key and value, each read once per group of query heads
+    repeated    the same after K and V were repeated for all query heads, as eager Hugging Face does
+    top-k       the exact top 2 %: the logits of all keys, the tokens of largest weight in a group
+    quest       the policy at 2 % of the tokens, its page bounds brought up to date
+    lfps        the policy at 2 %: candidates from the tables, attention, the tables' update
+    lfps-exact  the same with exact=True, the paper's: exact weights choose among 6 %
+
+Keys, values and queries are random: right for speed, never for quality. "full" and "top-k" are the
+fastest that we found in plain JAX. Each contender runs in a process of its own; for one core it is
+bound to that core. The paper of LFPS (arXiv:2506.15704, section 4.3 and abstract) compares on one
+core of a Xeon Gold 6430: 22.8x full attention at 128K, 4.3x, 8.1x and 14.7x exact top-k at 4K, 16K
+and 64K, 9.6x in its abstract.
+
+    python -m bench.cpu_attention --json build/cpu_attention.json
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from rich.console import Console
+from rich.table import Table
+
+from bench.lib.arguments import report_parser
+from bench.lib.environment import available_cores, describe
+from bench.lib.subprocesses import run_child, spread, write_report
+from jsparse.cache import CacheSpec, KVCache, LayerCache, append, init, read_heads
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.partials import softmax_partial
+from jsparse.policies.expressions import parse
+from jsparse.policies.lfps import share_of
+from jsparse.policy import Policy, PrefillView, State
+from jsparse.runtime.decode_step import attend_layer
+from jsparse.selection import Selection
+from jsparse.shapes import Queries
+from jsparse.threshold import ordered, top_k_ids
+
+CONTENDERS = ("full", "repeated", "top-k", "quest", "lfps", "lfps-exact")
+CONTEXTS = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128))
+PAGE, SHARE = 16, 0.02
+# runs go on until both are reached, or the most
+LEAST_RUNS, SECONDS, MOST_RUNS, WARM_UPS = 5, 2.0, 50, 3
+# speed over full attention and over exact top-k on one core, by context
+PAPER = {"full": {131072: 22.8}, "top-k": {4096: 4.3, 16384: 8.1, 65536: 14.7}}
+
+
+class Shape(NamedTuple):
+    """Holds the sizes of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+LLAMA, TINY = Shape(32, 8, 128), Shape(4, 2, 16)
+
+# What a contender does with a cache that holds the new token.
+Attend = Callable[[State, KVCache, Queries, Array, Array], tuple[Array, State]]
+
+
+def keys_and_values(cache: KVCache) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Returns K and V of the only layer."""
+    held = cache.layers[0]
+    return read_heads(held.k, held), read_heads(held.v, held)
+
+
+def grouped_logits(q: Queries, held: LayerCache) -> Float32[Array, "B K G S"]:
+    """Returns the logits of all slots, -inf past the length.
+
+    Slots come before query heads in the product: XLA's product for a CPU is faster that way round.
+    """
+    grouped = q.reshape(*held.lengths.shape, -1, q.shape[-1])
+    logits = jnp.einsum("bksh,bkgh->bksg", read_heads(held.k, held), grouped).swapaxes(2, 3)
+    inside = jnp.arange(held.capacity) < held.lengths[..., None, None]
+    return jnp.where(inside, logits * q.shape[-1] ** -0.5, -jnp.inf)
+
+
+def full(state: State, cache: KVCache, q: Queries, k: Array, v: Array) -> tuple[Array, State]:
+    """Attends to everything, each key and value read once."""
+    held = cache.layers[0]
+    weights, total, _ = softmax_partial(grouped_logits(q, held))
+    o = jnp.einsum("bkgs,bksh->bkgh", weights, read_heads(held.v, held))
+    return (o / total[..., None]).reshape(q.shape), state
+
+
+def repeated(state: State, cache: KVCache, q: Queries, k: Array, v: Array) -> tuple[Array, State]:
+    """Attends to everything, with K and V written out for each query head first."""
+    held = cache.layers[0]
+    group = q.shape[1] // held.lengths.shape[1]
+    # the barrier keeps XLA from reading the copies' source instead
+    keys, values = jax.lax.optimization_barrier(
+        tuple(jnp.repeat(x, group, axis=1) for x in keys_and_values(cache))
+    )
+    logits = jnp.einsum("bnh,bnsh->bns", q, keys) * q.shape[-1] ** -0.5
+    inside = jnp.arange(held.capacity) < jnp.repeat(held.lengths, group, axis=1)[..., None]
+    weights = jax.nn.softmax(jnp.where(inside, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("bns,bnsh->bnh", weights, values), state
+
+
+def top_k(
+    share: float, state: State, cache: KVCache, q: Queries, k: Array, v: Array
+) -> tuple[Array, State]:
+    """Attends to the tokens of largest weight in any query head of a group."""
+    held = cache.layers[0]
+    number = share_of(share, held.capacity)
+    weights, total, _ = softmax_partial(grouped_logits(q, held))
+    best = jnp.max(weights / total[..., None], axis=2)
+    wanted = jnp.full(held.lengths.shape, number)
+    chosen = Selection(*top_k_ids(ordered(best), wanted, number), granularity="token")
+    return token_sparse_decode(q, held, chosen, dtype=q.dtype).o, state
+
+
+def by_policy(
+    policy: Policy, state: State, cache: KVCache, q: Queries, k: Array, v: Array
+) -> tuple[Array, State]:
+    """Attends as a policy says, with all that a decode step lets the policy do in a layer."""
+    at = cache.positions[:, None]
+    state = policy.append(state, 0, k, v, 0 * at, at, cache)
+    out, state, _ = attend_layer(policy, 0, q, cache, state)
+    return out.o, policy.update(state, 0, out.stats, cache)
+
+
+def contender(name: str, context: int, share: float) -> tuple[Attend, Policy | None]:
+    """Returns what a contender does, and its policy if it has one."""
+    if name == "full":
+        return full, None
+    if name == "repeated":
+        return repeated, None
+    if name == "top-k":
+        return partial(top_k, share), None
+    pages = max(round(share * context / PAGE), 1)
+    expression = {
+        "quest": f"quest(budget={pages * PAGE})",
+        "lfps": f"lfps(budget={share})",
+        "lfps-exact": f"lfps(budget={share}, exact=True)",
+    }[name]
+    policy = parse(expression)
+    return partial(by_policy, policy), policy
+
+
+class Layer(NamedTuple):
+    """Holds a layer after a prompt, and what the next steps bring: [steps, B, 1, heads, H]."""
+
+    cache: KVCache
+    state: State
+    q: Array
+    k: Array
+    v: Array
+
+
+def after_prompt(shape: Shape, context: int, steps: int, policy: Policy | None) -> Layer:
+    """Fills a layer with random tokens such that it holds `context` after all steps."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    pages = -(-context // PAGE)
+    spec = CacheSpec(1, 1, shape.num_heads, heads, dim, PAGE, pages, jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 6)
+    held = init(spec).layers[0]
+    lengths = jnp.full_like(held.lengths, context - steps)
+    held = LayerCache(*(jax.random.normal(key, held.k.shape) for key in keys[:2]), lengths)
+    cache = KVCache((held,), lengths[:, 0], jnp.zeros(1, jnp.bool_))
+    state = () if policy is None else jax.jit(partial(take_in, policy, spec))(cache, keys[2])
+    return Layer(
+        cache,
+        state,
+        jax.random.normal(keys[3], (steps, 1, shape.num_heads, dim)),
+        *(jax.random.normal(key, (steps, 1, 1, heads, dim)) for key in keys[4:]),
+    )
+
+
+def take_in(policy: Policy, spec: CacheSpec, cache: KVCache, key: Array) -> State:
+    """Returns a policy's state after the prompt that the cache holds, one chunk."""
+    whole = (x.swapaxes(1, 2) for x in keys_and_values(cache))
+    at = jnp.arange(spec.capacity, dtype=jnp.int32)[None]
+    queries = jax.random.normal(key, (1, policy.window, spec.num_heads, spec.head_dim))
+    seen = jnp.minimum(cache.positions, policy.window)
+    view = PrefillView(0 * at, at, *whole, cache.positions, cache, queries, seen, True)
+    return policy.prefill(policy.init(spec), 0, view)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def step(
+    attend: Attend, cache: KVCache, state: State, q: Queries, k: Array, v: Array
+) -> tuple[Array, KVCache, State]:
+    """Writes a token's K and V and attends from it."""
+    cache = append(cache, 0, k, v, cache.positions[:, None], jnp.ones(1, jnp.int32))
+    out, state = attend(state, cache, q, k, v)
+    return out, cache._replace(positions=cache.positions + 1), state
+
+
+def steps(
+    name: str, shape: Shape, context: int, share: float, most: int
+) -> Iterator[tuple[Array, float]]:
+    """Runs a contender for up to `most` steps; yields each one's output and its seconds."""
+    attend, policy = contender(name, context, share)
+    layer = after_prompt(shape, context, most, policy)
+    cache, state = layer.cache, layer.state
+    for new in zip(layer.q, layer.k, layer.v, strict=True):
+        jax.block_until_ready((new, cache, state))
+        began = time.perf_counter()
+        out, cache, state = jax.block_until_ready(step(attend, cache, state, *new))
+        yield out, time.perf_counter() - began
+
+
+def measure(name: str, shape: Shape, context: int, share: float) -> dict[str, Any]:
+    """Times a contender at one context in this process."""
+    times: list[float] = []
+    for nth, (_, seconds) in enumerate(steps(name, shape, context, share, WARM_UPS + MOST_RUNS)):
+        if nth >= WARM_UPS:
+            times.append(1e3 * seconds)
+        if len(times) >= LEAST_RUNS and sum(times) >= 1e3 * SECONDS:
+            break
+    return {"name": name, "context": context, "runs": len(times), "ms": spread(times)}
+
+
+@contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """Binds this process, and those that it starts meanwhile, to `number` of its cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[-number:])  # the first serves most interrupts
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compares both kinds of LFPS with the other contenders; ratios are their time over ours."""
+    ms = {(r["cores"], r["context"], r["name"]): r["ms"]["median"] for r in rows}
+    return [
+        {"cores": cores, "context": context, "name": name}
+        | {
+            other: ms[cores, context, other] / own
+            for other in CONTENDERS[:4]
+            if (cores, context, other) in ms
+        }
+        for (cores, context, name), own in ms.items()
+        if name.startswith("lfps")
+    ]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns the table of times, a row per context and number of cores."""
+    names = [name for name in CONTENDERS if any(r["name"] == name for r in rows)]
+    table = Table("cores", "context", *(f"{name} ms" for name in names))
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for r in rows:
+        ms = r["ms"]
+        text = f"{ms['median']:.2f} ({ms['min']:.2f}-{ms['max']:.2f})"
+        cells.setdefault((r["cores"], r["context"]), {})[r["name"]] = text
+    for (cores, context), texts in cells.items():
+        table.add_row(str(cores), str(context), *(texts.get(name, "") for name in names))
+    return table
+
+
+def ratios_of(compared: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns the table of speedups, the paper's beside those on one core."""
+    others = CONTENDERS[:4]
+    table = Table("cores", "context", "", *(f"over {name}" for name in others))
+    for r in compared:
+        texts = []
+        for name in others:
+            paper = PAPER.get(name, {}).get(r["context"]) if r["cores"] == 1 else None
+            own = f"{r[name]:.1f}x" if name in r else ""
+            texts.append(f"{own} (paper {paper}x)" if own and paper else own)
+        table.add_row(str(r["cores"]), str(r["context"]), r["name"], *texts)
+    return table
+
+
+def main() -> None:
+    """Runs every contender and prints both tables, or with --child one contender."""
+    parser = report_parser("cpu_attention", "Time attention to one new token on this CPU.")
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders (default all)"
+    )
+    parser.add_argument(
+        "--context", nargs="+", type=int, default=CONTEXTS, help="tokens held (default 4K to 128K)"
+    )
+    parser.add_argument(
+        "--share", type=float, default=SHARE, help="part of the tokens attended to (default 0.02)"
+    )
+    parser.add_argument(
+        "--cores", nargs="+", type=int, help="numbers of cores (default 1 and all available)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use a tiny layer instead of Llama's")
+    parser.add_argument(
+        "--child", choices=CONTENDERS, help="measure only this one here and print a JSON line"
+    )
+    args = parser.parse_args()
+    least, available = 2 * (WARM_UPS + MOST_RUNS), available_cores()
+    if any(n < least for n in args.context):
+        parser.error(f"--context {args.context}: must be at least {least}")
+    if not 0 < args.share <= 1:
+        parser.error(f"--share {args.share}: must be above 0 and at most 1")
+    cores = args.cores or sorted({1, available})
+    if not all(1 <= n <= available for n in cores):
+        parser.error(f"--cores {cores}: must be from 1 to {available}, those available")
+    if args.child:
+        shape = TINY if args.tiny else LLAMA
+        print(json.dumps([measure(args.child, shape, n, args.share) for n in args.context]))
+        return
+    settings = {"shape": (TINY if args.tiny else LLAMA)._asdict(), "dtype": "float32", "batch": 1}
+    settings |= {"share": args.share, "page_size": PAGE, "warm_ups": WARM_UPS, "paper": PAPER}
+    report = {
+        "benchmark": "cpu_attention",
+        "environment": describe(allow_modified=args.allow_modified),
+        "settings": settings,
+    }
+    report["results"] = rows = []
+    given = ["--share", str(args.share), "--context", *map(str, args.context)]
+    given += ["--tiny"] if args.tiny else []
+    for number in cores:
+        for name in args.only:
+            with on_cores(number):
+                measured = run_child("bench.cpu_attention", [*given, "--child", name])
+            rows += [{"cores": number, **row} for row in measured]
+            report["speedups"] = speedups(rows)
+            write_report(args.json, report)
+    console = Console(width=160)
+    console.print(table_of(rows), ratios_of(speedups(rows)))
+
+
+if __name__ == "__main__":
+    main()
