@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from tiny import random_prompts, tiny_params
 from toy_policies import bypass, even_ids, inherit
 
@@ -49,6 +50,9 @@ SELECTIONS = {
     "all": everything(jnp.asarray(LENGTHS)),
     "none": nothing(jnp.asarray(LENGTHS)),
 }
+
+# whether there are a summary and a bias, and the k of recall
+HOW = (False, 0), (True, 3), (False, 3), (True, 0)
 
 
 def drawn(seed=0, bias=False):
@@ -146,40 +150,40 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
     return out
 
 
-@pytest.mark.parametrize(("summed", "bias"), [(False, False), (True, True)])
+@pytest.mark.parametrize("how", slow_except(HOW, *HOW[:2]))
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_metrics_equal_slow_sums(name, summed, bias):
-    """Two steps have different queries and caches.
+def test_metrics_equal_slow_sums(name, how):
+    """Two steps have different queries and caches, with a summary and a bias or with neither.
 
     k is given, or is the number of tokens attended.
     """
+    more, top_k = how
     chosen, rng = SELECTIONS[name], np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
     summary = (
         (jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), jnp.float32), jnp.ones(shape))
-        if summed
+        if more
         else None
     )
-    for top_k in (0, 3):
-        policy = measured(
-            Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k
-        )
-        state, expected = policy.init(SPEC), []
-        select = jax.jit(policy.select, static_argnums=1)
-        positions = np.array([30, 19])
-        for seed in (0, 1):
-            q, layer = drawn(seed, bias)
-            cache = kv_cache.KVCache((layer,), jnp.asarray(positions, jnp.int32), jnp.bool_(False))
-            given, merged, state = select(state, 0, q, cache)
-            jax.tree.map(np.testing.assert_array_equal, (given, merged), (chosen, summary))
-            expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
-        sums = state.own[0]
-        assert sums.steps.tolist() == [2] * BATCH
-        for field, value, *steps in zip(HeadMetrics._fields, sums.heads, *expected, strict=True):
-            np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
+    policy = measured(
+        Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k
+    )
+    state, expected = policy.init(SPEC), []
+    select = jax.jit(policy.select, static_argnums=1)
+    positions = np.array([30, 19])
+    for seed in (0, 1):
+        q, layer = drawn(seed, more)
+        cache = kv_cache.KVCache((layer,), jnp.asarray(positions, jnp.int32), jnp.bool_(False))
+        given, merged, state = select(state, 0, q, cache)
+        jax.tree.map(np.testing.assert_array_equal, (given, merged), (chosen, summary))
+        expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
+    sums = state.own[0]
+    assert sums.steps.tolist() == [2] * BATCH
+    for field, value, *steps in zip(HeadMetrics._fields, sums.heads, *expected, strict=True):
+        np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
 
 
-@pytest.mark.parametrize("budget", [1, 7, 30])
+@pytest.mark.parametrize("budget", slow_except([1, 7, 30], 7))
 def test_the_oracle_recalls_everything(budget):
     """It does so whether its budget covers the newest token or that comes on top.
 
@@ -196,13 +200,13 @@ def test_the_oracle_recalls_everything(budget):
         assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
 
 
-def params():
-    return tiny_params(num_layers=2)
+def params(layers=2):
+    return tiny_params(num_layers=layers)
 
 
-def measure(policies, prompt=PROMPTS, steps=STEPS):
+def measure(policies, prompt=PROMPTS, steps=STEPS, layers=2):
     return force(
-        params(),
+        params(layers),
         [measured(policy) for policy in policies],
         prompt,
         max_new_tokens=steps,
@@ -258,17 +262,17 @@ def test_steps_that_fall_back_to_dense_are_not_counted():
     all of them.
     """
     short = random_prompts((20, 9))
-    (metrics,) = attention_metrics(measure([even_ids()], short))
-    assert metrics.steps.tolist() == [4, 4]
+    (metrics,) = attention_metrics(measure([even_ids()], short, layers=1))
+    assert metrics.steps.tolist() == [4]
     assert (metrics.heads.attended[:, 0] < 1).all()
-    (metrics,) = attention_metrics(measure([even_ids()], short, steps=4))
-    assert metrics.steps.tolist() == [0, 0]
+    (metrics,) = attention_metrics(measure([even_ids()], short, steps=4, layers=1))
+    assert metrics.steps.tolist() == [0]
     assert all(np.isnan(field).all() for field in jax.tree.leaves(metrics.heads))
 
 
 def test_policies_must_be_measured():
     with pytest.raises(ValueError, match=r"policy=streaming.*must be wrapped in measured"):
-        attention_metrics(force(params(), ["streaming"], PROMPTS, max_new_tokens=1, page_size=8))
+        attention_metrics(force(params(1), ["streaming"], PROMPTS, max_new_tokens=1, page_size=8))
     with pytest.raises(ValueError, match="top_k=-1"):
         measured(dense(), top_k=-1)
     with pytest.raises(ValueError, match="policy=3: must be a policy"):

@@ -24,7 +24,7 @@ LOSSY = "snapkv(budget=12, window=4)"
 )
 def test_answers_are_those_to_the_question_in_the_prompt(policy):
     """A question of any length is taken in as if it had been forced, then the answer is greedy."""
-    params = tiny_params()
+    params = tiny_params(num_layers=1)
     (made,) = generate(params, [policy], PROMPTS, questions=QUESTIONS, **OPTIONS)
     for out, prompt, question in zip(made, PROMPTS, QUESTIONS, strict=True):
         assert (len(out.token_ids), out.finish_reason) == (NEW, "length")
@@ -38,7 +38,7 @@ def test_answers_are_those_to_the_question_in_the_prompt(policy):
 
 def test_a_policy_that_evicts_has_not_seen_the_question():
     """The same tokens in the prompt make it keep others, and say something else."""
-    params = tiny_params()
+    params = tiny_params(num_layers=1)
     (made,) = generate(params, [LOSSY], PROMPTS, questions=QUESTIONS, **OPTIONS)
     joined = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
     (whole,) = generate(params, [LOSSY], joined, **OPTIONS)
@@ -52,7 +52,7 @@ def test_a_policy_that_evicts_has_not_seen_the_question():
 
 def test_answers_end_where_an_end_token_follows_the_question():
     """The same token inside the question ends nothing."""
-    params = tiny_params()
+    params = tiny_params(num_layers=1)
     (free,) = generate(params, ["dense()"], PROMPTS[:1], questions=QUESTIONS[:1], **OPTIONS)
     end = free[0].token_ids[2]
     options = OPTIONS | {"eos_token_id": [end, QUESTIONS[0][1]]}
@@ -66,7 +66,7 @@ def test_answers_end_where_an_end_token_follows_the_question():
 
 def test_every_prompt_needs_a_question():
     with pytest.raises(ValueError, match="questions has 2 entries: must be 3, one per prompt"):
-        generate(tiny_params(), ["dense()"], PROMPTS, questions=QUESTIONS[:2])
+        generate(tiny_params(num_layers=1), ["dense()"], PROMPTS, questions=QUESTIONS[:2])
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -22,7 +22,7 @@ POLICIES = [
 
 
 def forcing(policies=POLICIES):
-    params = tiny_params(num_layers=2)
+    params = tiny_params(num_layers=1)
     return force(
         params, policies, PROMPTS, max_new_tokens=STEPS, continuation=FORCED, page_size=PAGE
     )
