@@ -174,7 +174,7 @@ def test_the_ratio_rule_picks_more_as_the_text_grows(granularity):
         )
 
 
-@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize("granularity", slow_except(["page", "token"], "token"))
 @pytest.mark.parametrize("rule", RULES)
 def test_sinks_and_recent_text_are_picked_within_the_budget(rule, granularity):
     """Of 3 and 9 tokens; of a budget that is smaller, the heaviest."""
