@@ -258,6 +258,7 @@ def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     assert run("chat", *options[:-2], stdin="one\ntwo\n").stderr == ""
 
 
+@pytest.mark.slow
 def test_chat_with_a_policy_that_evicts_reads_anew(chat_model):
     """Each turn with what was said before, under the policy's full name."""
     policy = jsparse.hard_kv(budget=10, floor=7, cap=14, period=2, window=4, sink=2)

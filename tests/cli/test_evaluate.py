@@ -101,6 +101,7 @@ def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
     assert json.loads(killed.read_text())["cells"] == json.loads(whole.read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     args = ["--policy", "quest(budget=16)", "--tasks", "kl,ppl", "--yardstick", "--lengths", "64"]

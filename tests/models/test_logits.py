@@ -144,6 +144,7 @@ def test_smollm2_logits(smollm2):
     np.testing.assert_array_equal(logits.argmax(-1), expected["argmax"])
 
 
+@pytest.mark.slow
 def test_smollm2_text(smollm2):
     expected = expected_of("smollm2_135m")
     assert smollm2.tokenizer.encode("Gravity is") == expected["prompt"].tolist()
