@@ -42,7 +42,7 @@ def test_the_second_turn_follows_the_answer():
 
 
 def test_turns_tell_seconds_and_tokens_read(answers):
-    done = turns(tiny_params(), "dense", "Text", 2)
+    done = turns(tiny_params(num_layers=1), "dense", "Text", 2)
     read = {name: turn.tokens_read for name, turn in done.items()}
     assert read == {"first": 30, "whole": 35, "conversation": 5}
     assert all(turn.seconds > 0 for turn in done.values())
@@ -51,7 +51,7 @@ def test_turns_tell_seconds_and_tokens_read(answers):
 def test_other_tokens_are_an_error(answers):
     answers["conversation"] = [1, 3]
     with pytest.raises(ValueError, match=r"policy=dense: .* gave \[1, 3\], must give \[1, 2\]"):
-        turns(tiny_params(), "dense", "Text", 2)
+        turns(tiny_params(num_layers=1), "dense", "Text", 2)
 
 
 def test_the_line_has_both_ways_and_their_ratio():

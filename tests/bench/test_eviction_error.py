@@ -33,7 +33,7 @@ def window():
 
 @pytest.fixture(scope="module")
 def recorded(window):
-    return record(tiny_params(), PROMPTS, FOLLOW)
+    return record(tiny_params(num_layers=2), PROMPTS, FOLLOW)
 
 
 def replayed(recorded, expression, layer=0):
@@ -46,7 +46,7 @@ def replayed(recorded, expression, layer=0):
 )
 def test_the_first_layer_is_replayed_as_it_runs(recorded, more):
     """What the first layer is asked does not depend on the policy."""
-    params, policy = tiny_params(), parse(f"{SMALL}{more})")
+    params, policy = tiny_params(num_layers=2), parse(f"{SMALL}{more})")
     session = Session(params, policy, recorded.spec, steps_per_program=1)
     session.read(PROMPTS)
     table = jnp.asarray(np.pad(FOLLOW.T, ((0, 1), (0, 0))))
@@ -60,7 +60,7 @@ def test_the_first_layer_is_replayed_as_it_runs(recorded, more):
 
 
 def test_what_drops_nothing_has_no_error(recorded):
-    found = replayed(recorded, f"hard_kv(budget=1000, floor=1000, cap=1000, {COMMON})", layer=2)
+    found = replayed(recorded, f"hard_kv(budget=1000, floor=1000, cap=1000, {COMMON})", layer=1)
     np.testing.assert_allclose(found.error, 0, atol=1e-5)
     np.testing.assert_allclose(found.drift, 0, atol=1e-5)
     assert (found.kept[-1] == PROMPT + STEPS).all()
@@ -69,7 +69,7 @@ def test_what_drops_nothing_has_no_error(recorded):
 def test_errors_are_those_of_slow_attention(recorded):
     """The first step's, next to float64 over the slots that the first compression leaves."""
     expression = f"{SMALL}, merge=False)"
-    params, policy = tiny_params(), parse(expression)
+    params, policy = tiny_params(num_layers=2), parse(expression)
     session = Session(params, policy, recorded.spec, steps_per_program=1)
     session.read(PROMPTS)
     steps = session.steps(forced, jnp.asarray(FOLLOW.T), limits=[3] * 2)
@@ -102,7 +102,7 @@ def test_temperatures_are_solved_anew(recorded):
     expression = f"{SMALL}, budgets='calibrated')"
     row = measure(recorded, expression)
     solved = np.array(row["temperatures_by_head"])
-    assert solved.shape == (4, 3, 2) and (solved > 0).all()
+    assert solved.shape == (4, 2, 2) and (solved > 0).all()
     assert not np.allclose(solved[0], solved[-1])
     assert "temperatures_by_head" not in measure(recorded, f"{SMALL})")
 
@@ -133,7 +133,7 @@ def test_pairs_are_compared():
 def test_the_report_is_drawn(monkeypatch, tmp_path):
     """From the command to the figures, on the tiny model."""
     path = tmp_path / "report.json"
-    monkeypatch.setattr(eviction_error, "load", lambda name: tiny_params())
+    monkeypatch.setattr(eviction_error, "load", lambda name: tiny_params(num_layers=2))
     monkeypatch.setattr(eviction_error, "text_tokens", lambda params: random_prompts((800,))[0])
     arguments = ["--prompt", "100", "--prompts", "2", "--steps", "128", "--budget", "48"]
     arguments += ["--metrics", "attention", "--budgets", "joint", "calibrated"]
@@ -147,7 +147,7 @@ def test_the_report_is_drawn(monkeypatch, tmp_path):
 
 
 def test_other_steps_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(eviction_error, "load", lambda name: tiny_params())
+    monkeypatch.setattr(eviction_error, "load", lambda name: tiny_params(num_layers=2))
     monkeypatch.setattr(eviction_error, "text_tokens", lambda params: random_prompts((800,))[0])
     for arguments, said in (
         (["--steps", "100"], "--steps 100: must be a multiple of the period of 128"),

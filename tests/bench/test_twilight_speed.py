@@ -76,7 +76,7 @@ def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
 def test_only_steps_that_select_are_recorded():
     """Rows of 21, 22 and 23 tokens fall back; three steps are left."""
     policy = counting(parse("twilight(all_pages(), dense_below=24)", 1024), 6)
-    forcing = force(tiny_params(), [policy], random_prompts([20]), max_new_tokens=6)
+    forcing = force(tiny_params(num_layers=1), [policy], random_prompts([20]), max_new_tokens=6)
     steps, counts = forcing.last_state(1).own
     assert steps.tolist() == [3] * len(counts)
     assert (counts[:, :3] > 0).all() and (counts[:, 3:] == -1).all()
