@@ -95,7 +95,7 @@ TABLE = (
 
 
 # a score and a rule of counting on the engine of hard_kv, which runs by default
-ALIKE = {"snapkv", "ada_kv", "r_kv", "raas"}
+ALIKE = {"snapkv", "ada_kv", "h2o", "r_kv", "raas"}
 
 
 def marked(expressions: Sequence[str]) -> list[Any]:
@@ -107,9 +107,8 @@ def marked(expressions: Sequence[str]) -> list[Any]:
     return slow_except(expressions, *(e for name, e in first.items() if name not in ALIKE))
 
 
-# one expression for each way of choosing: a window, pages, sets handed on, pruning, eviction
+# one expression for each way of choosing: pages, sets handed on, pruning, eviction
 MECHANISMS = (
-    "streaming(sink=4, recent=8)",
     "quest(budget=16)",
     "lychee_decode(((1, 1), (0, 1)), value=24, sink=1, recent=6)",
     "twilight(all_pages(), p=0.6)",
