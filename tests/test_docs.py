@@ -61,7 +61,12 @@ def test_the_wrapper_of_the_docs_is_dense_at_first():
     (prompt,) = random_prompts([20])
     dense, sparse = (
         jsparse.generate(
-            tiny_params(), prompt, max_new_tokens=9, logprobs=True, policy=policy, page_size=8
+            tiny_params(num_layers=1),
+            prompt,
+            max_new_tokens=9,
+            logprobs=True,
+            policy=policy,
+            page_size=8,
         )
         for policy in ("dense", wrapped)
     )

@@ -82,7 +82,7 @@ def test_a_reference_that_leads_nowhere_is_one_line(own, expression, message):
 
 
 def test_ones_own_policy_decodes_and_is_evaluated(own, tmp_path):
-    policy, params = resolve(f"{own}:newest(tokens=4)").name, tiny_params()
+    policy, params = resolve(f"{own}:newest(tokens=4)").name, tiny_params(num_layers=1)
     out = jsparse.generate(params, [1, 2, 3], policy=policy, max_new_tokens=4, eos_token_id=[])
     assert (
         out.token_ids

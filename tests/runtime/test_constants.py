@@ -38,7 +38,7 @@ def made(monkeypatch):
 
 
 def fresh(seed=0):
-    return dataclasses.replace(tiny_params(seed=seed), constants={})
+    return dataclasses.replace(tiny_params(num_layers=1, seed=seed), constants={})
 
 
 def files(tmp_path):

@@ -20,7 +20,7 @@ from jsparse.runtime.decode_step import decode_step
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)
 FORCED = random_tokens(3, 13)
-PARAMS = tiny_params(num_layers=2)
+PARAMS = tiny_params(num_layers=1)
 step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
 
 
@@ -67,12 +67,11 @@ def test_a_ragged_batch_equals_each_row_alone(policy, page_size):
     )
 
 
-def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED):
+def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCED, params=PARAMS):
     """Returns logits and stats of every forced step, and the last cache.
 
     The cache has an identity table or a shared pool.
     """
-    params = PARAMS
     spec = spec_of(params, len(PROMPTS), page_size=page_size, num_pages=64 // page_size)
     spec = spec._replace(pool_pages=pool_pages)
     cache = kv_cache.init(spec, fields=policy.fields)
@@ -89,12 +88,10 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
     tokens = np.zeros((3, 40), np.int32)
     for b, prompt in enumerate(PROMPTS):
         tokens[b, : len(prompt)] = prompt
-    for at, size in ((0, 24), (24, 16)):
-        valid = jnp.asarray(np.clip(np.array(LENGTHS) - at, 0, size), jnp.int32)
-        chunk = jnp.asarray(tokens[:, at : at + size])
-        carry = prefill.prefill_chunk(
-            params.decoder, policy, params.weights, chunk, valid, carry, last=at > 0
-        )
+    valid = jnp.asarray(LENGTHS, jnp.int32)
+    carry = prefill.prefill_chunk(
+        params.decoder, policy, params.weights, jnp.asarray(tokens), valid, carry, last=True
+    )
     cache, state, logits, stats = carry.cache, carry.state, [], []
     for i in range(forced.shape[1]):
         out, cache, state, shares = step(
@@ -172,7 +169,8 @@ def test_shares_are_what_hand_counting_says():
 
 def test_dense_layers_are_counted():
     """One layer of two is dense, the other attends to the 12 of streaming."""
-    _, stats, _ = decode(parse("dense_layers(streaming(sink=3, recent=9), n=1)"))
+    policy = parse("dense_layers(streaming(sink=3, recent=9), n=1)")
+    _, stats, _ = decode(policy, params=tiny_params(num_layers=2))
     for i, shares in enumerate(stats):
         length = LENGTHS[0] + i + 1
         assert shares.attended[0] == pytest.approx((length + 12) / 2 / length)
