@@ -48,26 +48,34 @@ def test_bytes_of_the_whole_batch_decide(batch, num_pages, sparse, measured):
 
 
 def test_it_runs_as_what_it_chose_and_says_so(measured):
-    made = jsparse.generate(tiny_params(), PROMPT, max_new_tokens=4, policy="auto", page_size=8)
+    made = jsparse.generate(
+        tiny_params(num_layers=1), PROMPT, max_new_tokens=4, policy="auto", page_size=8
+    )
     assert made.stats.policy == "dense()"
     options = {"max_new_tokens": 4, "page_size": 8, "max_length": 512}
-    made = jsparse.generate(tiny_params(), PROMPT, policy="auto", **options)
+    made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
     assert made.stats.policy.startswith("twilight(base=all_pages()")
     assert made.stats.attended_fraction < 1
-    same = jsparse.generate(tiny_params(), PROMPT, policy=made.stats.policy, **options)
+    same = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy=made.stats.policy, **options)
     assert same.token_ids == made.token_ids
     assert same.stats.policy == made.stats.policy
 
 
 def test_the_evaluation_runs_what_it_chose(measured):
-    forcing = force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
+    forcing = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
     assert forcing.shared.policies[1] is auto()
     assert forcing.shared.session(1).policy.name.startswith("twilight(base=all_pages()")
     found = closeness(forcing)
     assert found.policies == ("dense()", "auto()")
-    assert closeness(force(tiny_params(), ["auto"], [PROMPT], max_new_tokens=4)).kl[1].max() == 0
+    assert (
+        closeness(force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4))
+        .kl[1]
+        .max()
+        == 0
+    )
 
 
+@pytest.mark.slow
 def test_jsparse_eval_measures_it_under_its_own_name(measured, tmp_path):
     asked = ["--policy", "auto", "--tasks", "kl", "--lengths", "80", "--samples", "1"]
     ran = CliRunner().invoke(

@@ -197,6 +197,7 @@ def test_selects_what_the_slow_model_ranks_best(budget, granularity):
             assert listed == best(cache, layer, row, head, channels, group, budget, granularity)
 
 
+@pytest.mark.slow
 def test_few_channels_rank_otherwise_than_all():
     """Were the queries' channels not gathered, or all used, this would show."""
     q = jnp.asarray(2 * np.random.default_rng(3).normal(size=(2, K * GROUP, H)), jnp.float32)

@@ -66,7 +66,7 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
         return maintain(policy, cache, *others)
 
     monkeypatch.setattr(session, "maintain", watched)
-    made = decode(policy, tiny_params(2), prompts, steps)
+    made = decode(policy, tiny_params(1), prompts, steps)
     held_at.append([np.asarray(layer.lengths) for layer in made.held.cache.layers])
     assert policy.most is not None
     most = [policy.most(len(prompt), steps) for prompt in prompts]
@@ -126,10 +126,10 @@ def test_long_answers_fit_in_a_small_cache():
 
 def test_shares_count_positions():
     """Right after an eviction to 8 of 60 tokens, a step attends to 9 of 61."""
-    made = decode(parse("snapkv(budget=8, window=4)"), tiny_params(2), random_prompts((60,)), 2)
+    made = decode(parse("snapkv(budget=8, window=4)"), tiny_params(1), random_prompts((60,)), 2)
     lengths = np.asarray([layer.lengths for layer in made.held.cache.layers])
     np.testing.assert_array_equal(lengths, 9)
-    params = tiny_params(2)
+    params = tiny_params(1)
     spec = capacity.cache_spec(params, random_prompts((60,)), 2, None, PAGE)
     again = session.Session(params, parse("snapkv(budget=8, window=4)"), spec)
     again.read(random_prompts((60,)))
@@ -210,8 +210,8 @@ def test_a_ragged_batch_gives_what_its_rows_give(expression):
 class Crowd:
     """Rows of different ages over one pool whose free list the device keeps."""
 
-    def __init__(self, policy, rows=3, pages=9, pool=50):
-        self.params, self.policy = tiny_params(2), policy
+    def __init__(self, policy, rows=3, pages=9, pool=50, layers=2):
+        self.params, self.policy = tiny_params(layers), policy
         self.spec = spec_of(self.params, rows, page_size=PAGE, num_pages=pages)
         self.spec = self.spec._replace(pool_pages=pool)
         self.cache, self.state = session.empty(self.spec, policy)
@@ -287,7 +287,7 @@ def leave(policy, spec, cache, state, slot):
 
 @cache
 def served_alone(prompt, steps):
-    crowd = Crowd(parse(SMALL))
+    crowd = Crowd(parse(SMALL), layers=1)
     crowd.join(1, list(prompt))
     return [crowd.step()[1] for _ in range(steps)]
 
@@ -297,7 +297,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
 
     And what a row decodes does not depend on when the others were compressed.
     """
-    rng, crowd = np.random.default_rng(0), Crowd(parse(SMALL))
+    rng, crowd = np.random.default_rng(0), Crowd(parse(SMALL), layers=1)
     prompts = [random_prompts([n], seed=int(n))[0] for n in rng.integers(3, 45, 50)]
     left = 0
     followed = prompts[20]

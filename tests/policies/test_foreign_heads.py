@@ -44,12 +44,12 @@ SCALE_FREE = [expression for expression in TABLE if "r_kv" not in expression]
 
 
 @cache
-def scaled_params():
+def scaled_params(layers):
     """The battery's model with s = 2^-5 … 2^5 per layer, KV head and pair.
 
     Powers of two round nothing, so that even ties fall the same way.
     """
-    params = tiny_params(num_layers=2)
+    params = tiny_params(num_layers=layers)
     c, rng = params.config, np.random.default_rng(7)
     half, group = c.head_dim // 2, c.num_heads // c.num_kv_heads
     tree = jax.tree.map(lambda x: x, params.weights)
@@ -68,8 +68,9 @@ SENSITIVE = "double_sparsity(budget=8)", "quest(budget=16)", "twilight(all_pages
 
 @pytest.mark.parametrize("expression", slow_except(SCALE_FREE, *SENSITIVE))
 def test_pairs_of_another_scale_change_nothing(expression):
+    layers = 1 if expression in SENSITIVE else 2
     run = partial(engine_logits, policy=expression, prompts=PROMPTS, forced=FORCED, page_size=PAGE)
-    assert_close(run(scaled_params()), run(tiny_params(num_layers=2)), rtol=1e-5)
+    assert_close(run(scaled_params(layers)), run(tiny_params(num_layers=layers)), rtol=1e-5)
 
 
 # A random Qwen2 whose keys have large constant channels.
@@ -136,6 +137,7 @@ def test_twilight_is_as_close_as_exact_weights_where_keys_have_large_constants(p
     assert kl(f"twilight(all_pages(), p=0.95, prune={prune!r})") <= 1.5 * oracle + 0.0003
 
 
+@pytest.mark.slow
 def test_calibrated_labels_hold_where_keys_have_large_constants(tmp_path):
     """Random channels are all as heavy as each other, so that fewer than 20 of 32 lose too much."""
     ranking = jsparse.calibrate_channels(biased_qwen2(), random_prompts((512,), seed=5)[0])
@@ -222,7 +224,7 @@ def at(x, positions):
 
 
 @pytest.mark.parametrize("scaled", slow_except([False, True], True))
-@pytest.mark.parametrize("offset", slow_except([0, 6144, 14336, 31744, 130048], 0, 130048))
+@pytest.mark.parametrize("offset", slow_except([0, 6144, 14336, 31744, 130048], 130048))
 def test_twilight_keeps_the_mass_that_it_asks_for_on_recorded_heads(offset, scaled):
     """Constants are those of every second key, made near position 0, wherever the keys lie."""
     keys, queries = recorded()

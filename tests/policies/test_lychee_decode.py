@@ -343,6 +343,7 @@ def corrections(policy):
         return engine_logits(params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE), seen
 
 
+@pytest.mark.slow
 def test_corrections_of_retrieval_heads_change_nothing():
     """To within 1e-5 of the largest logit, in float32."""
     logits, seen = corrections(lychee(gates=((1, 1),) * len(GATES), correct_every=4))

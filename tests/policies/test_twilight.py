@@ -156,7 +156,7 @@ def test_a_prompt_may_come_in_pieces():
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
     policy = "twilight(quest(budget=24), p=0.8, prune='bits')"
     whole, pieces = (
-        engine_logits(tiny_params(num_layers=2), policy, prompts, forced, chunk=chunk, page_size=8)
+        engine_logits(tiny_params(num_layers=1), policy, prompts, forced, chunk=chunk, page_size=8)
         for chunk in (512, 16)
     )
     assert_close(pieces, whole, rtol=2e-5)
