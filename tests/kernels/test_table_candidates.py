@@ -43,7 +43,7 @@ def of_head(vertical, distance, length, head, rule, capacity, sink):
     newest = length - 1
     slots = [i for i in range(length) if sink <= i < newest]
     tables = [{i: vertical[i] for i in slots}, {i: distance[newest - i] for i in slots}]
-    score = {i: max(table[i] for table in tables) for i in slots}
+    score = {i: max(0.0, *(table[i] for table in tables)) for i in slots}
     always = [i for i in range(length) if i < sink]
     always += [newest] if newest >= sink else []
     best = sorted(slots, key=lambda i: (-score[i], i))
