@@ -3,8 +3,8 @@
 One layer of the 8B shape selects, attends and takes in what it attended to, as in the decode step,
 over a cache full of random K and V. Tables are of the prompt's random queries, and steps follow
 each other on several caches in turn, so that no list is still in the device's cache. Quest lists as
-many tokens. In the table, microseconds per call on the device, launch gaps included; the times of
-the parts are sums over kernels:
+many tokens. In the table, microseconds per call on the device, launch gaps included, or the
+host's where there is no profile; the times of the parts are sums over kernels:
 
     candidates  the two tables' best positions
     attend      attention over the list, its logits' report, and the merge of its splits
@@ -127,6 +127,8 @@ def line(row: dict[str, Any]) -> str:
     if "us" not in row:
         return f"{text}{row.get('refused') or row.get('error')}".replace("\n", " ")[:150]
     text += f"{row['us']['median']:9.1f}"
+    if "device" not in row:
+        text += "  by the host's clock"
     return text + "".join(f"  {name} {value:.1f}" for name, value in row["parts"].items())
 
 

@@ -63,6 +63,9 @@ def run(
     raise ValueError(f"implementation={implementation!r}: none of {names} can run {op} here")
 
 
+MOST_HEADS = 2**16 - 1  # programs along the second axis of a CUDA grid
+
+
 @cache
 def compute_capability() -> tuple[int, int] | None:
     """Return (major, minor) of the default device, or None if it is not an NVIDIA GPU."""
@@ -92,6 +95,13 @@ def no_triton() -> str | None:
         f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]"
         if missing
         else None
+    )
+
+
+def many_heads(heads: int) -> str | None:
+    """Return the reason why a grid with an axis over all rows' heads is too large, or None."""
+    return (
+        f"takes at most {MOST_HEADS} heads of all rows, not {heads}" if heads > MOST_HEADS else None
     )
 
 

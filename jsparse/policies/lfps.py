@@ -43,9 +43,8 @@ SINKS = 4
 WINDOW = 32  # s, the last prompt queries from which the tables are built
 WIDER = 3  # candidates are up to this times the budget where exact weights choose among them
 BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
-# Tables grow by no more than this between two renormalisations: fourth powers of their entries, of
-# which the threshold takes sums, then stay far below the largest float32.
-MOST_SCALE = 2.0**12
+MOST_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
+FAINT = 2.0**-20  # tables without a larger entry are not scaled down
 
 
 class Tables(NamedTuple):
@@ -53,7 +52,8 @@ class Tables(NamedTuple):
 
     What decays is left as it is, and what is new is added on a larger scale. bfloat16 has float32's
     range, and 8 bits are enough for numbers that are compared: an entry that is attended to at each
-    step grows by 1 / decay in every one, 5 % by default, where one bit is 0.4 to 0.8 %.
+    step grows by 1 / decay in every one, 5 % by default, where one bit is 0.4 to 0.8 %. Tables of
+    heads that report nothing for long stop to decay before they vanish: only ratios count.
     """
 
     vertical: BFloat16[Array, "B K S"]
@@ -102,15 +102,16 @@ def lfps(
 ) -> Policy:
     """Attend to the share `budget` of a row's tokens, those to which earlier steps point.
 
-    These are k = ceil(budget · length) tokens per KV head, with the first 4, which are always among
-    them if there is room, and the newest.
+    These are k = ceil(budget · length) tokens per KV head, the first 4 and the newest among them.
+    Where k is below 5, a head attends to the oldest k and the newest.
 
     Args:
         budget: the share of tokens whose K and V are attended to.
         candidates: "top" lists the tokens of largest max(Φ, Ψ); "threshold" lists what stands out
             of either table, and its neighbours, at most 3k. It needs exact=True.
         a: the factor of the threshold; the paper uses 0.2 and 0.3.
-        decay: r, the part of both tables that is left after a step.
+        decay: r, the part of both tables that is left after a step. Above 0.99, bfloat16 rounds
+            away much of what is added.
         exact: whether 3k candidates are listed and exact weights choose k among them.
         bypass: whether a KV head that looks at nothing but the sinks skips its search. True attends
             to the sinks and to a token that stands for the mean of the prompt; "mean" returns the
@@ -132,14 +133,14 @@ def lfps(
         ("bypass", bypass, [True, False, "mean"]),
         ("floor", floor, [True, False]),
     ):
-        if given not in allowed:
+        if not any(given is value or given == value == "mean" for value in allowed):
             raise ValueError(f"{name}={given!r}: must be one of {allowed}")
     if candidates == "threshold" and not exact:
         raise ValueError("candidates='threshold': must be 'top' where exact=False")
     if floor and candidates == "top":
         raise ValueError("floor=True: must be False where candidates='top'")
 
-    # what the entries of a table sum to where every step adds 1 - penalty
+    # what a table's entries sum to where every step adds 1 - penalty
     whole = (1 - penalty) / (1 - decay)
 
     def init(spec: CacheSpec) -> Past:
@@ -213,10 +214,13 @@ def lfps(
 
     def maintain(state: Past, cache: KVCache) -> tuple[Past, KVCache]:
         left = decay ** (cache.positions - state.born).astype(jnp.float32)
-        tables = jax.tree.map(
-            lambda x: (x.astype(jnp.float32) * left[:, None, None]).astype(x.dtype), state.tables
-        )
-        return state._replace(tables=tables, born=cache.positions), cache
+
+        def scaled(tables: Tables) -> Tables:
+            greatest = jnp.maximum(*(jnp.max(jnp.abs(x), -1, keepdims=True) for x in tables))
+            factor = jnp.where(greatest > FAINT, left[:, None, None], 1.0)
+            return Tables(*((x.astype(jnp.float32) * factor).astype(x.dtype) for x in tables))
+
+        return state._replace(tables=tuple(map(scaled, state.tables)), born=cache.positions), cache
 
     return Policy(
         select,
@@ -241,12 +245,14 @@ def lfps(
 
 def share_of(budget: float, tokens: int) -> int:
     """Return ceil(budget · tokens), where rounding lets no product pass a whole number."""
-    return max(math.ceil(budget * (1 - 1e-6) * tokens), 1)
+    product = budget * tokens
+    return max(math.ceil(product - min(1e-6 * product, 1e-3)), 1)
 
 
 def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
     """Return k = ceil(budget · length) of every head, which `share_of` is of the capacity."""
-    return jnp.ceil(budget * (1 - 1e-6) * lengths).astype(jnp.int32)
+    product = budget * lengths.astype(jnp.float32)
+    return jnp.ceil(product - jnp.minimum(1e-6 * product, 1e-3)).astype(jnp.int32)
 
 
 def first_tables(
@@ -254,8 +260,8 @@ def first_tables(
 ) -> Tables:
     """Build both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
-    The vertical table's entries sum to `whole`. Heads are taken one after the other, so that no
-    more than the logits of one ever exist.
+    The vertical table's entries sum to `whole`, less the share of queries that lie in the sinks.
+    Heads are taken one after the other, so that no more than the logits of one ever exist.
     """
     (batch, heads), size = held.lengths.shape, queries.shape[1]
     grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)

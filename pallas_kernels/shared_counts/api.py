@@ -45,8 +45,8 @@ def shared_counts(
 ) -> Lengths:
     """Count how many of a row's `total` best scores lie in each of its K lists.
 
-    A list gets at least `least` and at most `most`, and never more than it has finite scores; the
-    others get what that leaves. Ties go to the first list. -inf and NaN never count.
+    A list gets at least `least` and at most `most`, and never more than it has scores that count;
+    the others get what that leaves. Ties go to the first list. -inf and NaN never count.
 
     Args:
         scores: the lists of each row.
@@ -56,7 +56,7 @@ def shared_counts(
         implementation: "triton", "reference", or None to pick.
 
     Raises:
-        ValueError: shapes do not fit together, or the bounds are no bounds.
+        ValueError: shapes do not fit together, or `least` is negative or above `most`.
     """
     if scores.ndim != 3 or 0 in scores.shape:
         raise ValueError(f"scores.shape={scores.shape}: must be [B, K, S], none of them 0")

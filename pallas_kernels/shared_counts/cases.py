@@ -24,7 +24,7 @@ class Case:
             each list on a scale of its own), "ties" (few values), "zeros" (mostly 0 and
             -0) or "equal".
         share: the part of all scores that the lists get together.
-        absent: the part of the scores that is -inf, NaN or infinite, a third each.
+        absent: the part of the scores that is -inf, NaN or +inf, a third each.
         empty: whether the first list of each row has no finite score.
     """
 

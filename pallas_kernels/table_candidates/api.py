@@ -3,11 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_candidates import reference
 from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
+
+MOST_SLOTS = 2**21  # the kernel counts slots in fields of 21 bits
 
 
 def _triton():
@@ -17,7 +19,11 @@ def _triton():
 
 
 def _refusal(vertical, distance, lengths, rule: Rule, **_) -> str | None:
-    return no_triton() if isinstance(rule, Best) else "takes the rule Best"
+    if not isinstance(rule, Best):
+        return "takes the rule Best"
+    if vertical.shape[2] >= MOST_SLOTS:
+        return f"takes fewer than {MOST_SLOTS} slots, not {vertical.shape[2]}"
+    return many_heads(lengths.size) or no_triton()
 
 
 BACKENDS = (
@@ -64,7 +70,7 @@ def table_candidates(
         Token ids, ascending, 0 past the count.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is none.
+        ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is invalid.
     """
     heads = lengths.shape
     for name, table in (("vertical", vertical), ("distance", distance)):

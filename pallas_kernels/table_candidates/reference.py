@@ -68,6 +68,8 @@ def standing_out(
     out, above_mean = jnp.zeros_like(ranked), jnp.zeros_like(ranked)
     for table in tables:
         x = table.astype(jnp.float32)
+        greatest = jnp.max(jnp.abs(x), -1, keepdims=True)
+        x /= jnp.where(greatest > 0, greatest, 1.0)  # or its fourth powers leave float32's range
         mean = jnp.sum(x, -1, keepdims=True) / number
         out |= x > threshold(x, mean, ranked, a)
         above_mean |= x > mean

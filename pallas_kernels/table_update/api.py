@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32
 
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_update import reference
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
@@ -15,8 +15,12 @@ def _triton():
     return triton_gpu.table_update
 
 
+def _heads(table: BFloat16[Array, "B K S"]) -> int:
+    return table.shape[0] * table.shape[1]
+
+
 BACKENDS = (
-    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("triton", _triton, lambda table, *_, **__: many_heads(_heads(table)) or no_triton()),
     Backend("reference", lambda: reference.table_update),
 )
 
@@ -42,7 +46,7 @@ def table_update(
         distance[t - i] += scale · (w_i - penalty / c)
 
     for each listed i ≥ sink, in float32, rounded once to nearest even. No other entry changes; a
-    head of which nothing counts changes nowhere. Ids are distinct, so that no entry is written
+    head with no counted token is unchanged. Ids are distinct, so that no entry is written
     twice.
 
     Args:
@@ -60,8 +64,7 @@ def table_update(
         Both tables. They may take the place of the old ones, which callers should donate.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `sink` or `penalty` is no such
-            number.
+        ValueError: shapes or types do not fit together, or `sink` or `penalty` is out of range.
     """
     heads = lengths.shape
     for name, table in (("vertical", vertical), ("distance", distance)):
