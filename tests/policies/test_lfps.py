@@ -1,6 +1,7 @@
 """LFPS against its formulas: tables, candidates, bypass, and what it recalls."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jsparse.cache import CacheSpec
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
+from jsparse.policies.lfps import Past, Tables
 from jsparse.policy import PrefillView
 from jsparse.runtime.decode_step import attend_layer
 
@@ -457,3 +459,13 @@ def test_a_bypass_cannot_stand_below_twilight():
     policy = "twilight(lfps(bypass=True), prune='token')"
     with pytest.raises(ValueError, match="base=lfps.*must not summarise tokens"):
         engine_logits(tiny_params(num_layers=1), policy, random_prompts((20,)), random_tokens(1, 2))
+
+
+def test_tables_that_take_nothing_in_do_not_vanish():
+    policy = parse("lfps(budget=0.5)")
+    entries = jnp.asarray(np.linspace(0, 2.0**-18, 16), jnp.bfloat16).reshape(1, 1, 16)
+    cache = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32))
+    state = Past((Tables(entries, entries),), jnp.zeros(1, jnp.int32), ())
+    for _ in range(40):
+        state, _ = policy.maintain(state._replace(born=cache.positions - 100), cache)
+    assert (np.diff(np.asarray(state.tables[0].vertical.astype(jnp.float32))[0, 0]) > 0).all()
