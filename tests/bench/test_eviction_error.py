@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
 from tiny import random_prompts, random_tokens, tiny_params
 
 from bench import eviction_error, plot_eviction
@@ -41,9 +40,8 @@ def replayed(recorded, expression, layer=0):
     return jax.device_get(replay(parse(expression), recorded.spec, recorded.prompt, *arguments))
 
 
-@pytest.mark.parametrize(
-    "more", slow_except(["", ", merge=False", ", metric='r_kv', budgets='uniform'"], "")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", ", merge=False", ", metric='r_kv', budgets='uniform'"])
 def test_the_first_layer_is_replayed_as_it_runs(recorded, more):
     """What the first layer is asked does not depend on the policy."""
     params, policy = tiny_params(num_layers=2), parse(f"{SMALL}{more})")

@@ -41,6 +41,7 @@ def test_the_oracle_is_its_own_yardstick(made):
     np.testing.assert_allclose(kl[1, :2], found.kl[1, :2], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_budgets_are_the_tokens_read_and_give_what_oracles_with_them_give(made):
     _, found, (budget, kl) = made
     lengths = np.array([[len(prompt) + nth + 1 for nth in range(STEPS)] for prompt in PROMPTS])
