@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 MeanStatsKind = Literal["page_mass", "token_logits"]  # those that Stats holds
 StatsKind = Literal[MeanStatsKind, "listed_logits"]
@@ -98,3 +98,16 @@ def softmax_partial(
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, -1)
     return weights, total, jnp.log(total) + top[..., 0]
+
+
+def group_weights(
+    logits: Float32[Array, "*rows G n"],
+    lse: Float32[Array, "*rows G"],
+    counted: Bool[Array, "*rows n"],
+) -> Float32[Array, "*rows n"]:
+    """Return the maximum over the group of the query heads' weights, divided by its sum."""
+    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
+    best = jnp.where(counted, jnp.max(logits - lse, axis=-2), -jnp.inf)
+    # in logarithms: all that counts may lie far below a sink
+    weights, total, _ = softmax_partial(best)
+    return weights / jnp.where(total > 0, total, 1.0)[..., None]

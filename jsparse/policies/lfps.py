@@ -30,10 +30,16 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32
 from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_heads, read_slots
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
-from jsparse.pallas_kernels.table_update.reference import group_weights
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
-from jsparse.partials import ListedLogits, Stats, Summary, merge, softmax_partial
+from jsparse.partials import (
+    ListedLogits,
+    Stats,
+    Summary,
+    group_weights,
+    merge,
+    softmax_partial,
+)
 from jsparse.policy import Policy, PrefillView, below_one, builder, fraction, knob
 from jsparse.selection import Selection
 from jsparse.shapes import HeadFlags, Lengths, Queries, Rows

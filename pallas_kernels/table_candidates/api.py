@@ -1,8 +1,8 @@
 """Lists the slots that two tables of past attention predict to be attended to next."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, BFloat16
 
+from jsparse.pallas_kernels.attention_tables import check_tables
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_candidates import reference
 from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
@@ -73,19 +73,10 @@ def table_candidates(
         ValueError: shapes or types do not fit together, or `capacity`, `sink` or `rule` is invalid.
     """
     heads = lengths.shape
-    for name, table in (("vertical", vertical), ("distance", distance)):
-        if table.ndim != 3 or table.shape[:2] != heads or table.shape != vertical.shape:
-            raise ValueError(
-                f"{name}.shape={table.shape}: must be [B, K, S] like the other table's, where "
-                f"[B, K] is {heads}"
-            )
-        if table.dtype != jnp.bfloat16:
-            raise ValueError(f"{name}.dtype={table.dtype}: must be bfloat16")
+    check_tables(vertical, distance, lengths, sink)
     slots = vertical.shape[2]
     if type(capacity) is not int or not 1 <= capacity <= slots:
         raise ValueError(f"capacity={capacity!r}: must be an integer from 1 to S = {slots}")
-    if type(sink) is not int or sink < 0:
-        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
     if not isinstance(rule, Best | Kurtosis):
         raise ValueError(f"rule={rule!r}: must be Best or Kurtosis")
     for name in ("number", "least", "most"):

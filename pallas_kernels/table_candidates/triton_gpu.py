@@ -55,23 +55,19 @@ def table_candidates(
         **sizes,
     )
     given = keys, lengths, rule.number, first
-    second, third = first, first  # stand-ins, which are not read before they are there
-    (second,) = triton_call(
-        *(*given, second),
-        kernel=count_kernel,
-        out_shape=[histograms],
-        grid=grid,
-        LEVEL=1,
-        **sizes,
-    )
-    (third,) = triton_call(
-        *(*given, second),
-        kernel=count_kernel,
-        out_shape=[histograms],
-        grid=grid,
-        LEVEL=2,
-        **sizes,
-    )
+
+    def counted(level: int, second: Array) -> Array:
+        return triton_call(
+            *(*given, second),
+            kernel=count_kernel,
+            out_shape=histograms,
+            grid=grid,
+            LEVEL=level,
+            **sizes,
+        )
+
+    second = counted(1, first)  # a stand-in, never read
+    third = counted(2, second)
     ids, count = triton_call(
         *(*given, second, third),
         kernel=list_kernel,

@@ -1,8 +1,8 @@
 """Adds what a step attended to into tables over position and over distance."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32
 
+from jsparse.pallas_kernels.attention_tables import check_tables
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_update import reference
 from jsparse.partials import ListedLogits
@@ -15,12 +15,12 @@ def _triton():
     return triton_gpu.table_update
 
 
-def _heads(table: BFloat16[Array, "B K S"]) -> int:
-    return table.shape[0] * table.shape[1]
+def _refusal(vertical, distance, listed, lengths, *_, **__) -> str | None:
+    return many_heads(lengths.size) or no_triton()
 
 
 BACKENDS = (
-    Backend("triton", _triton, lambda table, *_, **__: many_heads(_heads(table)) or no_triton()),
+    Backend("triton", _triton, _refusal),
     Backend("reference", lambda: reference.table_update),
 )
 
@@ -67,14 +67,7 @@ def table_update(
         ValueError: shapes or types do not fit together, or `sink` or `penalty` is out of range.
     """
     heads = lengths.shape
-    for name, table in (("vertical", vertical), ("distance", distance)):
-        if table.ndim != 3 or table.shape[:2] != heads or table.shape != vertical.shape:
-            raise ValueError(
-                f"{name}.shape={table.shape}: must be [B, K, S] like the other table's, where "
-                f"[B, K] is {heads}"
-            )
-        if table.dtype != jnp.bfloat16:
-            raise ValueError(f"{name}.dtype={table.dtype}: must be bfloat16")
+    check_tables(vertical, distance, lengths, sink)
     entries = listed.ids.shape[-1]
     for name, rank, wanted in (("ids", 3, (*heads, entries)), ("count", 2, heads)):
         shape = getattr(listed, name).shape
@@ -86,10 +79,10 @@ def table_update(
             f"listed.logits.shape={logits}: must be [B, K, G, entries], where [B, K] is {heads} "
             f"and ids has {entries} entries"
         )
+    if listed.lse.shape != logits[:3]:
+        raise ValueError(f"listed.lse.shape={listed.lse.shape}: must be [B, K, G] = {logits[:3]}")
     if scale.shape != heads[:1]:
         raise ValueError(f"scale.shape={scale.shape}: must be [B] = {heads[:1]}")
-    if type(sink) is not int or sink < 0:
-        raise ValueError(f"sink={sink!r}: must be an integer of at least 0")
     if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < 1:
         raise ValueError(f"penalty={penalty!r}: must be a number from 0 to below 1")
     return run(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from jsparse.partials import ListedLogits, softmax_partial
+from jsparse.partials import ListedLogits, group_weights
 from jsparse.shapes import Lengths
 
 
@@ -28,19 +28,6 @@ def table_update(
         _added(vertical, listed.ids, added, counted),
         _added(distance, past, added, counted),
     )
-
-
-def group_weights(
-    logits: Float32[Array, "*rows G n"],
-    lse: Float32[Array, "*rows G"],
-    counted: Bool[Array, "*rows n"],
-) -> Float32[Array, "*rows n"]:
-    """Return the maximum over the group of the query heads' weights, divided by its sum."""
-    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
-    best = jnp.where(counted, jnp.max(logits - lse, axis=-2), -jnp.inf)
-    # in logarithms: all that counts may lie far below a sink
-    weights, total, _ = softmax_partial(best)
-    return weights / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _added(

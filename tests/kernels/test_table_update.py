@@ -119,6 +119,11 @@ LISTED = INPUTS.listed
             r"listed.logits.shape=\(2, 4, 4, 40\): must be \[B, K, G, entries\]",
         ),
         ({"scale": INPUTS.scale[:1]}, {}, r"scale.shape=\(1,\): must be \[B\] = \(2,\)"),
+        (
+            {"listed": LISTED._replace(lse=LISTED.lse[..., :1])},
+            {},
+            r"listed.lse.shape=.*must be \[B, K, G\]",
+        ),
         ({}, {"sink": -1}, "sink=-1: must be an integer of at least 0"),
         ({}, {"penalty": 1.0}, "penalty=1.0: must be a number from 0 to below 1"),
         ({}, {"implementation": "abacus"}, "implementation='abacus': table_update has"),
