@@ -242,7 +242,7 @@ def test_a_second_prompt_of_a_session_that_evicted_is_refused():
 
 @pytest.mark.parametrize("expression", slow_except(OTHERS, *FIRST))
 def test_a_further_turn_reads_only_what_is_new(expression, short_chunks):
-    between_layers = "tidal", "lychee", "duo", "dense_layers"
+    between_layers = "tidal", "lychee", "duo", "retrieval_heads", "dense_layers"
     layers = 2 if any(name in expression for name in between_layers) else 1
     further_turns(as_policy(expression), tiny_params(num_layers=layers))
 
