@@ -20,6 +20,7 @@ FLOORS = (
         "partials",
         "selection",
         "cache",
+        "boundary_classes",
         "key_constants",
     ),
     ("kernels", "pallas_kernels"),

@@ -1,0 +1,1 @@
+"""Holds what methods share that cluster the keys of chunks of text."""

@@ -1,0 +1,206 @@
+"""Cuts rows of tokens into chunks that end where the text does, as LycheeCluster does.
+
+A chunk has `least` to `most` tokens and ends at the best boundary that this leaves: behind a
+paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4), else at
+`most` (0). Of several boundaries of the best class the last is taken. jsparse.boundary_classes says
+which token makes which boundary.
+
+Where a chunk ends depends on where it starts, so the paper's loop is serial. Here the end of a
+chunk is found for every slot it could start at, and pointer doubling follows these links: the
+chunks are those of the loop.
+"""
+
+from functools import reduce
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt8
+
+from jsparse.boundary_classes import ENDS_IN_NEWLINE, IS_NEWLINES, STARTS_WITH_BLANK
+from jsparse.shapes import Rows
+
+_CLASS_BITS = 3
+
+
+class Chunks(NamedTuple):
+    """Holds the chunks of each row.
+
+    Attributes:
+        starts: chunk i of row b is the slots starts[b, i] to starts[b, i + 1] - 1; entries past
+            `count` equal starts[b, count], the first slot in no chunk yet.
+        count: the number of chunks of each row.
+    """
+
+    starts: Int32[Array, "B C+1"]
+    count: Rows
+
+
+def marks(table: UInt8[Array, "V 2"], tokens: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """Look up what boundaries need of each token: its class in 3 bits, its flags above them."""
+    packed = table[:, 0] | table[:, 1] << _CLASS_BITS
+    return packed[tokens]
+
+
+def boundaries(marks: UInt8[Array, "B S"]) -> UInt8[Array, "B S"]:
+    """Return the class of the boundary behind each slot, from the marks of it and its neighbours.
+
+    A blank that starts the next token makes a boundary of class 4 where there is none. A token of
+    newlines alone behind one that ends in a newline completes an empty line, which is class 1. The
+    last slot's boundary may still turn from 0 to 4 when a token follows.
+    """
+    classes, flags = marks & ((1 << _CLASS_BITS) - 1), marks >> _CLASS_BITS
+    before = jnp.pad(flags[:, :-1], ((0, 0), (1, 0)))
+    after = jnp.pad(flags[:, 1:], ((0, 0), (0, 1)))
+    at_blank = (classes == 0) & (after & STARTS_WITH_BLANK > 0)
+    empty_line = (flags & IS_NEWLINES > 0) & (before & ENDS_IN_NEWLINE > 0)
+    return jnp.where(empty_line, 1, jnp.where(at_blank, 4, classes)).astype(jnp.uint8)
+
+
+def cut(
+    classes: UInt8[Array, "B S"] | None,
+    first: Rows | int,
+    ends: Rows,
+    *,
+    capacity: int,
+    least: int = 8,
+    most: int = 16,
+) -> Chunks:
+    """Cut each row greedily from slot `first` on into the chunks that end by `ends`.
+
+    The classes of the first `most` slots from its start decide where a chunk ends, so those of the
+    slots before ends + most - least must be right. A chunk that would end later than `ends` is not
+    there.
+
+    No slot is lost for lack of capacity. Let u chunks be used and s be the next start. While most ·
+    (capacity - u) < S - s + most - least, chunks are cut at `most`. By induction most · (capacity -
+    u) ≥ S - s: it holds at first; a chunk cut at `most` takes the same from both sides; any other
+    takes `most` from the left and at least `least` from the right, whose lead was most - least or
+    more. So s ≥ S once all chunks are used. A lead only shrinks, and not while chunks are cut at
+    `most`: once a row has to be cut so, it is to its end.
+
+    Args:
+        classes: of the boundary behind each slot; None cuts every chunk at `most`.
+        first: at most S; the slots before it belong to no chunk.
+        ends: the number of each row's slots that may belong to chunks.
+        capacity: the largest number of chunks of a row; most · capacity must be at least S - first.
+        least: the smallest number of tokens of a chunk.
+        most: the largest.
+
+    Raises:
+        ValueError: the sizes contradict each other.
+    """
+    _check(least, most)
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}: must be at least 1")
+    begin = jnp.broadcast_to(jnp.asarray(first, jnp.int32), ends.shape)
+    if classes is None or least == most:
+        return _up_to(ends, _every(most, begin, capacity))
+    size = classes.shape[1]
+    if isinstance(first, int) and not 0 <= size - first <= most * capacity:
+        raise ValueError(
+            f"first={first}: must be from {max(size - most * capacity, 0)} to {size}, for "
+            f"{capacity} chunks of {most} tokens in {size} slots"
+        )
+    starts = _followed(_next_starts(classes, least, most), begin, capacity + 1)
+    number = jnp.arange(capacity + 1, dtype=jnp.int32)
+    full = _must_be_full(starts, number, size, capacity, least, most)
+    turn = jnp.where(jnp.any(full, axis=1), jnp.argmax(full, axis=1), capacity)[:, None]
+    at_turn = jnp.take_along_axis(starts, turn, axis=1)
+    starts = jnp.where(number <= turn, starts, at_turn + most * (number - turn))
+    return _up_to(jnp.minimum(ends, size), starts)
+
+
+def cut_on(
+    classes: UInt8[Array, "B S"] | None,
+    chunks: Chunks,
+    ends: Rows,
+    *,
+    most_new: int,
+    least: int = 8,
+    most: int = 16,
+) -> Chunks:
+    """Add up to `most_new` chunks to each row, those that `cut` would make next.
+
+    Only the slots that these chunks could reach are read. Arguments are those of `cut`; most_new is
+    static and small.
+    """
+    _check(least, most)
+    if most_new < 1:
+        raise ValueError(f"most_new={most_new}: must be at least 1")
+    starts, count = chunks
+    capacity = starts.shape[1] - 1
+    number = jnp.arange(capacity + 1, dtype=jnp.int32)
+    begin = start = jnp.take_along_axis(starts, count[:, None], axis=1)[:, 0]
+    behind = None
+    if classes is not None and least < most:
+        ends = jnp.minimum(ends, classes.shape[1])
+        behind = _next_starts(_window(classes, begin, most_new * most), least, most)
+    for _ in range(most_new):
+        end = start + most
+        if classes is not None and behind is not None:
+            free = begin + jnp.take_along_axis(behind, (start - begin)[:, None], axis=1)[:, 0]
+            full = _must_be_full(start, count, classes.shape[1], capacity, least, most)
+            end = jnp.where(full, end, free)
+        fits = (end <= ends) & (count < capacity)
+        start = jnp.where(fits, end, start)
+        count = count + fits
+        starts = jnp.where(number >= count[:, None], start[:, None], starts)
+    return Chunks(starts, count)
+
+
+def _check(least: int, most: int) -> None:
+    if not 1 <= least <= most:
+        raise ValueError(f"least={least}, most={most}: must be 1 <= least <= most")
+
+
+def _next_starts(classes: UInt8[Array, "B S"], least: int, most: int) -> Int32[Array, "B S"]:
+    """Return the slot behind a chunk that starts at each slot; past the row all is class 0."""
+    size = classes.shape[1]
+    reach = size + most - 1
+    ranks = jnp.where(classes == 0, 0, 5 - classes.astype(jnp.int32))
+    ranks = jnp.pad(ranks, ((0, 0), (0, most - 1)))
+    ordered = ranks * reach + jnp.arange(reach, dtype=jnp.int32)  # by rank, then by slot
+    window = (ordered[:, offset : offset + size] for offset in range(least - 1, most))
+    return reduce(jnp.maximum, window) % reach + 1
+
+
+def _followed(links: Int32[Array, "B S"], begin: Rows, count: int) -> Int32[Array, "B count"]:
+    """Return the first `count` slots of the chain of links from `begin`; S + 1 past its end."""
+    size = links.shape[1]
+    links = jnp.pad(jnp.minimum(links, size + 1), ((0, 0), (0, 2)), constant_values=size + 1)
+    chain = begin[:, None]
+    while chain.shape[1] < count:  # links lead as many steps on as the chain is long
+        chain = jnp.concatenate([chain, jnp.take_along_axis(links, chain, axis=1)], axis=1)
+        links = jnp.take_along_axis(links, links, axis=1)
+    return chain[:, :count]
+
+
+def _must_be_full(
+    start: Int32[Array, "..."],
+    used: Int32[Array, "..."],
+    size: int,
+    capacity: int,
+    least: int,
+    most: int,
+) -> Bool[Array, "..."]:
+    """Return whether a chunk is cut at `most` because a shorter one might leave too few for the
+    rest.
+    """
+    return most * (capacity - used) < size - start + most - least
+
+
+def _window(classes: UInt8[Array, "B S"], begin: Rows, length: int) -> UInt8[Array, "B length"]:
+    """Return the classes of `length` slots from `begin` on; 0 past the row."""
+    slots = begin[:, None] + jnp.arange(length, dtype=jnp.int32)
+    return jnp.take_along_axis(classes, slots, axis=1, mode="fill", fill_value=0)
+
+
+def _every(most: int, begin: Rows, capacity: int) -> Int32[Array, "B C+1"]:
+    return begin[:, None] + most * jnp.arange(capacity + 1, dtype=jnp.int32)
+
+
+def _up_to(ends: Rows, starts: Int32[Array, "B C+1"]) -> Chunks:
+    """Keep the chunks that end by `ends`."""
+    count = jnp.sum(starts[:, 1:] <= ends[:, None], axis=1, dtype=jnp.int32)
+    last = jnp.take_along_axis(starts, count[:, None], axis=1)
+    return Chunks(jnp.minimum(starts, last), count)
