@@ -4,10 +4,10 @@ import functools
 import importlib.util
 from pathlib import Path
 
-import gguf
 import pytest
 import tokenizers
 
+from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "tokenizers"
@@ -16,10 +16,7 @@ NAMES = ("smollm2", "llama", "llama-bpe", "qwen2")
 
 @functools.cache
 def _read(file):
-    fields = gguf.GGUFReader(file).fields
-    return Tokenizer.from_gguf(
-        {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
-    )
+    return Tokenizer.from_gguf(GGUFFile(file).metadata)
 
 
 def tokenizer_of(name):
