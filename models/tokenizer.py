@@ -14,6 +14,7 @@ import tokenizers
 
 from jsparse.models import chat_template as chat_templates
 from jsparse.models import gguf_tokenizer
+from jsparse.models import token_bytes as bytes_of_tokens
 
 _NAMED_TOKENS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Tokens that chat templates may name, besides bos_token and eos_token."""
@@ -112,6 +113,21 @@ class Tokenizer:
                 f"ids range from {array.min()} to {array.max()}; they must be in [0, 2^32)"
             )
         return self._core.decode(array.tolist(), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self) -> list[bytes]:
+        """Returns the bytes that each id stands for inside a text; b"" for ids without a token.
+
+        Raises:
+            ValueError: the tokenizer spells its tokens in a way that is not known.
+        """
+        return bytes_of_tokens.token_bytes(self._core)
+
+    def control_token_ids(self) -> list[int]:
+        """Returns the ids of the tokens that are no text, such as the end of a turn."""
+        added = self._core.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        bos = () if self.bos_token_id is None else (self.bos_token_id,)
+        return sorted(special.union(bos, self.eos_token_ids))
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **extra: Any

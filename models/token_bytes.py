@@ -1,0 +1,91 @@
+"""Finds the bytes that every id of a vocabulary stands for, whatever the tokenizer's kind."""
+
+import json
+from typing import Any
+
+import tokenizers
+
+_AT_THE_ENDS = ("Fuse", "Strip")  # steps that change no token in the middle of a text
+_NO_BYTE = 0xFFFF
+
+
+def token_bytes(core: tokenizers.Tokenizer) -> list[bytes]:
+    """Returns the bytes of each id, as they are in the middle of a text; b"" where none is.
+
+    They are what the tokenizer's decoder makes of the token. Two spellings are known: the alphabet
+    of byte-level BPE, in which each character is a byte, and SentencePiece's, in which a character
+    stands for a space and "<0x0A>" for a byte. Added tokens are their text.
+
+    Raises:
+        ValueError: the decoder has a step that is not known.
+    """
+    steps = _steps(core)
+    vocabulary = core.get_vocab(with_added_tokens=True)
+    found = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    if any(step["type"] == "ByteLevel" for step in steps):
+        byte_of = _byte_level_alphabet()
+        for token, token_id in vocabulary.items():
+            try:
+                found[token_id] = token.translate(byte_of).encode("latin-1")
+            except UnicodeEncodeError:  # an added token, which is written as text
+                found[token_id] = token.encode()
+        return found
+    replaced = _replaced(steps)
+    has_bytes = any(step["type"] == "ByteFallback" for step in steps)
+    for token, token_id in vocabulary.items():
+        byte = _fallback_byte(token) if has_bytes else None
+        if byte is None:
+            for old, new in replaced:
+                token = token.replace(old, new)
+            byte = token.encode()
+        found[token_id] = byte
+    return found
+
+
+def _steps(core: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """Returns the steps of the decoder, each of which is one that `token_bytes` knows."""
+    if core.decoder is None:
+        return []
+    stated = json.loads(core.decoder.__getstate__())
+    steps = stated["decoders"] if stated["type"] == "Sequence" else [stated]
+    known = ("ByteLevel", "ByteFallback", "Metaspace", "Replace", *_AT_THE_ENDS)
+    for step in steps:
+        if step["type"] not in known or "Regex" in step.get("pattern", {}):
+            raise ValueError(
+                f"the tokenizer's decoder has the step {json.dumps(step)}: must be among "
+                f"{', '.join(known)}, and replace plain strings only"
+            )
+    return steps
+
+
+def _replaced(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Returns the strings that the decoder replaces, with what takes their place."""
+    pairs = []
+    for step in steps:
+        if step["type"] == "Replace":
+            pairs.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] == "Metaspace":
+            pairs.append((step["replacement"], " "))
+    return pairs
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    """Returns the byte that a token such as "<0x0A>" stands for; None if it is none of these."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return bytes.fromhex(token[3:5])
+    except ValueError:
+        return None
+
+
+def _byte_level_alphabet() -> dict[int, int]:
+    """Returns the byte for each character that GPT-2 spells bytes with, both as numbers.
+
+    Bytes that Latin-1 prints stand for themselves, the others for characters from 256 on. What
+    Latin-1 does not print stands for no byte.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    shifted = {256 + index: byte for index, byte in enumerate(others)}
+    return dict.fromkeys(others, _NO_BYTE) | dict(zip(printed, printed, strict=True)) | shifted
