@@ -1,0 +1,115 @@
+"""Tests which boundary lies behind a token, for every separator and every kind of tokenizer."""
+
+import numpy as np
+import pytest
+from model_tokenizers import NAMES, tokenizer_of
+
+from jsparse.boundary_classes import (
+    ENDS_IN_NEWLINE,
+    IS_NEWLINES,
+    STARTS_WITH_BLANK,
+    boundary_classes,
+)
+
+
+class Bytes:
+    """A vocabulary of these tokens, with these control ids."""
+
+    def __init__(self, tokens, controls=()):
+        self.tokens, self.controls = list(tokens), list(controls)
+
+    def token_bytes(self):
+        return self.tokens
+
+    def control_token_ids(self):
+        return self.controls
+
+
+def rows(*tokens):
+    tokens = [token.encode() if isinstance(token, str) else token for token in tokens]
+    return boundary_classes(Bytes(tokens), len(tokens)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("number", "separators"),
+    [
+        (1, ["\n\n", "```", "---", "***", "}", "]", ">", "\r\n\r\n", "\n \t\n"]),
+        (2, [".", "?", "!", "。", "？", "！", "\n", "\r\n"]),
+        (3, [",", ";", ":", "，", "；", "：", "、"]),
+        (4, [" ", "\t"]),
+        (0, ["x", '"', ")", "--", "`", "é", "语"]),
+    ],
+)
+def test_separators_have_their_class_alone_and_behind_text_and_before_blanks(number, separators):
+    alone, behind = rows(*separators), rows(*("word" + sep for sep in separators))
+    assert {row[0] for row in alone + behind} == {number}
+    blank_behind = {row[0] for row in rows(*(sep + " \t" for sep in separators))}
+    assert blank_behind == {number or 4}
+    assert {row[0] for row in rows(*(sep + "x" for sep in separators))} == {0}
+
+
+def test_flags_say_what_neighbours_need():
+    in_line = STARTS_WITH_BLANK
+    line = ENDS_IN_NEWLINE
+    empty = ENDS_IN_NEWLINE + IS_NEWLINES
+    assert rows("x", " x", "\tx", "x\n", "\n", " \n", "\n\n", "\n  ", "\r\n", ".\n\n", " ") == [
+        [0, 0],
+        [0, in_line],
+        [0, in_line],
+        [2, line],
+        [2, empty],
+        [2, empty + in_line],
+        [1, empty],
+        [2, empty],
+        [2, empty],
+        [1, line],
+        [4, in_line],
+    ]
+
+
+def test_pieces_of_characters_make_no_boundary():
+    whole = "。".encode()
+    assert rows(whole[:1], whole[:2], whole[1:], b"." + whole[:2], b"\x80\n", b"\xe3 ") == [
+        [0, 0],
+        [0, 0],
+        [0, 0],
+        [0, 0],
+        [2, ENDS_IN_NEWLINE],
+        [4, 0],
+    ]
+
+
+def test_control_tokens_are_class_1_whatever_their_text_and_padding_is_none():
+    table = boundary_classes(Bytes([b"<s>", b" end\n", b"a", b""], controls=[0, 1, 9]), 6)
+    assert table.tolist() == [[1, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert table.dtype == np.uint8
+
+
+def test_a_model_of_fewer_ids_than_its_tokenizer_has_fewer_rows():
+    assert boundary_classes(Bytes([b".", b",", b"</s>"], controls=[2]), 2).tolist() == [
+        [2, 0],
+        [3, 0],
+    ]
+    assert boundary_classes(Bytes([]), 2).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_tokenizer_has_boundaries(name):
+    tokenizer = tokenizer_of(name)
+    size = tokenizer.vocab_size
+    table = boundary_classes(tokenizer, size + 50)
+    assert (table[size:] == 0).all()
+    assert (table[tokenizer.control_token_ids()] == [1, 0]).all()
+    text = "The sun, the moon: and.\nThen[0] {it}\n\nended"
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False))
+    vocabulary = tokenizer.token_bytes()
+    spelled = [vocabulary[token_id] for token_id in ids]
+    ends = {b",": 3, b":": 3, b".": 2, b"]": 1, b"}": 1, b"\n\n": 1}
+    for token, (number, flags) in zip(spelled, table[ids].tolist(), strict=True):
+        assert bool(flags & STARTS_WITH_BLANK) == token.startswith(b" ")
+        assert bool(flags & ENDS_IN_NEWLINE) == token.endswith(b"\n")
+        for end, its in ends.items():
+            assert number == its or not token.endswith(end)
+        if token[-1:].isalpha():
+            assert number == 0
+    assert {1, 2, 3, 0} <= {number for number, _ in table[ids].tolist()}
