@@ -47,6 +47,7 @@ ARRAY_MODULES = (
     "pallas_kernels.threshold_select.reference",
     "pallas_kernels.token_sparse_decode.reference",
     "pallas_kernels.window_attention.reference",
+    "policies.clusters.chunking",
     "policies.eviction.merging",
     "policies.eviction.window",
     "partials",

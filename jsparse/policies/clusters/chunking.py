@@ -32,7 +32,7 @@ class Chunks(NamedTuple):
     """
 
     starts: Int32[Array, "B C+1"]
-    count: Rows
+    count: Rows  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def marks(table: UInt8[Array, "V 2"], tokens: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -79,7 +79,8 @@ def cut(
     `most`: once a row has to be cut so, it is to its end.
 
     Args:
-        classes: of the boundary behind each slot; None cuts every chunk at `most`.
+        classes: of the boundary behind each slot; None cuts every chunk at `most`, and `least`
+            does not count.
         first: at most S; the slots before it belong to no chunk.
         ends: the number of each row's slots that may belong to chunks.
         capacity: the largest number of chunks of a row; most · capacity must be at least S - first.
@@ -89,11 +90,11 @@ def cut(
     Raises:
         ValueError: the sizes contradict each other.
     """
-    _check(least, most)
+    _check(classes, least, most)
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: must be at least 1")
     begin = jnp.broadcast_to(jnp.asarray(first, jnp.int32), ends.shape)
-    if classes is None or least == most:
+    if classes is None:
         return _up_to(ends, _every(most, begin, capacity))
     size = classes.shape[1]
     if isinstance(first, int) and not 0 <= size - first <= most * capacity:
@@ -101,13 +102,16 @@ def cut(
             f"first={first}: must be from {max(size - most * capacity, 0)} to {size}, for "
             f"{capacity} chunks of {most} tokens in {size} slots"
         )
+    ends = jnp.minimum(ends, size)
+    if least == most:
+        return _up_to(ends, _every(most, begin, capacity))
     starts = _followed(_next_starts(classes, least, most), begin, capacity + 1)
     number = jnp.arange(capacity + 1, dtype=jnp.int32)
     full = _must_be_full(starts, number, size, capacity, least, most)
     turn = jnp.where(jnp.any(full, axis=1), jnp.argmax(full, axis=1), capacity)[:, None]
     at_turn = jnp.take_along_axis(starts, turn, axis=1)
     starts = jnp.where(number <= turn, starts, at_turn + most * (number - turn))
-    return _up_to(jnp.minimum(ends, size), starts)
+    return _up_to(ends, starts)
 
 
 def cut_on(
@@ -124,7 +128,7 @@ def cut_on(
     Only the slots that these chunks could reach are read. Arguments are those of `cut`; most_new is
     static and small.
     """
-    _check(least, most)
+    _check(classes, least, most)
     if most_new < 1:
         raise ValueError(f"most_new={most_new}: must be at least 1")
     starts, count = chunks
@@ -132,7 +136,7 @@ def cut_on(
     number = jnp.arange(capacity + 1, dtype=jnp.int32)
     begin = start = jnp.take_along_axis(starts, count[:, None], axis=1)[:, 0]
     behind = None
-    if classes is not None and least < most:
+    if classes is not None:
         ends = jnp.minimum(ends, classes.shape[1])
         behind = _next_starts(_window(classes, begin, most_new * most), least, most)
     for _ in range(most_new):
@@ -148,8 +152,8 @@ def cut_on(
     return Chunks(starts, count)
 
 
-def _check(least: int, most: int) -> None:
-    if not 1 <= least <= most:
+def _check(classes: UInt8[Array, "B S"] | None, least: int, most: int) -> None:
+    if not 1 <= (most if classes is None else least) <= most:
         raise ValueError(f"least={least}, most={most}: must be 1 <= least <= most")
 
 
@@ -195,11 +199,11 @@ def _window(classes: UInt8[Array, "B S"], begin: Rows, length: int) -> UInt8[Arr
     return jnp.take_along_axis(classes, slots, axis=1, mode="fill", fill_value=0)
 
 
-def _every(most: int, begin: Rows, capacity: int) -> Int32[Array, "B C+1"]:
+def _every(most: int, begin: Rows, capacity: int) -> Int32[Array, "B starts"]:
     return begin[:, None] + most * jnp.arange(capacity + 1, dtype=jnp.int32)
 
 
-def _up_to(ends: Rows, starts: Int32[Array, "B C+1"]) -> Chunks:
+def _up_to(ends: Rows, starts: Int32[Array, "B starts"]) -> Chunks:
     """Keep the chunks that end by `ends`."""
     count = jnp.sum(starts[:, 1:] <= ends[:, None], axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(starts, count[:, None], axis=1)

@@ -1,0 +1,273 @@
+"""Chunks against the greedy loop over the text, and added chunks against those cut at once."""
+
+import re
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_tokenizers import NAMES, tokenizer_of
+
+from jsparse.boundary_classes import boundary_classes
+from jsparse.evaluation.texts import read
+from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
+
+SLOTS = 160
+TEXTS = {
+    "prose": "The cache keeps what was read, so that nothing is read twice; it grows with the "
+    "text. Most of it hardly matters! Which part does? Nobody knows before the question "
+    "comes.\n\nSo we cut it into pieces, each of which (we hope) says one thing: a clause, a "
+    "sentence.\n",
+    "python": "def greedy(classes, least=8, most=16):\n    start = 0\n    while start < "
+    "len(classes):\n        window = classes[start + least - 1 : start + most]\n        # the last "
+    "of the best\n        start += least + max(range(len(window)), key=lambda i: rank[window[i]])"
+    "\n\n\nclass Chunk:\n\tpass\r\n\r\n",
+    "json": '{"name": "passkey", "values": [1, 2, [3, 4]], "where": {"row": 7, "page": null}, '
+    '"notes": "a string, with a comma"}\n{"name": "other", "values": [], "where": {}}\n',
+    "markdown": "# Title\n\n- one item\n- another, longer item\n\n---\n\n```\ncode > here\n```\n\n"
+    "***\n\n| a | b |\n|---|---|\n| 1 | 2 |\n",
+    "chinese": "河水结冰了，直到三月。我们读得越长，就越慢；为什么？因为每一步都要读所有的词！"
+    "于是有人问：哪些词、哪些句子要紧？没有人知道。\n\n等到问题来了，才知道。",
+    "no separators": "x" * 30 + "ﬃ" * 12 + "𝔘𝔫𝔦𝔠𝔬𝔡𝔢" * 8,
+}
+SEPARATORS = (
+    (1, rb"(\n[ \t]*\n|```|---|\*\*\*|[}\]>])[ \t]*\Z"),
+    (2, "([.?!\n]|。|？|！)[ \t]*\\Z".encode()),
+    (3, "([,;:]|，|；|：|、)[ \t]*\\Z".encode()),
+)
+
+
+def slow_classes(tokens: list[bytes]) -> list[int]:
+    """The class of the boundary behind each token, by looking at its bytes and its neighbours'."""
+    found = []
+    for i, token in enumerate(tokens):
+        behind = tokens[i + 1] if i + 1 < len(tokens) else b""
+        before = (tokens[i - 1] if i else b"").replace(b"\r\n", b"\n")
+        token = token.replace(b"\r\n", b"\n")
+        if re.fullmatch(rb"[ \t\n]*\n[ \t]*", token) and re.search(rb"\n[ \t]*\Z", before):
+            found.append(1)
+            continue
+        of_token = (number for number, pattern in SEPARATORS if re.search(pattern, token))
+        blank = token.endswith((b" ", b"\t")) or behind.startswith((b" ", b"\t"))
+        found.append(next(of_token, 4 if blank else 0))
+    return found
+
+
+def slow_starts(classes, first, end, size, *, capacity=10**9, least=8, most=16) -> list[int]:
+    """The greedy loop: walk on from each start to the last of the best boundaries."""
+    starts = [first]
+    while len(starts) <= capacity:
+        stop, best = starts[-1] + most, 5
+        if most * (capacity - len(starts) + 1) >= size - starts[-1] + most - least:
+            for slot in range(starts[-1] + least - 1, starts[-1] + most):
+                number = classes[slot] if slot < size and classes[slot] else 5
+                if number <= best:
+                    stop, best = slot + 1, number
+        if stop > end:
+            break
+        starts.append(stop)
+    return starts
+
+
+def agree(chunks: Chunks, row: int, starts: list[int]) -> bool:
+    """Whether a row's chunks are these, and the entries past them all the last one's end."""
+    assert int(chunks.count[row]) == len(starts) - 1
+    filled = starts + starts[-1:] * (chunks.starts.shape[1] - len(starts))
+    assert chunks.starts[row].tolist() == filled
+    return True
+
+
+cut_jit = partial(jax.jit, static_argnames=("capacity", "least", "most"))(cut)
+cut_on_jit = partial(jax.jit, static_argnames=("most_new", "least", "most"))(cut_on)
+
+
+@cache
+def vocabulary(name):
+    tokenizer = tokenizer_of(name)
+    return tokenizer.token_bytes(), jnp.asarray(
+        boundary_classes(tokenizer, tokenizer.vocab_size + 3)
+    )
+
+
+def batch(name, texts):
+    """Rows of tokens padded to SLOTS, their lengths and the bytes of each token."""
+    rows = [tokenizer_of(name).encode(text, add_special_tokens=False)[:SLOTS] for text in texts]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    padded = np.zeros((len(rows), SLOTS), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded, lengths, [[vocabulary(name)[0][i] for i in row] for row in padded]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_of_all_kinds_are_cut_as_by_the_loop(name):
+    tokens, lengths, spelled = batch(name, TEXTS.values())
+    classes = jax.jit(boundaries)(marks(vocabulary(name)[1], jnp.asarray(tokens)))
+    wanted = [slow_classes(row) for row in spelled]
+    assert classes.tolist() == wanted
+    first = np.array([0, 16, 3, 1, 4, 0], np.int32)
+    chunks = cut_jit(classes, jnp.asarray(first), jnp.asarray(lengths), capacity=11)
+    for row, its in enumerate(wanted):
+        starts = slow_starts(its, first[row], lengths[row], SLOTS, capacity=11)
+        assert agree(chunks, row, starts)
+        assert first[row] == starts[0]
+        assert 0 <= lengths[row] - starts[-1] < 16  # a row ends inside a chunk
+
+
+CUT = {
+    "prose": [
+        "The cache keeps what was read, so that nothing is read twice;",
+        " it grows with the text. Most of it hardly matters! Which part does?",
+        " Nobody knows before the question comes.\n\n",
+        "So we cut it into pieces, each of which (we hope) says one",
+        " thing: a clause, a sentence.\n",
+    ],
+    "json": [
+        '{"name": "passkey", "values": [1, 2,',
+        ' [3, 4]], "where": {"row": 7,',
+        ' "page": null}, "notes": "a string, with a comma"}',
+        '\n{"name": "other", "values": [], "where": {}}',
+    ],
+    "markdown": [
+        "# Title\n\n- one item\n- another, longer item\n\n---",
+        "\n\n```\ncode > here\n```\n\n***\n\n",
+        "| a | b |\n|---|---",
+        "|\n| 1 | 2 |\n",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_chunks_end_where_the_text_does(kind):
+    text = TEXTS[kind] + "zz" * 16  # the text goes on, so that its end is one boundary of many
+    tokens, lengths, spelled = batch("smollm2", [text])
+    classes = boundaries(marks(vocabulary("smollm2")[1], jnp.asarray(tokens)))
+    starts = (
+        cut_jit(classes, jnp.zeros(1, jnp.int32), jnp.asarray(lengths), capacity=20)
+        .starts[0]
+        .tolist()
+    )
+    found = [b"".join(spelled[0][a:b]).decode() for a, b in pairwise(starts) if a < b]
+    assert found[: len(CUT[kind])] == CUT[kind]
+
+
+def test_chunks_of_prose_have_about_14_tokens():
+    ids = tokenizer_of("smollm2").encode(read(None)[:40000], add_special_tokens=False)
+    classes = boundaries(marks(vocabulary("smollm2")[1], jnp.asarray([ids])))
+    first = jnp.array([16], jnp.int32)
+    chunks = cut_jit(classes, first, jnp.asarray([len(ids)]), capacity=len(ids) // 10)
+    count = int(chunks.count[0])
+    assert 13 < (int(chunks.starts[0, count]) - 16) / count < 15
+
+
+def test_a_newline_behind_a_line_is_an_empty_line_and_a_blank_ahead_a_boundary():
+    table = jnp.asarray([[2, 6], [0, 0], [0, 1], [2, 4], [4, 1], [1, 0]], jnp.uint8)
+    newline, word, blank_word, line, blank, control = range(6)
+    rows = [
+        [newline, newline, word, newline, newline, newline],
+        [line, newline, word, word, blank_word, word],
+        [word, blank, newline, line, newline, control],
+        [control, blank_word, line, blank_word, blank, word],
+    ]
+    found = boundaries(marks(table, jnp.asarray(rows)))
+    assert found.dtype == jnp.uint8
+    assert found.tolist() == [
+        [2, 1, 0, 2, 1, 1],
+        [2, 1, 0, 4, 0, 0],
+        [4, 4, 2, 2, 1, 1],
+        [1, 0, 2, 4, 4, 0],
+    ]
+
+
+SIZES = ((8, 16, 96), (3, 5, 40), (1, 1, 24))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_chunks_are_the_loops_whatever_the_capacity_and_no_slot_is_lost(data):
+    least, most, size = data.draw(st.sampled_from(SIZES))
+    odds = data.draw(st.sampled_from([(1, 1, 1, 1, 1), (9, 0, 0, 0, 1), (0, 1, 0, 0, 0)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    classes = rng.choice(5, (3, size), p=np.array(odds) / sum(odds)).astype(np.uint8)
+    first = rng.integers(0, 10, 3).astype(np.int32)
+    ends = rng.integers(0, size + 1, 3).astype(np.int32)
+    ends[0] = size
+    fewest = -(-size // most)  # holds all rows, whatever their first slot
+    capacity = data.draw(st.sampled_from([fewest, size]))
+    chunks = cut_jit(classes, first, ends, capacity=capacity, least=least, most=most)
+    for row in range(3):
+        starts = slow_starts(
+            *(classes[row], first[row], ends[row], size),
+            **{"capacity": capacity, "least": least, "most": most},
+        )
+        assert agree(chunks, row, starts)
+        lengths = np.diff(starts)
+        assert ((lengths >= least) & (lengths <= most)).all()
+        assert ends[row] - starts[-1] < most
+    # the same rows cut as they grow, at most two chunks at a time
+    early = cut_jit(classes, first, ends // 3, capacity=capacity, least=least, most=most)
+    for part in (2, 3):
+        upto = ends * part // 3
+        for _ in range(size // least):
+            before, early = (
+                early,
+                cut_on_jit(classes, early, upto, most_new=2, least=least, most=most),
+            )
+            if (before.count == early.count).all():
+                break
+    for grown, whole in zip(early, chunks, strict=True):
+        np.testing.assert_array_equal(grown, whole)
+
+
+def test_a_row_is_cut_full_from_where_its_capacity_would_not_hold_the_rest():
+    classes = np.zeros((2, 64), np.uint8)
+    classes[:, [3, 7, 11]] = 1, 2, 3
+    ends = np.array([64, 40], np.int32)
+    wide, tight = (
+        cut_jit(classes, ends * 0, ends, capacity=capacity, least=4, most=8).starts.tolist()
+        for capacity in (16, 9)
+    )
+    assert wide[0] == [0, 4, 8, 12, 20, 28, 36, 44, 52, *[60] * 8]
+    assert tight[0] == [0, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert tight[1] == [0, 4, 8, 16, 24, 32, 40, 40, 40, 40]
+
+
+def test_fixed_chunks_need_no_classes():
+    first, ends = np.array([0, 3, 9], np.int32), np.array([40, 18, 8], np.int32)
+    chunks = cut_jit(None, first, ends, capacity=5, most=5)
+    classes = np.zeros((3, 28), np.uint8)
+    zeros = cut_jit(classes, first, np.array([25, 18, 8]), capacity=6, least=3, most=5)
+    assert zeros.starts[:, :6].tolist() == chunks.starts.tolist()
+    begun = cut_jit(None, first, first + 6, capacity=5, most=5)
+    assert begun.count.tolist() == [1, 1, 1]
+    grown = cut_on_jit(None, begun, ends + 1, most_new=5, most=5)
+    wanted = cut_jit(None, first, ends + 1, capacity=5, most=5)
+    assert grown.starts[:2].tolist() == wanted.starts[:2].tolist()
+    assert grown.count.tolist() == [5, 3, 1]  # a row does not lose what it has
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"least": 0}, r"least=0, most=16: must be 1 <= least <= most"),
+        ({"least": 17}, r"least=17, most=16"),
+        ({"capacity": 0}, r"capacity=0: must be at least 1"),
+        ({"capacity": 3}, r"first=0: must be from 16 to 64, for 3 chunks of 16 tokens in 64 slots"),
+        ({"first": 65}, r"first=65: must be from 0 to 64"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(arguments, message):
+    classes, ends = jnp.zeros((1, 64), jnp.uint8), jnp.array([64], jnp.int32)
+    arguments = {"first": 0, "capacity": 4} | arguments
+    with pytest.raises(ValueError, match=message):
+        cut(classes, arguments.pop("first"), ends, **arguments)
+
+
+def test_no_new_chunks_are_refused():
+    chunks = Chunks(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="most_new=0: must be at least 1"):
+        cut_on(None, chunks, jnp.array([9], jnp.int32), most_new=0)
