@@ -1,7 +1,8 @@
 """Makes the constants of a model that policies need, once, and keeps them.
 
 They are kept in the loaded model, and on disk under a fingerprint of its config and weights, so
-that the next process finds them.
+that the next process finds them. The boundary classes follow from the tokenizer in less than a
+second: they are kept for as long as the model is there, and nowhere else.
 """
 
 import dataclasses
@@ -11,12 +12,14 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jsparse.boundary_classes import boundary_classes
 from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
@@ -30,9 +33,12 @@ from jsparse.shapes import Tokens
 TOKENS = 1024  # read to find the constants
 GAIN = 0.8  # a mean is taken off where keys then reach less than this part as far
 SAMPLES = 4096  # numbers of the weights in a fingerprint
+BOUNDARY_CLASSES = "boundary_classes"
+BOUNDARY_CLASSES_OR_NONE = "boundary_classes_or_none"  # zeros for a model without a tokenizer
 VERSION = 1  # of how constants are made; files of other versions are not found
 
 logger = logging.getLogger("jsparse.constants")
+_tables: WeakKeyDictionary[Params, UInt8[Array, "V 2"]] = WeakKeyDictionary()
 
 
 def constants(
@@ -46,21 +52,34 @@ def constants(
         ValueError: the model lacks one that nobody can make.
     """
     require_constants(params, policy)
+    found = {}
     for name in policy.constants:
+        if name in (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE):
+            found[name] = _boundary_classes(params)
+            continue
         if name not in params.constants:
             params.constants.update(_found_or_made(params, MAKERS[name], report))
-    return {name: params.constants[name] for name in policy.constants} or None
+        found[name] = params.constants[name]
+    return found or None
 
 
 def require_constants(params: Params, policy: Policy) -> None:
     """Raises ValueError if the model lacks a constant that a policy needs and nobody can make."""
-    there = {*params.constants, *MAKERS}
+    there = {*params.constants, *MAKERS, BOUNDARY_CLASSES_OR_NONE}
+    if params.tokenizer is not None:
+        there.add(BOUNDARY_CLASSES)
     for name in policy.constants:
-        if name not in there:
+        if name in there:
+            continue
+        if name == BOUNDARY_CLASSES:
             raise ValueError(
-                f"policy={policy} needs {name!r}: must be among the constants of the model "
-                f"{params.name!r}, which has {sorted(params.constants)}"
+                f"policy={policy} cuts chunks by the text: the model {params.name!r} must have a "
+                "tokenizer, and has none; chunks='fixed' needs none"
             )
+        raise ValueError(
+            f"policy={policy} needs {name!r}: must be among the constants of the model "
+            f"{params.name!r}, which has {sorted(params.constants)}"
+        )
 
 
 def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[str, Array]:
@@ -124,6 +143,20 @@ def mid_and_scale(
 def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:
     """Returns the largest |k| of each pair."""
     return jnp.max(jnp.abs(k).reshape(*k.shape[:2], 2, k.shape[-1] // 2), axis=(1, 2))
+
+
+def _boundary_classes(params: Params) -> UInt8[Array, "V 2"]:
+    """Returns the boundary classes of the model's tokenizer, or zeros if it has none."""
+    if BOUNDARY_CLASSES in params.constants:
+        return params.constants[BOUNDARY_CLASSES]
+    if params not in _tables:
+        size = params.config.vocab_size
+        if params.tokenizer is None:
+            logger.warning("%s has no tokenizer: chunks will be of a fixed size", params.name)
+            _tables[params] = jnp.zeros((size, 2), jnp.uint8)
+        else:
+            _tables[params] = jnp.asarray(boundary_classes(params.tokenizer, size))
+    return _tables[params]
 
 
 def _found_or_made(

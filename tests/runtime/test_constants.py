@@ -4,15 +4,19 @@ import dataclasses
 import logging
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_tokenizers import tokenizer_of
 from tiny import random_prompts, tiny_params
 
 import jsparse
+from jsparse.boundary_classes import boundary_classes
 from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.runtime import constants as module
 from jsparse.runtime.constants import constants, fingerprint, key_constants, mid_and_scale
+from jsparse.selection import everything
 
 PROMPT = random_prompts((20,))[0]
 POLICY = "twilight(all_pages(), p=0.6)"
@@ -147,3 +151,88 @@ def test_save_writes_what_was_made(made, tmp_path):
     path.write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match=r"constants\.safetensors is damaged"):
         jsparse.load(tmp_path / "with")
+
+
+def needing(*names):
+    """A policy that needs these constants."""
+    return jsparse.dense()._replace(needs=names, name="chunky()")
+
+
+def with_tokenizer(params):
+    return dataclasses.replace(params, tokenizer=tokenizer_of("llama"))
+
+
+def test_boundary_classes_come_from_the_tokenizer_and_are_made_once(monkeypatch, tmp_path, caplog):
+    calls = []
+
+    def counted(tokenizer, vocab_size):
+        calls.append(tokenizer)
+        return boundary_classes(tokenizer, vocab_size)
+
+    monkeypatch.setattr(module, "boundary_classes", counted)
+    params = with_tokenizer(fresh())
+    with caplog.at_level(logging.WARNING, "jsparse.constants"):
+        found = constants(params, needing("boundary_classes", "boundary_classes_or_none")) or {}
+    assert not caplog.text
+    for table in found.values():
+        assert isinstance(table, jax.Array)
+        wanted = boundary_classes(params.tokenizer, params.config.vocab_size)
+        np.testing.assert_array_equal(table, wanted)
+    assert constants(params, needing("boundary_classes"))["boundary_classes"] is table
+    assert calls == [params.tokenizer]
+    other = dataclasses.replace(params, tokenizer=tokenizer_of("qwen2"))
+    wanted = boundary_classes(other.tokenizer, params.config.vocab_size)
+    again = constants(other, needing("boundary_classes"))["boundary_classes"]
+    np.testing.assert_array_equal(again, wanted)
+    assert calls == [params.tokenizer, other.tokenizer]
+
+
+def test_boundary_classes_are_never_written(tmp_path):
+    params = with_tokenizer(fresh())
+    constants(params, needing("boundary_classes", "boundary_classes_or_none"))
+    assert params.constants == {}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
+    policy = needing("boundary_classes")
+    message = (
+        r"policy=chunky\(\) .*'tiny' must have a tokenizer, and has none; chunks='fixed' needs none"
+    )
+    with pytest.raises(ValueError, match=message):
+        constants(fresh(), policy)
+    with pytest.raises(ValueError, match=message):
+        jsparse.generate(fresh(), PROMPT, max_new_tokens=2, policy=policy)
+
+
+def test_or_none_is_zeros_without_a_tokenizer_and_is_said_once(caplog):
+    params, policy = fresh(), needing("boundary_classes_or_none")
+    with caplog.at_level(logging.WARNING, "jsparse.constants"):
+        found = [constants(params, policy)["boundary_classes_or_none"] for _ in range(2)]
+    assert [record.message for record in caplog.records] == [
+        "tiny has no tokenizer: chunks will be of a fixed size"
+    ]
+    assert found[0] is found[1]
+    assert found[0].shape == (params.config.vocab_size, 2)
+    assert found[0].dtype == jnp.uint8
+    assert not found[0].any()
+
+
+def test_a_given_table_of_boundaries_is_taken_as_it_is():
+    table = jnp.ones((fresh().config.vocab_size, 2), jnp.uint8)
+    params = dataclasses.replace(fresh(), constants={"boundary_classes": table})
+    names = ("boundary_classes", "boundary_classes_or_none")
+    assert constants(params, needing(*names)) == dict.fromkeys(names, table)
+
+
+def test_hooks_find_the_table_among_the_constants_of_the_cache():
+    params, seen = with_tokenizer(fresh()), []
+
+    def select(state, layer, q, cache):
+        seen.append(cache.constants["boundary_classes"])
+        return everything(cache.layers[layer].lengths), None, state
+
+    policy = needing("boundary_classes")._replace(select=select)
+    jsparse.generate(params, PROMPT, max_new_tokens=2, policy=policy)
+    assert seen[0].shape == (params.config.vocab_size, 2)
+    assert seen[0].dtype == jnp.uint8
