@@ -183,7 +183,7 @@ def test_a_newline_behind_a_line_is_an_empty_line_and_a_blank_ahead_a_boundary()
     ]
 
 
-SIZES = ((8, 16, 96), (3, 5, 40), (1, 1, 24))
+SIZES = ((8, 16, 96), (4, 5, 40), (1, 1, 24))
 
 
 @settings(max_examples=60)

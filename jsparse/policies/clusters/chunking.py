@@ -1,9 +1,11 @@
 """Cuts rows of tokens into chunks that end where the text does, as LycheeCluster does.
 
+The paper is arXiv 2603.08453; this is its section 4.3, whose classes are in table 4.
+
 A chunk has `least` to `most` tokens and ends at the best boundary that this leaves: behind a
 paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4), else at
-`most` (0). Of several boundaries of the best class the last is taken. jsparse.boundary_classes says
-which token makes which boundary.
+`most` (0). Of several boundaries of the best class the last is taken, which the paper leaves open.
+jsparse.boundary_classes says which token makes which boundary.
 
 Where a chunk ends depends on where it starts, so the paper's loop is serial. Here the end of a
 chunk is found for every slot it could start at, and pointer doubling follows these links: the
@@ -71,18 +73,17 @@ def cut(
     slots before ends + most - least must be right. A chunk that would end later than `ends` is not
     there.
 
-    No slot is lost for lack of capacity. Let u chunks be used and s be the next start. While most ·
-    (capacity - u) < S - s + most - least, chunks are cut at `most`. By induction most · (capacity -
-    u) ≥ S - s: it holds at first; a chunk cut at `most` takes the same from both sides; any other
-    takes `most` from the left and at least `least` from the right, whose lead was most - least or
-    more. So s ≥ S once all chunks are used. A lead only shrinks, and not while chunks are cut at
-    `most`: once a row has to be cut so, it is to its end.
+    No slot is lost for lack of capacity. Let u chunks be used and s be the next start, and call
+    most · (capacity - u) - (S - s) the slots to spare, at least 0 at first. A chunk of n tokens
+    costs most - n of them, so at most most - least. Where fewer are left, chunks are cut at `most`
+    and cost none. So there never are less than 0, and s ≥ S once all chunks are used. There never
+    are more either: a row that has to be cut at `most` is, to its end.
 
     Args:
         classes: of the boundary behind each slot; None cuts every chunk at `most`, and `least`
             does not count.
         first: at most S; the slots before it belong to no chunk.
-        ends: the number of each row's slots that may belong to chunks.
+        ends: the number of each row's slots that may belong to chunks, at most S.
         capacity: the largest number of chunks of a row; most · capacity must be at least S - first.
         least: the smallest number of tokens of a chunk.
         most: the largest.
@@ -102,7 +103,6 @@ def cut(
             f"first={first}: must be from {max(size - most * capacity, 0)} to {size}, for "
             f"{capacity} chunks of {most} tokens in {size} slots"
         )
-    ends = jnp.minimum(ends, size)
     if least == most:
         return _up_to(ends, _every(most, begin, capacity))
     starts = _followed(_next_starts(classes, least, most), begin, capacity + 1)
@@ -137,7 +137,6 @@ def cut_on(
     begin = start = jnp.take_along_axis(starts, count[:, None], axis=1)[:, 0]
     behind = None
     if classes is not None:
-        ends = jnp.minimum(ends, classes.shape[1])
         behind = _next_starts(_window(classes, begin, most_new * most), least, most)
     for _ in range(most_new):
         end = start + most
@@ -187,9 +186,7 @@ def _must_be_full(
     least: int,
     most: int,
 ) -> Bool[Array, "..."]:
-    """Return whether a chunk is cut at `most` because a shorter one might leave too few for the
-    rest.
-    """
+    """Return whether a chunk must have `most` tokens, since the rest might not fit otherwise."""
     return most * (capacity - used) < size - start + most - least
 
 
