@@ -205,7 +205,7 @@ OPS = {
         named(
             select_cases.CASES,
             "top_p_union_capped top_k_per_head top_k_max_raw threshold_max "
-            "mass_top_p mass_capped bits_capped touched",
+            "budget_ties budget_capped mass_top_p mass_capped bits_capped touched",
         ),
     ),
     "page_bounds": Op(

@@ -16,7 +16,7 @@ from jsparse.cache import (
     truncate,
 )
 from jsparse.pallas_kernels.compact_pages import compact_pages
-from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import Sidecar, sidecar
@@ -60,6 +60,7 @@ from jsparse.selection import (
 __all__ = [
     "AfterPromptFn",
     "AppendFn",
+    "Budget",
     "CacheSpec",
     "FallbackFn",
     "Granularity",

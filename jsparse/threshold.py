@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32, Integer, UInt, UInt32
 
 _LANES = 128  # a multiple of a word's 32 bits whose marks a byte can count
 
@@ -77,6 +77,31 @@ def top_p_mask(
     smallest = above | (ties & ((before < missing[..., None]) | (before == 0)))
     everything = jnp.broadcast_to(jnp.asarray(p, jnp.float32) >= 1.0, wanted.shape)[..., None]
     return positive & (smallest | everything)
+
+
+def budget_mask(
+    scores: Float[Array, "*rows S"],
+    sizes: Integer[Array, "*#rows S"],
+    tokens: Int[Array, "*#rows"] | int,
+) -> Bool[Array, "*rows S"]:
+    """Marks the largest scores of each row, until the next one's size exceeds what is left.
+
+    Sizes are at least 0, and `tokens` below 0 count as 0. Ties go to the lowest index. A row marks
+    its largest score whatever its size, unless it is -inf or NaN, which are never marked.
+    """
+    keys = ordered(scores)
+    finite = keys > ordered(jnp.float32(-jnp.inf))
+    sizes, tokens = jnp.where(finite, sizes, 0), jnp.maximum(tokens, 0)
+
+    def size(marks: Array) -> Array:
+        return jnp.sum(jnp.where(marks, sizes, 0), -1, dtype=jnp.int32)
+
+    first_left_out = _largest(keys, lambda above: size(above) > tokens)[..., None]
+    above, ties = keys > first_left_out, keys == first_left_out
+    taken = jnp.cumsum(jnp.where(ties, sizes, 0), -1, dtype=jnp.int32)
+    fits = above | (ties & (taken <= (tokens - size(above))[..., None]))
+    best = jnp.arange(keys.shape[-1]) == jnp.argmax(keys, -1)[..., None]
+    return finite & (fits | best)
 
 
 def compact(

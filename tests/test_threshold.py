@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse.threshold import compact, top_k_ids, top_k_mask, top_p_mask
+from jsparse.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)
 top_k = jax.jit(top_k_mask)
 top_p = jax.jit(top_p_mask)
+budget = jax.jit(budget_mask)
 
 odd = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, TINY, -TINY])
 plain = st.floats(width=32, allow_subnormal=False)
@@ -32,6 +33,18 @@ def slow_top_k(row: np.ndarray, k: int) -> np.ndarray:
     wanted.sort(key=lambda i: (-row[i], i))  # -0.0 == 0.0, as it should be
     mask = np.zeros(row.size, bool)
     mask[wanted[:k]] = True
+    return mask
+
+
+def slow_budget(row: np.ndarray, sizes: np.ndarray, tokens: int) -> np.ndarray:
+    order = np.flatnonzero(slow_top_k(row, row.size))
+    order = sorted(order, key=lambda i: (-row[i], i))
+    mask, left = np.zeros(row.size, bool), max(tokens, 0)
+    for nth, i in enumerate(order):
+        left -= int(sizes[i])
+        if left < 0 and nth > 0:
+            break
+        mask[i] = True
     return mask
 
 
@@ -84,6 +97,35 @@ def test_top_k_takes_subnormals_for_zeros_or_for_themselves():
     assert mask.sum() == 3
     assert mask[5]
     assert not mask[4]
+
+
+size_rows = st.lists(
+    st.lists(st.integers(0, 3) | st.integers(0, 1000), min_size=SIZE, max_size=SIZE),
+    min_size=2,
+    max_size=2,
+)
+
+
+@settings(max_examples=100)
+@given(
+    scores_rows
+    | st.lists(st.lists(st.integers(-2, 2), min_size=SIZE, max_size=SIZE), min_size=2, max_size=2),
+    size_rows,
+    st.lists(st.integers(-2, 20) | st.integers(0, 9000), min_size=2, max_size=2),
+)
+def test_budget_marks_the_sorted_prefix_that_fits(rows, sizes, tokens):
+    scores, sizes = np.array(rows, np.float32), np.array(sizes, np.int32)
+    expected = [slow_budget(*row) for row in zip(scores, sizes, tokens, strict=True)]
+    np.testing.assert_array_equal(budget(scores, sizes, np.array(tokens, np.int32)), expected)
+
+
+def test_rows_share_sizes_and_a_budget():
+    scores = np.random.default_rng(0).normal(size=(2, 3, SIZE)).astype(np.float32)
+    sizes = np.random.default_rng(1).integers(0, 9, (2, 1, SIZE)).astype(np.uint8)
+    expected = [
+        [slow_budget(row, s[0], 20) for row in r] for r, s in zip(scores, sizes, strict=True)
+    ]
+    np.testing.assert_array_equal(budget(scores, sizes, 20), expected)
 
 
 def assert_smallest_set(weights: np.ndarray, p: float, mask: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int32
 from jsparse.deprecated import renamed_arguments
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.threshold_select import reference
-from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
 from jsparse.selection import MAX_BITS_PAGE, Selection
 from jsparse.shapes import Lengths
 
@@ -36,13 +36,14 @@ def threshold_select(
     At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
     scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP
     set weighs at least p of its row to within 1e-5, and less without its lightest unit; TopK is
-    exact. Where the union is more than `capacity`, the units of lowest score are dropped. A unit's
-    score is then the largest that any row, or chosen token of it, gives it, and logits of several
-    rows are compared as logarithms of their normalised weights.
+    exact, and so is Budget where a row's sizes add up to at most 2^24. Where the union is more than
+    `capacity`, the units of lowest score are dropped. A unit's score is then the largest that any
+    row, or chosen token of it, gives it, and logits of several rows are compared as logarithms of
+    their normalised weights.
 
     Args:
         scores: the rows, one per query head; -inf and NaN are never chosen.
-        rule: TopK, TopP or Threshold.
+        rule: TopK, TopP, Threshold or, where ids are of the units scored, Budget.
         capacity: C.
         granularity: the units that scores and ids stand for. With "token" and "page", ids are of
             the units scored. The others score tokens and list pages: "page_mass" applies the rule
@@ -71,6 +72,8 @@ def threshold_select(
     _check_shapes(scores, lengths, granularity, page_size)
     _check_names(names, scores.shape[:2], scores.shape[-1] // (page_size or 1))
     _check_rule(rule, scores)
+    if isinstance(rule, Budget):
+        _check_sizes(rule.sizes, scores, granularity)
     return run(
         "threshold_select",
         implementation,
@@ -162,19 +165,36 @@ def _check_names(names: Array | None, heads: tuple[int, ...], units: int) -> Non
 
 
 def _check_rule(rule: Rule, scores: Array) -> None:
-    if not isinstance(rule, TopK | TopP | Threshold):
-        raise ValueError(f"rule={rule!r}: must be a TopK, a TopP or a Threshold")
+    if not isinstance(rule, TopK | TopP | Threshold | Budget):
+        raise ValueError(f"rule={rule!r}: must be a TopK, a TopP, a Threshold or a Budget")
     name, value = rule._fields[0], rule[0]
     if isinstance(value, int | float):
         fits = {
             "k": lambda k: isinstance(k, int) and k >= 1,
+            "tokens": lambda tokens: isinstance(tokens, int) and tokens >= 1,
             "p": lambda p: 0 < p <= 1,
             "theta": lambda t: t == t,
         }
-        must = {"k": "an integer of at least 1", "p": "above 0 and at most 1", "theta": "a number"}
+        must = {"p": "above 0 and at most 1", "theta": "a number"}
+        must |= dict.fromkeys(("k", "tokens"), "an integer of at least 1")
         if isinstance(value, bool) or not fits[name](value):
             raise ValueError(f"{name}={value!r}: must be {must[name]}")
     elif value.shape != scores.shape[:2]:
         raise ValueError(
             f"{name}.shape={value.shape}: must be [B, K] = {scores.shape[:2]}, or {name} one number"
+        )
+
+
+def _check_sizes(sizes: Array, scores: Array, granularity: str) -> None:
+    if granularity not in ("token", "page"):
+        raise ValueError(
+            f"granularity={granularity!r}: must be 'token' or 'page' under Budget, whose sizes are "
+            "of the units scored"
+        )
+    (batch, heads, _, units), shape = scores.shape, sizes.shape
+    fits = shape in ((batch, heads, units), (batch, 1, units))
+    if not fits or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"sizes={sizes.dtype}{[*shape]}: must be integers [B, K or 1, n], [B, K, n] = "
+            f"{[batch, heads, units]}"
         )

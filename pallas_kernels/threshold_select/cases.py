@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
 
 JUNK = 1e30
 
@@ -30,6 +30,8 @@ class Case:
         size: n.
         rule, value: the rule and its number.
         per_head: whether every head has its own number, from half of `value` to `value`.
+        sizes: what units count under a budget: "some", 8 to 16, one in 50 of 150 to 400; "few", 0
+            or 1; "none", 0; "shared", as "some", but the same for all heads.
         capacity: C; None is the number of units.
         pool: the op's argument `group`.
         like: distribution of the scores: "normal"; "sink", normal but for a few far above; "ties",
@@ -46,9 +48,10 @@ class Case:
     kv_heads: int = 2
     group: int = 1
     size: int = 200
-    rule: Literal["top_k", "top_p", "threshold"] = "top_p"
+    rule: Literal["top_k", "top_p", "threshold", "budget"] = "top_p"
     value: float = 0.9
     per_head: bool = False
+    sizes: Literal["some", "few", "none", "shared"] = "some"
     capacity: int | None = None
     granularity: str = "token"
     page_size: int | None = None
@@ -78,8 +81,14 @@ class Case:
         value = self.value
         if self.per_head:
             value = self.value * rng.uniform(0.5, 1.0, heads)
-            value = jnp.asarray(value, jnp.int32 if self.rule == "top_k" else jnp.float32)
-        rule = {"top_k": TopK, "top_p": TopP, "threshold": Threshold}[self.rule](value)
+            whole = self.rule in ("top_k", "budget")
+            value = jnp.asarray(value, jnp.int32 if whole else jnp.float32)
+        rule = {
+            "top_k": TopK,
+            "top_p": TopP,
+            "threshold": Threshold,
+            "budget": lambda tokens: Budget(tokens, jnp.asarray(_sizes(self, rng), jnp.int32)),
+        }[self.rule](value)
         kwargs = {
             "capacity": self.units if self.capacity is None else self.capacity,
             "granularity": self.granularity,
@@ -111,6 +120,14 @@ def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
     if case.weights == "raw" and case.rule == "top_p":
         scores = np.where(np.isneginf(scores), scores, np.abs(scores))
     return scores
+
+
+def _sizes(case: Case, rng: np.random.Generator) -> np.ndarray:
+    shape = (case.batch, 1 if case.sizes == "shared" else case.kv_heads, case.size)
+    if case.sizes in ("few", "none"):
+        return rng.integers(0, 2, shape) * (case.sizes == "few")
+    large = rng.random(shape) < 0.02
+    return np.where(large, rng.integers(150, 400, shape), rng.integers(8, 17, shape))
 
 
 def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp.ndarray:
@@ -172,6 +189,20 @@ CASES = (
     Case("threshold_none", rule="threshold", value=0.9, like="ties"),
     Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),
     Case("threshold_max", rule="threshold", value=0.02, group=3, pool="max", ragged=True),
+    Case("budget", rule="budget", value=300),
+    Case("budget_of_one", rule="budget", value=1, like="ties"),
+    Case("budget_for_all", rule="budget", value=100_000, like="masked"),
+    Case("budget_ties", rule="budget", value=500, like="ties", sizes="shared"),
+    Case("budget_constant", rule="budget", value=400, like="constant", per_head=True),
+    Case("budget_few", rule="budget", value=30, like="ties", sizes="few"),
+    Case("budget_no_sizes", rule="budget", value=5, like="nan", sizes="none"),
+    Case("budget_huge", rule="budget", value=300, spread=1e36),
+    Case("budget_masked", rule="budget", value=200, group=2, like="masked", per_head=True),
+    Case("budget_ragged", rule="budget", value=900, size=333, ragged=True, granularity="page"),
+    Case("budget_capped", rule="budget", value=900, group=2, capacity=20, like="ties"),
+    Case("budget_max", rule="budget", value=600, group=4, pool="max", span=8, sizes="shared"),
+    Case("budget_bfloat16", rule="budget", value=700, size=333, dtype="bfloat16"),
+    Case("budget_max_raw", rule="budget", value=600, group=3, pool="max", weights="raw"),
     Case("mass_top_p", granularity="page_mass", page_size=16, size=640, group=2),
     Case(
         "mass_top_k",

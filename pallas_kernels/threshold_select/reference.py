@@ -5,11 +5,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
 from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
-from jsparse.threshold import ordered, top_k_ids, top_k_mask, top_p_mask
+from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
 LEAST_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
@@ -106,6 +106,8 @@ def chosen(
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))
+    if isinstance(rule, Budget):
+        return budget_mask(rows, rule.sizes[:, :, None], jnp.asarray(setting))
     if isinstance(rule, TopP):
         weights = softmax_partial(rows)[0] if softmax else jnp.maximum(rows, 0.0)
         return top_p_mask(

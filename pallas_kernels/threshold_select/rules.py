@@ -5,7 +5,7 @@ A rule's number is static; an array gives every KV head its own.
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 
 class TopK(NamedTuple):
@@ -29,4 +29,16 @@ class Threshold(NamedTuple):
     theta: float | Float[Array, "B K"]
 
 
-Rule = TopK | TopP | Threshold
+class Budget(NamedTuple):
+    """Chooses units, best first, until the next one's size exceeds what is left of `tokens`.
+
+    The best is chosen whatever its size; otherwise the sizes of what a row chooses add up to at
+    most `tokens`, of which a number below 0 counts as 0. Sizes are at least 0, one per scored unit;
+    heads may share theirs.
+    """
+
+    tokens: int | Int[Array, "B K"]
+    sizes: Integer[Array, "B #K n"]
+
+
+Rule = TopK | TopP | Threshold | Budget

@@ -53,21 +53,41 @@ def word_index(plan: tl.constexpr):
 @triton.jit
 def trim(
     words,  # [2 · plan.words]: the bitmap, then that of the entries that equal the threshold
+    sizes,  # [plan.size], read where plan.sized
     length,
     ties,
     plan: tl.constexpr,
 ):
-    """Take from a bitmap what equals the threshold except for the first `ties` such entries."""
+    """Take from a bitmap what equals the threshold except for the first such entries.
+
+    `ties` says how many are kept or, where they have sizes, how much these may add up to.
+    """
     for start in range(0, tl.cdiv(length, 32), plan.threads):
         at = start + tl.arange(0, plan.threads)
         inside = at * 32 < length
         equal = tl.load(words + plan.words + at, mask=inside, other=0)
-        number = ones(equal)
+        number = size_of(equal, sizes + at * 32, plan)
         word = tl.load(words + at, mask=inside, other=0) ^ equal
-        tl.store(
-            words + at, word | lowest(equal, ties - (tl.cumsum(number, 0) - number)), mask=inside
-        )
+        room = ties - (tl.cumsum(number, 0) - number)
+        tl.store(words + at, word | lowest(equal, sizes + at * 32, room, plan), mask=inside)
         ties -= tl.sum(number, 0)
+
+
+@triton.jit
+def mark_first(
+    words,  # [2 · plan.words], as in `trim`
+    length,
+    plan: tl.constexpr,
+):
+    """Add the first of the entries that equal the threshold to a bitmap."""
+    first = length
+    for start in range(0, tl.cdiv(length, 32), plan.threads):
+        at = start + tl.arange(0, plan.threads)
+        equal = tl.load(words + plan.words + at, mask=at * 32 < length, other=0)
+        entry = at * 32 + ones((equal ^ (equal - 1)) >> 1)  # bits below the lowest that is set
+        first = tl.minimum(first, tl.min(tl.where(equal != 0, entry, length), 0))
+    word = words + first // 32
+    tl.store(word, tl.load(word) | tl.full([], 1, tl.uint32) << (first % 32).to(tl.uint32))
 
 
 @triton.jit
@@ -81,13 +101,36 @@ def ones(word):
 
 
 @triton.jit
-def lowest(word, number):
-    """Keep the lowest `number` set bits."""
+def size_of(
+    word,
+    sizes,  # that of bit 0, and on
+    plan: tl.constexpr,
+):
+    """Return what the entries of set bits count: their sizes, or one each."""
+    if plan.sized:
+        total = tl.zeros(word.shape, tl.int32)
+        for bit in tl.static_range(32):
+            total += tl.load(sizes + bit, mask=(word >> bit) & 1 == 1, other=0).to(tl.int32)
+        return total
+    return ones(word)
+
+
+@triton.jit
+def lowest(
+    word,
+    sizes,  # that of bit 0, and on
+    room,
+    plan: tl.constexpr,
+):
+    """Keep the lowest set bits, as many as there is room for."""
     kept = word ^ word
     for bit in tl.static_range(32):
         one = (word >> bit) & 1
-        kept |= tl.where(number > 0, one << bit, 0)
-        number -= one.to(tl.int32)
+        if plan.sized:
+            room -= tl.load(sizes + bit, mask=one == 1, other=0).to(tl.int32)
+        else:
+            room -= one.to(tl.int32)
+        kept |= tl.where(room >= 0, one << bit, 0)
     return kept
 
 

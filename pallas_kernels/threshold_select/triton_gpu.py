@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jsparse.pallas_kernels.threshold_select.rules import Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
 from jsparse.pallas_kernels.threshold_select.triton_kernel import Lists, select_kernel
 from jsparse.pallas_kernels.threshold_select.triton_tiles import SearchedRow
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold"}
+RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold", Budget: "budget"}
 
 
 class SelectTiling(NamedTuple):
     """Describes how a row is shared out; what is chosen depends on it only by the order of sums.
+
+    Under a budget a row's sizes lie beside its scores, and tiles have half as many entries.
 
     Attributes:
         entries: entries of a tile per thread. With more there are fewer threads, which repeat less
@@ -54,6 +56,7 @@ def threshold_select(
     batch, heads = scores.shape[:2]
     setting = rule[0]
     static = isinstance(setting, int | float)
+    sizes = rule.sizes if isinstance(rule, Budget) else None
     plan = make_plan(
         scores.shape,
         RULES[type(rule)],
@@ -61,6 +64,7 @@ def threshold_select(
         capacity=capacity,
         granularity=granularity,
         page_size=page_size,
+        sharing=1 if sizes is None else heads // sizes.shape[1],
         softmax=weights == "softmax",
         pooled=group == "max" and scores.shape[2] > 1,
         with_lengths=lengths is not None,
@@ -80,6 +84,7 @@ def threshold_select(
     ids, count, bits, *_ = triton_call(
         scores,
         scores if static else setting,  # scores stand in for arrays that the call lacks
+        scores if sizes is None else sizes,
         scores if lengths is None else lengths,
         scores if names is None else names,
         kernel=select_kernel,
@@ -104,6 +109,7 @@ def make_plan(
     capacity: int,
     granularity: str,
     page_size: int,
+    sharing: int,
     softmax: bool,
     pooled: bool,
     with_lengths: bool,
@@ -115,6 +121,8 @@ def make_plan(
     by_mass = granularity == "page_mass"
     size = scored // page_size if by_mass else scored
     units = scored // page_size
+    if rule == "budget":  # sizes take as many registers as scores
+        tiling = tiling._replace(entries=tiling.entries // 2, tile=tiling.tile // 2)
     threads = max(_power_of_two(min(scored, tiling.tile)) // tiling.entries, tiling.threads)
 
     def runs(entries: int) -> int:
@@ -133,6 +141,7 @@ def make_plan(
         row,
         cap,
         group,
+        sharing,
         pooled,
         by_mass,
         page_size,

@@ -23,6 +23,7 @@ class Lists:
         row: the row that is searched, of units or of their tokens.
         cap: the search that cuts a list to the capacity; None where none can be too long.
         group: rows of scores per KV head.
+        sharing: KV heads that share a row of sizes.
         pooled: whether the rows of a group become one before the search. If not, each is searched,
             and the results are united.
         by_mass: whether pages are searched by their mass. If not, their tokens are searched.
@@ -36,6 +37,7 @@ class Lists:
     row: SearchedRow
     cap: SearchedRow | None
     group: int
+    sharing: int
     pooled: bool
     by_mass: bool
     page_size: int
@@ -109,6 +111,7 @@ class Lists:
 def select_kernel(
     scores,  # [B, K, G, n]
     settings,  # [B, K]
+    sizes,  # [B, K / plan.sharing, n], read where plan.row.sized
     lengths,  # [B, K]
     names,  # [B, K, m]
     ids,  # [B, K, C]
@@ -137,6 +140,7 @@ def select_kernel(
         )  # what is not among a row's C best is not in the list
     wide = head.to(tl.int64)
     row = scores + (wide * plan.group + g) * plan.scores
+    sizes += wide // plan.sharing * plan.row.size
     floats += wide * plan.floats
     bitmaps += wide * plan.words
     if plan.by_mass:  # all of the group's rows where they are pooled, else the program's own
@@ -149,7 +153,7 @@ def select_kernel(
         pool(row, length, None, floats + plan.pooled_at, plan.group, 1, plan.row.size, plan)
         tl.debug_barrier()
         row = floats + plan.pooled_at
-    choose(row, bitmaps + 2 * g * plan.row.words, length, setting, ROW)
+    choose(row, sizes, bitmaps + 2 * g * plan.row.words, length, setting, ROW)
     last = True
     if plan.rows > 1:
         # release this row's bitmap, acquire those of the rows that finished before
@@ -198,6 +202,7 @@ def write_list(
             tl.debug_barrier()
             choose(
                 best,
+                best,  # stands in for sizes
                 kept,
                 tl.full([], plan.units, tl.int32),
                 tl.full([], plan.capacity, tl.float32),

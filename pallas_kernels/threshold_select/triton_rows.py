@@ -1,7 +1,7 @@
 """Reduces a whole row to sums and extremes.
 
 They are of the tile `x` [T, R, 4] where the row is resident, else of the tiles of `row`, in memory,
-one by one.
+one by one. What entries count is `each` where the row is resident, else read beside it.
 """
 
 import triton
@@ -13,7 +13,9 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     above,
     add_pairs,
     add_triples,
+    counted,
     extremes,
+    highest_below,
     in_thread,
     log2,
     moments,
@@ -70,52 +72,56 @@ def row_weight(x, row, length, top, plan: tl.constexpr):
 
 
 @triton.jit
-def row_moments(x, row, length, top, plan: tl.constexpr):
-    """Return what a resident row is searched by, its total, and its mean and spread.
+def row_moments(x, row, sizes, length, top, plan: tl.constexpr):
+    """Return what a resident row is searched by and counts, its total, and its mean and spread.
 
     Mean and spread are on the axis of guesses.
     """
+    each = 0.0
     if plan.resident:
-        x, a, b, c = moments(x, top, plan)
+        x, each, a, b, c = moments(x, sizes, 0, length, top, plan)
     else:
         a = tl.full([plan.threads], 0.0, tl.float32)
         b = tl.full([plan.threads], 0.0, tl.float32)
         c = tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, length, plan.tile):
-            _, more_a, more_b, more_c = moments(read(row, start, length, plan), top, plan)
+            tile = read(row, start, length, plan)
+            _, _, more_a, more_b, more_c = moments(tile, sizes, start, length, top, plan)
             a += more_a
             b += more_b
             c += more_c
     total, first, second = tl.reduce((a, b, c), 0, add_triples)
     share = 1.0 / tl.maximum(total, SMALLEST)
     mean = first * share
-    return x, total, mean, tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
+    return x, each, total, mean, tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
 
 
 @triton.jit
-def measure(x, row, length, top, t, u, plan: tl.constexpr):
+def measure(x, each, row, sizes, length, top, t, u, plan: tl.constexpr):
     """Measure how much of the row is at least t, and at least u."""
     if plan.resident:
-        a, b = above(x, t, plan), above(x, u, plan)
+        a, b = above(x, each, t), above(x, each, u)
     else:
         a, b = tl.full([plan.threads], 0.0, tl.float32), tl.full([plan.threads], 0.0, tl.float32)
         for start in range(0, length, plan.tile):
             tile = to_entries(read(row, start, length, plan), top, plan)
-            a += above(tile, t, plan)
-            b += above(tile, u, plan)
+            counts = counted(tile, sizes, start, length, plan)
+            a += above(tile, counts, t)
+            b += above(tile, counts, u)
     return tl.reduce((a, b), 0, add_pairs)
 
 
 @triton.jit
-def next_below(x, row, length, top, hi, plan: tl.constexpr):
-    """Return the largest entry of the row below hi; 0 where it is -0, whose key is another."""
+def next_below(x, each, row, sizes, length, top, hi, plan: tl.constexpr):
+    """Return the largest entry below hi that counts; 0 where it is -0, whose key is another."""
     if plan.resident:
-        best = thread_top(tl.where(x < hi, x, NOTHING))
+        best = highest_below(x, each, hi, plan)
     else:
         best = tl.full([plan.threads], NOTHING, tl.float32)
         for start in range(0, length, plan.tile):
             tile = to_entries(read(row, start, length, plan), top, plan)
-            best = tl.maximum(best, thread_top(tl.where(tile < hi, tile, NOTHING)))
+            counts = counted(tile, sizes, start, length, plan)
+            best = tl.maximum(best, highest_below(tile, counts, hi, plan))
     return tl.max(best, 0) + 0.0
 
 

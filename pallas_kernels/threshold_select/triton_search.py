@@ -11,7 +11,7 @@ separates nothing the next steps to the next value there is, since equal scores 
 import triton
 import triton.language as tl
 
-from jsparse.pallas_kernels.threshold_select.triton_bits import ALL_TIES, mark, trim
+from jsparse.pallas_kernels.threshold_select.triton_bits import ALL_TIES, mark, mark_first, trim
 from jsparse.pallas_kernels.threshold_select.triton_few import draw, weigh_few
 from jsparse.pallas_kernels.threshold_select.triton_rows import (
     SMALLEST,
@@ -44,6 +44,7 @@ MOST_PASSES = tl.constexpr(
 @triton.jit
 def choose(
     row,  # [plan.size]
+    sizes,  # [plan.size], read where plan.sized
     words,  # [2 · plan.words]
     length,
     setting,
@@ -53,6 +54,7 @@ def choose(
 
     Args:
         row: the row's scores.
+        sizes: what they count where the rule is a budget.
         words: memory for its bitmap, up to the end of the tile that holds the last score; as much
             behind it is used.
         length: the number of scores that count.
@@ -62,19 +64,20 @@ def choose(
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(row, 0, length, plan)
-    top = 0.0
+    top, hi = 0.0, 0.0
     if plan.mass or plan.rule == "threshold":
         top = row_top(x, row, length, plan)
     if plan.rule == "threshold":
         t, ties = fixed(x, row, length, setting, top, plan)
     else:
-        x, total, mean, spread = row_moments(x, row, length, top, plan)
+        x, each, total, mean, spread = row_moments(x, row, sizes, length, top, plan)
         if plan.mass:
             lo, hi, wanted, enough = mass_bracket(length, setting, top, total, plan)
         else:
             lo, hi, wanted, enough = count_bracket(x, row, length, setting, total, plan)
         t, ties = search(
-            x, row, length, words, top, lo, hi, total, wanted, enough, mean, spread, plan
+            *(x, each, row, sizes, length, words, top),
+            *(lo, hi, total, wanted, enough, mean, spread, plan),
         )
     if plan.resident:
         mark(x, words, t, ties, plan)
@@ -89,8 +92,12 @@ def choose(
             )
     tl.debug_barrier()
     if ties != ALL_TIES:
-        trim(words, length, ties, plan)
+        trim(words, sizes, length, ties, plan)
         tl.debug_barrier()
+        # where nothing is above, it is the best that may not fit
+        if plan.sized and from_key(key(t) + 1) >= hi:
+            mark_first(words, length, plan)
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -129,29 +136,53 @@ def mass_bracket(length, p, top, total, plan: tl.constexpr):
 
 @triton.jit
 def count_bracket(x, row, length, k, total, plan: tl.constexpr):
-    """Return a bracket of the wanted threshold, and the number wanted, twice."""
+    """Return a bracket of the wanted threshold, the number wanted, and the number that is enough.
+
+    Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
+    more than the budget.
+    """
     low, top = row_extremes(x, row, length, plan)
+    hi = from_key(key(top) + 1)
+    if plan.sized:
+        budget = tl.maximum(k, 0.0)
+        return low, hi, budget + 1.0, budget
     wanted = tl.minimum(tl.maximum(k, 1.0), total)
-    return low, from_key(key(top) + 1), wanted, wanted
+    return low, hi, wanted, wanted
 
 
 @triton.jit
 def search(
-    x, row, length, slots, top, lo, hi, total, wanted, enough, mean, spread, plan: tl.constexpr
+    x,
+    each,
+    row,
+    sizes,
+    length,
+    slots,
+    top,
+    lo,
+    hi,
+    total,
+    wanted,
+    enough,
+    mean,
+    spread,
+    plan: tl.constexpr,
 ):
     """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
-    Between passes `lo` keeps at least what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A
-    guess outside them is merely wasted. `slots` is memory for `plan.slots` entries.
+    Under a budget the second is what the sizes of its ties may add up to. Between passes `lo` keeps
+    at least what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A guess outside them is merely
+    wasted. `slots` is memory for `plan.slots` entries.
     """
     at_lo, at_hi = total, total * 0.0
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
     t, u = from_place(center - 0.1 * spread, plan), from_place(center + 0.1 * spread, plan)
+    one = total / tl.maximum(length, 1) if plan.sized else 1.0
     passes, slow = 0, 0
     going = is_open(lo, hi, at_lo, at_hi, enough, plan)
     while going:
         passes += 1
-        at_t, at_u = measure(x, row, length, top, t, u, plan)
+        at_t, at_u = measure(x, each, row, sizes, length, top, t, u, plan)
         before = at_lo - at_hi
         lo, at_lo, hi, at_hi = narrow(t, at_t, wanted, lo, at_lo, hi, at_hi)
         lo, at_lo, hi, at_hi = narrow(u, at_u, wanted, lo, at_lo, hi, at_hi)
@@ -160,7 +191,7 @@ def search(
         slow = tl.where(at_lo - at_hi > 0.5 * before, slow + 1, 0)
         # nothing was separated: step to the next value, since equal ones cannot be
         if at_lo - at_hi == before:
-            t = next_below(x, row, length, top, hi, plan)
+            t = next_below(x, each, row, sizes, length, top, hi, plan)
             hi = from_key(key(t) + 1)
             u = from_place(start + 0.5 * width, plan)
         elif slow >= 2:  # two poor guesses: bisect the keys, and the axis of guesses
@@ -175,15 +206,17 @@ def search(
             share = tl.minimum(tl.maximum((at_lo - wanted) / (at_lo - at_hi), 0.01), 0.99)
             start += 0.9 * share * width
             t, u = from_place(start, plan), from_place(start + 0.1 * width, plan)
-            if plan.slots > 0 and is_few(lo, hi, at_lo, at_hi, enough, plan):
-                draw(x, lo, hi, slots, plan)
+            if plan.slots > 0 and is_few(one, lo, hi, at_lo, at_hi, enough, plan):
+                draw(x, each, lo, hi, slots, plan)
                 t, lo, at_lo, hi, at_hi = weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan)
                 u = from_key(key(t) + 1)
         going = is_open(lo, hi, at_lo, at_hi, enough, plan) & (passes < MOST_PASSES)
+    if plan.sized:
+        return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32))
     # what is left between the bounds equals lo: take the ties that are needed, or all
-    each = lo if plan.mass else 1.0
-    number = (at_lo - at_hi) / each
-    needed = tl.ceil((wanted - at_hi) / each)
+    one = lo if plan.mass else 1.0
+    number = (at_lo - at_hi) / one
+    needed = tl.ceil((wanted - at_hi) / one)
     whole = (at_lo <= enough) | (number < 1.5) | (needed > number - 0.5)
     return lo, tl.where(whole, ALL_TIES, needed.to(tl.int32))
 
@@ -201,9 +234,12 @@ def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
 
 
 @triton.jit
-def is_few(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
-    """Return whether the bracket holds more than one entry, and no more than fit into the slots."""
-    most = at_lo - at_hi <= plan.slots * (lo if plan.mass else 1.0)
+def is_few(one, lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
+    """Return whether the bracket holds more than one entry, and no more than fit into the slots.
+
+    An entry counts `one`, on average where entries have sizes, or at least lo.
+    """
+    most = at_lo - at_hi <= plan.slots * (lo if plan.mass else one)
     return most & is_open(lo, hi, at_lo, at_hi, enough, plan)
 
 

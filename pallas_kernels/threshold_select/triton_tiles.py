@@ -20,7 +20,7 @@ class SearchedRow:
     """Holds the static parameters of a row and its search.
 
     Attributes:
-        rule: "top_k", "top_p" or "threshold".
+        rule: "top_k", "top_p", "threshold" or "budget".
         value: the rule's number; None where every head has its own.
         softmax: whether its entries are logits. If not, they are weights, or scores that are only
             compared.
@@ -57,12 +57,18 @@ class SearchedRow:
     @property
     def slots(self) -> int:
         """Return the number of entries that may be drawn, into the still unused bitmap."""
-        return min(self.few, self.threads // 4, 2 * self.words) if self.resident else 0
+        words = self.words if self.sized else 2 * self.words  # sizes are drawn too
+        return min(self.few, self.threads // 4, words) if self.resident else 0
 
     @property
     def mass(self) -> bool:
         """Return whether the row is searched by its weights rather than its scores."""
         return self.rule == "top_p"
+
+    @property
+    def sized(self) -> bool:
+        """Return whether entries count as their sizes rather than as one each."""
+        return self.rule == "budget"
 
 
 @triton.jit
@@ -71,8 +77,9 @@ def read(
     start,
     length,
     plan: tl.constexpr,
+    PAST: tl.constexpr = NOTHING,
 ):
-    """Load a tile of scores [T, R, 4], with -inf past the length.
+    """Load a tile of scores [T, R, 4], with -inf, or what `PAST` says, past the length.
 
     Whole runs are loaded, so that loads stay 16 bytes wide.
     """
@@ -83,8 +90,8 @@ def read(
     inside = tl.broadcast_to(start + run < length, [T, R, 4])
     if plan.size % 4:  # the last run goes past the row
         inside &= start + entry < plan.size
-    scores = tl.load(row + start + entry, mask=inside, other=NOTHING).to(tl.float32)
-    return tl.where(start + entry < length, scores, NOTHING)
+    scores = tl.load(row + start + entry, mask=inside, other=PAST).to(tl.float32)
+    return tl.where(start + entry < length, scores, PAST)
 
 
 @triton.jit
@@ -110,25 +117,52 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 
 @triton.jit
-def moments(scores, top, plan: tl.constexpr):
-    """Return what the row is searched by, and each thread's total and first two moments.
+def counted(
+    x,
+    sizes,  # [plan.size]
+    start,
+    length,
+    plan: tl.constexpr,
+):
+    """Return what each entry of a tile adds to a sum: its weight, its size, or 1."""
+    if plan.mass:
+        return x
+    elif plan.sized:
+        return read(sizes, start, length, plan, 0)
+    else:
+        return 1.0
 
-    The moments are of the logarithms by weight, or of the scores by number.
+
+@triton.jit
+def moments(scores, sizes, start, length, top, plan: tl.constexpr):
+    """Return what a row is searched by, what entries count, and each thread's total and moments.
+
+    The first two moments are of the logarithms by weight, or of the scores by number or size.
     """
     if plan.mass:
         weights, logs = weigh(scores, top, plan)
         by_log = weights * logs
-        return weights, in_thread(weights), in_thread(by_log), in_thread(by_log * logs)
+        return weights, weights, in_thread(weights), in_thread(by_log), in_thread(by_log * logs)
     finite = scores > NOTHING
     known = tl.where(finite, scores, 0.0)
-    return scores, in_thread(finite.to(tl.float32)), in_thread(known), in_thread(known * known)
+    each = counted(scores, sizes, start, length, plan)
+    number, first = finite.to(tl.float32) * each, known * each
+    return scores, each, in_thread(number), in_thread(first), in_thread(first * known)
 
 
 @triton.jit
-def above(x, t, plan: tl.constexpr):
-    """Sum by thread the entries of a tile that are at least t: their weights, or their number."""
-    over = at_least(x, t)
-    return in_thread(over * x if plan.mass else over)
+def above(x, each, t):
+    """Sum by thread what the entries of a tile that are at least t count."""
+    return in_thread(at_least(x, t) * each)
+
+
+@triton.jit
+def highest_below(x, each, hi, plan: tl.constexpr):
+    """Return each thread's largest entry below hi that counts anything."""
+    below = x < hi
+    if plan.sized:
+        below &= each > 0
+    return thread_top(tl.where(below, x, NOTHING))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from marks import every_other
 
-from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
 from jsparse.selection import Selection, token_mask, unpack_bits
 
@@ -21,13 +21,15 @@ def logsumexp(x: np.ndarray) -> float:
     return top if np.isneginf(top) else top + np.log(np.exp(x - top).sum())
 
 
-def choice(row: np.ndarray, rule, value: float, softmax: bool, lse: float) -> list[int]:
+def choice(row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float) -> list[int]:
     """Return what one row chooses, best first; `lse` normalises its logits."""
     order = [
         i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])
     ]
     if isinstance(rule, TopK):
         return order[: max(int(value), 1)]
+    if isinstance(rule, Budget):
+        return order[: max(int((np.cumsum(sizes[order]) <= value).sum()), 1)]
     weights = np.exp(row - (lse if order else 0.0)) if softmax else row
     if isinstance(rule, Threshold):
         return [i for i in order if weights[i] > value] or order[:1]
@@ -53,6 +55,9 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
     lengths, listed = kwargs["lengths"], {}
     for head in np.ndindex(*scores.shape[:2]):
         value = float(np.broadcast_to(rule[0], scores.shape[:2])[head])
+        sizes = None
+        if isinstance(rule, Budget):
+            sizes = np.broadcast_to(rule.sizes, (*scores.shape[:2], scores.shape[-1]))[head]
         rows = np.asarray(scores, np.float64)[head].copy()
         rows[np.isnan(rows)] = -np.inf
         if lengths is not None:
@@ -68,9 +73,11 @@ def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]
         best = (rows - offsets[:, None]).max(0)
         if kwargs["group"] == "max" and len(rows) > 1:
             lse = logsumexp(best) if isinstance(rule, TopP) else 0.0
-            chosen = set(choice(best, rule, value, softmax, lse))
+            chosen = set(choice(best, rule, value, sizes, softmax, lse))
         else:
-            chosen = {i for row in rows for i in choice(row, rule, value, softmax, logsumexp(row))}
+            chosen = {
+                i for row in rows for i in choice(row, rule, value, sizes, softmax, logsumexp(row))
+            }
         per_unit = size if unit in ("bits", "touched") else 1
         units: dict[int, set[int]] = {}
         for i in chosen:
@@ -112,12 +119,12 @@ def call(inputs, **kwargs) -> Selection:
     static = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
-    def run(scores, setting, arrays):
-        rule = type(inputs.rule)(inputs.rule[0] if setting is None else setting)
+    def run(scores, settings, arrays):
+        rule = inputs.rule._replace(**settings)
         return threshold_select(scores, rule, **arrays, **static)
 
-    setting = inputs.rule[0] if hasattr(inputs.rule[0], "shape") else None
-    return run(inputs.scores, setting, arrays)
+    settings = {name: x for name, x in inputs.rule._asdict().items() if hasattr(x, "shape")}
+    return run(inputs.scores, settings, arrays)
 
 
 @pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
@@ -131,7 +138,8 @@ def test_cases_are_what_they_say():
     for case in CASES:
         scores, rule, kwargs = case.build(3)
         assert scores.shape == (case.batch, case.kv_heads, case.group, case.size)
-        assert rule._fields[0] == {"top_k": "k", "top_p": "p", "threshold": "theta"}[case.rule]
+        names = {"top_k": "k", "top_p": "p", "threshold": "theta", "budget": "tokens"}
+        assert rule._fields[0] == names[case.rule]
         np.testing.assert_array_equal(scores, case.build(3).scores)
         if case.ragged:
             assert {0, 1, case.size} <= set(np.asarray(kwargs["lengths"]).flat)
@@ -142,6 +150,7 @@ def test_cases_are_what_they_say():
         "top_k_union_capped",
         "mass_capped",
         "bits_capped",
+        "budget_capped",
     ):
         inputs = by_name[name].build()
         free = expected(inputs.scores, inputs.rule, inputs.kwargs | {"capacity": 1000})
@@ -192,7 +201,8 @@ def test_a_set_weighs_what_is_asked_for():
 
 def test_every_row_with_a_score_chooses_at_least_one():
     scores = jnp.full((1, 1, 2, 8), -jnp.inf).at[0, 0, 0, 5].set(-1e4)
-    for rule in (TopK(3), TopK(jnp.zeros((1, 1), jnp.int32)), TopP(1e-6), Threshold(2.0)):
+    zero, sizes = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1, 8), 9)
+    for rule in (TopK(3), TopK(zero), TopP(1e-6), Threshold(2.0), Budget(zero, sizes)):
         for group in ("union", "max"):
             select = partial(threshold_select, rule=rule, capacity=4, group=group)
             got = jax.jit(select)(scores)
@@ -214,6 +224,7 @@ def test_numbers_of_heads_do_not_retrace():
 
 
 SCORES = jnp.zeros((2, 3, 4, 32))
+SIZES = jnp.ones((2, 3, 32), jnp.int32)
 WRONG = {
     "axes": (SCORES[0], TopK(1), {}, r"scores.shape=\(3, 4, 32\): must be \[B, K, G, n\]"),
     "no scores": (SCORES[..., :0], TopK(1), {}, "none of them 0"),
@@ -276,7 +287,32 @@ WRONG = {
         {"names": jnp.zeros((2, 3, 32))},
         "names=float32.*must be int32",
     ),
-    "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP or a Threshold"),
+    "rule": (SCORES, 3, {}, "rule=3: must be a TopK, a TopP, a Threshold or a Budget"),
+    "tokens": (SCORES, Budget(0, SIZES), {}, "tokens=0: must be an integer of at least 1"),
+    "tokens of heads": (
+        SCORES,
+        Budget(jnp.ones((3, 2), jnp.int32), SIZES),
+        {},
+        r"tokens.shape=\(3, 2\): must be \[B, K\] = \(2, 3\)",
+    ),
+    "sizes": (
+        SCORES,
+        Budget(9, SIZES[:, :2]),
+        {},
+        r"sizes=int32\[2, 2, 32\]: must be integers \[B, K or 1, n\], .* = \[2, 3, 32\]",
+    ),
+    "dtype of sizes": (
+        SCORES,
+        Budget(9, SIZES.astype(jnp.float32)),
+        {},
+        r"sizes=float32\[2, 3, 32\]: must be integers",
+    ),
+    "sizes of tokens": (
+        SCORES,
+        Budget(9, SIZES),
+        {"granularity": "touched", "page_size": 8},
+        "granularity='touched': must be 'token' or 'page' under Budget",
+    ),
     "k": (SCORES, TopK(0), {}, "k=0: must be an integer of at least 1"),
     "p": (SCORES, TopP(1.5), {}, "p=1.5: must be above 0 and at most 1"),
     "theta": (SCORES, Threshold(float("nan")), {}, "theta=nan: must be a number"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP, threshold_select
+from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK, Case
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,14 @@ LONG = (
         capacity=256,
         weights="raw",
     ),
+    Case("budget_13k", size=13108, rule="budget", value=1024, capacity=130),
+    Case("budget_13k_flat", size=13108, rule="budget", value=1024, spread=1e-3, sizes="shared"),
+    Case("budget_13k_ties", size=13108, rule="budget", value=9000, like="ties", per_head=True),
+    Case("budget_16k_most", size=16384, rule="budget", value=250_000, group=2),
+    Case("budget_32k", size=32768, rule="budget", value=1024, sizes="shared", ragged=True),
+    Case("budget_32k_constant", size=32768, rule="budget", value=5000, like="constant"),
+    Case("budget_128k_few", size=131072, rule="budget", value=5000, sizes="few"),
+    Case("budget_128k_max", size=131072, rule="budget", value=9999, group=4, pool="max"),
 )
 HEAVY = (
     Case("top_p_32k", size=32768, value=0.95),
@@ -63,12 +71,12 @@ def call(inputs, implementation="triton", **kwargs):
     fixed = {key: value for key, value in inputs.kwargs.items() if key not in arrays} | kwargs
 
     @jax.jit
-    def run(scores, setting, arrays):
-        rule = type(inputs.rule)(inputs.rule[0] if setting is None else setting)
+    def run(scores, settings, arrays):
+        rule = inputs.rule._replace(**settings)
         return threshold_select(scores, rule, **arrays, implementation=implementation, **fixed)
 
-    setting = inputs.rule[0] if hasattr(inputs.rule[0], "shape") else None
-    return run(inputs.scores, setting, arrays)
+    settings = {name: x for name, x in inputs.rule._asdict().items() if hasattr(x, "shape")}
+    return run(inputs.scores, settings, arrays)
 
 
 def assert_same(a, b):
@@ -159,7 +167,8 @@ def test_tiles_of_any_shape(tiling):
     from jsparse.pallas_kernels.threshold_select.triton_gpu import SelectTiling
     from jsparse.pallas_kernels.threshold_select.triton_gpu import threshold_select as kernel
 
-    for case in (LONG[0], LONG[3], LONG[4]):
+    budgets = [case for case in LONG if case.name in ("budget_13k", "budget_13k_ties")]
+    for case in (LONG[0], LONG[3], LONG[4], *budgets):
         inputs = case.build(5)
         run = jax.jit(
             lambda i=inputs: kernel(
@@ -236,7 +245,8 @@ def test_rows_beyond_two_to_the_31_elements():
 
 def test_every_row_with_a_score_chooses_at_least_one():
     scores = jnp.full((1, 1, 2, 5000), -jnp.inf).at[0, 0, 0, 4321].set(-1e4)
-    for rule in (TopK(3), TopK(jnp.zeros((1, 1), jnp.int32)), TopP(1e-6), Threshold(2.0)):
+    zero, sizes = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1, 5000), 9)
+    for rule in (TopK(3), TopK(zero), TopP(1e-6), Threshold(2.0), Budget(zero, sizes)):
         for group in ("union", "max"):
             got = threshold_select(scores, rule, capacity=4, group=group, implementation="triton")
             assert (int(got.count[0, 0]), int(got.ids[0, 0, 0])) == (1, 4321)
