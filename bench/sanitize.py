@@ -45,6 +45,8 @@ from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
+from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.shared_counts import cases as shared_cases
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import cases as select_cases
@@ -135,6 +137,11 @@ def gathered(_: Any, inputs: Any) -> Any:
         jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count)
         for rows in (pool, on_host)
     ]
+
+
+def listed_runs(_: Any, inputs: Any) -> Any:
+    arrays, capacity = inputs
+    return jax.jit(partial(runs_to_tokens, capacity=capacity, implementation="triton"))(*arrays)
 
 
 def attended_by_window(_: Any, inputs: Any) -> Any:
@@ -268,6 +275,9 @@ OPS = {
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
+    "runs_to_tokens": Op(
+        listed_runs, named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks odd")
+    ),
     "window_attention": Op(
         attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
     ),

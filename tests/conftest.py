@@ -43,6 +43,7 @@ ARRAY_MODULES = (
     "pallas_kernels.page_bounds.reference",
     "pallas_kernels.place_logits.reference",
     "pallas_kernels.row_gather.reference",
+    "pallas_kernels.runs_to_tokens.reference",
     "pallas_kernels.shared_counts.reference",
     "pallas_kernels.threshold_select.reference",
     "pallas_kernels.token_sparse_decode.reference",

@@ -1,0 +1,102 @@
+"""Implements `api.runs_to_tokens` with jax-triton, one program per head.
+
+A program takes a block of runs at a time. Their running sum says where each begins in the list, and
+all of them are written side by side, `TILE` slots of each at a time: most are as short as that.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Int32
+
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths
+
+BLOCK = 256  # runs at a time
+TILE = 16  # slots of a run at a time
+ZEROS = 1024  # entries at a time that are cleared
+NUM_WARPS = 8
+
+
+def runs_to_tokens(
+    ids: Int32[Array, "B K R"],
+    count: Lengths,
+    starts: Int32[Array, "B #K n"],
+    lengths: Int32[Array, "B #K n"],
+    *,
+    capacity: int,
+) -> Selection:
+    """Implement `api.runs_to_tokens` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    batch, heads, listed = ids.shape
+    tokens, total = triton_call(
+        *(ids, count, starts, lengths),
+        kernel=list_kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads), jnp.int32),
+        ],
+        grid=(batch * heads,),
+        num_warps=NUM_WARPS,
+        R=listed,
+        N=starts.shape[2],
+        C=capacity,
+        SHARING=heads // starts.shape[1],
+        BLOCK=min(BLOCK, triton.next_power_of_2(listed)),
+        TILE=TILE,
+        ZEROS=min(ZEROS, triton.next_power_of_2(capacity)),
+    )
+    return Selection(tokens, total, granularity="token")
+
+
+@triton.jit
+def maxima(a, b, c, d):
+    """Combine two maxima."""
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def list_kernel(
+    ids_ptr,  # [pairs, R]
+    count_ptr,  # [pairs]
+    starts_ptr,  # [pairs / SHARING, N]
+    lengths_ptr,  # [pairs / SHARING, N]
+    tokens_ptr,  # [pairs, C]
+    total_ptr,  # [pairs]
+    R: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    SHARING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """List the slots of one head's runs."""
+    pair = tl.program_id(0).to(tl.int64)
+    ids_ptr += pair * R
+    tokens_ptr += pair * C
+    starts_ptr += pair // SHARING * N
+    lengths_ptr += pair // SHARING * N
+    count = tl.load(count_ptr + pair)
+    total = count * 0
+    for first in range(0, R, BLOCK):  # up to R and not the count, which ids need not wait for
+        nth = first + tl.arange(0, BLOCK)
+        chosen = (nth < count) & (nth < R)
+        run = tl.load(ids_ptr + nth, mask=nth < R, other=0)
+        start = tl.load(starts_ptr + run, mask=chosen, other=0)
+        length = tl.load(lengths_ptr + run, mask=chosen, other=0)
+        # where runs begin and end in the list, as far as it goes
+        end = total + tl.cumsum(length, 0)
+        begin = tl.minimum(end - length, C)
+        end = tl.minimum(end, C)
+        total, longest = tl.reduce((end, end - begin), 0, maxima)
+        for done in range(0, longest, TILE):
+            slot = done + tl.arange(0, TILE)[None, :]  # of each run
+            inside = slot < (end - begin)[:, None]
+            tl.store(tokens_ptr + begin[:, None] + slot, start[:, None] + slot, mask=inside)
+    tl.store(total_ptr + pair, total)
+    for done in range(total, C, ZEROS):
+        slot = done + tl.arange(0, ZEROS)
+        tl.store(tokens_ptr + slot, slot * 0, mask=slot < C)

@@ -1,0 +1,110 @@
+"""Tests runs_to_tokens against a loop over each head's runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marks import every_other
+
+from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
+from jsparse.pallas_kernels.runs_to_tokens.cases import CASES, JUNK, Case
+
+by_name = {case.name: case for case in CASES}
+cases = st.builds(
+    Case,
+    name=st.just(""),
+    runs=st.just(40),
+    listed=st.sampled_from([1, 12]),
+    count=st.sampled_from(["any", "all"]),
+    like=st.sampled_from(["short", "one_long", "mixed"]),
+    long=st.sampled_from([0, 3, 700]),
+    shared=st.booleans(),
+    capacity=st.sampled_from([1, 100]),
+)
+compiled = jax.jit(runs_to_tokens, static_argnames=("capacity", "implementation"))
+
+
+def expected(inputs, head) -> list[int]:
+    """List all slots of one head's runs."""
+    ids, number, starts, lengths = (np.asarray(x) for x in inputs)
+    starts, lengths = (
+        np.broadcast_to(x, (*number.shape, x.shape[-1]))[head] for x in (starts, lengths)
+    )
+    slots: list[int] = []
+    for i in ids[head][: number[head]]:
+        slots += range(starts[i], starts[i] + lengths[i])
+    return slots
+
+
+def check(case: Case, seed: int = 0) -> None:
+    inputs, capacity = case.build(seed)
+    got = compiled(*inputs, capacity=capacity)
+    assert (got.granularity, got.bits, got.dense) == ("token", None, None)
+    assert (got.ids.dtype, got.count.dtype) == (jnp.int32, jnp.int32)
+    for head in np.ndindex(*inputs.number.shape):
+        want = expected(inputs, head)[:capacity]
+        assert int(got.count[head]) == len(want)
+        assert np.asarray(got.ids[head]).tolist() == want + [0] * (capacity - len(want))
+
+
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
+def test_lists_what_a_loop_lists(case):
+    check(case)
+
+
+@settings(max_examples=40)
+@given(cases, st.integers(0, 2**32 - 1))
+def test_any_runs(case, seed):
+    check(case, seed)
+
+
+def test_cases_are_what_they_say():
+    assert len(by_name) == len(CASES)
+    for case in CASES:
+        inputs, capacity = case.build(3)
+        number, starts, lengths = map(np.asarray, inputs[1:])
+        assert (starts[..., 1:] >= (starts + lengths)[..., :-1]).all()
+        past = np.arange(case.listed) >= number[..., None]
+        assert (np.asarray(inputs.ids)[past] == JUNK).all()
+        needed = [len(expected(inputs, head)) for head in np.ndindex(*number.shape)]
+        cut = case.name.startswith("cut") or case.name in ("one_slot", "odd")
+        assert (max(needed) > capacity) == cut, case.name
+    assert int(by_name["cut_in_a_long_run"].build()[0].lengths.max()) == 5000
+    assert bool((by_name["any"].build()[0].number == 0).any())
+
+
+INPUTS = by_name["any"].build()[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": INPUTS.ids[0]}, r"ids.shape=\(3, 12\): must be \[B, K, R\], none of them 0"),
+        ({"ids": INPUTS.ids[..., :0]}, r"ids.shape=\(2, 3, 0\): must be .* none of them 0"),
+        ({"number": INPUTS.number[:1]}, r"count.shape=\(1, 3\): must be \[B, K\] = \(2, 3\)"),
+        (
+            {"starts": INPUTS.starts[:, :2]},
+            r"starts.shape=\(2, 2, 40\): must be \[2, 3 or 1, n\]",
+        ),
+        (
+            {"lengths": INPUTS.lengths[:, :1]},
+            r"lengths.shape=\(2, 1, 40\): must be that of starts, \(2, 3, 40\)",
+        ),
+        (
+            {"starts": INPUTS.starts[..., :0], "lengths": INPUTS.lengths[..., :0]},
+            r"lengths.shape=\(2, 3, 0\): must be .*, with n of at least 1",
+        ),
+        ({"ids": INPUTS.ids.astype(jnp.uint32)}, "ids.dtype=uint32: must be int32"),
+        ({"lengths": INPUTS.lengths * 1.0}, "lengths.dtype=float32: must be int32"),
+        ({"capacity": 0}, "capacity=0: must be an integer of at least 1"),
+        ({"capacity": True}, "capacity=True: must be an integer of at least 1"),
+        ({"implementation": "abacus"}, "implementation='abacus': runs_to_tokens has"),
+    ],
+)
+def test_wrong_calls_are_refused(change, message):
+    arrays = {name: change.get(name, value) for name, value in INPUTS._asdict().items()}
+    options = {name: value for name, value in change.items() if name not in arrays}
+    with pytest.raises(ValueError, match=message):
+        runs_to_tokens(*arrays.values(), **{"capacity": 64, **options})
