@@ -1,8 +1,8 @@
 """How long does each kernel take, next to the bytes it must move, to PyTorch and to FlashInfer?
 
 Attention of one query per head in the shape of Llama 3.1 8B, dense and over listed pages or tokens,
-and the other ops of policies: page bounds, 4-bit scores, selection, gather, compaction. Cases are
-in lib/kernel_cases and lib/kernel_ops, clocks in lib/kernel_timing, PyTorch and FlashInfer in
+and the other ops of policies: page bounds, 4-bit scores, selection, runs, gather, compaction. Cases
+are in lib/kernel_cases and lib/kernel_ops, clocks in lib/kernel_timing, PyTorch and FlashInfer in
 lib/peers. In the table, microseconds per call:
 
     us          on the device, from the start of its first kernel to that of the next call's

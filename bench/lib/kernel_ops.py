@@ -1,4 +1,4 @@
-"""Builds jobs of the other ops for bench.kernels: scores, selection, gather, compaction."""
+"""Builds jobs of the other ops for bench.kernels: scores, selection, runs, gather, compaction."""
 
 from functools import partial
 from typing import Any
@@ -20,13 +20,17 @@ from jsparse.pallas_kernels.int4_scores.cases import frame_for
 from jsparse.pallas_kernels.key_bounds import PageBounds
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
+from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
+from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
 from jsparse.pallas_kernels.threshold_select.api import threshold_select
-from jsparse.pallas_kernels.threshold_select.rules import TopK, TopP
+from jsparse.pallas_kernels.threshold_select.rules import Budget, TopK, TopP
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4
 # for normal logits with this deviation, 4 % of the tokens hold that share of the mass
 TOP_P, LOGIT_SPREAD = 0.9, 3.0
+# 128K tokens in runs of 8 to 16, of which a budget of tokens holds at most CHOSEN_RUNS
+RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
 
 
 def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
@@ -49,6 +53,9 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
         )
         # the case is called select in the committed results
         made.append(_select(name, f"select: {rows} rows of {length}", shape, most_calls))
+    for rows in (1, 8):
+        made.append(_budget(name, rows, max(RUNS // shrink, PAGE), most_calls))
+        made.append(_runs(name, rows, shrink))
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, most_calls))
@@ -134,6 +141,45 @@ def _select(name: str, case: str, shape: tuple[int, int, int, int], most_calls: 
         f"lax.top_k {most}": in_turn(lambda _, scores: jax.lax.top_k(scores, most)),
     }
     return Job(case, size, build, contenders)
+
+
+def _budget(name: str, batch: int, runs: int, most_calls: int) -> Job:
+    shape = (batch, KV_HEADS, 1, runs)
+    few = min(CHOSEN_RUNS, runs)
+    kept = partial(threshold_select, capacity=few, implementation=name)
+
+    def build():
+        sizes = jax.random.randint(jax.random.key(0), (batch, KV_HEADS, runs), 8, 17)
+        scores = [
+            LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape)
+            for seed in range(min(32, most_calls))
+        ]
+        return sizes, scores
+
+    contenders = {
+        f"{name} budget {BUDGET}": in_turn(
+            lambda sizes, scores: kept(scores, Budget(BUDGET, sizes))
+        ),
+        f"{name} top-k {few}": in_turn(lambda _, scores: kept(scores, TopK(few))),
+        f"lax.top_k {few}": in_turn(lambda _, scores: jax.lax.top_k(scores, few)),
+    }
+    case = f"select: a budget, {batch * KV_HEADS} rows of {runs}"
+    return Job(case, 2 * 4 * int(np.prod(shape)), build, contenders)
+
+
+def _runs(name: str, batch: int, shrink: int) -> Job:
+    runs, few = max(RUNS // shrink, PAGE), max(CHOSEN_RUNS // shrink, 1)
+    capacity = max(BUDGET // shrink, 1)
+    case = Runs("", batch, KV_HEADS, runs, few, count="all", capacity=capacity)
+
+    def build():
+        return None, [case.build(seed)[0] for seed in range(4)]
+
+    def op(_, inputs):
+        return runs_to_tokens(*inputs, capacity=capacity, implementation=name)
+
+    size = 4 * batch * KV_HEADS * (3 * few + capacity)
+    return Job(f"runs_to_tokens {few} of {runs} b{batch}", size, build, {name: in_turn(op)})
 
 
 def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> Job:
