@@ -11,7 +11,9 @@ from jsparse.models.checkpoint import save as save
 from jsparse.models.transformers_models import from_transformers as from_transformers
 from jsparse.policies.ada_kv import ada_kv as ada_kv
 from jsparse.policies.all_pages import all_pages as all_pages
+from jsparse.policies.arkvale import arkvale as arkvale
 from jsparse.policies.auto import auto as auto
+from jsparse.policies.cluster_kv import cluster_kv as cluster_kv
 from jsparse.policies.combinators import dense_layers as dense_layers
 from jsparse.policies.combinators import keep as keep
 from jsparse.policies.combinators import retrieval_heads as retrieval_heads
@@ -21,6 +23,7 @@ from jsparse.policies.expressions import parse as parse_policy  # noqa: F401  an
 from jsparse.policies.h2o import h2o as h2o
 from jsparse.policies.hard_kv import hard_kv as hard_kv
 from jsparse.policies.lfps import lfps as lfps
+from jsparse.policies.lychee_cluster import lychee_cluster as lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode as lychee_decode
 from jsparse.policies.oracle import oracle_top_k as oracle_top_k
 from jsparse.policies.oracle import oracle_top_p as oracle_top_p

@@ -48,6 +48,14 @@ TABLE = (
     "keep(lfps(budget=0.2), sink=2, recent=5)",
     "dense_layers(lfps(budget=0.3), n=1)",
     "twilight(lfps(budget=0.4), p=0.7, prune='token')",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+    "lychee_cluster(budget=14, sink=0, recent=3, lengths=(2, 3), period=3, rank='bound', levels=2)",
+    "lychee_cluster(budget=8, sink=1, recent=1, lengths=(2, 2), period=1, normalise=False)",
+    "twilight(lychee_cluster(14, sink=1, recent=1, lengths=(2, 2), period=2), prune='token')",
+    "dense_layers(lychee_cluster(budget=12, sink=1, recent=2, lengths=(2, 3), period=2), n=1)",
+    "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",
+    "arkvale(budget=16)",
+    "arkvale(budget=8, rank='centroid')",
     "retrieval_heads(quest(budget=16), ((0, 1), (1, 0)))",
     "retrieval_heads(lfps(budget=0.2, bypass=True), ((1, 1), (0, 1)))",
     "oracle_top_k(budget=8)",
@@ -94,8 +102,9 @@ TABLE = (
 )
 
 
-# a score and a rule of counting on the engine of hard_kv, which runs by default
-ALIKE = {"snapkv", "ada_kv", "h2o", "r_kv", "raas"}
+# what differs little from a method that runs by default: a score and a rule of counting on the
+# engine of hard_kv, chunks of one token on that of lychee_cluster, another bound for quest's pages
+ALIKE = {"snapkv", "ada_kv", "h2o", "r_kv", "raas", "cluster_kv", "arkvale"}
 
 
 def marked(expressions: Sequence[str]) -> list[Any]:

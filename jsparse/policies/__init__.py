@@ -5,13 +5,16 @@ from collections.abc import Callable
 from jsparse.deprecated import moved_names
 from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
+from jsparse.policies.arkvale import arkvale
 from jsparse.policies.auto import auto
+from jsparse.policies.cluster_kv import cluster_kv
 from jsparse.policies.combinators import dense_layers, keep, retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
 from jsparse.policies.h2o import h2o
 from jsparse.policies.hard_kv import hard_kv
 from jsparse.policies.lfps import lfps
+from jsparse.policies.lychee_cluster import lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
@@ -35,6 +38,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         lychee_decode,
         duo_attention,
         lfps,
+        lychee_cluster,
+        cluster_kv,
+        arkvale,
         all_pages,
         hard_kv,
         snapkv,

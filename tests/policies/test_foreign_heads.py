@@ -38,9 +38,10 @@ KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
 PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)
 
 
-# Models whose q and k of each pair are scaled by s and 1/s. R-KV is not among the methods here: it
-# compares keys with keys, and cosines of keys are others then.
-SCALE_FREE = [expression for expression in TABLE if "r_kv" not in expression]
+# Models whose q and k of each pair are scaled by s and 1/s. Methods that compare keys with keys are
+# not among those here: cosines and distances of keys are others then.
+KEYS_WITH_KEYS = "r_kv", "lychee_cluster", "cluster_kv", "arkvale"
+SCALE_FREE = [x for x in TABLE if not any(name in x for name in KEYS_WITH_KEYS)]
 
 
 @cache

@@ -1,0 +1,104 @@
+"""ArkVale attends to the pages whose enclosing balls allow the greatest logits.
+
+A page's keys lie in a ball: around their mean c, with the radius r of the farthest. So q·c + |q|·r
+bounds q·k for all its tokens; pages are ranked by that.
+
+Paper: "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction" (Chen et
+al.), NeurIPS 2024.
+
+Where we differ: no page is evicted to slow memory, so that none need be recalled. The query heads
+of a group share their pages, ranked by the greatest bound among them.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_pages
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.policies.sidecars import sidecar
+from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
+
+Rank = Literal["bound", "centroid"]
+
+
+class Balls(NamedTuple):
+    """Holds one layer's balls, indexed by physical page; those of empty pages mean nothing."""
+
+    center: Float[Array, "pages H"]
+    radius: Float32[Array, "pages"]
+
+
+@builder
+def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
+    """Attend to `budget` tokens, in the pages whose balls allow the greatest logits.
+
+    These are budget // P pages, always including the newest, which is still being filled.
+
+    Args:
+        budget: the number of tokens that a KV head attends to.
+        rank: "bound" ranks pages by q·c + |q|·r, "centroid" by q·c.
+    """
+    whole_number("budget", budget, 1)
+    if rank not in get_args(Rank):
+        raise ValueError(f"rank={rank!r}: must be one of {list(get_args(Rank))}")
+
+    def init(spec: CacheSpec) -> Balls:
+        return Balls(
+            jnp.zeros((spec.pages, spec.head_dim), spec.dtype),
+            jnp.zeros(spec.pages, jnp.float32),
+        )
+
+    def select(state: State, layer: int, q: Queries, cache: KVCache):
+        held = cache.layers[layer]
+        pages = min(max(budget // held.page_size, 1), held.num_pages)
+        scores = bounds(q, held, state[layer], slack=1.0 if rank == "bound" else 0.0)
+        nth = jnp.arange(held.num_pages, dtype=jnp.int32)
+        newest = (held.lengths[..., None] - 1) // held.page_size
+        scores = jnp.where(nth <= newest, scores, -jnp.inf)
+        best = jnp.max(scores, axis=-1, keepdims=True)
+        scores = jnp.where(nth == newest, best + jnp.abs(best) + 1, scores)
+        chosen = threshold_select(
+            scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
+        )
+        return chosen, None, state
+
+    kept = sidecar(init, taken_in)
+    return Policy(select, **kept._asdict(), shares="pages", dense_at={"budget": 2**30})
+
+
+def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /) -> Balls:
+    """Measure the pages anew that the new tokens lie in."""
+    touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
+    pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
+    within = jnp.clip(pages, 0, held.num_pages - 1)
+    keys = read_pages(held.k, held, within).astype(jnp.float32)
+    nth = jnp.arange(held.page_size, dtype=jnp.int32)
+    there = pages[..., None] * held.page_size + nth < held.lengths[..., None, None]
+    some = jnp.maximum(jnp.sum(there, -1), 1)[..., None]
+    center = jnp.sum(jnp.where(there[..., None], keys, 0.0), axis=3) / some
+    center = center.astype(entry.center.dtype)
+    away = keys - center[:, :, :, None].astype(jnp.float32)
+    squares = jnp.sum(jnp.square(away), axis=-1)
+    radius = jnp.sqrt(jnp.max(jnp.where(there, squares, 0.0), axis=-1))
+    new = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
+    at = jnp.where(new, physical_pages(held, within), entry.radius.size)
+    return Balls(
+        entry.center.at[at].set(center, mode="drop"), entry.radius.at[at].set(radius, mode="drop")
+    )
+
+
+def bounds(q: Queries, held: LayerCache, balls: Balls, *, slack: float) -> Float32[Array, "B K M"]:
+    """Return the greatest q·c + slack · |q|·r of a group's query heads, for every page."""
+    pages = jnp.broadcast_to(
+        jnp.arange(held.num_pages, dtype=jnp.int32), (*held.lengths.shape, held.num_pages)
+    )
+    at = physical_pages(held, pages)
+    q = q.reshape(*held.lengths.shape, -1, q.shape[-1])
+    products = jnp.einsum(
+        "bkgh,bkmh->bkgm", q, balls.center[at], preferred_element_type=jnp.float32
+    )
+    length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
+    return jnp.max(products + slack * length * balls.radius[at][:, :, None], axis=2)

@@ -1,0 +1,44 @@
+"""ClusterKV attends to tokens found one by one, by clusters of their keys.
+
+Paper: "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression" (Liu et
+al.), arXiv:2412.03213. It leaves the first two layers dense: dense_layers(cluster_kv(…), n=2).
+
+Where we differ: this is LycheeCluster's engine with chunks of one token. New tokens join the
+clusters there are, and every 80th founds one; the paper clusters 320 of them by themselves. Tokens
+of a cluster that no longer fits are taken as far as the budget reaches, oldest first. The query
+heads of a group share their tokens.
+"""
+
+from jsparse.policies.clusters.engine import Settings, cluster_policy, require_budget
+from jsparse.policies.clusters.index import Form
+from jsparse.policy import Policy, builder, whole_number
+
+
+@builder
+def cluster_kv(
+    budget: int = 1024,
+    cluster_size: int = 80,
+    sink: int = 16,
+    recent: int = 112,
+    period: int = 16,
+) -> Policy:
+    """Attend to at most `budget` tokens: sinks, the newest, and those of the best clusters.
+
+    Rows of no more than `budget` tokens are dense.
+
+    Args:
+        budget: the most tokens that a KV head attends to.
+        cluster_size: tokens per cluster, on average.
+        sink: the number of first tokens that are always attended to.
+        recent: the newest tokens that are always attended to, at the least; they are in no cluster.
+        period: new tokens of a row between two times that they join clusters.
+    """
+    whole_number("budget", budget, 1)
+    whole_number("cluster_size", cluster_size, 1)
+    whole_number("sink", sink, 0)
+    whole_number("recent", recent, 1)
+    whole_number("period", period, 1)
+    form = Form(longest=1, cluster_size=cluster_size, normalise=False)
+    settings = Settings(budget, 1, None, form, sink, recent, period)
+    require_budget(settings)
+    return cluster_policy(settings)

@@ -1,0 +1,228 @@
+"""Runs every method that finds tokens by clusters of chunks: one engine, a few settings per method.
+
+A row's tokens lie in its sinks, in chunks, and in what is open: the newest, which are in no chunk
+yet. Sinks and what is open are always attended to. What they leave of the budget goes to chunks:
+each is worth what the centroid of its cluster is for the query, and the best are taken, cluster by
+cluster, until the next no longer fits. So a head never attends to more than the budget.
+
+Chunks are cut and clustered when the prompt ends; every `period` tokens the oldest open ones are
+cut into chunks, which join the clusters. Chunks are the same for all layers and heads.
+"""
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt8
+
+from jsparse.cache import CacheSpec, KVCache, taking_part
+from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
+from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
+from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
+from jsparse.policies.clusters.index import Clusters, Form, build, empty, in_units, join, relevance
+from jsparse.policy import Policy, PrefillView, at_layer
+from jsparse.selection import Selection
+from jsparse.shapes import Queries, Rows, Tokens
+
+Classes = Literal["boundary_classes", "boundary_classes_or_none"]
+WIDER, LEAST_UNITS = 4, 8  # units hold this times the budget, and there are at least so many
+
+
+class Settings(NamedTuple):
+    """Holds what the methods differ in.
+
+    Attributes:
+        budget: the most tokens that a head attends to; rows that are no longer are dense.
+        shortest: the fewest tokens of a chunk.
+        classes: the constant of the model from which boundaries are known; None cuts every chunk
+            at its greatest length.
+        form: how chunks are clustered.
+        sink: the number of first tokens that are always attended to.
+        recent: the number of newest tokens that are in no chunk.
+        period: new tokens of a row between two times that it cuts chunks.
+    """
+
+    budget: int
+    shortest: int
+    classes: Classes | None
+    form: Form
+    sink: int
+    recent: int
+    period: int
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens of a chunk."""
+        return self.form.longest
+
+    @property
+    def most_open(self) -> int:
+        """Return the most tokens that are ever open."""
+        return self.recent + self.longest - 1 + self.period
+
+    @property
+    def most_new(self) -> int:
+        """Return the most chunks that are cut at a time."""
+        return (self.longest - 1 + self.period) // self.shortest
+
+    def chunks_of(self, slots: int) -> int:
+        """Return the number of chunks that a row of `slots` slots has room for.
+
+        Chunks of 8 to 16 tokens have room at 10 tokens each. A row that needs more room than that
+        cuts the rest at the greatest length, for which there always is enough.
+        """
+        if self.classes is None:
+            return -(-slots // self.longest)
+        return min(-(-8 * slots // (5 * self.longest)), -(-slots // self.shortest))
+
+
+def require_budget(settings: Settings) -> None:
+    """Raise ValueError if a budget does not hold what is always attended to, and one chunk."""
+    least = settings.sink + settings.most_open + settings.longest
+    if settings.budget < least:
+        raise ValueError(
+            f"budget={settings.budget}: must be at least {least}, for sink={settings.sink}, up to "
+            f"{settings.most_open} of the newest tokens, which are in no chunk yet, and a chunk of "
+            f"{settings.longest}"
+        )
+
+
+class Index(NamedTuple):
+    """Holds the state; rows own all of it.
+
+    Attributes:
+        marks: what each token says of the boundaries around it; None where chunks are of one
+            length.
+        chunks: the chunks of each row, whose last ends where the open tokens begin.
+        layers: the clusters of each layer.
+    """
+
+    marks: UInt8[Array, "B S"] | None
+    chunks: Chunks
+    layers: tuple[Clusters, ...]
+
+
+def cluster_policy(settings: Settings) -> Policy:
+    """Build the policy that these settings describe."""
+    form, lengths = settings.form, {"least": settings.shortest, "most": settings.longest}
+
+    def init(spec: CacheSpec) -> Index:
+        chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
+        starts = jnp.full((spec.batch, chunks + 1), min(settings.sink, spec.capacity), jnp.int32)
+        return Index(
+            jnp.zeros(slots, jnp.uint8) if settings.classes else None,
+            Chunks(starts, jnp.zeros(spec.batch, jnp.int32)),
+            tuple(empty(spec, chunks, form) for _ in range(spec.num_layers)),
+        )
+
+    def marked(state: Index, tokens: Tokens, first: Rows, valid: Rows, cache: KVCache) -> Index:
+        """Note what new tokens say of the boundaries around them."""
+        if state.marks is None or settings.classes is None:
+            return state
+        assert cache.constants is not None
+        new = marks(cache.constants[settings.classes], tokens)
+        nth = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        at = jnp.where(nth < valid[:, None], first[:, None] + nth, state.marks.shape[1])
+        row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+        return state._replace(marks=state.marks.at[row, at].set(new, mode="drop"))
+
+    def classes(state: Index) -> UInt8[Array, "B S"] | None:
+        return None if state.marks is None else boundaries(state.marks)
+
+    def prefill(state: Index, layer: int, view: PrefillView) -> Index:
+        held = view.cache.layers[layer]
+        if layer == 0:
+            length = held.lengths[:, 0]
+            state = marked(state, view.tokens, length - view.valid, view.valid, view.cache)
+            if view.last:
+                most = state.chunks.starts.shape[1] - 1
+                ends = length - settings.recent
+                at = min(settings.sink, held.capacity)
+                chunks = cut(classes(state), at, ends, capacity=most, **lengths)
+                state = state._replace(chunks=chunks)
+        if not view.last:
+            return state
+        made = build(held, state.chunks, form)
+        return state._replace(layers=at_layer(state.layers, layer, made))
+
+    def append(state: Index, layer: int, k, v, tokens, positions, cache: KVCache) -> Index:
+        if layer:
+            return state
+        valid = taking_part(cache, tokens.shape[1])
+        return marked(state, tokens, positions[:, 0], valid, cache)
+
+    def select(state: Index, layer: int, q: Queries, cache: KVCache):
+        held, index = cache.layers[layer], state.layers[layer]
+        budget = min(settings.budget, held.capacity)
+        scores = relevance(index.fine, q)
+        if form.units:
+            scores = in_units(index, q, scores, WIDER * budget, LEAST_UNITS)
+        by_chunk = jnp.take_along_axis(scores, index.fine.of_point, axis=-1)
+        runs = runs_of(state.chunks, held.lengths[:, 0])
+        there = jnp.arange(by_chunk.shape[-1]) < state.chunks.count[:, None]
+        by_chunk = jnp.where(there[:, None], by_chunk, -jnp.inf)
+        always = runs.lengths[:, 0] + runs.lengths[:, -1]
+        left = jnp.broadcast_to((budget - always)[:, None], held.lengths.shape)
+        sizes = jnp.broadcast_to(runs.lengths[:, None, 1:-1], by_chunk.shape)
+        chosen = threshold_select(
+            by_chunk[:, :, None],
+            Budget(left, sizes),
+            capacity=max(min(budget // settings.shortest, by_chunk.shape[-1]), 1),
+            weights="raw",
+        )
+        listed = with_ends(chosen, by_chunk.shape[-1] + 1)
+        tokens = runs_to_tokens(
+            listed,
+            chosen.count + 2,
+            runs.starts[:, None],
+            runs.lengths[:, None],
+            capacity=budget,
+        )
+        return replace(tokens, dense=held.lengths <= budget), None, state
+
+    def maintain(state: Index, cache: KVCache) -> tuple[Index, KVCache]:
+        before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
+        most_new = settings.most_new
+        chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **lengths)
+        layers = tuple(
+            join(index, held, before, chunks, most_new, form)
+            for index, held in zip(state.layers, cache.layers, strict=True)
+        )
+        return state._replace(chunks=chunks, layers=layers), cache
+
+    return Policy(
+        select,
+        init=init,
+        prefill=prefill,
+        append=append,
+        maintain=maintain,
+        period=settings.period,
+        needs=() if settings.classes is None else (settings.classes,),
+        shares="keys",
+        dense_at={"budget": 2**30},
+    )
+
+
+class Runs(NamedTuple):
+    """Holds a row's tokens as runs: its sinks, its chunks, and what is open."""
+
+    starts: Int32[Array, "B C+2"]
+    lengths: Int32[Array, "B C+2"]
+
+
+def runs_of(chunks: Chunks, length: Rows) -> Runs:
+    """Return the runs of rows that hold `length` tokens."""
+    starts, ends = chunks.starts[:, :1], chunks.starts[:, -1:]
+    held = length[:, None]
+    sinks = jnp.minimum(starts, held)
+    return Runs(
+        jnp.concatenate([jnp.zeros_like(starts), chunks.starts], axis=1),
+        jnp.concatenate([sinks, jnp.diff(chunks.starts, axis=1), jnp.maximum(held - ends, 0)], 1),
+    )
+
+
+def with_ends(chosen: Selection, last: int) -> Int32[Array, "B K R"]:
+    """Return the runs of the chosen chunks, behind the sinks' and before the last run."""
+    ids = jnp.pad(chosen.ids + 1, [(0, 0), (0, 0), (1, 1)])
+    nth, count = jnp.arange(ids.shape[-1], dtype=jnp.int32), chosen.count[..., None]
+    return jnp.where(nth <= count, ids, jnp.where(nth == count + 1, last, 0))

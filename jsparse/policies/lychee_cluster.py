@@ -1,0 +1,95 @@
+"""LycheeCluster attends to chunks that follow the text, found by clusters of their keys.
+
+A chunk ends where a paragraph, a sentence or a clause does. Chunks whose mean keys point the same
+way form a cluster, and a query reads the centroids of clusters to choose among them.
+
+Paper: "LycheeCluster: Efficient Long-Context Inference with Structure-Aware Chunking and
+Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453. It leaves the first two layers dense:
+dense_layers(lychee_cluster(…), n=2).
+
+Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
+since the slack that the radius adds ranks clusters by how wide they are. All centroids are scored;
+the paper's units of clusters come before them with `levels=2`, and a unit's radius then takes in
+the clusters' own, so that it bounds chunks. Chunks are taken one by one, best cluster first, until
+the budget is full, so that a large cluster is not left out whole. The query heads of a group share
+their chunks, ranked by the greatest score among them. While decoding, every `cluster_size`-th chunk
+founds a cluster, as in the prompt; the paper lets all of them join, so that the clusters of a
+short prompt would come to hold the whole of a long answer. Tokens are cut into chunks every
+`period` steps, by the same rule as the prompt's, and wait in a buffer that is attended to.
+"""
+
+from typing import Literal, get_args
+
+from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
+from jsparse.policies.clusters.index import Form, Pooling
+from jsparse.policy import Policy, builder, whole_number
+
+Cut = Literal["structure", "fixed"]
+Rank = Literal["centroid", "bound"]
+CLASSES: dict[str | None, Classes | None] = {
+    None: "boundary_classes_or_none",
+    "structure": "boundary_classes",
+    "fixed": None,
+}
+
+
+@builder
+def lychee_cluster(
+    budget: int = 1024,
+    chunks: Cut | None = None,
+    rank: Rank = "centroid",
+    levels: Literal[1, 2] = 1,
+    cluster_size: int = 2,
+    pooling: Pooling = "mean",
+    normalise: bool = True,
+    sink: int = 16,
+    recent: int = 112,
+    lengths: tuple[int, int] = (8, 16),
+    period: int = 16,
+) -> Policy:
+    """Attend to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
+
+    Rows of no more than `budget` tokens are dense.
+
+    Args:
+        budget: the most tokens that a KV head attends to.
+        chunks: "structure" ends chunks at boundaries of the text, which it knows from the model's
+            tokenizer; "fixed" ends all of them at their greatest length. None is "structure" where
+            the model has a tokenizer, else "fixed", which the log then says.
+        rank: "centroid" ranks clusters by q·μ, "bound" by q·μ + |q|·r, the most that q·v can be
+            for the representative v of a chunk.
+        levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8.
+        cluster_size: chunks per cluster, on average.
+        pooling: "mean" represents a chunk by the mean of its keys, "max" by their greatest value
+            in every channel.
+        normalise: whether representatives, and so centroids, are scaled to length 1.
+        sink: the number of first tokens that are always attended to.
+        recent: the newest tokens that are always attended to, at the least; they are in no chunk.
+        lengths: the fewest and the most tokens of a chunk.
+        period: new tokens of a row between two times that it cuts chunks.
+    """
+    for name, given, allowed in (
+        ("chunks", chunks, [*CLASSES]),
+        ("rank", rank, [*get_args(Rank)]),
+        ("pooling", pooling, [*get_args(Pooling)]),
+    ):
+        if given not in allowed:
+            raise ValueError(f"{name}={given!r}: must be one of {allowed}")
+    if isinstance(levels, bool) or levels not in (1, 2):
+        raise ValueError(f"levels={levels!r}: must be 1 or 2")
+    if not isinstance(normalise, bool):
+        raise ValueError(f"normalise={normalise!r}: must be True or False")
+    whole_number("budget", budget, 1)
+    whole_number("cluster_size", cluster_size, 1)
+    whole_number("sink", sink, 0)
+    whole_number("period", period, 1)
+    if not isinstance(lengths, tuple) or len(lengths) != 2:
+        raise ValueError(f"lengths={lengths!r}: must be the fewest and the most tokens of a chunk")
+    shortest, longest = lengths
+    whole_number("lengths[0]", shortest, 1)
+    whole_number("lengths[1]", longest, shortest)
+    whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
+    form = Form(longest, cluster_size, pooling, normalise, rank == "bound", levels == 2)
+    settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period)
+    require_budget(settings)
+    return cluster_policy(settings)

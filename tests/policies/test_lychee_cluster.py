@@ -1,0 +1,455 @@
+"""LycheeCluster against its definition: clusters, units, radii, and what is selected by them."""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.policies.clusters.engine import runs_of
+from jsparse.policies.clusters.index import unit_length
+from jsparse.policies.expressions import parse
+from jsparse.policy import PrefillView
+from jsparse.runtime import prefill
+from jsparse.runtime.session import Session
+from jsparse.selection import token_mask
+
+PAGE, ROWS, HEADS, GROUP, DIM, VOCAB = 8, 2, 2, 2, 16, 50
+SMALL = "budget=28, sink=2, recent=3, period=4"
+FORMS = (
+    f"lychee_cluster({SMALL}, lengths=(2, 4))",
+    f"lychee_cluster({SMALL}, lengths=(2, 4), rank='bound', levels=2)",
+    f"lychee_cluster({SMALL}, lengths=(2, 4), cluster_size=3, normalise=False, levels=2)",
+    f"lychee_cluster({SMALL}, lengths=(2, 4), cluster_size=1, pooling='max', rank='bound')",
+    f"lychee_cluster({SMALL}, lengths=(1, 3), chunks='fixed')",
+    f"cluster_kv({SMALL}, cluster_size=5)",
+)
+
+
+def classes(seed=0):
+    """Boundary classes and flags of a made-up vocabulary."""
+    rng = np.random.default_rng(seed)
+    table = np.stack([rng.integers(0, 5, VOCAB), rng.integers(0, 8, VOCAB)], axis=1)
+    return {
+        name: jnp.asarray(table, jnp.uint8)
+        for name in ("boundary_classes", "boundary_classes_or_none")
+    }
+
+
+class Layer:
+    """Rows of different lengths in one layer, to which tokens come one by one."""
+
+    def __init__(self, policy, prompts, tokens, seed=0, spread=1.0):
+        """Draw `tokens` tokens for every row and read the prompts."""
+        self.policy, rng = parse(policy), np.random.default_rng(seed)
+        # keys of few directions, so that there is something to cluster
+        centers = rng.normal(size=(12, HEADS, DIM))
+        near = centers[rng.integers(0, 12, (ROWS, tokens))]
+        self.k = (spread * (near + 0.6 * rng.normal(size=near.shape))).astype(np.float32)
+        self.q = rng.normal(size=(ROWS, tokens, HEADS * GROUP, DIM)).astype(np.float32)
+        self.tokens = rng.integers(0, VOCAB, (ROWS, tokens)).astype(np.int32)
+        self.lengths, self.steps = np.array(prompts), 0
+        spec = CacheSpec(1, ROWS, HEADS * GROUP, HEADS, DIM, PAGE, -(-tokens // PAGE), jnp.float32)
+        self.cache, self.state = _read(
+            self.policy, spec, self.k, self.tokens, self.lengths, classes()
+        )
+
+    def step(self):
+        """Take in a token per row; return the selection and the queries that it is for."""
+        row = np.arange(ROWS)
+        new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.tokens))
+        chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new, classes())
+        q = self.q[row, self.lengths]
+        self.lengths, self.steps = self.lengths + 1, self.steps + 1
+        return chosen, q
+
+    def maintain(self):
+        """Do so if it is due, and say whether it was."""
+        if self.steps % self.policy.period:
+            return False
+        self.state, self.cache = _maintain(self.policy, self.state, self.cache)
+        return True
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def _read(policy, spec, k, tokens, lengths, constants):
+    cache = kv_cache.init(spec)
+    positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
+    cache = kv_cache.append(cache, 0, k, k, positions, lengths)
+    none = jnp.zeros((len(k), 0, HEADS * GROUP, DIM))
+    cache = lend(cache, Lent(constants))
+    view = PrefillView(tokens, positions, k, k, lengths, cache, none, 0 * lengths, True)
+    state = policy.prefill(policy.init(spec), 0, view)
+    return cache._replace(positions=lengths, constants=None), state
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def _step(policy, cache, state, q, k, tokens, constants):
+    one = jnp.ones(len(q), jnp.int32)
+    at = cache.positions[:, None]
+    cache = kv_cache.append(cache, 0, k[:, None], k[:, None], at, one)
+    cache = lend(cache, Lent(constants))
+    k = k[:, None]
+    state = policy.append(state, 0, k, k, tokens[:, None], at, cache)
+    chosen, _, state = policy.select(state, 0, q, cache)
+    return chosen, cache._replace(positions=cache.positions + 1, constants=None), state
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def _maintain(policy, state, cache):
+    return policy.maintain(state, cache)
+
+
+# The slow model: one head after the other, one chunk after the other, in float64.
+
+
+def unit(x):
+    return x / max(np.linalg.norm(x), 1e-300)
+
+
+class Group(NamedTuple):
+    """A centroid, the number of its points, and its radius."""
+
+    centroid: np.ndarray
+    size: int
+    radius: float
+
+
+class Model:
+    """One head's index as the definition says it, without regard to speed."""
+
+    def __init__(self, keys, chunks, *, size, pooling="mean", normalise=True):
+        self.keys, self.size = keys.astype(np.float64), size
+        self.pooling, self.normalise = pooling, normalise
+        points = [self.point(chunk) for chunk in chunks]
+        clusters = -(-len(points) // size)
+        self.fine, self.of_chunk = self.k_means(points, [size * i for i in range(clusters)])
+        self.points, self.chunks = points, list(chunks)
+        units = self.units(clusters)
+        starts = [i * clusters // units for i in range(units)]
+        centroids = [group.centroid for group in self.fine]
+        radii = [group.radius for group in self.fine]
+        self.coarse, self.of_cluster = self.k_means(centroids, starts, radii)
+
+    @staticmethod
+    def units(clusters):
+        return min(int(np.ceil(np.sqrt(clusters))), 64)
+
+    def point(self, chunk):
+        """What represents the keys of a chunk."""
+        keys = self.keys[chunk[0] : chunk[1]]
+        pooled = keys.mean(0) if self.pooling == "mean" else keys.max(0)
+        return unit(pooled) if self.normalise else pooled
+
+    def nearest(self, point, centroids):
+        return int(np.argmax([unit(centroid) @ unit(point) for centroid in centroids]))
+
+    def k_means(self, points, starts, radii=None):
+        centroids, of_point = [unit(points[i]) for i in starts], []
+        for _ in range(10):
+            of_point = [self.nearest(point, centroids) for point in points]
+            for i in range(len(centroids)):
+                members = [unit(p) for p, group in zip(points, of_point, strict=True) if group == i]
+                if members:
+                    centroids[i] = unit(np.mean(members, 0))
+        groups = []
+        for i, centroid in enumerate(centroids):
+            members = [n for n, group in enumerate(of_point) if group == i]
+            if members and not self.normalise:
+                centroid = np.mean([points[n] for n in members], 0)
+            own = [radii[n] if radii else 0.0 for n in members]
+            far = [
+                np.linalg.norm(points[n] - centroid) + r for n, r in zip(members, own, strict=True)
+            ]
+            groups.append(Group(centroid, len(members), max(far, default=0.0)))
+        return groups, of_point
+
+    def moved(self, group, points, radii=None):
+        """The group after points joined it together."""
+        total = group.size + len(points)
+        centroid = (group.size * group.centroid + np.sum(points, 0)) / total
+        centroid = unit(centroid) if self.normalise else centroid
+        far = [
+            np.linalg.norm(p - centroid) + r
+            for p, r in zip(points, radii or [0.0] * len(points), strict=True)
+        ]
+        if group.size:
+            far.append(group.radius + np.linalg.norm(centroid - group.centroid))
+        return Group(centroid, total, max(far))
+
+    def join(self, chunks):
+        """Take in chunks that were cut at the same time."""
+        had, groups = len(self.fine), []
+        empty = Group(np.zeros(self.keys.shape[1]), 0, 0.0)
+        for chunk in chunks:
+            n = len(self.points)
+            self.chunks.append(chunk)
+            self.points.append(self.point(chunk))
+            if n % self.size == 0:
+                self.fine.append(empty)
+            founds = n % self.size == 0 or not had
+            known = [group.centroid for group in self.fine[:had]]
+            groups.append(n // self.size if founds else self.nearest(self.points[-1], known))
+            self.of_chunk.append(groups[-1])
+        for i in set(groups):
+            new = [self.points[-len(groups) + n] for n, group in enumerate(groups) if group == i]
+            self.fine[i] = self.moved(self.fine[i], new)
+        units, joined = len(self.coarse), {}
+        for i in range(had, len(self.fine)):
+            if self.units(i + 1) > len(self.coarse):
+                chosen = len(self.coarse)
+                self.coarse.append(empty)
+            elif units:
+                known = [group.centroid for group in self.coarse[:units]]
+                chosen = self.nearest(self.fine[i].centroid, known)
+            else:
+                chosen = len(self.coarse) - 1
+            self.of_cluster.append(chosen)
+            joined.setdefault(chosen, []).append(i)
+        for unit_, members in joined.items():
+            centroids = [self.fine[i].centroid for i in members]
+            radii = [self.fine[i].radius for i in members]
+            self.coarse[unit_] = self.moved(self.coarse[unit_], centroids, radii)
+        for i in set(groups):
+            group = self.coarse[self.of_cluster[i]]
+            away = np.linalg.norm(self.fine[i].centroid - group.centroid) + self.fine[i].radius
+            far = max(group.radius, away)
+            self.coarse[self.of_cluster[i]] = group._replace(radius=far)
+
+    def scores(self, groups, q, bound):
+        """The greatest score that any query of the group gives to each group of points."""
+        return [
+            max(one @ g.centroid + (np.linalg.norm(one) * g.radius if bound else 0.0) for one in q)
+            if g.size
+            else -np.inf
+            for g in groups
+        ]
+
+    def select(self, q, length, *, budget, sink, bound, levels):
+        """The tokens that are attended to."""
+        end = self.chunks[-1][1] if self.chunks else sink
+        chosen = {*range(sink), *range(end, length)}
+        clusters = self.scores(self.fine, q, bound)
+        allowed = set(range(len(self.fine)))
+        if levels == 2:
+            tokens = np.zeros(len(self.coarse))
+            for chunk, cluster in zip(self.chunks, self.of_chunk, strict=True):
+                tokens[self.of_cluster[cluster]] += chunk[1] - chunk[0]
+            units = np.argsort([-s for s in self.scores(self.coarse, q, bound)], kind="stable")
+            held = np.cumsum(tokens[units]) - tokens[units]
+            kept = {u for n, u in enumerate(units) if n < 8 or held[n] < 4 * budget}
+            allowed = {i for i in allowed if self.of_cluster[i] in kept}
+        ranked = sorted(
+            (-clusters[cluster], n) for n, cluster in enumerate(self.of_chunk) if cluster in allowed
+        )
+        for _, n in ranked:
+            first, behind = self.chunks[n]
+            if len(chosen) + behind - first > budget:
+                break
+            chosen |= set(range(first, behind))
+        return chosen
+
+
+def options(expression):
+    """The options of a policy's name that the slow model wants."""
+    name = parse(expression).name
+    return {
+        "size": int(name.split("cluster_size=")[1].split(",")[0].rstrip(")")),
+        "pooling": "max" if "pooling='max'" in name else "mean",
+        "normalise": "normalise=True" in name,
+    }, {"bound": "rank='bound'" in name, "levels": 2 if "levels=2" in name else 1}
+
+
+def chunks_of(state, row):
+    starts, count = np.asarray(state.chunks.starts)[row], int(state.chunks.count[row])
+    return list(zip(starts[:count].tolist(), starts[1 : count + 1].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("expression", slow_except(FORMS, *FORMS[:2]))
+def test_the_index_and_what_is_selected_are_the_definition_s(expression):
+    layer = Layer(expression, (45, 33), 72)
+    form, ranked = options(expression)
+    models = [
+        [Model(layer.k[b, :, h], chunks_of(layer.state, b), **form) for h in range(HEADS)]
+        for b in range(ROWS)
+    ]
+    left_out = 0
+    while max(layer.lengths) < layer.k.shape[1]:
+        chosen, q = layer.step()
+        slots = token_mask(
+            chosen,
+            jnp.asarray(layer.lengths)[:, None] * jnp.ones(HEADS, jnp.int32),
+            num_pages=layer.k.shape[1] // PAGE,
+            page_size=PAGE,
+        )
+        q = q.reshape(ROWS, HEADS, GROUP, DIM)
+        for b, h in np.ndindex(ROWS, HEADS):
+            wanted = models[b][h].select(q[b, h], layer.lengths[b], budget=28, sink=2, **ranked)
+            got = set(np.flatnonzero(slots[b, h]).tolist())
+            assert got == wanted, (layer.lengths, b, h)
+            assert len(got) <= 28
+            left_out += layer.lengths[b] - len(got)
+        if layer.maintain():
+            for b, h in np.ndindex(ROWS, HEADS):
+                models[b][h].join(chunks_of(layer.state, b)[len(models[b][h].chunks) :])
+    assert left_out > 500
+    index = jax.device_get(layer.state.layers[0])
+    for b, h in np.ndindex(ROWS, HEADS):
+        model = models[b][h]
+        pairs = [(index.fine, model.fine, model.of_chunk)]
+        if index.coarse is not None:
+            pairs.append((index.coarse, model.coarse, model.of_cluster))
+        for groups, wanted, of_point in pairs:
+            count = len(wanted)
+            np.testing.assert_array_equal(groups.size[b, h, :count], [g.size for g in wanted])
+            assert not groups.size[b, h, count:].any()
+            np.testing.assert_array_equal(groups.of_point[b, h, : len(of_point)], of_point)
+            centroids = np.array([g.centroid for g in wanted])
+            np.testing.assert_allclose(groups.centroid[b, h, :count], centroids, atol=2e-6)
+            if groups.radius is not None:
+                radii = [g.radius for g in wanted]
+                np.testing.assert_allclose(groups.radius[b, h, :count], radii, atol=1e-4)
+
+
+def test_every_token_is_a_sink_in_one_chunk_or_open_at_every_step():
+    layer = Layer(FORMS[0], (29, 1), 72)
+    counts = []
+    for _ in range(43):
+        layer.step()
+        layer.maintain()
+        runs = runs_of(layer.state.chunks, jnp.asarray(layer.lengths))
+        starts, sizes = (np.asarray(x) for x in runs)
+        for b, length in enumerate(layer.lengths):
+            slots = [
+                s
+                for first, n in zip(starts[b], sizes[b], strict=True)
+                for s in range(first, first + n)
+            ]
+            assert slots == list(range(length))
+            # two before the first chunk, and from 3 to 3 + 3 + 4 newest
+            assert sizes[b, 0] == min(length, 2) and sizes[b, -1] <= 3 + 3 + 4
+        counts.append(np.asarray(layer.state.chunks.count))
+    assert (np.diff(counts, axis=0) > 0).any(0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [1, 2])
+def test_radii_bound_every_chunk_after_many_updates(levels):
+    tokens = 720
+    expression = (
+        f"lychee_cluster(budget=24, sink=1, recent=1, period=2, lengths=(1, 1), rank='bound', "
+        f"cluster_size=6, levels={levels}, chunks='fixed')"
+    )
+    layer = Layer(expression, (300, 40), tokens, spread=20.0)
+    while max(layer.lengths) < tokens:
+        layer.step()
+        layer.maintain()
+    index = jax.device_get(layer.state.layers[0])
+    assert int(layer.state.chunks.count.sum()) > 1000 - 300 and index.fine.radius.max() > 0.5
+    for b, h in np.ndindex(ROWS, HEADS):
+        for n, (first, behind) in enumerate(chunks_of(layer.state, b)):
+            v = unit(layer.k[b, first:behind, h].astype(np.float64).mean(0))
+            groups = [(index.fine, index.fine.of_point[b, h, n])]
+            if levels == 2:
+                groups.append((index.coarse, index.coarse.of_point[b, h, groups[0][1]]))
+            for found, i in groups:
+                away = np.linalg.norm(v - found.centroid[b, h, i].astype(np.float64))
+                assert away <= found.radius[b, h, i]
+
+
+def test_two_runs_give_the_same_bits():
+    made = []
+    for _ in range(2):
+        layer = Layer(FORMS[1], (45, 33), 72, seed=3)
+        for _ in range(8):
+            layer.step()
+            layer.maintain()
+        made.append(jax.device_get(jax.tree.leaves(layer.state)))
+    for first, second in zip(*made, strict=True):
+        np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+def test_a_short_prompt_founds_clusters_as_it_goes_on():
+    layer = Layer(FORMS[0], (1, 1), 72)
+    assert not layer.state.chunks.count.any()
+    for _ in range(70):
+        layer.step()
+        layer.maintain()
+    count, sizes = layer.state.chunks.count, layer.state.layers[0].fine.size
+    clusters = np.asarray((sizes > 0).sum(-1))
+    np.testing.assert_array_equal(
+        clusters, np.broadcast_to(-(-count[:, None] // 2), clusters.shape)
+    )
+    assert sizes.max() < 12
+
+
+def test_chunks_do_not_depend_on_how_the_prompt_was_read():
+    params, prompts = tiny_params(num_layers=1), random_prompts((70, 29))
+    rng = np.random.default_rng(0)
+    table = np.stack([rng.integers(0, 5, 300), rng.integers(0, 8, 300)], axis=1)
+    params = dataclasses.replace(params, constants={"boundary_classes": table.astype(np.uint8)})
+    policy = "lychee_cluster(budget=28, sink=2, recent=3, lengths=(2, 4), period=4)"
+    states = []
+    for chunk in (512, 16):
+        session = Session(params, parse(policy), spec_of(params, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch, chunk=chunk: chunk)
+            session.read(prompts)
+        states.append(jax.device_get(session.held.state))
+    for whole, pieces in zip(states[0][:2], states[1][:2], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, whole, pieces)
+    lengths = {n for row in np.diff(states[0].chunks.starts) for n in row.tolist()}
+    assert lengths == {0, 2, 3, 4}
+
+
+def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
+    params, prompts = tiny_params(num_layers=1), random_prompts((70, 29))
+    forced = random_tokens(2, 12)
+    small = "budget=28, sink=2, recent=3, period=4, lengths=(2, 4)"
+    made = engine_logits(params, f"lychee_cluster({small})", prompts, forced)
+    fixed = engine_logits(params, f"lychee_cluster({small}, chunks='fixed')", prompts, forced)
+    np.testing.assert_array_equal(made, fixed)
+    assert any("fixed" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match="chunks='fixed'"):
+        engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
+
+
+def test_keys_of_any_size_have_a_direction():
+    x = jnp.asarray([[0.0, 0.0], [1e37, 1e37], [1e-37, 0.0], [-2.0, 0.0]])
+    wanted = [[0, 0], [0.5**0.5] * 2, [1, 0], [-1, 0]]
+    np.testing.assert_allclose(unit_length(x), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("budget=100", r"budget=100: must be at least 175"),
+        ("budget=0", r"budget=0: must be an integer of at least 1"),
+        ("levels=3", r"levels=3: must be 1 or 2"),
+        ("levels=True", r"levels=True: must be 1 or 2"),
+        ("rank='radius'", r"rank='radius': must be one of \['centroid', 'bound'\]"),
+        ("pooling='sum'", r"pooling='sum': must be one of \['mean', 'max'\]"),
+        ("chunks='pages'", r"chunks='pages': must be one of \[None, 'structure', 'fixed'\]"),
+        ("cluster_size=0", r"cluster_size=0: must be an integer of at least 1"),
+        ("normalise=1", r"normalise=1: must be True or False"),
+        ("lengths=8", r"lengths=8: must be the fewest and the most"),
+        ("lengths=(8, 4)", r"lengths\[1\]=4: must be an integer of at least 8"),
+        ("recent=8", r"recent=8: must be an integer of at least 9"),
+        ("sink=-1", r"sink=-1: must be an integer of at least 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse(f"lychee_cluster({arguments})")
+
+
+def test_cluster_kv_refuses_a_budget_that_holds_no_more_than_the_newest():
+    with pytest.raises(ValueError, match=r"budget=144: must be at least 145"):
+        parse("cluster_kv(budget=144)")
