@@ -163,10 +163,9 @@ def cluster_policy(settings: Settings) -> Policy:
         by_chunk = jnp.where(there[:, None], by_chunk, -jnp.inf)
         always = runs.lengths[:, 0] + runs.lengths[:, -1]
         left = jnp.broadcast_to((budget - always)[:, None], held.lengths.shape)
-        sizes = jnp.broadcast_to(runs.lengths[:, None, 1:-1], by_chunk.shape)
         chosen = threshold_select(
             by_chunk[:, :, None],
-            Budget(left, sizes),
+            Budget(left, runs.lengths[:, None, 1:-1]),
             capacity=max(min(budget // settings.shortest, by_chunk.shape[-1]), 1),
             weights="raw",
         )
