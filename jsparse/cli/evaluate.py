@@ -29,8 +29,8 @@ def evaluate(
     tasks: Annotated[
         str,
         Option(
-            help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, RULER's (vt, cwe, "
-            "…), longbench_…, questions."
+            help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, json_retrieval, "
+            "RULER's (vt, cwe, …), longbench_…, questions."
         ),
     ] = DEFAULT_TASKS,
     lengths: Annotated[

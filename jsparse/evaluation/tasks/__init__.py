@@ -27,15 +27,23 @@ The list says what is NVIDIA's in each task and, after "here", where we differ f
   dots, does not count. Here the third answer is always more frequent than the next word.
 - qa_1, qa_2: questions of SQuAD and HotpotQA about documents among others; any answer counts.
 
-`passkey` and `niah_grid` are described in `jsparse.evaluation.tasks.passkey`, `passkey_turn2` and
-`niah_single_1_turn2` in `jsparse.evaluation.tasks.second_turn`, `longbench_...` in
-`jsparse.evaluation.tasks.longbench`, `questions` in `jsparse.evaluation.tasks.questions`.
+`passkey` and `niah_grid` are described in `jsparse.evaluation.tasks.passkey`, `json_retrieval` in
+`jsparse.evaluation.tasks.json_retrieval`, `passkey_turn2` and `niah_single_1_turn2` in
+`jsparse.evaluation.tasks.second_turn`, `longbench_...` in `jsparse.evaluation.tasks.longbench`,
+`questions` in `jsparse.evaluation.tasks.questions`.
 """
 
 import os
 from pathlib import Path
 
-from jsparse.evaluation.tasks import longbench, passkey, questions, ruler, second_turn
+from jsparse.evaluation.tasks import (
+    json_retrieval,
+    longbench,
+    passkey,
+    questions,
+    ruler,
+    second_turn,
+)
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task
 
 __all__ = ["TASKS", "Encode", "Sample", "Task", "parse"]
@@ -43,6 +51,7 @@ __all__ = ["TASKS", "Encode", "Sample", "Task", "parse"]
 TASKS = {
     **ruler.TASKS,
     **passkey.TASKS,
+    **json_retrieval.TASKS,
     **second_turn.TASKS,
     **longbench.TASKS,
     **questions.TASKS,

