@@ -35,6 +35,7 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
+from bench.lib.head_replay import PAGE, Heads
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.cache import CacheSpec
@@ -43,15 +44,8 @@ from jsparse.policy import Policy, PrefillView, State, at_layer, builder, dense
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
 
-PAGE, WINDOW = 16, 32
+WINDOW = 32
 LENGTHS, BUDGETS = (1024, 2048, 4096, 8176), (256, 1024)
-
-
-class Heads(NamedTuple):
-    """Holds the keys of KV heads, and the last queries of each one's group, after RoPE."""
-
-    keys: Float32[Array, "heads S H"]
-    queries: Float32[Array, "heads W G H"]
 
 
 class Pages(NamedTuple):

@@ -26,19 +26,18 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
+from bench.lib.head_replay import PAGE, Heads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
-from bench.page_ranking import PAGE, Heads, recorded
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from bench.page_ranking import recorded
+from jsparse.cache import LayerCache
 from jsparse.models.checkpoint import load
-from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.table_candidates import Kurtosis, table_candidates
-from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policies.expressions import parse
 from jsparse.policies.lfps import SINKS, WINDOW, Past, wanted
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, PrefillView, State
-from jsparse.selection import token_mask
+from jsparse.policy import Policy, State
+from jsparse.selection import Selection, token_mask
 from jsparse.threshold import top_k_mask
 
 LENGTHS, BUDGETS, STEPS = (4096, 8176), (0.02, 0.04), 160
@@ -77,57 +76,20 @@ class Found(NamedTuple):
 @partial(jax.jit, static_argnames=("policy", "steps", "budget", "a"))
 def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float | None) -> Found:
     """Lets a policy choose for the last `steps` queries of heads, all in one layer of one row."""
-    (number, slots, dim), (window, group) = heads.keys.shape, heads.queries.shape[1:3]
-    spec = CacheSpec(1, 1, number * group, number, dim, PAGE, slots // PAGE, heads.keys.dtype)
-    pool = heads.keys.reshape(-1, PAGE, dim)
-    keys = heads.keys.swapaxes(0, 1)[None]  # [1, S, K, H]
-    queries = heads.queries.swapaxes(0, 1).reshape(1, window, -1, dim)
-    prompt = slots - steps
+    slots = heads.keys.shape[1]
 
-    def cache_of(length: Array | int, position: Array | int) -> KVCache:
-        lengths = jnp.full((1, number), length, jnp.int32)
-        layer = LayerCache(pool, pool, lengths)
-        return KVCache((layer,), jnp.full(1, position, jnp.int32), jnp.zeros(1, jnp.bool_))
-
-    def read(state: State) -> State:
-        at = jnp.arange(prompt, dtype=jnp.int32)[None]
-        whole, count = keys[:, :prompt], jnp.full(1, prompt, jnp.int32)
-        first = window - steps - policy.window
-        last_queries = queries[:, first : window - steps]
-        seen = jnp.full(1, policy.window, jnp.int32)
-        cache = cache_of(prompt, 0)
-        view = PrefillView(0 * at, at, whole, whole, count, cache, last_queries, seen, True)
-        return policy.prefill(state, 0, view)
-
-    def step(state: State, nth: Array) -> tuple[State, Found]:
-        position = prompt + nth
-        q = jax.lax.dynamic_index_in_dim(queries, window - steps + nth, 1, keepdims=False)
-        new = jax.lax.dynamic_slice_in_dim(keys, position, 1, axis=1)
-        cache = cache_of(position + 1, position)
-        held, at = cache.layers[0], jnp.full((1, 1), position, jnp.int32)
-        state = policy.append(state, 0, new, new, 0 * at, at, cache)
-        marked = marks(state, held.lengths) / (position + 1)
-        chosen, _, state = policy.select(state, 0, q, cache)
-        if policy.stats(0) is not None:
-            attend = token_sparse_decode if chosen.granularity == "token" else block_sparse_decode
-            state = policy.update(
-                state, 0, attend(q, held, chosen, stats=policy.stats(0)).stats, cache
-            )
-        if policy.period:
-            due, after = (nth + 1) % policy.period == 0, cache_of(position + 1, position + 1)
-            state = jax.lax.cond(due, lambda s: policy.maintain(s, after)[0], lambda s: s, state)
+    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> Found:
         true = jax.nn.softmax(attention_logits(q, held), axis=-1)
         attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
         top = top_k_mask(jnp.max(true, axis=2), wanted(budget, held.lengths))
-        both = jnp.sum(attended & top, -1) / jnp.sum(top, -1)
         measures = (
             jnp.sum(jnp.where(attended[:, :, None], true, 0.0), -1),
             jnp.sum(jnp.where(top[:, :, None], true, 0.0), -1),
-            jnp.sum(attended, -1) / (position + 1),
-            both,
-            marked,
+            jnp.sum(attended, -1) / held.lengths,
+            jnp.sum(attended & top, -1) / jnp.sum(top, -1),
+            marks(state, held.lengths) / held.lengths,
         )
-        return state, Found(*map(jnp.mean, measures))
+        return Found(*map(jnp.mean, measures))
 
     def marks(state: State, lengths: Array) -> Array:
         """Returns how many slots the paper's rule marks, the sinks and the newest left out."""
@@ -137,7 +99,7 @@ def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float |
         found = table_candidates(*state.tables[0], lengths, rule, capacity=slots, sink=SINKS)
         return found.count - SINKS - 1
 
-    return jax.lax.scan(step, read(policy.init(spec)), jnp.arange(steps, dtype=jnp.int32))[1]
+    return replay(policy, heads, steps, look)
 
 
 def measure(sources: Sequence[Heads], steps: int, budget: float) -> list[dict[str, Any]]:

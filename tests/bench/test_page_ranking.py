@@ -9,7 +9,8 @@ import pytest
 from tiny import random_prompts, tiny_params
 
 from bench import page_ranking
-from bench.page_ranking import PAGE, SCORES, WINDOW, Heads, described, measure, recorded
+from bench.lib.head_replay import PAGE, Heads
+from bench.page_ranking import SCORES, WINDOW, described, measure, recorded
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, build
 

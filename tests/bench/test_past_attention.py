@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.page_ranking import Heads
+from bench.lib.head_replay import Heads
 from bench.past_attention import expressions, measure, replayed, table_of
 from jsparse.policies.expressions import parse
 
