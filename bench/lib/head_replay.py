@@ -48,8 +48,16 @@ def replay(
         look: what is measured in each step.
         tokens: the ids of the text; None for a policy that does not look at them.
         constants: the constants of the model that the policy needs.
+
+    Raises:
+        ValueError: there are fewer queries.
     """
     (number, slots, dim), (window, group) = heads.keys.shape, heads.queries.shape[1:3]
+    if window < steps + policy.window:
+        raise ValueError(
+            f"heads with {window} queries: must have at least {steps + policy.window}, those of "
+            f"{steps} steps and of the window of {policy}"
+        )
     spec = CacheSpec(1, 1, number * group, number, dim, PAGE, slots // PAGE, heads.keys.dtype)
     pool = heads.keys.reshape(-1, PAGE, dim)
     keys = heads.keys.swapaxes(0, 1)[None]  # [1, S, K, H]

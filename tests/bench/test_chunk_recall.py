@@ -1,0 +1,117 @@
+"""Tests bench.chunk_recall: recall and mass by hand, and how steady given choices are."""
+
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import random_prompts, tiny_params
+
+from bench import chunk_recall
+from bench.chunk_recall import BEFORE, NEWEST, SINK, Source, Steady, compared, follow, measure
+from bench.lib.head_replay import Heads
+from jsparse.cache import LayerCache
+from jsparse.selection import Selection
+
+TOKENS, STEPS, GROUP, DIM = 64, 4, 2, 8
+
+
+def random_source():
+    rng = np.random.default_rng(0)
+    return Source(
+        Heads(
+            jnp.asarray(rng.normal(size=(2, TOKENS, DIM)), jnp.float32),
+            jnp.asarray(3 * rng.normal(size=(2, STEPS, GROUP, DIM)), jnp.float32),
+        ),
+        None,
+    )
+
+
+def test_the_oracle_finds_the_true_top_k():
+    (row,) = measure(["oracle_top_k(budget=16)"], [random_source()], STEPS, 16)
+    assert (row["recall"], row["attended"]) == (1.0, pytest.approx(16, abs=1))
+    assert 0 < row["mass"] < 1
+
+
+def test_recall_and_mass_are_those_of_a_window():
+    """The newest 8 tokens: how many are among the 16 of largest weight, and what they weigh."""
+    source = random_source()
+    (row,) = measure(["streaming(sink=0, recent=8)"], [source], STEPS, 16)
+    recalls, masses = [], []
+    for nth in range(STEPS):
+        held = TOKENS - STEPS + nth + 1
+        for keys, queries in zip(*map(np.asarray, source.heads), strict=True):
+            weights = np.exp(queries[nth] @ keys[:held].T * DIM**-0.5)
+            weights /= weights.sum(-1, keepdims=True)
+            best = np.argsort(-weights.max(0))[:16]
+            recalls.append(np.mean(best >= held - 8))
+            masses.append(weights[:, held - 8 :].sum(-1).mean())
+    assert row["recall"] == pytest.approx(np.mean(recalls))
+    assert row["mass"] == pytest.approx(np.mean(masses), rel=1e-4)
+    assert row["attended"] == 8
+
+
+def test_too_few_queries_are_refused():
+    with pytest.raises(ValueError, match="heads with 4 queries: must have at least 5"):
+        measure(["streaming()"], [random_source()], STEPS + 1, 16)
+
+
+def test_choices_are_compared_with_those_before():
+    """Sets of three slots in one head, of which some come again; sinks and newest do not count."""
+    sets = [{20, 21, 22}, {21, 22, 23}, {21, 22, 23}, {20, 30, 31}, set()]
+    length = SINK + NEWEST + BEFORE + 40
+    pool = jnp.zeros((length // 16 + 1, 16, 4))
+    held = LayerCache(pool, pool, jnp.full((1, 1), length, jnp.int32))
+    none = jnp.full((len(sets), 1, 1), jnp.nan)
+    never = jnp.full((1, 1, held.capacity), -BEFORE - 1, jnp.int32)
+    own = Steady(never, jnp.int32(0), none, none)
+    for slots in sets:
+        listed = sorted({0, *slots, length - 2})
+        ids = jnp.asarray(listed, jnp.int32)[None, None]
+        chosen = Selection(ids, jnp.full((1, 1), len(listed), jnp.int32), granularity="token")
+        own = compared(own, chosen, held)
+    np.testing.assert_allclose(own.jaccard[:, 0, 0], [np.nan, 2 / 4, 1, 0, 0])
+    np.testing.assert_allclose(own.hits[:, 0, 0], [np.nan, 2 / 3, 1, 1 / 3, np.nan])
+
+
+def test_dense_heads_choose_nothing_that_could_be_compared():
+    held = LayerCache(
+        jnp.zeros((20, 16, 4)), jnp.zeros((20, 16, 4)), jnp.full((1, 1), 300, jnp.int32)
+    )
+    none = jnp.full((2, 1, 1), jnp.nan)
+    own = Steady(jnp.zeros((1, 1, 320), jnp.int32), jnp.int32(1), none, none)
+    ids = jnp.zeros((1, 1, 0), jnp.int32)
+    dense = Selection(ids, jnp.zeros((1, 1), jnp.int32), dense=jnp.ones((1, 1), jnp.bool_))
+    assert np.isnan(compared(own, dense, held).jaccard).all()
+
+
+@pytest.mark.slow
+def test_one_that_keeps_everything_is_steady():
+    (ids,) = random_prompts([240])
+    row = follow(tiny_params(), "all_pages()", ids, 12, block=4)
+    assert row["hits"] == row["jaccard"] == 1
+    assert len(row["jaccard_by_block"]) == len(row["hits_by_block"]) == 3
+
+
+@pytest.mark.slow
+def test_the_command_measures_texts_and_heads_of_a_file(monkeypatch, tmp_path, capsys):
+    (ids,) = random_prompts([256])
+    monkeypatch.setattr(chunk_recall, "load", lambda name: tiny_params())
+    monkeypatch.setattr(chunk_recall, "texts", lambda params, names, number: {"prose": ids})
+    heads, out = random_source().heads, tmp_path / "out.json"
+    np.savez(tmp_path / "other.npz", keys=heads.keys, queries=heads.queries)
+    given = ["--length", "128", "--steps", "4", "--budget", "32", "48", "--json", str(out)]
+    given += ["--policy", "quest(budget=BUDGET)", "--keys", str(tmp_path / "other.npz")]
+    monkeypatch.setattr(sys, "argv", ["chunk_recall", *given])
+    chunk_recall.main()
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["text"], row["tokens"], row["policy"]) for row in rows] == [
+        (text, tokens, f"quest(budget={budget})")
+        for text, tokens in (("prose", 128), ("other", 64))
+        for budget in (32, 48)
+    ]
+    assert "recall" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["chunk_recall", "--length", "40"])
+    with pytest.raises(SystemExit, match="2"):
+        chunk_recall.main()
