@@ -1,6 +1,6 @@
 """Defines the boundaries of a text behind its tokens, from the bytes of a vocabulary.
 
-They are the separators of LycheeCluster's table 4, by class, the best first:
+They are the separators of LycheeCluster's table 4, and control tokens, by class, the best first:
 
     1  an empty line, ``` --- *** } ] > or a control token, such as the end of a turn
     2  . ? ! 。 ？ ！ or the end of a line
@@ -8,9 +8,10 @@ They are the separators of LycheeCluster's table 4, by class, the best first:
     4  a blank, which is a space or a tab
     0  none
 
-A boundary lies behind the token whose last bytes, blanks aside, are one of these. Some need a look
-at the neighbours, since tokens mostly start with the blank that separates them and the newlines of
-an empty line may be two tokens; the flags are for these.
+A boundary lies behind the token whose last bytes, blanks aside, are one of these; behind a mark of
+class 1 the token may also hold the end of the line. Some need a look at the neighbours, since
+tokens mostly start with the blank that separates them and the newlines of an empty line may be two
+tokens; the flags are for these.
 """
 
 from typing import Protocol
@@ -62,7 +63,9 @@ def _of_token(token: bytes) -> tuple[int, int]:
         flags += ENDS_IN_NEWLINE + IS_NEWLINES * (not text.strip(_BLANKS + b"\n"))
         if text[:-1].rstrip(_BLANKS).endswith(b"\n"):
             return 1, flags
-    for number, ends in enumerate(_ENDS, 1):
+    if text.rstrip(_BLANKS + b"\n").endswith(_ENDS[0]):
+        return 1, flags
+    for number, ends in enumerate(_ENDS[1:], 2):
         if text.endswith(ends):
             return number, flags
     return 4 * (len(text) < len(token)), flags

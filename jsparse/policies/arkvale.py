@@ -92,13 +92,11 @@ def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Len
 
 def bounds(q: Queries, held: LayerCache, balls: Balls, *, slack: float) -> Float32[Array, "B K M"]:
     """Return the greatest q·c + slack · |q|·r of a group's query heads, for every page."""
-    pages = jnp.broadcast_to(
-        jnp.arange(held.num_pages, dtype=jnp.int32), (*held.lengths.shape, held.num_pages)
-    )
-    at = physical_pages(held, pages)
+    heads = *held.lengths.shape, held.num_pages
+    if held.block_table is not None:
+        balls = Balls(*(x[held.block_table] for x in balls))
+    center, radius = balls.center.reshape(*heads, -1), balls.radius.reshape(heads)
     q = q.reshape(*held.lengths.shape, -1, q.shape[-1])
-    products = jnp.einsum(
-        "bkgh,bkmh->bkgm", q, balls.center[at], preferred_element_type=jnp.float32
-    )
+    products = jnp.einsum("bkgh,bkmh->bkgm", q, center, preferred_element_type=jnp.float32)
     length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
-    return jnp.max(products + slack * length * balls.radius[at][:, :, None], axis=2)
+    return jnp.max(products + slack * length * radius[:, :, None], axis=2)

@@ -8,14 +8,16 @@ Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453. It leaves the first two
 dense_layers(lychee_cluster(…), n=2).
 
 Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
-since the slack that the radius adds ranks clusters by how wide they are. All centroids are scored;
-the paper's units of clusters come before them with `levels=2`, and a unit's radius then takes in
-the clusters' own, so that it bounds chunks. Chunks are taken one by one, best cluster first, until
-the budget is full, so that a large cluster is not left out whole. The query heads of a group share
-their chunks, ranked by the greatest score among them. While decoding, every `cluster_size`-th chunk
-founds a cluster, as in the prompt; the paper lets all of them join, so that the clusters of a
-short prompt would come to hold the whole of a long answer. Tokens are cut into chunks every
-`period` steps, by the same rule as the prompt's, and wait in a buffer that is attended to.
+which finds more of the tokens that weigh most. All centroids are scored; the paper's units of
+clusters come before them with `levels=2`, and a unit's radius then takes in the clusters' own, so
+that it bounds chunks. Chunks are taken one by one, best cluster first, until the budget is full, so
+that a large cluster is not left out whole. The query heads of a group share their chunks, ranked by
+the greatest score among them. While decoding, every `cluster_size`-th chunk founds a cluster, as in
+the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
+hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
+as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that
+there would be no room for all cuts the rest at the greatest length. Centroids are of K's type: in
+bfloat16 one of some hundred chunks hardly moves when another joins.
 """
 
 from typing import Literal, get_args
@@ -55,7 +57,7 @@ def lychee_cluster(
         budget: the most tokens that a KV head attends to.
         chunks: "structure" ends chunks at boundaries of the text, which it knows from the model's
             tokenizer; "fixed" ends all of them at their greatest length. None is "structure" where
-            the model has a tokenizer, else "fixed", which the log then says.
+            the model has a tokenizer, else "fixed", and the log says so.
         rank: "centroid" ranks clusters by q·μ, "bound" by q·μ + |q|·r, the most that q·v can be
             for the representative v of a chunk.
         levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8.
@@ -75,7 +77,7 @@ def lychee_cluster(
     ):
         if given not in allowed:
             raise ValueError(f"{name}={given!r}: must be one of {allowed}")
-    if isinstance(levels, bool) or levels not in (1, 2):
+    if type(levels) is not int or levels not in (1, 2):
         raise ValueError(f"levels={levels!r}: must be 1 or 2")
     if not isinstance(normalise, bool):
         raise ValueError(f"normalise={normalise!r}: must be True or False")
@@ -88,6 +90,8 @@ def lychee_cluster(
     shortest, longest = lengths
     whole_number("lengths[0]", shortest, 1)
     whole_number("lengths[1]", longest, shortest)
+    if chunks == "fixed":
+        shortest = longest
     whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
     form = Form(longest, cluster_size, pooling, normalise, rank == "bound", levels == 2)
     settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period)

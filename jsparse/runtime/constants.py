@@ -38,7 +38,7 @@ BOUNDARY_CLASSES_OR_NONE = "boundary_classes_or_none"  # zeros for a model witho
 VERSION = 1  # of how constants are made; files of other versions are not found
 
 logger = logging.getLogger("jsparse.constants")
-_tables: WeakKeyDictionary[Params, UInt8[Array, "V 2"]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDictionary()
 
 
 def constants(
@@ -52,34 +52,26 @@ def constants(
         ValueError: the model lacks one that nobody can make.
     """
     require_constants(params, policy)
-    found = {}
     for name in policy.constants:
-        if name in (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE):
-            found[name] = _boundary_classes(params)
-            continue
-        if name not in params.constants:
+        if name in MAKERS and name not in params.constants:
             params.constants.update(_found_or_made(params, MAKERS[name], report))
-        found[name] = params.constants[name]
-    return found or None
+    of_text = (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE)
+    return {
+        name: _boundary_classes(params, policy) if name in of_text else params.constants[name]
+        for name in policy.constants
+    } or None
 
 
 def require_constants(params: Params, policy: Policy) -> None:
     """Raises ValueError if the model lacks a constant that a policy needs and nobody can make."""
-    there = {*params.constants, *MAKERS, BOUNDARY_CLASSES_OR_NONE}
-    if params.tokenizer is not None:
-        there.add(BOUNDARY_CLASSES)
     for name in policy.constants:
-        if name in there:
-            continue
-        if name == BOUNDARY_CLASSES:
+        if name in (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE):
+            _boundary_classes(params, policy)
+        elif name not in {*params.constants, *MAKERS}:
             raise ValueError(
-                f"policy={policy} cuts chunks by the text: the model {params.name!r} must have a "
-                "tokenizer, and has none; chunks='fixed' needs none"
+                f"policy={policy} needs {name!r}: must be among the constants of the model "
+                f"{params.name!r}, which has {sorted(params.constants)}"
             )
-        raise ValueError(
-            f"policy={policy} needs {name!r}: must be among the constants of the model "
-            f"{params.name!r}, which has {sorted(params.constants)}"
-        )
 
 
 def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[str, Array]:
@@ -145,18 +137,43 @@ def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:
     return jnp.max(jnp.abs(k).reshape(*k.shape[:2], 2, k.shape[-1] // 2), axis=(1, 2))
 
 
-def _boundary_classes(params: Params) -> UInt8[Array, "V 2"]:
-    """Returns the boundary classes of the model's tokenizer, or zeros if it has none."""
+def _boundary_classes(params: Params, policy: Policy) -> UInt8[Array, "V 2"]:
+    """Returns the boundary classes of the model's tokenizer.
+
+    Zeros stand for those that cannot be made, if the policy can do without.
+
+    Raises:
+        ValueError: they cannot be made, or those that are given do not fit the vocabulary.
+    """
+    size = params.config.vocab_size
     if BOUNDARY_CLASSES in params.constants:
-        return params.constants[BOUNDARY_CLASSES]
+        given = jnp.asarray(params.constants[BOUNDARY_CLASSES])
+        if given.dtype != jnp.uint8 or given.shape != (size, 2):
+            raise ValueError(
+                f"constants[{BOUNDARY_CLASSES!r}]={given.dtype}{[*given.shape]}: must be "
+                f"uint8[{size}, 2], the vocabulary's"
+            )
+        return given
+    table, missing = _tables.get(params) or _made_classes(params)
+    if missing and BOUNDARY_CLASSES in policy.constants:
+        raise ValueError(f"policy={policy} needs {BOUNDARY_CLASSES!r}: {missing}")
     if params not in _tables:
-        size = params.config.vocab_size
-        if params.tokenizer is None:
-            logger.warning("%s has no tokenizer: chunks will be of a fixed size", params.name)
-            _tables[params] = jnp.zeros((size, 2), jnp.uint8)
-        else:
-            _tables[params] = jnp.asarray(boundary_classes(params.tokenizer, size))
-    return _tables[params]
+        if missing:
+            logger.warning("chunks will be of a fixed size: %s", missing)
+        _tables[params] = table, missing
+    return table
+
+
+def _made_classes(params: Params) -> tuple[UInt8[Array, "V 2"], str]:
+    """Returns the table, or zeros and why there is none."""
+    size = params.config.vocab_size
+    try:
+        if params.tokenizer is not None:
+            return jnp.asarray(boundary_classes(params.tokenizer, size)), ""
+        missing = f"the model {params.name!r} must have a tokenizer, and has none"
+    except ValueError as error:  # its tokens cannot be spelled
+        missing = str(error)
+    return jnp.zeros((size, 2), jnp.uint8), missing
 
 
 def _found_or_made(

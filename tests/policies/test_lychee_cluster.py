@@ -13,8 +13,8 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.policies.clusters import index
 from jsparse.policies.clusters.engine import runs_of
-from jsparse.policies.clusters.index import unit_length
 from jsparse.policies.expressions import parse
 from jsparse.policy import PrefillView
 from jsparse.runtime import prefill
@@ -46,17 +46,18 @@ def classes(seed=0):
 class Layer:
     """Rows of different lengths in one layer, to which tokens come one by one."""
 
-    def __init__(self, policy, prompts, tokens, seed=0, spread=1.0):
+    def __init__(self, policy, prompts, tokens, seed=0, spread=1.0, dtype=jnp.float32):
         """Draw `tokens` tokens for every row and read the prompts."""
         self.policy, rng = parse(policy), np.random.default_rng(seed)
         # keys of few directions, so that there is something to cluster
         centers = rng.normal(size=(12, HEADS, DIM))
         near = centers[rng.integers(0, 12, (ROWS, tokens))]
-        self.k = (spread * (near + 0.6 * rng.normal(size=near.shape))).astype(np.float32)
+        k = jnp.asarray(spread * (near + 0.6 * rng.normal(size=near.shape)), dtype)
+        self.k = np.asarray(k.astype(jnp.float32))
         self.q = rng.normal(size=(ROWS, tokens, HEADS * GROUP, DIM)).astype(np.float32)
         self.tokens = rng.integers(0, VOCAB, (ROWS, tokens)).astype(np.int32)
         self.lengths, self.steps = np.array(prompts), 0
-        spec = CacheSpec(1, ROWS, HEADS * GROUP, HEADS, DIM, PAGE, -(-tokens // PAGE), jnp.float32)
+        spec = CacheSpec(1, ROWS, HEADS * GROUP, HEADS, DIM, PAGE, -(-tokens // PAGE), dtype)
         self.cache, self.state = _read(
             self.policy, spec, self.k, self.tokens, self.lengths, classes()
         )
@@ -300,12 +301,12 @@ def test_the_index_and_what_is_selected_are_the_definition_s(expression):
             for b, h in np.ndindex(ROWS, HEADS):
                 models[b][h].join(chunks_of(layer.state, b)[len(models[b][h].chunks) :])
     assert left_out > 500
-    index = jax.device_get(layer.state.layers[0])
+    made = jax.device_get(layer.state.layers[0])
     for b, h in np.ndindex(ROWS, HEADS):
         model = models[b][h]
-        pairs = [(index.fine, model.fine, model.of_chunk)]
-        if index.coarse is not None:
-            pairs.append((index.coarse, model.coarse, model.of_cluster))
+        pairs = [(made.fine, model.fine, model.of_chunk)]
+        if made.coarse is not None:
+            pairs.append((made.coarse, model.coarse, model.of_cluster))
         for groups, wanted, of_point in pairs:
             count = len(wanted)
             np.testing.assert_array_equal(groups.size[b, h, :count], [g.size for g in wanted])
@@ -339,29 +340,80 @@ def test_every_token_is_a_sink_in_one_chunk_or_open_at_every_step():
     assert (np.diff(counts, axis=0) > 0).any(0).all()
 
 
+def require_bounds(layer):
+    """The radii of every chunk's cluster, and of its unit, reach as far as the chunk."""
+    made = jax.device_get(layer.state.layers[0])
+    for b, h in np.ndindex(ROWS, HEADS):
+        for n, (first, behind) in enumerate(chunks_of(layer.state, b)):
+            v = unit(layer.k[b, first:behind, h].astype(np.float64).mean(0))
+            groups = [(made.fine, made.fine.of_point[b, h, n])]
+            if made.coarse is not None:
+                groups.append((made.coarse, made.coarse.of_point[b, h, groups[0][1]]))
+            for found, i in groups:
+                away = np.linalg.norm(v - found.centroid[b, h, i].astype(np.float64))
+                assert away <= found.radius[b, h, i]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2])
-def test_radii_bound_every_chunk_after_many_updates(levels):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
     tokens = 720
     expression = (
         f"lychee_cluster(budget=24, sink=1, recent=1, period=2, lengths=(1, 1), rank='bound', "
         f"cluster_size=6, levels={levels}, chunks='fixed')"
     )
-    layer = Layer(expression, (300, 40), tokens, spread=20.0)
+    layer = Layer(expression, (300, 40), tokens, spread=20.0, dtype=dtype)
     while max(layer.lengths) < tokens:
         layer.step()
         layer.maintain()
-    index = jax.device_get(layer.state.layers[0])
-    assert int(layer.state.chunks.count.sum()) > 1000 - 300 and index.fine.radius.max() > 0.5
-    for b, h in np.ndindex(ROWS, HEADS):
-        for n, (first, behind) in enumerate(chunks_of(layer.state, b)):
-            v = unit(layer.k[b, first:behind, h].astype(np.float64).mean(0))
-            groups = [(index.fine, index.fine.of_point[b, h, n])]
-            if levels == 2:
-                groups.append((index.coarse, index.coarse.of_point[b, h, groups[0][1]]))
-            for found, i in groups:
-                away = np.linalg.norm(v - found.centroid[b, h, i].astype(np.float64))
-                assert away <= found.radius[b, h, i]
+    assert int(layer.state.chunks.count.sum()) > 1000 - 300
+    assert layer.state.layers[0].fine.radius.max() > 0.5
+    require_bounds(layer)
+
+
+def test_radii_bound_chunks_of_bfloat16():
+    layer = Layer(FORMS[1], (45, 33), 72, dtype=jnp.bfloat16)
+    for _ in range(24):
+        chosen, _ = layer.step()
+        layer.maintain()
+    assert (chosen.count > 20).all()
+    assert (chosen.count <= 28).all()
+    require_bounds(layer)
+
+
+def test_points_are_grouped_alike_in_blocks_of_any_size(monkeypatch):
+    """The last block overlaps the one before, and rows end in different blocks."""
+    rng = np.random.default_rng(0)
+    points = jnp.asarray(rng.normal(size=(2, 2, 45, 8)), jnp.float32)
+    number, groups = jnp.array([45, 19]), jnp.array([15, 7])
+    starts = jnp.broadcast_to(3 * jnp.arange(15), (2, 15))
+    form = index.Form(1, 3, normalise=False, radii=True)
+    made = []
+    for size in (2**28, 4 * 60 * 16):
+        monkeypatch.setattr(index, "BLOCK_BYTES", size)
+        assert index.Blocks.of(45, 60).size == (45 if size == 2**28 else 16)
+        k_means = jax.jit(partial(index.k_means, dtype=jnp.float32, form=form))
+        made.append(jax.device_get(k_means(points, number, starts, groups)))
+    np.testing.assert_array_equal(made[0].size, made[1].size)
+    np.testing.assert_array_equal(made[0].size.sum(-1), np.array(number)[:, None] * [1, 1])
+    for b in range(2):
+        some = np.s_[b, :, : int(number[b])]
+        np.testing.assert_array_equal(made[0].of_point[some], made[1].of_point[some])
+    np.testing.assert_allclose(made[0].centroid, made[1].centroid, atol=1e-6)
+    np.testing.assert_allclose(made[0].radius, made[1].radius, atol=1e-5)
+
+
+@pytest.mark.parametrize("expression", ["lychee_cluster()", "cluster_kv()"])
+def test_building_needs_less_than_a_gigabyte_beside_the_index(expression):
+    rows, policy = 8, parse(expression)
+    spec = CacheSpec(1, rows, 32, 8, 128, 16, 8192, jnp.bfloat16)
+    state = jax.eval_shape(lambda: policy.init(spec))
+    held = jax.eval_shape(lambda: kv_cache.init(spec)).layers[0]
+    longest, size = (16, 2) if "lychee" in expression else (1, 80)
+    form = index.Form(longest, size, normalise="lychee" in expression)
+    program = jax.jit(partial(index.build, form=form)).lower(held, state.chunks).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1e9
 
 
 def test_two_runs_give_the_same_bits():
@@ -417,14 +469,14 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
     fixed = engine_logits(params, f"lychee_cluster({small}, chunks='fixed')", prompts, forced)
     np.testing.assert_array_equal(made, fixed)
     assert any("fixed" in record.message for record in caplog.records)
-    with pytest.raises(ValueError, match="chunks='fixed'"):
+    with pytest.raises(ValueError, match="must have a tokenizer"):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
 
 
 def test_keys_of_any_size_have_a_direction():
     x = jnp.asarray([[0.0, 0.0], [1e37, 1e37], [1e-37, 0.0], [-2.0, 0.0]])
     wanted = [[0, 0], [0.5**0.5] * 2, [1, 0], [-1, 0]]
-    np.testing.assert_allclose(unit_length(x), wanted, rtol=1e-6)
+    np.testing.assert_allclose(index.unit_length(x), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

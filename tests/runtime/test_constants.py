@@ -15,7 +15,13 @@ import jsparse
 from jsparse.boundary_classes import boundary_classes
 from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.runtime import constants as module
-from jsparse.runtime.constants import constants, fingerprint, key_constants, mid_and_scale
+from jsparse.runtime.constants import (
+    constants,
+    fingerprint,
+    key_constants,
+    mid_and_scale,
+    require_constants,
+)
 from jsparse.selection import everything
 
 PROMPT = random_prompts((20,))[0]
@@ -196,9 +202,7 @@ def test_boundary_classes_are_never_written(tmp_path):
 
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_allocated():
     policy = needing("boundary_classes")
-    message = (
-        r"policy=chunky\(\) .*'tiny' must have a tokenizer, and has none; chunks='fixed' needs none"
-    )
+    message = r"policy=chunky\(\) needs 'boundary_classes': .*'tiny' must have a tokenizer"
     with pytest.raises(ValueError, match=message):
         constants(fresh(), policy)
     with pytest.raises(ValueError, match=message):
@@ -210,12 +214,34 @@ def test_or_none_is_zeros_without_a_tokenizer_and_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, "jsparse.constants"):
         found = [constants(params, policy)["boundary_classes_or_none"] for _ in range(2)]
     assert [record.message for record in caplog.records] == [
-        "tiny has no tokenizer: chunks will be of a fixed size"
+        "chunks will be of a fixed size: the model 'tiny' must have a tokenizer, and has none"
     ]
     assert found[0] is found[1]
     assert found[0].shape == (params.config.vocab_size, 2)
     assert found[0].dtype == jnp.uint8
     assert not found[0].any()
+
+
+def test_a_tokenizer_that_cannot_be_spelled_is_refused_or_said(monkeypatch, caplog):
+    def refuse(tokenizer, vocab_size):
+        raise ValueError("tokenizer: must have a decoder that is known")
+
+    monkeypatch.setattr(module, "boundary_classes", refuse)
+    params = with_tokenizer(fresh())
+    with pytest.raises(ValueError, match=r"policy=chunky\(\) needs .*: tokenizer: must have"):
+        require_constants(params, needing("boundary_classes"))
+    assert not caplog.text
+    assert not constants(params, needing("boundary_classes_or_none"))[
+        "boundary_classes_or_none"
+    ].any()
+    assert "fixed size: tokenizer: must have" in caplog.text
+
+
+def test_a_table_that_does_not_fit_the_vocabulary_is_refused():
+    for table in (jnp.zeros((7, 2), jnp.uint8), jnp.zeros((300, 2), jnp.int32)):
+        params = dataclasses.replace(fresh(), constants={"boundary_classes": table})
+        with pytest.raises(ValueError, match=r"must be uint8\[\d+, 2\], the vocabulary's"):
+            constants(params, needing("boundary_classes_or_none"))
 
 
 def test_a_given_table_of_boundaries_is_taken_as_it_is():

@@ -25,7 +25,8 @@ from jsparse.selection import Selection
 from jsparse.shapes import Queries, Rows, Tokens
 
 Classes = Literal["boundary_classes", "boundary_classes_or_none"]
-WIDER, LEAST_UNITS = 4, 8  # units hold this times the budget, and there are at least so many
+WIDER = 4  # units are chosen that hold this times the budget
+LEAST_UNITS = 8  # of them, at the least
 
 
 class Settings(NamedTuple):

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.cache import CacheSpec, LayerCache, read_slots
+from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.shapes import Queries, Rows
 
 Pooling = Literal["mean", "max"]
 ITERATIONS = 10
 MOST_UNITS = 64
-BLOCK_BYTES = 2**28  # of the largest array that exists per block of chunks
+BLOCK_BYTES = 2**27  # of the largest array that exists per block of chunks
 ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
 
 
@@ -87,7 +87,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, most: int, numbers_each: int) -> "Blocks":
-        """Make blocks as large as BLOCK_BYTES allow where a point has so many numbers."""
+        """Make blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
         fitting = max(BLOCK_BYTES // (4 * numbers_each), 1)
         return cls(most, min(1 << (fitting.bit_length() - 1), most))
 
@@ -146,7 +146,22 @@ def _no_groups(spec: CacheSpec, groups: int, points: int, form: Form) -> Groups:
 
 
 def build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
-    """Cluster all chunks of every row anew."""
+    """Cluster all chunks of every row anew.
+
+    Rows are taken one after the other, so that what exists meanwhile does not grow with the batch.
+    """
+    pages = jnp.arange(held.num_pages, dtype=jnp.int32)
+    table = physical_pages(held, jnp.broadcast_to(pages, (*held.lengths.shape, pages.size)))
+
+    def of_row(row: tuple[Array, Array, Chunks]) -> Clusters:
+        table, lengths, its = jax.tree.map(lambda x: x[None], row)
+        built = _build(held._replace(block_table=table, lengths=lengths), its, form)
+        return jax.tree.map(lambda x: x[0], built)
+
+    return jax.lax.map(of_row, (table, held.lengths, chunks))
+
+
+def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     lengths = jnp.diff(chunks.starts, axis=1)
     values = representatives(held, chunks.starts[:, :-1], lengths, chunks.count, form)
     clusters = num_clusters(chunks.count, form)
@@ -154,14 +169,14 @@ def build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     starts = jnp.broadcast_to(
         jnp.arange(most, dtype=jnp.int32) * form.cluster_size, (len(clusters), most)
     )
-    fine = grouped(values, chunks.count, starts, clusters, held.k.dtype, form)
+    fine = k_means(values, chunks.count, starts, clusters, held.k.dtype, form)
     if not form.units:
         return Clusters(fine, None, None)
     number = num_units(clusters)[:, None]
     nth = jnp.arange(min(MOST_UNITS, math.isqrt(most - 1) + 1), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
     points = fine.centroid.astype(jnp.float32)
-    coarse = grouped(points, clusters, starts, number[:, 0], held.k.dtype, form, fine.radius)
+    coarse = k_means(points, clusters, starts, number[:, 0], held.k.dtype, form, fine.radius)
     unit = jnp.take_along_axis(coarse.of_point, fine.of_point, axis=-1)
     there = jnp.arange(lengths.shape[1]) < chunks.count[:, None]
     row, head = (i[..., None] for i in jnp.indices(unit.shape[:2]))
@@ -219,7 +234,7 @@ def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
     return x / jnp.where(norm > 0, norm, 1.0)
 
 
-def grouped(
+def k_means(
     points: Float32[Array, "B K C H"],
     number: Rows,
     starts: Int32[Array, "B L"],
@@ -229,6 +244,8 @@ def grouped(
     radius: Float32[Array, "B K C"] | None = None,
 ) -> Groups:
     """Group the first `number` points of each row by spherical k-means.
+
+    Where every point starts a group it stays alone in it.
 
     Args:
         points: what is grouped, by direction.
@@ -244,18 +261,19 @@ def grouped(
     real = nth < groups[:, None]
     blocks = Blocks.of(most, rows * heads * nth.size)
 
-    def means(of_point: Array, sizes: Array, directions: bool) -> Array:
-        """Average the points of each group, or their directions."""
+    directions = unit_length(points).astype(dtype)
+
+    def means(values: Array, of_point: Array, sizes: Array) -> Array:
+        """Average the values of each group's points."""
 
         def block(i: Array, sums: Array) -> Array:
-            some = blocks.cut(points, i, 2)
-            marks = blocks.cut(of_point, i, 2)[..., None] == nth
-            marks &= blocks.fresh(i, number)[:, None, :, None]
-            some = unit_length(some).astype(dtype) if directions else some
-            # products with marks add in an order that is always the same, as scattering does not
+            some = blocks.cut(values, i, 2)
+            inside = blocks.cut(of_point, i, 2)[..., None] == nth
+            inside &= blocks.fresh(i, number)[:, None, :, None]
+            # products add in an order that is always the same, as scattering does not
             return sums + jnp.einsum(
                 "bkml,bkmh->bklh",
-                marks.astype(some.dtype),
+                inside.astype(some.dtype),
                 some,
                 preferred_element_type=jnp.float32,
                 precision=jax.lax.Precision.HIGHEST,
@@ -264,31 +282,32 @@ def grouped(
         sums = blocks.run(number, block, jnp.zeros((rows, heads, nth.size, width), jnp.float32))
         return sums / jnp.maximum(sizes, 1)[..., None]
 
-    def iterate(_: Array, made: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        centroid = made[0].astype(dtype)
+    def counted(of_point: Array) -> Array:
+        sizes = jnp.zeros((rows, heads, nth.size), jnp.int32)
+        return sizes.at[row, head, of_point].add(there)
 
+    def iterate(_: Array, made: tuple[Array, Array]) -> tuple[Array, Array]:
         def block(i: Array, of_point: Array) -> Array:
-            some = unit_length(blocks.cut(points, i, 2)).astype(dtype)
-            return blocks.put(of_point, nearest(some, centroid, real), i)
+            return blocks.put(of_point, nearest(blocks.cut(directions, i, 2), made[0], real), i)
 
-        of_point = blocks.run(number, block, made[2])
-        sizes = jnp.zeros_like(made[1]).at[row, head, of_point].add(there)
-        moved = unit_length(means(of_point, sizes, directions=True))
-        return jnp.where(sizes[..., None] > 0, moved, made[0]), sizes, of_point
+        of_point = blocks.run(number, block, made[1])
+        sizes = counted(of_point)
+        moved = unit_length(means(directions, of_point, sizes)).astype(dtype)
+        return jnp.where(sizes[..., None] > 0, moved, made[0]), of_point
 
     row, head = (i[..., None] for i in jnp.indices((rows, heads)))
     there = (jnp.arange(most) < number[:, None])[:, None].astype(jnp.int32)
-    first = unit_length(jnp.take_along_axis(points, starts[:, None, :, None], axis=2))
-    made = (
-        first,
-        jnp.zeros((rows, heads, nth.size), jnp.int32),
-        jnp.zeros((rows, heads, most), jnp.int32),
-    )
-    centroid, sizes, of_point = jax.lax.fori_loop(0, ITERATIONS, iterate, made)
+    centroid = jnp.take_along_axis(directions, starts[:, None, :, None], axis=2)
+    if nth.size == most:
+        of_point = jnp.broadcast_to(nth, (rows, heads, most))
+    else:
+        of_point = jnp.zeros((rows, heads, most), jnp.int32)
+        centroid, of_point = jax.lax.fori_loop(0, ITERATIONS, iterate, (centroid, of_point))
+    sizes = counted(of_point)
     if not form.normalise:
-        raw = means(of_point, sizes, directions=False)
-        centroid = jnp.where(sizes[..., None] > 0, raw, centroid)
-    made = Groups(centroid.astype(dtype), sizes, of_point, None)
+        raw = points if nth.size == most else means(points, of_point, sizes)
+        centroid = jnp.where(sizes[..., None] > 0, raw, centroid).astype(dtype)
+    made = Groups(centroid, sizes, of_point, None)
     if not form.radii:
         return made
     away = distances(points, made.centroid, of_point)
@@ -340,22 +359,22 @@ def join(
     lengths = jnp.where(there, jnp.take_along_axis(chunks.starts, at + 1, axis=1) - first, 0)
     points = pooled_keys(held, first, lengths, form)
     had = num_clusters(before, form)
-    founds = nth % form.cluster_size == 0
-    group = joined_group(index.fine, points, had, founds, nth // form.cluster_size, form)
-    fine = joined(index.fine, points, group, nth, there, form)
+    opens_group = nth % form.cluster_size == 0
+    group = own_or_nearest(index.fine, points, had, opens_group, nth // form.cluster_size, form)
+    fine = add_points(index.fine, points, group, nth, there, form)
     if index.coarse is None or index.tokens is None:
         return Clusters(fine, None, None)
 
     # clusters that are new join a unit or found one; those that moved stay in theirs
     number = nth // form.cluster_size
-    founds &= there
+    opens_group &= there
     now = num_units(number + 1)
     units = num_units(had)
-    opens = now > jnp.maximum(units[:, None], _shifted(now))
+    opens_unit = now > jnp.maximum(units[:, None], _shifted(now))
     centroids = jnp.take_along_axis(fine.centroid, group[..., None], axis=2).astype(jnp.float32)
     radii = None if fine.radius is None else jnp.take_along_axis(fine.radius, group, axis=2)
-    unit = joined_group(index.coarse, centroids, units, opens, now - 1, form)
-    coarse = joined(index.coarse, centroids, unit, number, founds, form, radii)
+    unit = own_or_nearest(index.coarse, centroids, units, opens_unit, now - 1, form)
+    coarse = add_points(index.coarse, centroids, unit, number, opens_group, form, radii)
     of_chunk = jnp.take_along_axis(coarse.of_point, group, axis=2)
     row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
     if radii is not None and coarse.radius is not None:
@@ -370,12 +389,12 @@ def _shifted(x: Int32[Array, "B n"]) -> Int32[Array, "B n"]:
     return jnp.pad(x, [(0, 0), (1, 0)])[:, :-1]
 
 
-def joined_group(
+def own_or_nearest(
     groups: Groups,
     points: Float32[Array, "B K n H"],
     had: Rows,
-    founds: Bool[Array, "B n"],
-    founded: Int32[Array, "B n"],
+    opens_group: Bool[Array, "B n"],
+    opened: Int32[Array, "B n"],
     form: Form,
 ) -> Int32[Array, "B K n"]:
     """Return the group that each new point belongs to.
@@ -388,11 +407,11 @@ def joined_group(
     if not form.normalise:
         centroid = unit_length(centroid.astype(jnp.float32)).astype(centroid.dtype)
     chosen = nearest(points, centroid, real)
-    own = founds | (had == 0)[:, None]
-    return jnp.where(own[:, None], founded[:, None], chosen)
+    own = opens_group | (had == 0)[:, None]
+    return jnp.where(own[:, None], opened[:, None], chosen)
 
 
-def joined(
+def add_points(
     groups: Groups,
     points: Float32[Array, "B K n H"],
     group: Int32[Array, "B K n"],
