@@ -14,6 +14,7 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.policies.clusters import index
+from jsparse.policies.clusters.chunking import Chunks
 from jsparse.policies.clusters.engine import runs_of
 from jsparse.policies.expressions import parse
 from jsparse.policy import PrefillView
@@ -416,16 +417,22 @@ def test_building_needs_less_than_a_gigabyte_beside_the_index(expression):
     assert program.memory_analysis().temp_size_in_bytes < 1e9
 
 
-def test_two_runs_give_the_same_bits():
-    made = []
-    for _ in range(2):
-        layer = Layer(FORMS[1], (45, 33), 72, seed=3)
-        for _ in range(8):
-            layer.step()
-            layer.maintain()
-        made.append(jax.device_get(jax.tree.leaves(layer.state)))
-    for first, second in zip(*made, strict=True):
-        np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits_and_those_of_other_rows_do_not_matter():
+    """Programs are compiled anew, and of the second run's rows the first is another."""
+    spec = CacheSpec(1, 2, 8, 2, 128, 16, 512, jnp.bfloat16)
+    form, rng = index.Form(16, 2, radii=True, units=True), np.random.default_rng(0)
+    starts = jnp.broadcast_to(16 + 13 * jnp.arange(601), (2, 601)).astype(jnp.int32)
+    chunks, made = Chunks(starts, jnp.array([600, 450])), []
+    keys = [rng.normal(size=(2, 512 * 2, 16, 128)).astype(np.float32) for _ in range(2)]
+    for first in keys:
+        jax.clear_caches()
+        k = jnp.asarray(np.concatenate([first[0], keys[0][1]]), jnp.bfloat16)
+        held = kv_cache.init(spec).layers[0]._replace(k=k, lengths=jnp.full((2, 2), 8192))
+        made.append(jax.device_get(jax.jit(partial(index.build, form=form))(held, chunks)))
+    for one, other in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_array_equal(one[1].view(np.uint8), other[1].view(np.uint8))
+    assert (made[0].fine.centroid[0] != made[1].fine.centroid[0]).any()
 
 
 def test_a_short_prompt_founds_clusters_as_it_goes_on():

@@ -261,7 +261,10 @@ def k_means(
     real = nth < groups[:, None]
     blocks = Blocks.of(most, rows * heads * nth.size)
 
-    directions = unit_length(points).astype(dtype)
+    def direction(i: Array, made: Array) -> Array:
+        return blocks.put(made, unit_length(blocks.cut(points, i, 2)).astype(dtype), i)
+
+    directions = blocks.run(number, direction, jnp.zeros(points.shape, dtype))
 
     def means(values: Array, of_point: Array, sizes: Array) -> Array:
         """Average the values of each group's points."""
