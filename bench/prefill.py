@@ -3,7 +3,8 @@
 Llama 3.1 8B's shape, random bf16 weights, random ids, batch 1. jsparse works in chunks, as
 `generate` does; Hugging Face reads the prompt in one piece through SDPA's flash attention, with a
 DynamicCache and logits of the last token only. Each contender runs in its own process; one warm-up,
-which also compiles. Memory is that beside weights and cache.
+which also compiles. Memory is that beside weights and cache. A policy that builds an index of the
+prompt does so within the time.
 
     python -m bench.prefill --json build/prefill.json
 """
@@ -14,13 +15,13 @@ from typing import Any
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.llama_8b import LLAMA_8B, huggingface_model
+from bench.lib.llama_8b import LLAMA_8B, boundary_constants, huggingface_model
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf")
 
 
-def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
+def jsparse_prefill(context: int, runs: int, policy: str) -> dict[str, Any]:
     """Times the prefill of `generate`, cache allocation and first logits included."""
     import jax
     import jax.numpy as jnp
@@ -29,11 +30,11 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
     from jsparse.cache import CacheSpec
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
-    from jsparse.policy import dense
+    from jsparse.policies.expressions import parse
     from jsparse.runtime.session import Session
 
-    weights = random_weights(LLAMA_8B, jnp.bfloat16)
-    params = Params(weights, LLAMA_8B, None, {}, "random 8B")
+    method, weights = parse(policy), random_weights(LLAMA_8B, jnp.bfloat16)
+    params = Params(weights, LLAMA_8B, None, {}, "random 8B", constants=boundary_constants())
     spec = CacheSpec(
         LLAMA_8B.num_layers,
         1,
@@ -48,9 +49,9 @@ def jsparse_prefill(context: int, runs: int) -> dict[str, Any]:
 
     def once() -> float:
         began = time.perf_counter()
-        session = Session(params, dense(), spec)
+        session = Session(params, method, spec)
         session.read([ids])
-        session.held.logits.block_until_ready()
+        jax.block_until_ready(session.held)
         return time.perf_counter() - began
 
     warm_up = once()
@@ -114,15 +115,23 @@ def main() -> None:
         "--runs", type=int, default=3, help="timed runs after the warm-up (default 3)"
     )
     parser.add_argument(
+        "--policy", nargs="+", default=["dense"], help="policy expressions (default dense)"
+    )
+    parser.add_argument(
         "--child",
-        nargs=2,
-        metavar=("NAME", "CONTEXT"),
+        nargs=3,
+        metavar=("NAME", "CONTEXT", "POLICY"),
         help="measure one here and print a JSON line",
     )
     args = parser.parse_args()
     if args.child:
-        run = {"jsparse": jsparse_prefill, "hf": huggingface_prefill}[args.child[0]]
-        print(json.dumps(run(int(args.child[1]), args.runs)))
+        name, context, policy = args.child
+        run = (
+            jsparse_prefill(int(context), args.runs, policy)
+            if name == "jsparse"
+            else huggingface_prefill(int(context), args.runs)
+        )
+        print(json.dumps(run))
         return
     settings = {"warm_ups": 1, "runs": args.runs}
     report = {
@@ -133,23 +142,26 @@ def main() -> None:
     }
     for context in args.contexts:
         for name in args.only:
-            arguments = ["--child", name, str(context), "--runs", str(args.runs)]
-            row = {
-                "context": context,
-                "name": name,
-                **run_child("bench.prefill", arguments, timeout_s=500),
-            }
-            row["tokens_per_second"] = context / row["seconds"]["median"]
-            report["results"].append(row)
-            print(summary(row), flush=True)
-            write_report(args.json, report)
+            for policy in args.policy if name == "jsparse" else ["dense"]:
+                arguments = ["--child", name, str(context), policy, "--runs", str(args.runs)]
+                row = {
+                    "context": context,
+                    "name": name,
+                    "policy": policy,
+                    **run_child("bench.prefill", arguments, timeout_s=500),
+                }
+                row["tokens_per_second"] = context / row["seconds"]["median"]
+                report["results"].append(row)
+                print(summary(row), flush=True)
+                write_report(args.json, report)
 
 
 def summary(row: dict[str, Any]) -> str:
     """Formats one line of the table."""
     seconds = row["seconds"]
     text = (
-        f"{row['context']:>7} {row['name']:8} {row['tokens_per_second']:8.0f} tokens/s, "
+        f"{row['context']:>7} {row['name']:8} {row['policy']:20} "
+        f"{row['tokens_per_second']:8.0f} tokens/s, "
         f"{seconds['median']:.2f} s ({seconds['min']:.2f}-{seconds['max']:.2f}), "
         f"peak {row['peak_bytes'] / 1e9:.1f} GB"
     )

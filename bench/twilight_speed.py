@@ -18,7 +18,7 @@ the times of Twilight's parts are sums over kernels:
 import itertools
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from bench.lib.peers import numbers
 from bench.lib.replay import parse
 from bench.lib.subprocesses import run_child, write_report
 from jsparse.cache import CacheSpec, KVCache
-from jsparse.policy import Policy
+from jsparse.policy import Policy, State
 from jsparse.runtime.decode_step import attend_layer
 from jsparse.selection import everything
 
@@ -87,10 +87,12 @@ def spec_of(case: Attention) -> CacheSpec:
     )
 
 
-def contender(policy: Policy, spec: CacheSpec) -> Contender:
+def contender(
+    policy: Policy, spec: CacheSpec, note: Callable[[State], None] = lambda state: None
+) -> Contender:
     """Returns a maker of programs with one call per query, over the caches in turn.
 
-    Each call waits for the one before.
+    Each call waits for the one before. `note` gets the state of the first cache.
     """
 
     @jax.jit
@@ -109,6 +111,7 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
 
     def program(caches, queries):
         sources = [(held, state_after_prompt(policy, spec, held)) for held in caches]
+        note(sources[0][1])
         return Program(lambda: run(sources, queries), len(queries))
 
     return program
