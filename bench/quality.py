@@ -17,6 +17,9 @@ unless others are named:
     second_turn  the same policies at 25 %, where the question comes only after the context was
                  compressed
     lfps         LFPS, exact and with the paper's rule, next to an oracle, Quest and StreamingLLM
+    lychee_cluster   LycheeCluster at three budgets, next to Quest, ClusterKV, ArkVale, LFPS,
+                 StreamingLLM and oracles that attend to as many tokens, and one argument of it
+                 changed at a time
 
 Each length, and each group of policies, is a process of its own. Several run side by side, since
 much of the time goes into compiling; they share the GPUs in turn. PATH holds the report of them
@@ -220,6 +223,37 @@ def lfps(length: int) -> tuple[str, ...]:
     )
 
 
+def lychee_cluster(length: int) -> tuple[str, ...]:
+    """Returns LycheeCluster and those that attend to as many tokens, the first two layers dense.
+
+    What is changed one at a time is so at the middle budget, except chunks, which are so at all.
+    """
+    changed = (
+        "rank='bound'",
+        *(f"cluster_size={size}" for size in (1, 4, 8)),
+        "pooling='max'",
+        "normalise=False",
+        "levels=2",
+    )
+    at_budgets = tuple(
+        policy
+        for budget in (256, 512, 1024)
+        for policy in (
+            f"lychee_cluster(budget={budget})",
+            f"lychee_cluster(budget={budget}, chunks='fixed')",
+            f"cluster_kv(budget={budget})",
+            f"arkvale(budget={budget})",
+            f"quest(budget={budget})",
+            f"lfps(budget={budget / length:.5f})",
+            f"streaming(sink=16, recent={budget - 16})",
+            f"oracle_top_k(budget={budget}, granularity='page')",
+            f"oracle_top_k(budget={budget})",
+        )
+    )
+    ablations = (f"lychee_cluster(budget=512, {way})" for way in changed)
+    return tuple(map(_behind_two, (*at_budgets, *ablations)))
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -246,6 +280,11 @@ SETS = {
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
     "eviction_ablation": Set(ablation, ("kl", "ppl"), (4096,), steps=512),
     "lfps": Set(lambda _, length: lfps(length), ("kl", "attention", "passkey"), LONG),
+    "lychee_cluster": Set(
+        lambda _, length: lychee_cluster(length),
+        ("kl", "ppl", "passkey", "niah_single_1", "json_retrieval"),
+        LONG,
+    ),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
 
