@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,12 +66,12 @@ def test_choices_are_compared_with_those_before():
     held = LayerCache(pool, pool, jnp.full((1, 1), length, jnp.int32))
     none = jnp.full((len(sets), 1, 1), jnp.nan)
     never = jnp.full((1, 1, held.capacity), -BEFORE - 1, jnp.int32)
-    own = Steady(never, jnp.int32(0), none, none)
+    own, step = Steady(never, jnp.int32(0), none, none), jax.jit(compared)
     for slots in sets:
         listed = sorted({0, *slots, length - 2})
         ids = jnp.asarray(listed, jnp.int32)[None, None]
         chosen = Selection(ids, jnp.full((1, 1), len(listed), jnp.int32), granularity="token")
-        own = compared(own, chosen, held)
+        own = step(own, chosen, held)
     np.testing.assert_allclose(own.jaccard[:, 0, 0], [np.nan, 2 / 4, 1, 0, 0])
     np.testing.assert_allclose(own.hits[:, 0, 0], [np.nan, 2 / 3, 1, 1 / 3, np.nan])
 
@@ -83,7 +84,7 @@ def test_dense_heads_choose_nothing_that_could_be_compared():
     own = Steady(jnp.zeros((1, 1, 320), jnp.int32), jnp.int32(1), none, none)
     ids = jnp.zeros((1, 1, 0), jnp.int32)
     dense = Selection(ids, jnp.zeros((1, 1), jnp.int32), dense=jnp.ones((1, 1), jnp.bool_))
-    assert np.isnan(compared(own, dense, held).jaccard).all()
+    assert np.isnan(jax.jit(compared)(own, dense, held).jaccard).all()
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from bench.lychee_cluster_speed import (
 from jsparse.policies.clusters.chunking import boundaries, cut, marks
 
 
+@pytest.mark.slow
 def test_random_tokens_are_cut_as_prose_is():
     slots = 8192
     shape = 1, slots
