@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,17 @@ import pytest
 from tiny import random_prompts, tiny_params
 
 from bench import chunk_recall
-from bench.chunk_recall import BEFORE, NEWEST, SINK, Source, Steady, compared, follow, measure
+from bench.chunk_recall import (
+    BEFORE,
+    NEWEST,
+    SINK,
+    Source,
+    Steady,
+    compared,
+    follow,
+    measure,
+    texts,
+)
 from bench.lib.head_replay import Heads
 from jsparse.cache import LayerCache
 from jsparse.selection import Selection
@@ -85,6 +96,15 @@ def test_dense_heads_choose_nothing_that_could_be_compared():
     ids = jnp.zeros((1, 1, 0), jnp.int32)
     dense = Selection(ids, jnp.zeros((1, 1), jnp.int32), dense=jnp.ones((1, 1), jnp.bool_))
     assert np.isnan(jax.jit(compared)(own, dense, held).jaccard).all()
+
+
+def test_texts_are_long_enough_or_refused(monkeypatch):
+    words = SimpleNamespace(encode=lambda text: [len(word) for word in text.split()])
+    monkeypatch.setattr(chunk_recall, "tokenizer_of", lambda params, wanted: words)
+    found = texts(tiny_params(), ("code", "json"), 600)
+    assert all(len(ids) >= 600 for ids in found.values())
+    with pytest.raises(ValueError, match="texts=code: has .* must have at least 1000000"):
+        texts(tiny_params(), ("code",), 1000000)
 
 
 @pytest.mark.slow
