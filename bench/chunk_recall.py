@@ -163,7 +163,7 @@ class Steady(NamedTuple):
 
 
 def followed(base: Policy, steps: int) -> Policy:
-    """Returns `base` with a Steady per layer in its state, for so many steps."""
+    """Returns `base` with a Steady per layer in its state, which has room for `steps` steps."""
 
     def init(spec: CacheSpec) -> tuple[Steady, ...]:
         heads = spec.batch, spec.num_kv_heads
