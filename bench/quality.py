@@ -226,7 +226,7 @@ def lfps(length: int) -> tuple[str, ...]:
 def lychee_cluster(length: int) -> tuple[str, ...]:
     """Returns LycheeCluster and those that attend to as many tokens, the first two layers dense.
 
-    What is changed one at a time is so at the middle budget, except chunks, which are so at all.
+    Its arguments are changed one at a time at the middle budget; chunks of fixed size are at all.
     """
     changed = (
         "rank='bound'",
