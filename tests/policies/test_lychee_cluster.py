@@ -14,8 +14,9 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.policies.clusters import index
-from jsparse.policies.clusters.chunking import Chunks
+from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import runs_of
+from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
 from jsparse.policy import PrefillView
 from jsparse.runtime import prefill
@@ -478,6 +479,26 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
     assert any("fixed" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match="must have a tokenizer"):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
+
+
+def test_layers_join_together_as_each_would_alone():
+    fixed = f"lychee_cluster({SMALL}, lengths=(4, 4), chunks='fixed', rank='bound', levels=2)"
+    layers = [Layer(fixed, (45, 33), 72, seed=seed) for seed in range(3)]
+    for layer in layers:
+        for _ in range(8):
+            layer.step()
+    form, before = index.Form(4, 2, radii=True, units=True), layers[0].state.chunks.count
+    chunks = cut_on(
+        None, layers[0].state.chunks, layers[0].lengths - 3, most_new=3, least=4, most=4
+    )
+    indices = [layer.state.layers[0] for layer in layers]
+    caches = [layer.cache.layers[0] for layer in layers]
+    assert (chunks.count > before).all()
+    together = join(indices, caches, before, chunks, 3, form)
+    for one, held, made in zip(indices, caches, together, strict=True):
+        (alone,) = join([one], [held], before, chunks, 3, form)
+        assert (alone.fine.size.sum((1, 2)) == 2 * chunks.count).all()
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), alone, made)
 
 
 def test_keys_of_any_size_have_a_direction():

@@ -19,7 +19,8 @@ from jsparse.cache import CacheSpec, KVCache, taking_part
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
-from jsparse.policies.clusters.index import Clusters, Form, build, empty, in_units, join, relevance
+from jsparse.policies.clusters.index import Clusters, Form, build, empty, in_units, relevance
+from jsparse.policies.clusters.joining import join
 from jsparse.policy import Policy, PrefillView, at_layer
 from jsparse.selection import Selection
 from jsparse.shapes import Queries, Rows, Tokens
@@ -184,10 +185,7 @@ def cluster_policy(settings: Settings) -> Policy:
         before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
         most_new = settings.most_new
         chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **lengths)
-        layers = tuple(
-            join(index, held, before, chunks, most_new, form)
-            for index, held in zip(state.layers, cache.layers, strict=True)
-        )
+        layers = join(state.layers, cache.layers, before, chunks, most_new, form)
         return state._replace(chunks=chunks, layers=layers), cache
 
     return Policy(

@@ -313,7 +313,8 @@ def k_means(
     made = Groups(centroid, sizes, of_point, None)
     if not form.radii:
         return made
-    away = distances(points, made.centroid, of_point)
+    of_points = jnp.take_along_axis(centroid, of_point[..., None], axis=2).astype(jnp.float32)
+    away = distances(points, of_points)
     if radius is not None:
         away += radius * (1 + ROUNDING)
     farthest = jnp.zeros(sizes.shape, jnp.float32)
@@ -333,133 +334,11 @@ def nearest(
 
 
 def distances(
-    points: Float32[Array, "B K n H"],
-    centroid: Float[Array, "B K L H"],
-    groups: Int32[Array, "B K n"],
-) -> Float32[Array, "B K n"]:
-    """Return the distance of each point from the centroid of a group, rounded up."""
-    of_point = jnp.take_along_axis(centroid, groups[..., None], axis=2).astype(jnp.float32)
-    away = jnp.sqrt(jnp.sum(jnp.square(points - of_point), -1))
+    points: Float32[Array, "*n H"], centroid: Float32[Array, "*n H"]
+) -> Float32[Array, "*n"]:
+    """Return the distance of each point from its centroid, rounded up."""
+    away = jnp.sqrt(jnp.sum(jnp.square(points - centroid), -1))
     return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))
-
-
-def join(
-    index: Clusters,
-    held: LayerCache,
-    before: Rows,
-    chunks: Chunks,
-    most_new: int,
-    form: Form,
-) -> Clusters:
-    """Take the chunks behind the first `before` of each row into the index, at most `most_new`.
-
-    Those of one call choose their clusters before any of them has moved a centroid.
-    """
-    nth = before[:, None] + jnp.arange(most_new, dtype=jnp.int32)
-    there = nth < chunks.count[:, None]
-    at = jnp.where(there, nth, 0)
-    first = jnp.take_along_axis(chunks.starts, at, axis=1)
-    lengths = jnp.where(there, jnp.take_along_axis(chunks.starts, at + 1, axis=1) - first, 0)
-    points = pooled_keys(held, first, lengths, form)
-    had = num_clusters(before, form)
-    opens_group = nth % form.cluster_size == 0
-    group = own_or_nearest(index.fine, points, had, opens_group, nth // form.cluster_size, form)
-    fine = add_points(index.fine, points, group, nth, there, form)
-    if index.coarse is None or index.tokens is None:
-        return Clusters(fine, None, None)
-
-    # clusters that are new join a unit or found one; those that moved stay in theirs
-    number = nth // form.cluster_size
-    opens_group &= there
-    now = num_units(number + 1)
-    units = num_units(had)
-    opens_unit = now > jnp.maximum(units[:, None], _shifted(now))
-    centroids = jnp.take_along_axis(fine.centroid, group[..., None], axis=2).astype(jnp.float32)
-    radii = None if fine.radius is None else jnp.take_along_axis(fine.radius, group, axis=2)
-    unit = own_or_nearest(index.coarse, centroids, units, opens_unit, now - 1, form)
-    coarse = add_points(index.coarse, centroids, unit, number, opens_group, form, radii)
-    of_chunk = jnp.take_along_axis(coarse.of_point, group, axis=2)
-    row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
-    if radii is not None and coarse.radius is not None:
-        reach = distances(centroids, coarse.centroid, of_chunk) + radii * (1 + ROUNDING)
-        reach = jnp.where(there[:, None], reach, 0.0)
-        coarse = coarse._replace(radius=coarse.radius.at[row, head, of_chunk].max(reach))
-    return Clusters(fine, coarse, index.tokens.at[row, head, of_chunk].add(lengths[:, None]))
-
-
-def _shifted(x: Int32[Array, "B n"]) -> Int32[Array, "B n"]:
-    """Return what stands before each entry, 0 before the first."""
-    return jnp.pad(x, [(0, 0), (1, 0)])[:, :-1]
-
-
-def own_or_nearest(
-    groups: Groups,
-    points: Float32[Array, "B K n H"],
-    had: Rows,
-    opens_group: Bool[Array, "B n"],
-    opened: Int32[Array, "B n"],
-    form: Form,
-) -> Int32[Array, "B K n"]:
-    """Return the group that each new point belongs to.
-
-    Points that found a group belong to it. The others belong to the nearest of those that a row
-    had, and where it had none to the one founded last.
-    """
-    real = jnp.arange(groups.size.shape[-1]) < had[:, None]
-    points, centroid = unit_length(points).astype(groups.centroid.dtype), groups.centroid
-    if not form.normalise:
-        centroid = unit_length(centroid.astype(jnp.float32)).astype(centroid.dtype)
-    chosen = nearest(points, centroid, real)
-    own = opens_group | (had == 0)[:, None]
-    return jnp.where(own[:, None], opened[:, None], chosen)
-
-
-def add_points(
-    groups: Groups,
-    points: Float32[Array, "B K n H"],
-    group: Int32[Array, "B K n"],
-    nth: Int32[Array, "B n"],
-    there: Bool[Array, "B n"],
-    form: Form,
-    radius: Float32[Array, "B K n"] | None = None,
-) -> Groups:
-    """Take points into their groups.
-
-    `nth` is the place of each point among all, and only those that are `there` count. A centroid
-    becomes the mean of what it stood for and what is new.
-    """
-    row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
-    same = (group[..., :, None] == group[..., None, :]) & there[:, None, None]  # of all new points
-    size = jnp.take_along_axis(groups.size, group, axis=2)
-    before = jnp.take_along_axis(groups.centroid, group[..., None], axis=2).astype(jnp.float32)
-    added = jnp.einsum(
-        "bkmn,bknh->bkmh",
-        same.astype(jnp.float32),
-        points,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    total = size + jnp.sum(same, -1, dtype=jnp.int32)
-    centroid = (size[..., None] * before + added) / jnp.maximum(total, 1)[..., None]
-    if form.normalise:
-        centroid = unit_length(centroid)
-    centroid = centroid.astype(groups.centroid.dtype)
-    # points of one group write the same; those that are not there write nowhere
-    into = jnp.where(there[:, None], group, groups.size.shape[-1])
-    at = jnp.where(there, nth, groups.of_point.shape[-1])[:, None]
-    made = Groups(
-        groups.centroid.at[row, head, into].set(centroid, mode="drop"),
-        groups.size.at[row, head, into].set(total, mode="drop"),
-        groups.of_point.at[row, head, at].set(group, mode="drop"),
-        groups.radius,
-    )
-    if groups.radius is None:
-        return made
-    moved = jnp.sqrt(jnp.sum(jnp.square(centroid.astype(jnp.float32) - before), -1))
-    own = distances(points, made.centroid, group) + (0.0 if radius is None else radius)
-    old = jnp.take_along_axis(groups.radius, group, axis=2)
-    reach = jnp.maximum(jnp.where(size > 0, old + moved, 0.0), own) * (1 + ROUNDING)
-    farthest = groups.radius.at[row, head, into].max(reach, mode="drop")
-    return made._replace(radius=farthest)
 
 
 def relevance(groups: Groups, q: Queries) -> Float32[Array, "B K L"]:
