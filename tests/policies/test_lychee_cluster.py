@@ -494,9 +494,10 @@ def test_layers_join_together_as_each_would_alone():
     indices = [layer.state.layers[0] for layer in layers]
     caches = [layer.cache.layers[0] for layer in layers]
     assert (chunks.count > before).all()
-    together = join(indices, caches, before, chunks, 3, form)
+    joined = jax.jit(partial(join, most_new=3, form=form))
+    together = joined(indices, caches, before, chunks)
     for one, held, made in zip(indices, caches, together, strict=True):
-        (alone,) = join([one], [held], before, chunks, 3, form)
+        (alone,) = joined([one], [held], before, chunks)
         assert (alone.fine.size.sum((1, 2)) == 2 * chunks.count).all()
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), alone, made)
 
