@@ -4,9 +4,9 @@ Paper: "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Co
 al.), arXiv:2412.03213. It leaves the first two layers dense: dense_layers(cluster_kv(…), n=2).
 
 Where we differ: this is LycheeCluster's engine with chunks of one token. New tokens join the
-clusters there are, and every 80th founds one; the paper clusters 320 of them by themselves. Tokens
-of a cluster that no longer fits are taken as far as the budget reaches, oldest first. The query
-heads of a group share their tokens.
+existing clusters, and every 80th founds one; the paper clusters each 320 new tokens by themselves.
+Tokens meet centroids by direction. Those of a cluster that no longer fits are taken as far as the
+budget reaches, oldest first. The query heads of a group share their tokens.
 """
 
 from jsparse.policies.clusters.engine import Settings, cluster_policy, require_budget

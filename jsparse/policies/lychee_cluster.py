@@ -8,7 +8,7 @@ Hierarchical KV Indexing" (Li et al.), arXiv:2603.08453. It leaves the first two
 dense_layers(lychee_cluster(…), n=2).
 
 Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
-which finds more of the tokens that weigh most. All centroids are scored; the paper's units of
+which finds more of the true top-k on SmolLM2. All centroids are scored; the paper's units of
 clusters come before them with `levels=2`, and a unit's radius then takes in the clusters' own, so
 that it bounds chunks. Chunks are taken one by one, best cluster first, until the budget is full, so
 that a large cluster is not left out whole. The query heads of a group share their chunks, ranked by
@@ -16,8 +16,8 @@ the greatest score among them. While decoding, every `cluster_size`-th chunk fou
 the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
 hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
 as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that
-there would be no room for all cuts the rest at the greatest length. Centroids are of K's type: in
-bfloat16 one of some hundred chunks hardly moves when another joins.
+the index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16
+the centroid of some hundred chunks hardly moves when another joins.
 """
 
 from typing import Literal, get_args

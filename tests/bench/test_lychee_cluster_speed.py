@@ -60,7 +60,7 @@ def test_times_are_set_beside_bytes():
     ]
     dense, ours, packing = compared([*rows], {"lychee_cluster": 0}, case, budget, 16)
     assert "over_dense" not in dense and "over_dense" not in packing
-    assert (ours["us_with_packing"], ours["over_dense"]) == (20.0, 5.0)
+    assert (ours["us_with_packing"], ours["over_dense"]) == (20.0, 100 / 18)
     assert ours["over_dense_bytes"] == 4096 / 256
     assert "over_dense" not in compared(rows[1:], {"lychee_cluster": 0}, case, budget, 16)[0]
 

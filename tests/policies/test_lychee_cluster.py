@@ -488,9 +488,8 @@ def test_layers_join_together_as_each_would_alone():
         for _ in range(8):
             layer.step()
     form, before = index.Form(4, 2, radii=True, units=True), layers[0].state.chunks.count
-    chunks = cut_on(
-        None, layers[0].state.chunks, layers[0].lengths - 3, most_new=3, least=4, most=4
-    )
+    ends = jnp.asarray(layers[0].lengths - 3, jnp.int32)
+    chunks = cut_on(None, layers[0].state.chunks, ends, most_new=3, least=4, most=4)
     indices = [layer.state.layers[0] for layer in layers]
     caches = [layer.cache.layers[0] for layer in layers]
     assert (chunks.count > before).all()
@@ -500,6 +499,22 @@ def test_layers_join_together_as_each_would_alone():
         (alone,) = joined([one], [held], before, chunks)
         assert (alone.fine.size.sum((1, 2)) == 2 * chunks.count).all()
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), alone, made)
+
+
+def test_the_last_chunks_fill_the_index_to_its_end():
+    """Places for new chunks lie past the last cluster; nothing may come of them."""
+    fixed = f"lychee_cluster({SMALL}, lengths=(4, 4), chunks='fixed', rank='bound', levels=2)"
+    layer = Layer(fixed, (62, 62), 72)
+    for _ in range(10):
+        layer.step()
+    held, made = layer.cache.layers[0], layer.state.layers[0]
+    chunks = cut_on(None, layer.state.chunks, jnp.full(2, 72), most_new=6, least=4, most=4)
+    assert chunks.count.tolist() == [17, 17]
+    form = index.Form(4, 2, radii=True, units=True)
+    (made,) = join([made], [held], layer.state.chunks.count, chunks, 6, form)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made))
+    assert made.fine.size.sum(-1).tolist() == [[17, 17]] * 2
+    assert made.tokens.sum(-1).tolist() == [[68, 68]] * 2
 
 
 def test_keys_of_any_size_have_a_direction():

@@ -1,8 +1,8 @@
-"""Takes new chunks into the indices of all layers.
+"""Adds new chunks to the indices of all layers.
 
-Few chunks are new at a time, and of an index they touch few groups. So layers are taken apart only
-where they must be: to read their keys and centroids, and to write the groups that are touched. What
-lies between is computed for all layers together, in few launches.
+Only a few chunks are new at a time, and they change only a few groups. Each layer's keys and
+centroids are read, and its changed groups written, on their own. Everything in between is computed
+for all layers at once, in few launches.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,16 @@ from jsparse.shapes import Rows
 
 
 class New(NamedTuple):
-    """Says of each new point what is the same for all layers and heads; Y is the layers' letter.
+    """Describes each new point; this is the same for all layers and heads.
 
     Attributes:
-        nth: its place among all points of the row.
-        there: whether it is a point at all.
+        nth: its index among all points of the row.
+        there: whether the point exists; False pads.
         opens: whether it founds a group.
         opened: the group founded last, by it or before it.
         had: the number of groups that the row had.
+
+    In shapes, Y is the number of layers.
     """
 
     nth: Int32[Array, "B n"]
@@ -48,7 +50,7 @@ class New(NamedTuple):
 
 
 class Touched(NamedTuple):
-    """Holds the group of each new point; points of one group hold the same."""
+    """Holds, for each new point, the group that it joins; points of one group hold equal values."""
 
     centroid: Float32[Array, "*heads n H"]
     size: Int32[Array, "*heads n"]
@@ -63,9 +65,9 @@ def join(
     most_new: int,
     form: Form,
 ) -> tuple[Clusters, ...]:
-    """Take the chunks behind the first `before` of each row into the indices, at most `most_new`.
+    """Add to the indices the chunks behind the first `before` of each row, at most `most_new`.
 
-    Those of one call choose their clusters before any of them has moved a centroid.
+    All chunks of one call choose their clusters before any centroid moves.
     """
     nth = before[:, None] + jnp.arange(most_new, dtype=jnp.int32)
     there = nth < chunks.count[:, None]
@@ -100,7 +102,7 @@ def _in_units(
     lengths: Int32[Array, "B n"],
     there: Bool[Array, "B n"],
 ) -> Clusters:
-    """Let the units of the clusters that were touched take in their tokens and radii."""
+    """Add the new tokens to their units, and widen the units' radii."""
     coarse, tokens = index.coarse, index.tokens
     assert coarse is not None
     assert tokens is not None
@@ -123,11 +125,14 @@ def add_points(
     new: New,
     form: Form,
 ) -> tuple[list[Groups], Int32[Array, "Y B K n"], Touched]:
-    """Take new points into the groups of each layer; return these, which, and what became of them.
+    """Add new points to the groups of each layer.
 
     Points that found a group belong to it. The others belong to the nearest of those that a row
-    had, and where it had none to the one founded last. A centroid becomes the mean of what it stood
-    for and what is new. `radius` is the points' own.
+    had, and where it had none to the one founded last. A centroid becomes the mean of its old and
+    new points. `radius` is the points' own.
+
+    Returns:
+        The groups, each point's group, and that group as it is afterwards.
     """
     dtype = groups[0].centroid.dtype
     real = jnp.arange(groups[0].size.shape[-1]) < new.had[:, None]
@@ -140,6 +145,7 @@ def add_points(
     )
     own = new.opens | (new.had == 0)[:, None]
     group = jnp.where(own[:, None], new.opened[:, None], chosen)
+    group = jnp.where(new.there[:, None], group, 0)  # the others could lie past the last group
     each = [_touched(its, at) for its, at in zip(groups, group, strict=True)]
     touched = jax.tree.map(lambda *layers: jnp.stack(layers), *each)
     after = _moved(touched, points, radius, group, new.there, dtype, form)
@@ -175,7 +181,7 @@ def _moved(
     dtype: jnp.dtype,
     form: Form,
 ) -> Touched:
-    """Return the groups with the points that are there; centroids are rounded to `dtype`."""
+    """Return the groups after the new points have joined; centroids are rounded to `dtype`."""
     same = (group[..., :, None] == group[..., None, :]) & there[:, None, None]
     added = jnp.einsum(
         "...mn,...nh->...mh",
@@ -216,5 +222,5 @@ def _put(groups: Groups, group: Int32[Array, "B K n"], touched: Touched, new: Ne
 
 
 def _layers(touched: Touched) -> list[Touched]:
-    """Return what is stacked layer by layer."""
+    """Split stacked layers."""
     return [jax.tree.map(lambda x, i=i: x[i], touched) for i in range(touched.size.shape[0])]
