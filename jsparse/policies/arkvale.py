@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.policies.clusters.index import best_products
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, State, builder, whole_number
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
@@ -54,7 +55,8 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
     def select(state: State, layer: int, q: Queries, cache: KVCache):
         held = cache.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
-        scores = bounds(q, held, state[layer], slack=1.0 if rank == "bound" else 0.0)
+        center, radius = by_head(held, state[layer])
+        scores = best_products(q, center, radius if rank == "bound" else None)
         nth = jnp.arange(held.num_pages, dtype=jnp.int32)
         newest = (held.lengths[..., None] - 1) // held.page_size
         scores = jnp.where(nth <= newest, scores, -jnp.inf)
@@ -90,13 +92,11 @@ def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Len
     )
 
 
-def bounds(q: Queries, held: LayerCache, balls: Balls, *, slack: float) -> Float32[Array, "B K M"]:
-    """Return the greatest q·c + slack · |q|·r of a group's query heads, for every page."""
+def by_head(
+    held: LayerCache, balls: Balls
+) -> tuple[Float[Array, "B K M H"], Float32[Array, "B K M"]]:
+    """Return the centers and radii of all pages of every head."""
     heads = *held.lengths.shape, held.num_pages
     if held.block_table is not None:
         balls = Balls(*(x[held.block_table] for x in balls))
-    center, radius = balls.center.reshape(*heads, -1), balls.radius.reshape(heads)
-    q = q.reshape(*held.lengths.shape, -1, q.shape[-1])
-    products = jnp.einsum("bkgh,bkmh->bkgm", q, center, preferred_element_type=jnp.float32)
-    length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
-    return jnp.max(products + slack * length * radius[:, :, None], axis=2)
+    return balls.center.reshape(*heads, -1), balls.radius.reshape(heads)

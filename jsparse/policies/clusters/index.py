@@ -124,13 +124,18 @@ def num_units(clusters: Rows) -> Rows:
     return jnp.sum(squares < clusters[..., None], -1, dtype=jnp.int32)
 
 
+def most_units(clusters: int) -> int:
+    """Return what `num_units` is of a number that is known while tracing."""
+    return min(MOST_UNITS, math.isqrt(clusters - 1) + 1)
+
+
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     """Return the index of one layer that holds nothing, with room for `chunks` chunks per head."""
     clusters = num_clusters(chunks, form)
     fine = _no_groups(spec, clusters, chunks, form)
     if not form.units:
         return Clusters(fine, None, None)
-    units = min(MOST_UNITS, math.isqrt(clusters - 1) + 1)
+    units = most_units(clusters)
     coarse = _no_groups(spec, units, clusters, form)
     return Clusters(fine, coarse, jnp.zeros((spec.batch, spec.num_kv_heads, units), jnp.int32))
 
@@ -173,7 +178,7 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     if not form.units:
         return Clusters(fine, None, None)
     number = num_units(clusters)[:, None]
-    nth = jnp.arange(min(MOST_UNITS, math.isqrt(most - 1) + 1), dtype=jnp.int32)
+    nth = jnp.arange(most_units(most), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
     points = fine.centroid.astype(jnp.float32)
     coarse = k_means(points, clusters, starts, number[:, 0], held.k.dtype, form, fine.radius)
@@ -341,19 +346,26 @@ def distances(
     return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))
 
 
-def relevance(groups: Groups, q: Queries) -> Float32[Array, "B K L"]:
-    """Return the largest q·centroid that any query head of a group of heads has with each group.
+def best_products(
+    q: Queries, centers: Float[Array, "B K L H"], radius: Float32[Array, "B K L"] | None
+) -> Float32[Array, "B K L"]:
+    """Return the largest q·center of the query heads of each KV head.
 
-    With radii it is the largest q·centroid + |q| · radius, which no point of the group exceeds.
-    Groups without points get -inf.
+    With radii it is the largest q·center + |q| · radius, which no vector exceeds that lies within
+    the radius of the center.
     """
-    rows, heads = groups.size.shape[:2]
-    q = q.reshape(rows, heads, -1, q.shape[-1])
-    products = jnp.einsum("bkgh,bklh->bkgl", q, groups.centroid, preferred_element_type=jnp.float32)
-    if groups.radius is not None:
+    q = q.reshape(*centers.shape[:2], -1, q.shape[-1])
+    products = jnp.einsum("bkgh,bklh->bkgl", q, centers, preferred_element_type=jnp.float32)
+    if radius is not None:
         length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
-        products += length * groups.radius[:, :, None]
-    return jnp.where(groups.size > 0, jnp.max(products, axis=2), -jnp.inf)
+        products += length * radius[:, :, None]
+    return jnp.max(products, axis=2)
+
+
+def relevance(groups: Groups, q: Queries) -> Float32[Array, "B K L"]:
+    """Return what groups are ranked by; those without points get -inf."""
+    products = best_products(q, groups.centroid, groups.radius)
+    return jnp.where(groups.size > 0, products, -jnp.inf)
 
 
 def in_units(
