@@ -162,6 +162,9 @@ CASES = (
     Attention("64..16K of 32K b32", 32, 32768, 16384, fewest=64),
     Attention("1 dense 128K, 255 x 64", 32, 131072, 64, dense="one"),
     Attention("2% rows of 30K b64", 64, 30000, 600, lists="token"),
+    Attention("1168 rows of 128K b1", 1, 131072, 1168, lists="token"),
+    Attention("2621 rows of 128K b1", 1, 131072, 2621, lists="token"),
+    Attention("5242 rows of 128K b1", 1, 131072, 5242, lists="token"),
 )
 
 
