@@ -13,6 +13,7 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.pallas_kernels import point_blocks
 from jsparse.policies.clusters import index
 from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import runs_of
@@ -393,8 +394,8 @@ def test_points_are_grouped_alike_in_blocks_of_any_size(monkeypatch):
     form = index.Form(1, 3, normalise=False, radii=True)
     made = []
     for size in (2**28, 4 * 60 * 16):
-        monkeypatch.setattr(index, "BLOCK_BYTES", size)
-        assert index.Blocks.of(45, 60).size == (45 if size == 2**28 else 16)
+        monkeypatch.setattr(point_blocks, "BLOCK_BYTES", size)
+        assert point_blocks.Blocks.of(45, 60).size == (45 if size == 2**28 else 16)
         k_means = jax.jit(partial(index.k_means, dtype=jnp.float32, form=form))
         made.append(jax.device_get(k_means(points, number, starts, groups)))
     np.testing.assert_array_equal(made[0].size, made[1].size)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.policies.clusters.index import (
     ROUNDING,
@@ -20,7 +21,6 @@ from jsparse.policies.clusters.index import (
     Form,
     Groups,
     distances,
-    nearest,
     num_clusters,
     num_units,
     pooled_keys,
@@ -135,11 +135,12 @@ def add_points(
         The groups, each point's group, and that group as it is afterwards.
     """
     dtype = groups[0].centroid.dtype
-    real = jnp.arange(groups[0].size.shape[-1]) < new.had[:, None]
+    nth = jnp.arange(1, new.there.shape[1] + 1, dtype=jnp.int32)
+    number = jnp.max(jnp.where(new.there, nth, 0), -1)
     directions = unit_length(points).astype(dtype)
     chosen = jnp.stack(
         [
-            nearest(some, _directions(its, form), real)
+            nearest_centroid(some, _directions(its, form), number, new.had)
             for some, its in zip(directions, groups, strict=True)
         ]
     )
