@@ -34,6 +34,8 @@ from bench.lib.environment import REPOSITORY, describe
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.centroid_update import cases as update_cases
+from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.group_means import cases as means_cases
@@ -155,6 +157,11 @@ def averaged(case: Any, inputs: Any) -> Any:
 
 def nearest(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(nearest_centroid, implementation="triton"))(*inputs)
+
+
+def updated(case: Any, inputs: Any) -> Any:
+    op = partial(centroid_update, normalise=case.normalise, implementation="triton")
+    return jax.jit(op)(*inputs)
 
 
 def attended_by_window(_: Any, inputs: Any) -> Any:
@@ -293,6 +300,7 @@ OPS = {
     ),
     "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
+    "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "window_attention": Op(
         attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
     ),

@@ -35,7 +35,7 @@ PAGE, GROUP = 16, 4
 TOP_P, LOGIT_SPREAD = 0.9, 3.0
 # 128K tokens in runs of 8 to 16, of which a budget of tokens holds at most CHOSEN_RUNS
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
-CLUSTERS, NEW_CHUNKS = 6554, 23  # of these runs, and what 16 steps may add
+CLUSTERS, NEW_CHUNKS = 6554, 3  # of these runs, and what 16 steps may add
 
 
 def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:

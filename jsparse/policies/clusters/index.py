@@ -21,13 +21,13 @@ from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.point_blocks import Blocks
+from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.shapes import Queries, Rows
 
 Pooling = Literal["mean", "max"]
 ITERATIONS = 10
 MOST_UNITS = 64
-ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
 
 
 class Form(NamedTuple):
@@ -48,22 +48,6 @@ class Form(NamedTuple):
     normalise: bool = True
     radii: bool = False
     units: bool = False
-
-
-class Groups(NamedTuple):
-    """Holds centroids of groups of points, and which group each point is in.
-
-    Attributes:
-        centroid: the mean of the group's points, of length 1 if these are; in K's dtype.
-        size: the number of points; a group without any keeps the centroid that it had.
-        of_point: the group of each point.
-        radius: no point of the group is farther from the centroid; None if radii are not kept.
-    """
-
-    centroid: Float[Array, "B K L H"]
-    size: Int32[Array, "B K L"]
-    of_point: Int32[Array, "B K C"]
-    radius: Float32[Array, "B K L"] | None
 
 
 class Clusters(NamedTuple):
@@ -197,15 +181,6 @@ def pooled_keys(
     return unit_length(pooled) if form.normalise else pooled
 
 
-def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
-    """Scale vectors to length 1; those of length 0 stay."""
-    # by the largest channel first, so that no square leaves float32's range
-    scale = jnp.max(jnp.abs(x), -1, keepdims=True)
-    x = x / jnp.where(scale > 0, scale, 1.0)
-    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
-    return x / jnp.where(norm > 0, norm, 1.0)
-
-
 def k_means(
     points: Float32[Array, "B K C H"],
     number: Rows,
@@ -271,14 +246,6 @@ def k_means(
     farthest = jnp.zeros(sizes.shape, jnp.float32)
     farthest = farthest.at[row, head, of_point].max(jnp.where(there, away, 0.0))
     return made._replace(radius=farthest)
-
-
-def distances(
-    points: Float32[Array, "*n H"], centroid: Float32[Array, "*n H"]
-) -> Float32[Array, "*n"]:
-    """Return the distance of each point from its centroid, rounded up."""
-    away = jnp.sqrt(jnp.sum(jnp.square(points - centroid), -1))
-    return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))
 
 
 def best_products(
