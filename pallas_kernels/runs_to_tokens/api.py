@@ -27,6 +27,8 @@ def runs_to_tokens(
     starts: Int32[Array, "B #K n"],
     lengths: Int32[Array, "B #K n"],
     capacity: int,
+    *,
+    ends: bool = False,
     implementation: str | None = None,
 ) -> Selection:
     """List the slots of the chosen runs, of which run i holds lengths[i] slots from starts[i] on.
@@ -41,13 +43,16 @@ def runs_to_tokens(
         lengths: the number of slots of each run, 0 or more. Runs of very different lengths may
             stand side by side.
         capacity: C.
+        ends: whether every head chooses the first run and the last one as well. Ids are then of the
+            runs between these, of which the first is 0.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
         Token ids, ascending, 0 past the count.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `capacity` is below 1.
+        ValueError: shapes or types do not fit together, there are no two ends, or `capacity` is
+            below 1.
     """
     if ids.ndim != 3 or 0 in ids.shape:
         raise ValueError(f"ids.shape={ids.shape}: must be [B, K, R], none of them 0")
@@ -61,6 +66,8 @@ def runs_to_tokens(
             f"lengths.shape={lengths.shape}: must be that of starts, {starts.shape}, with n of at "
             "least 1"
         )
+    if ends and starts.shape[2] < 2:
+        raise ValueError(f"starts.shape={starts.shape}: must have n of at least 2 with ends=True")
     for name, array in (("ids", ids), ("count", count), ("starts", starts), ("lengths", lengths)):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name}.dtype={array.dtype}: must be int32")
@@ -69,4 +76,5 @@ def runs_to_tokens(
     return run(
         *("runs_to_tokens", implementation, BACKENDS, ids, count, starts, lengths),
         capacity=capacity,
+        ends=ends,
     )

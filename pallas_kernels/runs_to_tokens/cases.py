@@ -32,6 +32,7 @@ class Case:
         like: lengths of the runs: "short", 8 to 16; "one_long", the same but for one of `long`;
             "mixed", from 0 to `long`, half of them 0.
         shared: whether all heads of a row have the same runs.
+        ends: the op's argument.
         capacity: C; None is the most that any head needs.
     """
 
@@ -44,6 +45,7 @@ class Case:
     like: Literal["short", "one_long", "mixed"] = "short"
     long: int = 143
     shared: bool = False
+    ends: bool = False
     capacity: int | None = None
 
     def build(self, seed: int = 0) -> tuple[Inputs, int]:
@@ -60,8 +62,11 @@ class Case:
         ids = np.full((*heads, self.listed), JUNK)
         most = 1
         for head in np.ndindex(*heads):
-            chosen = np.sort(rng.choice(self.runs, count[head], replace=False))
+            between = self.runs - 2 * self.ends
+            chosen = np.sort(rng.choice(between, count[head], replace=False))
             ids[head][: chosen.size] = chosen
+            if self.ends:
+                chosen = np.array([0, *chosen + 1, self.runs - 1])
             most = max(most, int(np.broadcast_to(lengths, (*heads, self.runs))[head][chosen].sum()))
         arrays = (jnp.asarray(x, jnp.int32) for x in (ids, count, starts, lengths))
         return Inputs(*arrays), most if self.capacity is None else self.capacity
@@ -86,5 +91,10 @@ CASES = (
     Case("one_run", batch=1, kv_heads=1, runs=1, listed=1, count="all"),
     Case("one_slot", capacity=1),
     Case("many_blocks", runs=900, listed=700, like="mixed", long=20, shared=True),
+    Case("ends", ends=True, shared=True, like="one_long"),
+    Case("ends_of_all", ends=True, listed=38, count="all", like="mixed"),
+    Case("ends_alone", batch=1, kv_heads=2, runs=3, listed=1, ends=True),
+    Case("ends_cut", ends=True, listed=30, count="all", capacity=200),
+    Case("ends_of_many", ends=True, runs=900, listed=255, count="all", shared=True),
     Case("odd", kv_heads=2, runs=333, listed=130, like="one_long", capacity=1023),
 )

@@ -26,6 +26,7 @@ def runs_to_tokens(
     lengths: Int32[Array, "B #K n"],
     *,
     capacity: int,
+    ends: bool,
 ) -> Selection:
     """Implement `api.runs_to_tokens` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -44,7 +45,8 @@ def runs_to_tokens(
         N=starts.shape[2],
         C=capacity,
         SHARING=heads // starts.shape[1],
-        BLOCK=min(BLOCK, triton.next_power_of_2(listed)),
+        ENDS=ends,
+        BLOCK=min(BLOCK, triton.next_power_of_2(listed + 2 * ends)),
         TILE=TILE,
         ZEROS=min(ZEROS, triton.next_power_of_2(capacity)),
     )
@@ -69,6 +71,7 @@ def list_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
     SHARING: tl.constexpr,
+    ENDS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -81,10 +84,16 @@ def list_kernel(
     lengths_ptr += pair // SHARING * N
     count = tl.load(count_ptr + pair)
     total = count * 0
-    for first in range(0, R, BLOCK):  # up to R and not the count, which ids need not wait for
+    # up to R and not the count, which ids need not wait for
+    for first in range(0, R + 2 * ENDS, BLOCK):
         nth = first + tl.arange(0, BLOCK)
-        chosen = (nth < count) & (nth < R)
-        run = tl.load(ids_ptr + nth, mask=nth < R, other=0)
+        if ENDS:  # the runs between the ends stand from 1 to the count
+            run = tl.load(ids_ptr + nth - 1, mask=(nth > 0) & (nth <= R), other=-1) + 1
+            run = tl.where(nth <= count, run, N - 1)
+            chosen = nth < count + 2
+        else:
+            run = tl.load(ids_ptr + nth, mask=nth < R, other=0)
+            chosen = (nth < count) & (nth < R)
         start = tl.load(starts_ptr + run, mask=chosen, other=0)
         length = tl.load(lengths_ptr + run, mask=chosen, other=0)
         # where runs begin and end in the list, as far as it goes

@@ -21,30 +21,34 @@ cases = st.builds(
     like=st.sampled_from(["short", "one_long", "mixed"]),
     long=st.sampled_from([0, 3, 700]),
     shared=st.booleans(),
+    ends=st.booleans(),
     capacity=st.sampled_from([1, 100]),
 )
-compiled = jax.jit(runs_to_tokens, static_argnames=("capacity", "implementation"))
+compiled = jax.jit(runs_to_tokens, static_argnames=("capacity", "ends", "implementation"))
 
 
-def expected(inputs, head) -> list[int]:
+def expected(inputs, head, ends: bool) -> list[int]:
     """List all slots of one head's runs."""
     ids, number, starts, lengths = (np.asarray(x) for x in inputs)
     starts, lengths = (
         np.broadcast_to(x, (*number.shape, x.shape[-1]))[head] for x in (starts, lengths)
     )
     slots: list[int] = []
-    for i in ids[head][: number[head]]:
+    chosen = ids[head][: number[head]].tolist()
+    if ends:
+        chosen = [0, *(i + 1 for i in chosen), len(starts) - 1]
+    for i in chosen:
         slots += range(starts[i], starts[i] + lengths[i])
     return slots
 
 
 def check(case: Case, seed: int = 0) -> None:
     inputs, capacity = case.build(seed)
-    got = compiled(*inputs, capacity=capacity)
+    got = compiled(*inputs, capacity=capacity, ends=case.ends)
     assert (got.granularity, got.bits, got.dense) == ("token", None, None)
     assert (got.ids.dtype, got.count.dtype) == (jnp.int32, jnp.int32)
     for head in np.ndindex(*inputs.number.shape):
-        want = expected(inputs, head)[:capacity]
+        want = expected(inputs, head, case.ends)[:capacity]
         assert int(got.count[head]) == len(want)
         assert np.asarray(got.ids[head]).tolist() == want + [0] * (capacity - len(want))
 
@@ -68,8 +72,8 @@ def test_cases_are_what_they_say():
         assert (starts[..., 1:] >= (starts + lengths)[..., :-1]).all()
         past = np.arange(case.listed) >= number[..., None]
         assert (np.asarray(inputs.ids)[past] == JUNK).all()
-        needed = [len(expected(inputs, head)) for head in np.ndindex(*number.shape)]
-        cut = case.name.startswith("cut") or case.name in ("one_slot", "odd")
+        needed = [len(expected(inputs, head, case.ends)) for head in np.ndindex(*number.shape)]
+        cut = "cut" in case.name or case.name in ("one_slot", "odd")
         assert (max(needed) > capacity) == cut, case.name
     assert int(by_name["cut_in_a_long_run"].build()[0].lengths.max()) == 5000
     assert bool((by_name["any"].build()[0].number == 0).any())
@@ -95,6 +99,10 @@ INPUTS = by_name["any"].build()[0]
         (
             {"starts": INPUTS.starts[..., :0], "lengths": INPUTS.lengths[..., :0]},
             r"lengths.shape=\(2, 3, 0\): must be .*, with n of at least 1",
+        ),
+        (
+            {"starts": INPUTS.starts[..., :1], "lengths": INPUTS.lengths[..., :1], "ends": True},
+            r"starts.shape=\(2, 3, 1\): must have n of at least 2 with ends=True",
         ),
         ({"ids": INPUTS.ids.astype(jnp.uint32)}, "ids.dtype=uint32: must be int32"),
         ({"lengths": INPUTS.lengths * 1.0}, "lengths.dtype=float32: must be int32"),
