@@ -34,6 +34,8 @@ from bench.lib.environment import REPOSITORY, describe
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.centroid_scores import cases as centroid_cases
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.centroid_update import cases as update_cases
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases
@@ -145,9 +147,14 @@ def gathered(_: Any, inputs: Any) -> Any:
     ]
 
 
-def listed_runs(_: Any, inputs: Any) -> Any:
+def listed_runs(case: Any, inputs: Any) -> Any:
     arrays, capacity = inputs
-    return jax.jit(partial(runs_to_tokens, capacity=capacity, implementation="triton"))(*arrays)
+    kwargs = {"capacity": capacity, "ends": case.ends, "implementation": "triton"}
+    return jax.jit(partial(runs_to_tokens, **kwargs))(*arrays)
+
+
+def centroids_scored(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(centroid_scores, implementation="triton"))(*inputs)
 
 
 def averaged(case: Any, inputs: Any) -> Any:
@@ -282,6 +289,10 @@ OPS = {
         named(bounds_cases.CASES, f"head_dim_256 {BOUNDS_CASES}"),
         bounds_append_inputs,
     ),
+    "centroid_scores": Op(
+        centroids_scored,
+        named(centroid_cases.CASES, "any radii_bfloat16 group_of_20 odd many_blocks float16"),
+    ),
     "compact_pages": Op(
         compacted,
         named(
@@ -296,7 +307,8 @@ OPS = {
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "runs_to_tokens": Op(
-        listed_runs, named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks odd")
+        listed_runs,
+        named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks ends odd"),
     ),
     "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),

@@ -35,6 +35,7 @@ ARRAY_MODULES = (
     "pallas_kernels.block_sparse_decode.reference",
     "pallas_kernels.bounds_append.reference",
     "pallas_kernels.centroid_update.reference",
+    "pallas_kernels.centroid_scores.reference",
     "pallas_kernels.compact_pages.reference",
     "pallas_kernels.group_means.reference",
     "pallas_kernels.int4_append.reference",

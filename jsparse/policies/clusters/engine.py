@@ -16,14 +16,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, taking_part
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
-from jsparse.policies.clusters.index import Clusters, Form, build, empty, in_units, relevance
+from jsparse.policies.clusters.index import (
+    Clusters,
+    Form,
+    build,
+    empty,
+    in_units,
+    num_clusters,
+)
 from jsparse.policies.clusters.joining import join
 from jsparse.policy import Policy, PrefillView, at_layer
-from jsparse.selection import Selection
-from jsparse.shapes import Queries, Rows, Tokens
+from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
 Classes = Literal["boundary_classes", "boundary_classes_or_none"]
 WIDER = 4  # units are chosen that hold this times the budget
@@ -155,31 +162,30 @@ def cluster_policy(settings: Settings) -> Policy:
 
     def select(state: Index, layer: int, q: Queries, cache: KVCache):
         held, index = cache.layers[layer], state.layers[layer]
-        budget = min(settings.budget, held.capacity)
-        scores = relevance(index.fine, q)
+        budget, chunks = min(settings.budget, held.capacity), state.chunks
+        # all layers hold the same tokens: what follows of the first's is computed once per step
+        lengths = cache.layers[0].lengths
+        runs = runs_of(chunks, lengths[:, 0])
+        always = runs.lengths[:, 0] + runs.lengths[:, -1]
+        count, left = (by_head(x, lengths) for x in (chunks.count, budget - always))
+        fine = index.fine
+        scores = centroid_scores(q, fine.centroid, num_clusters(count, form), fine.radius)
         if form.units:
             scores = in_units(index, q, scores, WIDER * budget, LEAST_UNITS)
-        by_chunk = jnp.take_along_axis(scores, index.fine.of_point, axis=-1)
-        runs = runs_of(state.chunks, held.lengths[:, 0])
-        there = jnp.arange(by_chunk.shape[-1]) < state.chunks.count[:, None]
-        by_chunk = jnp.where(there[:, None], by_chunk, -jnp.inf)
-        always = runs.lengths[:, 0] + runs.lengths[:, -1]
-        left = jnp.broadcast_to((budget - always)[:, None], held.lengths.shape)
+        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
+        there = jnp.arange(scores.shape[-1]) < count[..., None]
         chosen = threshold_select(
-            by_chunk[:, :, None],
+            jnp.where(there, scores, -jnp.inf)[:, :, None],
             Budget(left, runs.lengths[:, None, 1:-1]),
-            capacity=max(min(budget // settings.shortest, by_chunk.shape[-1]), 1),
+            capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
             weights="raw",
         )
-        listed = with_ends(chosen, by_chunk.shape[-1] + 1)
         tokens = runs_to_tokens(
-            listed,
-            chosen.count + 2,
-            runs.starts[:, None],
-            runs.lengths[:, None],
+            *(chosen.ids, chosen.count, runs.starts[:, None], runs.lengths[:, None]),
             capacity=budget,
+            ends=True,
         )
-        return replace(tokens, dense=held.lengths <= budget), None, state
+        return replace(tokens, dense=lengths <= budget), None, state
 
     def maintain(state: Index, cache: KVCache) -> tuple[Index, KVCache]:
         before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
@@ -219,8 +225,6 @@ def runs_of(chunks: Chunks, length: Rows) -> Runs:
     )
 
 
-def with_ends(chosen: Selection, last: int) -> Int32[Array, "B K R"]:
-    """Return the runs of the chosen chunks, behind the sinks' and before the last run."""
-    ids = jnp.pad(chosen.ids + 1, [(0, 0), (0, 0), (1, 1)])
-    nth, count = jnp.arange(ids.shape[-1], dtype=jnp.int32), chosen.count[..., None]
-    return jnp.where(nth <= count, ids, jnp.where(nth == count + 1, last, 0))
+def by_head(x: Rows, lengths: Lengths) -> Lengths:
+    """Return a number of each row for all of its heads."""
+    return jnp.broadcast_to(x[:, None], lengths.shape)

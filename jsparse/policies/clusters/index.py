@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.point_blocks import Blocks
@@ -248,28 +249,6 @@ def k_means(
     return made._replace(radius=farthest)
 
 
-def best_products(
-    q: Queries, centers: Float[Array, "B K L H"], radius: Float32[Array, "B K L"] | None
-) -> Float32[Array, "B K L"]:
-    """Return the largest q·center of the query heads of each KV head.
-
-    With radii it is the largest q·center + |q| · radius, which no vector exceeds that lies within
-    the radius of the center.
-    """
-    q = q.reshape(*centers.shape[:2], -1, q.shape[-1])
-    products = jnp.einsum("bkgh,bklh->bkgl", q, centers, preferred_element_type=jnp.float32)
-    if radius is not None:
-        length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
-        products += length * radius[:, :, None]
-    return jnp.max(products, axis=2)
-
-
-def relevance(groups: Groups, q: Queries) -> Float32[Array, "B K L"]:
-    """Return what groups are ranked by; those without points get -inf."""
-    products = best_products(q, groups.centroid, groups.radius)
-    return jnp.where(groups.size > 0, products, -jnp.inf)
-
-
 def in_units(
     index: Clusters, q: Queries, scores: Float32[Array, "B K L"], tokens: int, least: int
 ) -> Float32[Array, "B K L"]:
@@ -279,7 +258,10 @@ def in_units(
     """
     assert index.coarse is not None
     assert index.tokens is not None
-    units = relevance(index.coarse, q)
+    size = index.coarse.size
+    number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
+    units = centroid_scores(q, index.coarse.centroid, number, index.coarse.radius)
+    units = jnp.where(size > 0, units, -jnp.inf)
     nth = jnp.arange(units.shape[-1])
     this, other = units[..., :, None], units[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))
