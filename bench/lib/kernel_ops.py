@@ -233,7 +233,8 @@ def _centroids(name: str, batch: int, clusters: int, most_calls: int) -> Job:
         return number, [(q, centroids + jnp.bfloat16(seed)) for seed in range(calls)]
 
     def op(number, one):
-        return centroid_scores(*one, number, implementation=name)
+        q, centroids = one
+        return centroid_scores(q, centroids, number, implementation=name)
 
     written = 4 * batch * KV_HEADS * clusters
     label = f"centroid_scores {clusters} b{batch}"
