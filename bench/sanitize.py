@@ -147,10 +147,9 @@ def gathered(_: Any, inputs: Any) -> Any:
     ]
 
 
-def listed_runs(case: Any, inputs: Any) -> Any:
+def listed_runs(_: Any, inputs: Any) -> Any:
     arrays, capacity = inputs
-    kwargs = {"capacity": capacity, "ends": case.ends, "implementation": "triton"}
-    return jax.jit(partial(runs_to_tokens, **kwargs))(*arrays)
+    return jax.jit(partial(runs_to_tokens, capacity=capacity, implementation="triton"))(*arrays)
 
 
 def centroids_scored(_: Any, inputs: Any) -> Any:
@@ -308,7 +307,7 @@ OPS = {
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "runs_to_tokens": Op(
         listed_runs,
-        named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks ends odd"),
+        named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
     ),
     "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, taking_part
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
@@ -161,14 +161,10 @@ def cluster_policy(settings: Settings) -> Policy:
         return marked(state, tokens, positions[:, 0], valid, cache)
 
     def select(state: Index, layer: int, q: Queries, cache: KVCache):
-        held, index = cache.layers[layer], state.layers[layer]
-        budget, chunks = min(settings.budget, held.capacity), state.chunks
-        # all layers hold the same tokens: what follows of the first's is computed once per step
-        lengths = cache.layers[0].lengths
-        runs = runs_of(chunks, lengths[:, 0])
-        always = runs.lengths[:, 0] + runs.lengths[:, -1]
-        count, left = (by_head(x, lengths) for x in (chunks.count, budget - always))
-        fine = index.fine
+        # all layers hold the same tokens: what follows from the first's is computed once per step
+        held, chunks, index = cache.layers[0].lengths, state.chunks, state.layers[layer]
+        budget, fine = min(settings.budget, cache.layers[0].capacity), index.fine
+        count = jnp.broadcast_to(chunks.count[:, None], held.shape)
         scores = centroid_scores(q, fine.centroid, num_clusters(count, form), fine.radius)
         if form.units:
             scores = in_units(index, q, scores, WIDER * budget, LEAST_UNITS)
@@ -176,16 +172,14 @@ def cluster_policy(settings: Settings) -> Policy:
         there = jnp.arange(scores.shape[-1]) < count[..., None]
         chosen = threshold_select(
             jnp.where(there, scores, -jnp.inf)[:, :, None],
-            Budget(left, runs.lengths[:, None, 1:-1]),
+            Budget(budget - outside(chunks, held), jnp.diff(chunks.starts)[:, None]),
             capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
             weights="raw",
         )
         tokens = runs_to_tokens(
-            *(chosen.ids, chosen.count, runs.starts[:, None], runs.lengths[:, None]),
-            capacity=budget,
-            ends=True,
+            chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget
         )
-        return replace(tokens, dense=lengths <= budget), None, state
+        return replace(tokens, dense=held <= budget), None, state
 
     def maintain(state: Index, cache: KVCache) -> tuple[Index, KVCache]:
         before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
@@ -207,24 +201,7 @@ def cluster_policy(settings: Settings) -> Policy:
     )
 
 
-class Runs(NamedTuple):
-    """Holds a row's tokens as runs: its sinks, its chunks, and what is open."""
-
-    starts: Int32[Array, "B C+2"]
-    lengths: Int32[Array, "B C+2"]
-
-
-def runs_of(chunks: Chunks, length: Rows) -> Runs:
-    """Return the runs of rows that hold `length` tokens."""
-    starts, ends = chunks.starts[:, :1], chunks.starts[:, -1:]
-    held = length[:, None]
-    sinks = jnp.minimum(starts, held)
-    return Runs(
-        jnp.concatenate([jnp.zeros_like(starts), chunks.starts], axis=1),
-        jnp.concatenate([sinks, jnp.diff(chunks.starts, axis=1), jnp.maximum(held - ends, 0)], 1),
-    )
-
-
-def by_head(x: Rows, lengths: Lengths) -> Lengths:
-    """Return a number of each row for all of its heads."""
-    return jnp.broadcast_to(x[:, None], lengths.shape)
+def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
+    """Return how many of a head's tokens lie in no chunk: its sinks and what is open."""
+    first, last = chunks.starts[:, :1], chunks.starts[:, -1:]
+    return jnp.minimum(first, lengths) + jnp.maximum(lengths - last, 0)
