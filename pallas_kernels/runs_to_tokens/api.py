@@ -24,7 +24,7 @@ BACKENDS = (
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    edges: Int32[Array, "B #K n+1"],
+    edges: Int32[Array, "B #K edges"],
     lengths: Lengths | None = None,
     *,
     capacity: int,

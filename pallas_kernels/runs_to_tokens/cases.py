@@ -76,8 +76,8 @@ class Case:
             most = max(most, int(number))
         if lengths is not None:
             lengths = jnp.asarray(lengths, jnp.int32)
-        arrays = (jnp.asarray(x, jnp.int32) for x in (ids, count, edges))
-        return Inputs(*arrays, lengths), most if self.capacity is None else self.capacity
+        ids, count, edges = (jnp.asarray(x, jnp.int32) for x in (ids, count, edges))
+        return Inputs(ids, count, edges, lengths), most if self.capacity is None else self.capacity
 
     def _sizes(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         if self.like == "mixed":

@@ -13,7 +13,7 @@ from jsparse.shapes import Lengths
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    edges: Int32[Array, "B #K n+1"],
+    edges: Int32[Array, "B #K edges"],
     lengths: Lengths | None,
     *,
     capacity: int,
@@ -38,9 +38,9 @@ def runs_to_tokens(
 def with_outside(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    edges: Int32[Array, "B #K n+1"],
+    edges: Int32[Array, "B #K edges"],
     lengths: Lengths,
-) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K n+3"]]:
+) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K edges+2"]]:
     """Choose two runs more: what lies before the others, and what lies behind them."""
     held = lengths[..., None]
     within = jnp.minimum(edges, held)

@@ -22,7 +22,7 @@ NUM_WARPS = 8
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    edges: Int32[Array, "B #K n+1"],
+    edges: Int32[Array, "B #K edges"],
     lengths: Lengths | None,
     *,
     capacity: int,
