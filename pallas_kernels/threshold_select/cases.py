@@ -31,7 +31,7 @@ class Case:
         rule, value: the rule and its number.
         per_head: whether every head has its own number, from half of `value` to `value`.
         sizes: what units count under a budget: "some", 8 to 16, one in 50 of 150 to 400; "few", 0
-            or 1; "none", 0; "shared", as "some", but the same for all heads.
+            or 1, as bytes; "none", 0; "shared", as "some", but the same for all heads.
         capacity: C; None is the number of units.
         pool: the op's argument `group`.
         like: distribution of the scores: "normal"; "sink", normal but for a few far above; "ties",
@@ -87,7 +87,10 @@ class Case:
             "top_k": TopK,
             "top_p": TopP,
             "threshold": Threshold,
-            "budget": lambda tokens: Budget(tokens, jnp.asarray(_sizes(self, rng), jnp.int32)),
+            "budget": lambda tokens: Budget(
+                tokens,
+                jnp.asarray(_sizes(self, rng), jnp.uint8 if self.sizes == "few" else jnp.int32),
+            ),
         }[self.rule](value)
         kwargs = {
             "capacity": self.units if self.capacity is None else self.capacity,

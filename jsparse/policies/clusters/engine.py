@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, taking_part
@@ -114,6 +115,7 @@ class Index(NamedTuple):
 def cluster_policy(settings: Settings) -> Policy:
     """Build the policy that these settings describe."""
     form, lengths = settings.form, {"least": settings.shortest, "most": settings.longest}
+    narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
 
     def init(spec: CacheSpec) -> Index:
         chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
@@ -172,7 +174,7 @@ def cluster_policy(settings: Settings) -> Policy:
         there = jnp.arange(scores.shape[-1]) < count[..., None]
         chosen = threshold_select(
             jnp.where(there, scores, -jnp.inf)[:, :, None],
-            Budget(budget - outside(chunks, held), jnp.diff(chunks.starts)[:, None]),
+            Budget(budget - outside(chunks, held), jnp.diff(chunks.starts)[:, None].astype(narrow)),
             capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
             weights="raw",
         )
