@@ -36,20 +36,23 @@ def centroid_update(
     centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
     if normalise:
         centroid = unit_length(centroid)
-    centroid = centroid.astype(groups.centroid.dtype)
+    # radii reach out from the centroid as it is stored; XLA may drop a conversion that is undone
+    kind = jnp.finfo(groups.centroid.dtype)
+    centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
 
     row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
     into = jnp.where(there, group, groups.size.shape[-1])
     at = jnp.where(nth >= 0, nth, groups.of_point.shape[-1])[:, None]
     made = Groups(
-        groups.centroid.at[row, head, into].set(centroid, mode="drop"),
+        groups.centroid.at[row, head, into].set(
+            centroid.astype(groups.centroid.dtype), mode="drop"
+        ),
         groups.size.at[row, head, into].set(size, mode="drop"),
         groups.of_point.at[row, head, at].set(group, mode="drop"),
         None,
     )
     if groups.radius is None:
         return made
-    centroid = centroid.astype(jnp.float32)
     own = distances(points, centroid) + (0.0 if radius is None else radius)
     grown = jnp.take_along_axis(groups.radius, group, axis=2)
     grown += jnp.sqrt(jnp.sum(jnp.square(centroid - old), -1))
