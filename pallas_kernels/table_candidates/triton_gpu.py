@@ -38,8 +38,8 @@ SAMPLE = 1024  # slots that are sampled at once
 NUM_WARPS = 8
 RAREST = tl.constexpr(16)  # one slot of this many is sampled where rows are long
 SAMPLED = tl.constexpr(32)  # neighbouring slots of a sample
-UPPER = tl.constexpr(1 << 8)  # bins of the upper bits of a score, which has 15
-LOW = tl.constexpr(7)  # its lower bits
+UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
+LOW = tl.constexpr(7)  # the number of its other bits
 WINDOW = tl.constexpr(1 << 8)  # bins of a window, the last of which holds all that lies above it
 ROOM = tl.constexpr(1 << 6)  # of a window below the bin of a sample's threshold, as above it
 GRAIN = tl.constexpr(64)  # parts begin at multiples of it
@@ -122,7 +122,7 @@ def candidates_kernel(
     FEW: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """List a head's best slots, program head · PARTS + part those of one part of them."""
+    """List the best slots of one part of a head, as program head · PARTS + part."""
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     length = tl.load(lengths_ptr + pair)
     newest = length - 1

@@ -46,6 +46,17 @@ def test_lists_what_the_reference_lists(case, seed):
     np.testing.assert_array_equal(got.ids, want.ids)
 
 
+@pytest.mark.parametrize("name", ["large_past", "large_striped"])
+def test_the_same_call_lists_the_same(name):
+    """Programs of a head that did not wait for each other would show sooner or later."""
+    inputs = next(case for case in LARGE if case.name == name).build()
+    first = listed(*inputs[:4], **inputs.kwargs, implementation="triton")
+    for _ in range(50):
+        again = listed(*inputs[:4], **inputs.kwargs, implementation="triton")
+        np.testing.assert_array_equal(again.count, first.count)
+        np.testing.assert_array_equal(again.ids, first.ids)
+
+
 def test_the_papers_rule_is_refused():
     inputs = next(case for case in CASES if case.a is not None).build()
     with pytest.raises(ValueError, match="takes the rule Best"):
