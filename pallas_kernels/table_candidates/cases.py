@@ -34,8 +34,8 @@ class Case:
         capacity: C; None is what the rule can ask for.
         like: distribution of the entries: "past", most near 0 and few large ones, as attention
             leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
-            "large", up to 2^12 times as large as "past"; "striped", 0 for 32 slots in turn with
-            "past" for 32, over slots alone.
+            "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
+            "past" for 8, over slots alone.
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
@@ -95,7 +95,7 @@ class Case:
             "constant": np.full(shape, 0.5),
             "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
             "large": past * 2.0 ** rng.uniform(0, 12, shape),
-            "striped": past * (np.arange(self.slots) // 32 % 2),
+            "striped": past * (np.arange(self.slots) // 8 % 2),
         }[self.like]
 
 

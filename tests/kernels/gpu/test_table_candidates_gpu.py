@@ -17,7 +17,7 @@ LARGE = (
     Case("large_zeros", batch=1, kv_heads=4, slots=20000, number=0.1, like="zeros"),
     Case("large_all", batch=1, kv_heads=3, slots=9000, number=1.0, ragged=True),
     # samples see zeros alone, half of the slots
-    Case("large_striped", batch=1, kv_heads=2, slots=65536, number=0.04, like="striped"),
+    Case("large_striped", batch=4, kv_heads=8, slots=65536, number=0.04, like="striped"),
     Case("large_striped_ragged", batch=1, kv_heads=3, slots=65536, like="striped", ragged=True),
     Case("large_number", batch=2, kv_heads=8, slots=65536, number=0.5, ragged=True),
     Case("large_constant", batch=8, kv_heads=8, slots=32768, number=0.04, like="constant"),
