@@ -12,9 +12,7 @@ owns a part of the slots and takes four steps:
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
-The programs of a head wait for each other after steps 1 and 2. Their ids are adjacent, so that a
-GPU that starts programs in order never runs one that waits for another that cannot start, as long
-as it holds MOST_PARTS of them at once.
+The programs of a head meet after steps 1 and 2 (triton_meeting.py).
 """
 
 import math
@@ -26,11 +24,11 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16
 
 from jsparse.pallas_kernels.table_candidates.rules import Best, Rule
+from jsparse.pallas_kernels.triton_meeting import MOST, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-PROGRAMS = 256  # of all heads, where that is at most MOST_PARTS per head
-MOST_PARTS = 32  # even a small GPU holds as many programs at once
+PROGRAMS = 256  # of all heads, where that is at most MOST per head
 SMALLEST = 1024  # slots of a part at least, on average
 TILE = 4096  # slots that are looked at at once
 FEW = 2048  # gathered slots that are looked at at once
@@ -97,7 +95,7 @@ def table_candidates(
 
 def number_of_parts(pairs: int, slots: int) -> int:
     """Return the number of programs per head, a power of two."""
-    wanted = min(PROGRAMS // pairs, slots // SMALLEST, MOST_PARTS)
+    wanted = min(PROGRAMS // pairs, slots // SMALLEST, MOST)
     return 1 << max(wanted.bit_length() - 1, 0)
 
 
@@ -152,7 +150,7 @@ def candidates_kernel(
     while searching:
         sampled = _sample(vertical_ptr, distance_ptr, begin, end, newest, every, SINK, SAMPLE)
         tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), sampled)
-        meetings = _meet(arrived_ptr + pair, meetings, PARTS)
+        meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
         floor = _floor(upper_ptr, wanted, newest - always, PARTS)
         few = 0
@@ -170,7 +168,7 @@ def candidates_kernel(
             few += found
         tl.debug_barrier()
         tl.store(window_ptr + part * WINDOW + tl.arange(0, WINDOW), _count(few_ptr, few, FEW))
-        meetings = _meet(arrived_ptr + pair, meetings, PARTS)
+        meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
         counts, earlier = _counts(window_ptr, part, PARTS, WINDOW)
         from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
@@ -264,18 +262,6 @@ def _count(
         word = tl.load(few_ptr + nth, mask=nth < few, other=0)
         counts += tl.histogram(word >> FIELD, WINDOW, mask=nth < few)
     return counts
-
-
-@triton.jit
-def _meet(arrived_ptr, meetings, PARTS: tl.constexpr):
-    """Wait for the other programs of the head, see all that they stored, and count the meeting."""
-    tl.debug_barrier()  # every thread has stored
-    if PARTS > 1:
-        tl.atomic_add(arrived_ptr, 1, sem="release")
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < (meetings + 1) * PARTS:
-            pass
-        tl.debug_barrier()
-    return meetings + 1
 
 
 @triton.jit

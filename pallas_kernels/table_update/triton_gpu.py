@@ -1,11 +1,8 @@
 """Implements `api.table_update` with jax-triton, in one launch.
 
-Every head has several programs, each of which adds the weights of one part of the list. The sum of
-all weights each of them finds for itself: the logits of one list are read from the second-level
-cache sooner than programs meet.
+Every head has several programs, each of which adds the weights of one part of the list. They need
+the sum over all parts, for which they meet (triton_meeting.py).
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +10,13 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16, Float32
 
+from jsparse.pallas_kernels.triton_meeting import MOST, meet
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
 
-PROGRAMS = 256  # of all heads, where parts are not below SMALLEST
-SMALLEST = 256  # entries of a part at least
-BLOCK = 2048  # entries that are summed at once
-NUM_WARPS = 8
+PROGRAMS = 512  # of all heads, where parts have SMALLEST to LARGEST entries
+SMALLEST, LARGEST = 256, 2048
+NUM_WARPS = 4
 
 
 def table_update(
@@ -38,26 +35,35 @@ def table_update(
     (batch, heads, group, entries), slots = listed.logits.shape, vertical.shape[2]
     pairs = batch * heads
     parts = max(min(triton.cdiv(PROGRAMS, pairs), entries // SMALLEST), 1)
+    parts = min(max(parts, triton.cdiv(entries, LARGEST)), MOST)
     share = triton.cdiv(entries, parts)
-    vertical, distance = triton_call(
+    tables = [jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2
+    vertical, distance, *_ = triton_call(
         *(vertical, distance, listed.ids, listed.count, listed.logits, listed.lse),
         *(lengths, scale),
         kernel=update_kernel,
-        out_shape=[jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2,
+        out_shape=[
+            *tables,
+            # from here on memory that the kernel works in
+            jax.ShapeDtypeStruct((pairs, parts), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, parts), jnp.float32),
+            jax.ShapeDtypeStruct((pairs,), jnp.int32),
+        ],
         input_output_aliases={0: 0, 1: 1},
-        grid=(parts, pairs),
+        zeroed_outputs=(4,) if parts > 1 else (),
+        grid=(parts * pairs,),
         num_warps=NUM_WARPS,
         HEADS=heads,
         SLOTS=slots,
         ENTRIES=entries,
-        ALIGNED=math.gcd(entries, 4),
         G=group,
         SINK=sink,
         SINKS=triton.next_power_of_2(max(sink, 1)),
         PENALTY=penalty,
-        BLOCK=min(BLOCK, triton.next_power_of_2(entries)),
+        PARTS=parts,
+        PADDED=triton.next_power_of_2(parts),
         SHARE=share,
-        PADDED=triton.next_power_of_2(share),
+        BLOCK=triton.next_power_of_2(share),
     )
     return vertical, distance
 
@@ -68,29 +74,6 @@ def _sinks(ids_ptr, count, SINK: tl.constexpr, SINKS: tl.constexpr):
     nth = tl.arange(0, SINKS)
     first = tl.load(ids_ptr + nth, mask=(nth < SINK) & (nth < count), other=SINK)
     return tl.sum((first < SINK).to(tl.int32), 0)
-
-
-@triton.jit
-def _weights(
-    logits_ptr,  # [G, ENTRIES]
-    lse_ptr,  # [G]
-    entry,
-    first,
-    count,
-    ENTRIES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    G: tl.constexpr,
-):
-    """Return the greatest weight over the group of entries `first` to `count`, as a logarithm."""
-    minus_inf = float("-inf")
-    # up to a multiple of a power of two, as the compiler knows: it then loads several at once
-    inside = entry < tl.cdiv(count, ALIGNED) * ALIGNED
-    best = tl.full(entry.shape, minus_inf, tl.float32)
-    for row in tl.static_range(G):
-        lse = tl.load(lse_ptr + row)
-        logits = tl.load(logits_ptr + row * ENTRIES + entry, mask=inside, other=minus_inf)
-        best = tl.maximum(best, logits - tl.where(lse == minus_inf, 0.0, lse))
-    return tl.where((entry >= first) & (entry < count), best, minus_inf)
 
 
 @triton.jit
@@ -105,53 +88,60 @@ def update_kernel(
     scale_ptr,  # [pairs / HEADS]
     vertical_ptr,  # [pairs, SLOTS]
     distance_ptr,  # [pairs, SLOTS]
+    tops_ptr,  # [pairs, PARTS]
+    sums_ptr,  # [pairs, PARTS]
+    arrived_ptr,  # [pairs], zeros where there are several parts
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    ALIGNED: tl.constexpr,
     G: tl.constexpr,
     SINK: tl.constexpr,
     SINKS: tl.constexpr,
     PENALTY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARE: tl.constexpr,
+    PARTS: tl.constexpr,
     PADDED: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Add the weights of a part of a list, divided by the sum of all, to both tables."""
     minus_inf = float("-inf")
-    part, pair = tl.program_id(0), tl.program_id(1)
+    pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     count, newest = tl.load(count_ptr + pair), tl.load(lengths_ptr + pair) - 1
     scale = tl.load(scale_ptr + pair // HEADS)
     ids_ptr += pair.to(tl.int64) * ENTRIES
     logits_ptr += pair.to(tl.int64) * ENTRIES * G
-    lse_ptr += pair * G
     vertical_ptr += pair.to(tl.int64) * SLOTS
     distance_ptr += pair.to(tl.int64) * SLOTS + newest
     sinks = _sinks(ids_ptr, count, SINK, SINKS)
+    nth = tl.arange(0, BLOCK)
+    entry = part * SHARE + nth
+    counts = (nth < SHARE) & (entry >= sinks) & (entry < count)
 
-    # what is far away is asked for first, so that it comes while the sum is found
-    nth = tl.arange(0, PADDED)
-    own = part * SHARE + nth
-    counts = (nth < SHARE) & (own >= sinks) & (own < count)
-    slot = tl.load(ids_ptr + own, mask=counts, other=0)
+    # what is far away is asked for first, so that it comes while programs meet
+    slot = tl.load(ids_ptr + entry, mask=counts, other=0)
     old = tl.load(vertical_ptr + slot, mask=counts, other=0.0).to(tl.float32)
     past = tl.load(distance_ptr - slot, mask=counts, other=0.0).to(tl.float32)
 
-    top = tl.full([BLOCK], minus_inf, tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)  # of weights, each divided by its place's greatest
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        weights = _weights(logits_ptr, lse_ptr, entry, sinks, count, ENTRIES, ALIGNED, G)
-        higher = tl.maximum(top, weights)
-        base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN
-        sums = sums * tl.exp(top - base) + tl.exp(weights - base)
-        top = higher
-    base = tl.max(top, 0)
-    base = tl.where(base == minus_inf, 0.0, base)
-    whole = tl.sum(sums * tl.exp(top - base), 0)
+    # the greatest weight over the group, as a logarithm
+    best = tl.full([BLOCK], minus_inf, tl.float32)
+    for row in tl.static_range(G):
+        lse = tl.load(lse_ptr + pair * G + row)
+        logits = tl.load(logits_ptr + row * ENTRIES + entry, mask=counts, other=minus_inf)
+        best = tl.maximum(best, logits - tl.where(lse == minus_inf, 0.0, lse))
+    top = tl.max(best, 0)
+    base = tl.where(top == minus_inf, 0.0, top)  # -inf less -inf would be NaN
+    weights = tl.exp(best - base)
+    tl.store(tops_ptr + pair * PARTS + part, top)
+    tl.store(sums_ptr + pair * PARTS + part, tl.sum(weights, 0))
+    meet(arrived_ptr + pair, 0, PARTS)
 
-    weights = _weights(logits_ptr, lse_ptr, own, sinks, count, ENTRIES, ALIGNED, G)
-    added = tl.exp(weights - base) / tl.where(whole > 0, whole, 1.0)
+    parts = tl.arange(0, PADDED)
+    tops = tl.load(tops_ptr + pair * PARTS + parts, mask=parts < PARTS, other=minus_inf)
+    sums = tl.load(sums_ptr + pair * PARTS + parts, mask=parts < PARTS, other=0.0)
+    top = tl.max(tops, 0)
+    top = tl.where(top == minus_inf, 0.0, top)
+    whole = tl.sum(sums * tl.exp(tops - top), 0)
+    added = weights * (tl.exp(base - top) / tl.where(whole > 0, whole, 1.0))
     added = scale * (added - PENALTY / tl.maximum(count - sinks, 1))
     tl.store(vertical_ptr + slot, (old + added).to(tl.bfloat16), mask=counts)
     tl.store(distance_ptr - slot, (past + added).to(tl.bfloat16), mask=counts)
