@@ -123,9 +123,7 @@ def make_plan(
     size = scored // page_size if by_mass else scored
     units = scored // page_size
     if rule == "budget":  # sizes take as many registers as scores
-        tiling = tiling._replace(
-            entries=tiling.entries // 2, tile=tiling.tile // 2, few=tiling.few // 2
-        )
+        tiling = tiling._replace(tile=tiling.tile // 2, few=tiling.few // 2)
     threads = max(_power_of_two(min(scored, tiling.tile)) // tiling.entries, tiling.threads)
 
     def runs(entries: int) -> int:
