@@ -49,9 +49,9 @@ SHAPES = (
 )
 BUDGETS, CALLS, COPIES = (0.02, 0.04), 8, 4
 SIGNS = {
-    "candidates": ("key_kernel", "count_kernel", "list_kernel"),
+    "candidates": ("candidates_kernel",),
     "attend": ("attend_kernel", "_merge"),
-    "update": ("weigh_kernel", "add_kernel"),
+    "update": ("update_kernel",),
 }
 
 

@@ -16,7 +16,7 @@ the times of the parts are sums over kernels:
     attend      attention over the list, and the merge of its splits
 
 "packing" cuts and clusters new tokens of one layer, once per 16 steps; `us_with_packing` adds a
-step's share of it, an upper bound, since a model's layers share most of its launches (see index).
+step's share of it, an upper bound, since a model cuts its chunks once for all layers (see index).
 Speeds over dense attention leave it out. Beside each stands the ratio of bytes: all K and V,
 against the K and V of the budget and the used part of what the policy holds; the unused part, up to
 a third more, is read too. PyTorch's FlashAttention-2 is dense attention in the same run. Times of

@@ -34,11 +34,19 @@ from bench.lib.environment import REPOSITORY, describe
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode import cases as block_sparse_cases
 from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.centroid_scores import cases as centroid_cases
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
+from jsparse.pallas_kernels.centroid_update import cases as update_cases
+from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import cases as compact_cases
 from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.group_means import cases as means_cases
+from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_scores import cases as int4_cases
 from jsparse.pallas_kernels.int4_scores import int4_scores
+from jsparse.pallas_kernels.nearest_centroid import cases as nearest_cases
+from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.page_bounds import cases as bounds_cases
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.place_logits import cases as place_cases
@@ -142,6 +150,24 @@ def gathered(_: Any, inputs: Any) -> Any:
 def listed_runs(_: Any, inputs: Any) -> Any:
     arrays, capacity = inputs
     return jax.jit(partial(runs_to_tokens, capacity=capacity, implementation="triton"))(*arrays)
+
+
+def centroids_scored(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(centroid_scores, implementation="triton"))(*inputs)
+
+
+def averaged(case: Any, inputs: Any) -> Any:
+    op = partial(group_means, most_groups=case.most_groups, implementation="triton")
+    return jax.jit(op)(*inputs)
+
+
+def nearest(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(nearest_centroid, implementation="triton"))(*inputs)
+
+
+def updated(case: Any, inputs: Any) -> Any:
+    op = partial(centroid_update, normalise=case.normalise, implementation="triton")
+    return jax.jit(op)(*inputs)
 
 
 def attended_by_window(_: Any, inputs: Any) -> Any:
@@ -262,6 +288,10 @@ OPS = {
         named(bounds_cases.CASES, f"head_dim_256 {BOUNDS_CASES}"),
         bounds_append_inputs,
     ),
+    "centroid_scores": Op(
+        centroids_scored,
+        named(centroid_cases.CASES, "any radii_bfloat16 group_of_20 odd many_blocks float16"),
+    ),
     "compact_pages": Op(
         compacted,
         named(
@@ -276,8 +306,12 @@ OPS = {
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "runs_to_tokens": Op(
-        listed_runs, named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks odd")
+        listed_runs,
+        named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
     ),
+    "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
+    "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
+    "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "window_attention": Op(
         attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
     ),

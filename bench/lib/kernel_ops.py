@@ -13,11 +13,17 @@ from bench.lib.kernel_programs import Job, in_turn, random
 from bench.lib.kernel_timing import Program
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
+from jsparse.pallas_kernels.centroid_scores.cases import Case as Centroids
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
+from jsparse.pallas_kernels.group_means.api import group_means
+from jsparse.pallas_kernels.group_means.cases import Case as Means
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores.api import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import frame_for
 from jsparse.pallas_kernels.key_bounds import PageBounds
+from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
+from jsparse.pallas_kernels.nearest_centroid.cases import Case as Nearest
 from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
@@ -31,6 +37,8 @@ PAGE, GROUP = 16, 4
 TOP_P, LOGIT_SPREAD = 0.9, 3.0
 # 128K tokens in runs of 8 to 16, of which a budget of tokens holds at most CHOSEN_RUNS
 RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
+# clusters of two runs on average, as many as there is room for, and the runs that 16 steps may add
+CLUSTERS, NEW_CHUNKS = 6554, 3
 
 
 def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
@@ -56,6 +64,10 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
     for rows in (1, 8):
         made.append(_budget(name, rows, max(RUNS // shrink, PAGE), most_calls))
         made.append(_runs(name, rows, shrink))
+        made.append(_centroids(name, rows, max(CLUSTERS // shrink, 1), most_calls))
+        made.append(_nearest(name, rows, NEW_CHUNKS, max(CLUSTERS // shrink, 1)))
+    chunks, clusters = max(RUNS // shrink, PAGE), max(CLUSTERS // shrink, 1)
+    made += [_nearest(name, 1, chunks, clusters), _means(name, chunks, clusters)]
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):
             made.append(_gather(name, where, pages // shrink, 65536 // shrink, most_calls))
@@ -180,6 +192,53 @@ def _runs(name: str, batch: int, shrink: int) -> Job:
 
     size = 4 * batch * KV_HEADS * (3 * few + capacity)
     return Job(f"runs_to_tokens {few} of {runs} b{batch}", size, build, {name: in_turn(op)})
+
+
+def _nearest(name: str, batch: int, points: int, groups: int) -> Job:
+    case = Nearest(
+        "", batch, KV_HEADS, points, groups, HEAD_DIM, used="three_quarters", like="directions"
+    )
+
+    def build():
+        return None, [case.build(seed) for seed in range(4)]
+
+    def op(_, inputs):
+        return nearest_centroid(*inputs, implementation=name)
+
+    size = batch * KV_HEADS * (points + groups) * 3 // 4 * HEAD_DIM * 2
+    label = f"nearest_centroid: {points} points, {groups} centroids b{batch}"
+    return Job(label, size, build, {name: in_turn(op)})
+
+
+def _means(name: str, points: int, groups: int) -> Job:
+    case = Means("", 1, KV_HEADS, points, groups, HEAD_DIM, used="three_quarters", like="normal")
+
+    def build():
+        return None, [case.build(seed) for seed in range(4)]
+
+    def op(_, inputs):
+        return group_means(*inputs, most_groups=groups, implementation=name)
+
+    size = KV_HEADS * (points * 3 // 4 * 2 + groups * 4) * HEAD_DIM
+    return Job(f"group_means: {points} points, {groups} groups", size, build, {name: in_turn(op)})
+
+
+def _centroids(name: str, batch: int, clusters: int, most_calls: int) -> Job:
+    case = Centroids("", batch, KV_HEADS, GROUP, clusters, HEAD_DIM, "all", dtype="bfloat16")
+    size = 2 * batch * KV_HEADS * clusters * HEAD_DIM
+    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+
+    def build():
+        q, centroids, number, _ = case.build()
+        return number, [(q, centroids + jnp.bfloat16(seed)) for seed in range(calls)]
+
+    def op(number, one):
+        q, centroids = one
+        return centroid_scores(q, centroids, number, implementation=name)
+
+    written = 4 * batch * KV_HEADS * clusters
+    label = f"centroid_scores {clusters} b{batch}"
+    return Job(label, size + written, build, {name: in_turn(op)})
 
 
 def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> Job:

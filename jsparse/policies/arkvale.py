@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_pages
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.clusters.index import best_products
 from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, State, builder, whole_number
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
@@ -56,10 +56,10 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         held = cache.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         center, radius = by_head(held, state[layer])
-        scores = best_products(q, center, radius if rank == "bound" else None)
-        nth = jnp.arange(held.num_pages, dtype=jnp.int32)
         newest = (held.lengths[..., None] - 1) // held.page_size
-        scores = jnp.where(nth <= newest, scores, -jnp.inf)
+        balls = jnp.minimum(newest[..., 0] + 1, held.num_pages)
+        scores = centroid_scores(q, center, balls, radius if rank == "bound" else None)
+        nth = jnp.arange(held.num_pages, dtype=jnp.int32)
         best = jnp.max(scores, axis=-1, keepdims=True)
         scores = jnp.where(nth == newest, best + jnp.abs(best) + 1, scores)
         chosen = threshold_select(

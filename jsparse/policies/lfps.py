@@ -184,7 +184,9 @@ def lfps(
     def select(state: Past, layer: int, q: Queries, cache: KVCache):
         held = cache.layers[layer]
         most = share_of(budget, held.capacity)
-        number = jnp.minimum(wanted(knob(cache, "budget", budget), held.lengths), most)
+        # a head holds a token per position; from positions, number is computed once for all layers
+        lengths = jnp.broadcast_to(cache.positions[:, None] + 1, held.lengths.shape)
+        number = jnp.minimum(wanted(knob(cache, "budget", budget), lengths), most)
         listed = min(most * (WIDER if exact else 1), held.capacity)
         if candidates == "threshold":
             least = number if floor else jnp.zeros_like(number)

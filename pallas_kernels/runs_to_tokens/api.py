@@ -24,22 +24,24 @@ BACKENDS = (
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    starts: Int32[Array, "B #K n"],
-    lengths: Int32[Array, "B #K n"],
+    edges: Int32[Array, "B #K edges"],
+    lengths: Lengths | None = None,
+    *,
     capacity: int,
     implementation: str | None = None,
 ) -> Selection:
-    """List the slots of the chosen runs, of which run i holds lengths[i] slots from starts[i] on.
+    """List the slots of the chosen runs, of which run i goes from edges[i] to below edges[i + 1].
 
-    Runs do not overlap, and starts ascend. Where the chosen ones hold more than `capacity` slots,
-    the last are left out.
+    With lengths, heads list what lies outside all runs as well: their slots before the first edge
+    and those from the last edge on. Where that is more than `capacity` slots, the last are left
+    out.
 
     Args:
         ids: indices of the chosen runs, ascending; those past the count are not looked at.
         count: the number of runs that each head chooses.
-        starts: the first slot of each run; heads may share them, and then the lengths too.
-        lengths: the number of slots of each run, 0 or more. Runs of very different lengths may
-            stand side by side.
+        edges: where runs begin and end, ascending; heads may share them. Runs may be empty, and
+            runs of very different lengths may stand side by side.
+        lengths: the number of slots that each head holds; None lists nothing but the chosen runs.
         capacity: C.
         implementation: "triton", "reference", or None to pick.
 
@@ -51,22 +53,20 @@ def runs_to_tokens(
     """
     if ids.ndim != 3 or 0 in ids.shape:
         raise ValueError(f"ids.shape={ids.shape}: must be [B, K, R], none of them 0")
-    if count.shape != ids.shape[:2]:
-        raise ValueError(f"count.shape={count.shape}: must be [B, K] = {ids.shape[:2]}")
     batch, heads, _ = ids.shape
-    if starts.ndim != 3 or starts.shape[:2] not in ((batch, heads), (batch, 1)):
-        raise ValueError(f"starts.shape={starts.shape}: must be [{batch}, {heads} or 1, n]")
-    if starts.shape[2] == 0 or lengths.shape != starts.shape:
+    if edges.ndim != 3 or edges.shape[:2] not in ((batch, heads), (batch, 1)) or edges.shape[2] < 2:
         raise ValueError(
-            f"lengths.shape={lengths.shape}: must be that of starts, {starts.shape}, with n of at "
-            "least 1"
+            f"edges.shape={edges.shape}: must be [{batch}, {heads} or 1, n + 1], n at least 1"
         )
-    for name, array in (("ids", ids), ("count", count), ("starts", starts), ("lengths", lengths)):
-        if array.dtype != jnp.int32:
+    for name, array in (("count", count), ("lengths", lengths)):
+        if array is not None and array.shape != ids.shape[:2]:
+            raise ValueError(f"{name}.shape={array.shape}: must be [B, K] = {ids.shape[:2]}")
+    for name, array in (("ids", ids), ("count", count), ("edges", edges), ("lengths", lengths)):
+        if array is not None and array.dtype != jnp.int32:
             raise ValueError(f"{name}.dtype={array.dtype}: must be int32")
     if type(capacity) is not int or capacity < 1:
         raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
     return run(
-        *("runs_to_tokens", implementation, BACKENDS, ids, count, starts, lengths),
+        *("runs_to_tokens", implementation, BACKENDS, ids, count, edges, lengths),
         capacity=capacity,
     )

@@ -17,8 +17,8 @@ class Inputs(NamedTuple):
 
     ids: jnp.ndarray
     number: jnp.ndarray
-    starts: jnp.ndarray
-    lengths: jnp.ndarray
+    edges: jnp.ndarray
+    lengths: jnp.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Case:
         like: lengths of the runs: "short", 8 to 16; "one_long", the same but for one of `long`;
             "mixed", from 0 to `long`, half of them 0.
         shared: whether all heads of a row have the same runs.
+        outside: whether heads have lengths. The first edge lies from 0 to 5, and heads hold up to
+            `long` slots behind the last; the last head holds 2 slots.
         capacity: C; None is the most that any head needs.
     """
 
@@ -44,15 +46,20 @@ class Case:
     like: Literal["short", "one_long", "mixed"] = "short"
     long: int = 143
     shared: bool = False
+    outside: bool = False
     capacity: int | None = None
 
     def build(self, seed: int = 0) -> tuple[Inputs, int]:
         """Build the arrays and the capacity; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
-        lengths = self._lengths(rng, (self.batch, 1 if self.shared else self.kv_heads, self.runs))
-        gaps = rng.integers(0, 4, lengths.shape)
-        starts = np.cumsum(lengths + gaps, -1) - lengths
+        sizes = self._sizes(rng, (self.batch, 1 if self.shared else self.kv_heads, self.runs))
+        first = rng.integers(0, 6, (*sizes.shape[:2], 1))
+        edges = np.cumsum(np.concatenate([first, sizes], -1), -1)
+        lengths = None
+        if self.outside:
+            lengths = edges[..., -1] + rng.integers(0, self.long + 1, heads)
+            lengths.flat[-1] = 2
         count = np.full(heads, self.listed)
         if self.count == "any":
             count = rng.integers(0, self.listed + 1, heads)
@@ -62,17 +69,23 @@ class Case:
         for head in np.ndindex(*heads):
             chosen = np.sort(rng.choice(self.runs, count[head], replace=False))
             ids[head][: chosen.size] = chosen
-            most = max(most, int(np.broadcast_to(lengths, (*heads, self.runs))[head][chosen].sum()))
-        arrays = (jnp.asarray(x, jnp.int32) for x in (ids, count, starts, lengths))
-        return Inputs(*arrays), most if self.capacity is None else self.capacity
+            number = np.broadcast_to(sizes, (*heads, self.runs))[head][chosen].sum()
+            if lengths is not None:
+                own = np.broadcast_to(edges, (*heads, self.runs + 1))[head]
+                number += own[0] + lengths[head] - own[-1]
+            most = max(most, int(number))
+        if lengths is not None:
+            lengths = jnp.asarray(lengths, jnp.int32)
+        ids, count, edges = (jnp.asarray(x, jnp.int32) for x in (ids, count, edges))
+        return Inputs(ids, count, edges, lengths), most if self.capacity is None else self.capacity
 
-    def _lengths(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    def _sizes(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         if self.like == "mixed":
             return rng.integers(0, self.long + 1, shape) * rng.integers(0, 2, shape)
-        lengths = rng.integers(8, 17, shape)
+        sizes = rng.integers(8, 17, shape)
         if self.like == "one_long":
-            lengths[..., self.runs // 2] = self.long
-        return lengths
+            sizes[..., self.runs // 2] = self.long
+        return sizes
 
 
 CASES = (
@@ -86,5 +99,10 @@ CASES = (
     Case("one_run", batch=1, kv_heads=1, runs=1, listed=1, count="all"),
     Case("one_slot", capacity=1),
     Case("many_blocks", runs=900, listed=700, like="mixed", long=20, shared=True),
+    Case("outside", outside=True, shared=True, like="one_long"),
+    Case("outside_all", outside=True, listed=40, count="all", like="mixed"),
+    Case("outside_of_one", batch=1, kv_heads=2, runs=1, listed=1, outside=True),
+    Case("outside_cut", outside=True, listed=30, count="all", capacity=200),
+    Case("outside_many", outside=True, runs=900, listed=255, count="all", shared=True),
     Case("odd", kv_heads=2, runs=333, listed=130, like="one_long", capacity=1023),
 )

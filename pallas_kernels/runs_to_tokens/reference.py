@@ -13,21 +13,38 @@ from jsparse.shapes import Lengths
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    starts: Int32[Array, "B #K n"],
-    lengths: Int32[Array, "B #K n"],
+    edges: Int32[Array, "B #K edges"],
+    lengths: Lengths | None,
     *,
     capacity: int,
 ) -> Selection:
     """Implement `api.runs_to_tokens` in plain jnp."""
+    if lengths is not None:
+        ids, count, edges = with_outside(ids, count, edges, lengths)
     chosen = jnp.arange(ids.shape[-1]) < count[..., None]
     ids = jnp.where(chosen, ids, 0)
-    sizes = jnp.where(chosen, jnp.take_along_axis(lengths, ids, -1), 0)
+    starts = jnp.take_along_axis(edges, ids, -1)
+    sizes = jnp.where(chosen, jnp.take_along_axis(edges, ids + 1, -1) - starts, 0)
     ends = jnp.cumsum(sizes, -1, dtype=jnp.int32)
     slot = jnp.arange(capacity, dtype=jnp.int32)
     # the run of an entry of the list is the number of runs that end at or before it
     search = partial(jnp.searchsorted, v=slot, side="right", method="scan_unrolled")
     nth = jnp.minimum(jax.vmap(jax.vmap(search))(ends), ids.shape[-1] - 1)
-    shift = jnp.take_along_axis(starts, ids, -1) - (ends - sizes)
     count = jnp.minimum(ends[..., -1], capacity)
-    tokens = slot + jnp.take_along_axis(shift, nth, -1)
+    tokens = slot + jnp.take_along_axis(starts - (ends - sizes), nth, -1)
     return Selection(jnp.where(slot < count[..., None], tokens, 0), count, granularity="token")
+
+
+def with_outside(
+    ids: Int32[Array, "B K R"],
+    count: Lengths,
+    edges: Int32[Array, "B #K edges"],
+    lengths: Lengths,
+) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K edges+2"]]:
+    """Choose two runs more: what lies before the others, and what lies behind them."""
+    held = lengths[..., None]
+    within = jnp.minimum(edges, held)
+    edges = jnp.concatenate([jnp.zeros_like(held), within, held], -1)
+    ids = jnp.pad(ids + 1, [(0, 0), (0, 0), (1, 1)])
+    nth = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    return jnp.where(nth <= count[..., None], ids, edges.shape[-1] - 2), count + 2, edges

@@ -22,8 +22,8 @@ NUM_WARPS = 8
 def runs_to_tokens(
     ids: Int32[Array, "B K R"],
     count: Lengths,
-    starts: Int32[Array, "B #K n"],
-    lengths: Int32[Array, "B #K n"],
+    edges: Int32[Array, "B #K edges"],
+    lengths: Lengths | None,
     *,
     capacity: int,
 ) -> Selection:
@@ -31,8 +31,9 @@ def runs_to_tokens(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, listed = ids.shape
+    outside = lengths is not None
     tokens, total = triton_call(
-        *(ids, count, starts, lengths),
+        *(ids, count, edges, lengths if outside else count),
         kernel=list_kernel,
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
@@ -41,10 +42,11 @@ def runs_to_tokens(
         grid=(batch * heads,),
         num_warps=NUM_WARPS,
         R=listed,
-        N=starts.shape[2],
+        N=edges.shape[2] - 1,
         C=capacity,
-        SHARING=heads // starts.shape[1],
-        BLOCK=min(BLOCK, triton.next_power_of_2(listed)),
+        SHARING=heads // edges.shape[1],
+        OUTSIDE=outside,
+        BLOCK=min(BLOCK, triton.next_power_of_2(listed + 2 * outside)),
         TILE=TILE,
         ZEROS=min(ZEROS, triton.next_power_of_2(capacity)),
     )
@@ -61,14 +63,15 @@ def maxima(a, b, c, d):
 def list_kernel(
     ids_ptr,  # [pairs, R]
     count_ptr,  # [pairs]
-    starts_ptr,  # [pairs / SHARING, N]
-    lengths_ptr,  # [pairs / SHARING, N]
+    edges_ptr,  # [pairs / SHARING, N + 1]
+    lengths_ptr,  # [pairs], read where OUTSIDE
     tokens_ptr,  # [pairs, C]
     total_ptr,  # [pairs]
     R: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
     SHARING: tl.constexpr,
+    OUTSIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -77,16 +80,25 @@ def list_kernel(
     pair = tl.program_id(0).to(tl.int64)
     ids_ptr += pair * R
     tokens_ptr += pair * C
-    starts_ptr += pair // SHARING * N
-    lengths_ptr += pair // SHARING * N
+    edges_ptr += pair // SHARING * (N + 1)
     count = tl.load(count_ptr + pair)
     total = count * 0
-    for first in range(0, R, BLOCK):  # up to R and not the count, which ids need not wait for
+    # up to R and not the count, which ids need not wait for
+    for first in range(0, R + 2 * OUTSIDE, BLOCK):
         nth = first + tl.arange(0, BLOCK)
-        chosen = (nth < count) & (nth < R)
-        run = tl.load(ids_ptr + nth, mask=nth < R, other=0)
-        start = tl.load(starts_ptr + run, mask=chosen, other=0)
-        length = tl.load(lengths_ptr + run, mask=chosen, other=0)
+        if OUTSIDE:  # run -1 lies before all others, and run N behind them
+            held = tl.load(lengths_ptr + pair)
+            run = tl.load(ids_ptr + nth - 1, mask=(nth > 0) & (nth <= R), other=-1)
+            run = tl.where(nth <= count, run, N)
+            chosen = nth < count + 2
+            start = tl.load(edges_ptr + run, mask=chosen & (run >= 0), other=0)
+            end = tl.load(edges_ptr + run + 1, mask=chosen & (run < N), other=held)
+            length = tl.where(chosen, tl.maximum(tl.minimum(end, held) - start, 0), 0)
+        else:
+            run = tl.load(ids_ptr + nth, mask=nth < R, other=0)
+            chosen = (nth < count) & (nth < R)
+            start = tl.load(edges_ptr + run, mask=chosen, other=0)
+            length = tl.load(edges_ptr + run + 1, mask=chosen, other=0) - start
         # where runs begin and end in the list, as far as it goes
         end = total + tl.cumsum(length, 0)
         begin = tl.minimum(end - length, C)

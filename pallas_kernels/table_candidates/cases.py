@@ -34,7 +34,8 @@ class Case:
         capacity: C; None is what the rule can ask for.
         like: distribution of the entries: "past", most near 0 and few large ones, as attention
             leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
-            "large", up to 2^12 times as large as "past".
+            "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
+            "past" for 8, over slots alone.
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
@@ -47,7 +48,7 @@ class Case:
     floor: bool = False
     capacity: int | None = None
     sink: int = 4
-    like: Literal["past", "signed", "ties", "constant", "zeros", "large"] = "past"
+    like: Literal["past", "signed", "ties", "constant", "zeros", "large", "striped"] = "past"
     ragged: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
@@ -60,12 +61,14 @@ class Case:
             edges = [self.slots, 0, 1, min(self.sink, self.slots)][: lengths.size - 1]
             lengths.flat[: len(edges)] = edges
         newest, at = lengths[..., None] - 1, np.arange(self.slots)
+        entries = self._entries(rng), self._entries(rng) * (self.like != "striped")
+        looked_at = (
+            (at >= self.sink) & (at < newest),
+            (at >= 1) & (at <= newest - self.sink),
+        )
         vertical, distance = (
-            jnp.asarray(np.where(looked_at, self._entries(rng), np.nan), jnp.bfloat16)
-            for looked_at in (
-                (at >= self.sink) & (at < newest),
-                (at >= 1) & (at <= newest - self.sink),
-            )
+            jnp.asarray(np.where(ok, x, np.nan), jnp.bfloat16)
+            for ok, x in zip(looked_at, entries, strict=True)
         )
         wanted = np.ceil(self.number * lengths).astype(np.int32)
         most = wanted if self.a is None else 3 * wanted
@@ -92,6 +95,7 @@ class Case:
             "constant": np.full(shape, 0.5),
             "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
             "large": past * 2.0 ** rng.uniform(0, 12, shape),
+            "striped": past * (np.arange(self.slots) // 8 % 2),
         }[self.like]
 
 
@@ -112,6 +116,7 @@ CASES = (
     Case("best_one_slot", batch=1, kv_heads=1, slots=1),
     Case("best_odd", slots=333, number=0.3, ragged=True),
     Case("best_long", batch=1, kv_heads=2, slots=5000, number=0.04, ragged=True),
+    Case("best_striped", batch=1, kv_heads=2, slots=5000, number=0.04, like="striped"),
     Case("paper", a=0.05),
     Case("paper_ragged", a=0.05, ragged=True),
     Case("paper_signed", a=0.05, like="signed", ragged=True),

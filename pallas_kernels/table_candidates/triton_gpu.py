@@ -1,10 +1,23 @@
-"""Implements `api.table_candidates` with jax-triton, in four launches over all slots.
+"""Implements `api.table_candidates` with jax-triton, in one launch.
 
-Scores are not negative, so that their bits order them. Three histograms find a head's threshold
-exactly, each of five bits of those scores that agree with it in the bits before. A histogram of
-32 bins takes a sixth of the time that one of 256 takes. Heads are cut into chunks, a program each;
-the histograms of the chunks before its own tell a program where its part of the list begins.
+Scores are not negative, so that their bits order them. Every head has P programs, each of which
+owns a part of the slots and takes four steps:
+
+1. It counts a sample of its scores by their upper eight bits.
+2. All programs' counts tell a window of 255 neighbouring scores in which the threshold probably
+   lies. The slots in it and above it, the few, are gathered in their order, and counted by how far
+   they lie above its lower end.
+3. All programs' counts tell the threshold. If it lies outside the window, steps 1 and 2 are
+   repeated with all scores in place of a sample, after which it lies inside.
+4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
+   of the parts before its own tell where they begin.
+
+The programs of a head wait for each other after steps 1 and 2. Their ids are adjacent, so that a
+GPU that starts programs in order never runs one that waits for another that cannot start, as long
+as it holds MOST_PARTS of them at once.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +29,25 @@ from jsparse.pallas_kernels.table_candidates.rules import Best, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-PROGRAMS = 128  # there are at least as many chunks of all heads, where they are long enough
-SMALLEST, LARGEST = 1024, 8192  # slots per chunk
+PROGRAMS = 256  # of all heads, where that is at most MOST_PARTS per head
+MOST_PARTS = 32  # even a small GPU holds as many programs at once
+SMALLEST = 1024  # slots of a part at least, on average
+TILE = 4096  # slots that are looked at at once
+FEW = 2048  # gathered slots that are looked at at once
+SAMPLE = 1024  # slots that are sampled at once
 NUM_WARPS = 8
-BINS = tl.constexpr(32)
-# where numbers of slots lie in an integer of 64 bits
+RAREST = tl.constexpr(16)  # one slot of this many is sampled where rows are long
+SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
+UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
+LOW = tl.constexpr(7)  # the number of its other bits
+WINDOW = tl.constexpr(1 << 8)  # bins of a window, the last of which holds all that lies above it
+ROOM = tl.constexpr(1 << 6)  # of a window below the bin of a sample's threshold, as above it
+GRAIN = tl.constexpr(64)  # parts begin at multiples of it
+# where numbers of slots lie in an integer of 64 bits, and a slot in one of 32
 FIELD = tl.constexpr(21)
 MASK = tl.constexpr((1 << 21) - 1)
-ROW = tl.constexpr(32)  # slots that are added up before the sums of rows are
+HALF = tl.constexpr(16)
+HALF_MASK = tl.constexpr((1 << 16) - 1)
 
 
 def table_candidates(
@@ -40,198 +64,264 @@ def table_candidates(
 
     assert isinstance(rule, Best)
     slots, pairs = vertical.shape[2], lengths.size
-    chunk = min(max(triton.next_power_of_2(slots * pairs // PROGRAMS), SMALLEST), LARGEST)
-    chunks = triton.cdiv(slots, chunk)
-    grid = (chunks, pairs)
-    sizes = {"SLOTS": slots, "SINK": sink, "CHUNK": chunk, "CHUNKS": chunks, "CAPACITY": capacity}
-    sizes |= {"PADDED": triton.next_power_of_2(chunks), "num_warps": NUM_WARPS}
-    histograms = jax.ShapeDtypeStruct((pairs, chunks, BINS.value), jnp.int16)
-    keys, first = triton_call(
-        *(jax.lax.bitcast_convert_type(table, jnp.int16) for table in (vertical, distance)),
-        lengths,
-        kernel=key_kernel,
-        out_shape=[jax.ShapeDtypeStruct((pairs, slots), jnp.int16), histograms],
-        grid=grid,
-        **sizes,
+    parts = number_of_parts(pairs, slots)
+    tile = min(max(triton.next_power_of_2(triton.cdiv(slots, parts)), SMALLEST), TILE)
+    outputs = (
+        jax.ShapeDtypeStruct((*lengths.shape, capacity), jnp.int32),
+        jax.ShapeDtypeStruct(lengths.shape, jnp.int32),
+        # from here on memory that the kernel works in
+        jax.ShapeDtypeStruct((pairs, slots), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, parts, WINDOW.value), jnp.int32),
+        jax.ShapeDtypeStruct((pairs,), jnp.int32),
     )
-    given = keys, lengths, rule.number, first
-
-    def counted(level: int, second: Array) -> Array:
-        return triton_call(
-            *(*given, second),
-            kernel=count_kernel,
-            out_shape=histograms,
-            grid=grid,
-            LEVEL=level,
-            **sizes,
-        )
-
-    second = counted(1, first)  # a stand-in, never read
-    third = counted(2, second)
-    ids, count = triton_call(
-        *(*given, second, third),
-        kernel=list_kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct((*lengths.shape, capacity), jnp.int32),
-            jax.ShapeDtypeStruct(lengths.shape, jnp.int32),
-        ],
-        grid=grid,
-        SHARE=triton.next_power_of_2(triton.cdiv(capacity, chunks)),
-        **sizes,
+    ids, count, *_ = triton_call(
+        *(jax.lax.bitcast_convert_type(table, jnp.int16) for table in (vertical, distance)),
+        *(lengths, rule.number),
+        kernel=candidates_kernel,
+        out_shape=outputs,
+        grid=(pairs * parts,),
+        num_warps=NUM_WARPS,
+        zeroed_outputs=(len(outputs) - 1,) if parts > 1 else (),
+        SLOTS=slots,
+        ALIGNED=math.gcd(slots, 16),
+        SINK=sink,
+        CAPACITY=capacity,
+        PARTS=parts,
+        TILE=tile,
+        FEW=min(max(triton.next_power_of_2(2 * capacity // parts), SMALLEST), FEW),
+        SAMPLE=SAMPLE,
     )
     return Selection(ids, count, granularity="token")
 
 
+def number_of_parts(pairs: int, slots: int) -> int:
+    """Return the number of programs per head, a power of two."""
+    wanted = min(PROGRAMS // pairs, slots // SMALLEST, MOST_PARTS)
+    return 1 << max(wanted.bit_length() - 1, 0)
+
+
 @triton.jit
-def key_kernel(
+def candidates_kernel(
     vertical_ptr,  # [pairs, SLOTS], the bits of bfloat16
     distance_ptr,  # [pairs, SLOTS], likewise
     lengths_ptr,  # [pairs]
-    keys_ptr,  # [pairs, SLOTS]
-    counts_ptr,  # [pairs, CHUNKS, 32]
+    number_ptr,  # [pairs]
+    ids_ptr,  # [pairs, CAPACITY]
+    count_ptr,  # [pairs]
+    few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
+    upper_ptr,  # [pairs, PARTS, UPPER]
+    window_ptr,  # [pairs, PARTS, WINDOW]
+    arrived_ptr,  # [pairs], zeros where there are several parts
     SLOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SINK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
-    """Store a chunk's scores as integers, and the histogram of their upper five bits."""
-    chunk, pair = tl.program_id(0), tl.program_id(1)
-    newest = tl.load(lengths_ptr + pair) - 1
-    base = pair.to(tl.int64) * SLOTS
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    ranked = (slot >= SINK) & (slot < newest)
-    vertical = tl.load(vertical_ptr + base + slot, mask=ranked, other=0)
-    distance = tl.load(distance_ptr + base + newest - slot, mask=ranked, other=0)
-    key = tl.maximum(tl.maximum(vertical, distance).to(tl.int32), 0)
-    tl.store(keys_ptr + base + slot, key.to(tl.int16), mask=ranked)
-    found = tl.histogram(key >> 10, BINS, mask=ranked)
-    at = (pair * CHUNKS + chunk) * BINS
-    tl.store(counts_ptr + at + tl.arange(0, BINS), found.to(tl.int16))
-
-
-@triton.jit
-def _numbers(lengths_ptr, number_ptr, pair, SINK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Return a head's newest slot, how many it lists, and how many of these are ranked."""
+    """List the best slots of one part of a head, as program head · PARTS + part."""
+    pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     length = tl.load(lengths_ptr + pair)
+    newest = length - 1
+    always = tl.minimum(tl.maximum(newest, 0), SINK)
     number = tl.minimum(tl.maximum(tl.load(number_ptr + pair), 1), CAPACITY)
     count = tl.minimum(number, length)
-    return length - 1, count, tl.maximum(count - tl.minimum(length - 1, SINK) - 1, 0)
+    wanted = tl.maximum(count - always - 1, 0)  # of those that are ranked
+    sinks = tl.minimum(always, count)
 
+    # multiples of powers of two, as the compiler knows: it then loads several slots at once
+    whole = tl.cdiv(length, ALIGNED) * ALIGNED
+    size = tl.cdiv(whole, PARTS * GRAIN) * GRAIN
+    begin = part * size
+    end = tl.minimum(begin + size, length)
+    row = pair.to(tl.int64) * SLOTS
+    vertical_ptr += row
+    distance_ptr += row + newest
+    few_ptr += row + begin
+    ids_ptr += pair.to(tl.int64) * CAPACITY
+    upper_ptr += pair * PARTS * UPPER
+    window_ptr += pair * PARTS * WINDOW
 
-@triton.jit
-def _bin(
-    counts_ptr,  # [CHUNKS, 32], of one head
-    wanted,
-    chunk,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Find the bin in which the `wanted` greatest end.
+    every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
+    meetings, least, few = 0, 0, 0
+    counts, earlier = tl.zeros([WINDOW], tl.int32), tl.zeros([WINDOW], tl.int32)
+    searching = True
+    while searching:
+        sampled = _sample(vertical_ptr, distance_ptr, begin, end, newest, every, SINK, SAMPLE)
+        tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), sampled)
+        meetings = _meet(arrived_ptr + pair, meetings, PARTS)
 
-    Returns:
-        The bin, how many lie above it in all chunks and in those before `chunk`, and how many in
-        it in the chunks before.
-    """
-    nth, bits = tl.arange(0, PADDED)[:, None], tl.arange(0, BINS)
-    counts = tl.load(counts_ptr + nth * BINS + bits[None, :], mask=nth < CHUNKS, other=0)
-    counts = counts.to(tl.int64)
+        floor = _floor(upper_ptr, wanted, newest - always, PARTS)
+        few = 0
+        for start in range(begin, end, TILE):
+            nth = tl.arange(0, TILE)
+            slot = start + nth
+            inside = (slot < begin + size) & (slot < whole)
+            ranked = inside & (slot >= SINK) & (slot < newest)
+            key = _keys(vertical_ptr + start, distance_ptr - start, nth, inside, ranked)
+            gathered = ranked & (key >= floor)
+            word = (tl.minimum(key - floor, WINDOW - 1) << FIELD) | slot
+            word, gathered = _rows(word, TILE, 8), _rows(gathered, TILE, 8)
+            before, found = _before(gathered.to(tl.int32))
+            tl.store(few_ptr + few + before, word, mask=gathered)
+            few += found
+        tl.debug_barrier()
+        tl.store(window_ptr + part * WINDOW + tl.arange(0, WINDOW), _count(few_ptr, few, FEW))
+        meetings = _meet(arrived_ptr + pair, meetings, PARTS)
+
+        counts, earlier = _counts(window_ptr, part, PARTS, WINDOW)
+        from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
+        least = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
+        # the threshold is known if there are bins below it and above it
+        searching = (every > 1) & (wanted > 0) & ((least < 0) | (least == WINDOW - 1))
+        every = 1
+
+    bins = tl.arange(0, WINDOW)
     # several numbers lie in one integer, since a reduction takes as long as all else
-    sums = tl.sum(counts + (tl.where(nth < chunk, counts, 0) << FIELD), 0)
-    whole, earlier = sums & MASK, sums >> FIELD
-    least = tl.cumsum(whole, 0, reverse=True)  # as many are in this bin or above it
-    found = tl.maximum(tl.sum((least >= wanted).to(tl.int32), 0) - 1, 0)
-    parts = tl.where(bits > found, sums, tl.where(bits == found, earlier << 2 * FIELD, 0))
-    parts = tl.sum(parts, 0)
-    above, above_before = parts & MASK, (parts >> FIELD) & MASK
-    return found, above.to(tl.int32), above_before.to(tl.int32), (parts >> 2 * FIELD).to(tl.int32)
+    sums = tl.where(bins > least, counts.to(tl.int64) | (earlier.to(tl.int64) << FIELD), 0)
+    sums = tl.sum(sums | (tl.where(bins == least, earlier, 0).to(tl.int64) << 2 * FIELD), 0)
+    ties = wanted - (sums & MASK).to(tl.int32)  # as many are listed, the lowest slots first
+    place = sinks + ((sums >> FIELD) & MASK).to(tl.int32)
+    ties_before = (sums >> 2 * FIELD).to(tl.int32)
+    for start in range(0, few, FEW):
+        nth = start + tl.arange(0, FEW)
+        word = tl.load(few_ptr + nth, mask=nth < few, other=-1)
+        word = _rows(word, FEW, 4)
+        low = word >> FIELD
+        best, tied = (low > least).to(tl.int32), (low == least).to(tl.int32)
+        before, found = _before(best | (tied << HALF))
+        nth_tie = ties_before + (before >> HALF)
+        tl.store(
+            ids_ptr + place + (before & HALF_MASK) + tl.minimum(nth_tie, ties),
+            word & MASK,
+            mask=(best | (tied & (nth_tie < ties))) != 0,
+        )
+        place += found & HALF_MASK
+        ties_before += found >> HALF
+
+    for start in range(count + part * FEW, CAPACITY, PARTS * FEW):
+        behind = start + tl.arange(0, FEW)
+        tl.store(ids_ptr + behind, tl.zeros([FEW], tl.int32), mask=behind < CAPACITY)
+    for start in range(part * FEW, sinks, PARTS * FEW):
+        slot = start + tl.arange(0, FEW)
+        tl.store(ids_ptr + slot, slot, mask=slot < sinks)
+    if part == 0:
+        # the newest ranks below the sinks, and above all others
+        tl.store(ids_ptr + count - 1, newest, mask=count > always)
+        tl.store(count_ptr + pair, count)
 
 
 @triton.jit
-def count_kernel(
-    keys_ptr,  # [pairs, SLOTS]
-    lengths_ptr,  # [pairs]
-    number_ptr,  # [pairs]
-    first_ptr,  # [pairs, CHUNKS, 32]
-    second_ptr,  # [pairs, CHUNKS, 32]; for LEVEL = 2
-    counts_ptr,  # [pairs, CHUNKS, 32]
-    SLOTS: tl.constexpr,
-    SINK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    LEVEL: tl.constexpr,
+def _keys(
+    vertical_ptr,  # of the first slot; the next ones' stand behind it
+    distance_ptr,  # likewise; the next ones' stand before it
+    nth,
+    inside,
+    ranked,
 ):
-    """Store the histogram of the next five bits of those scores that may be the threshold."""
-    chunk, pair = tl.program_id(0), tl.program_id(1)
-    newest, _, wanted = _numbers(lengths_ptr, number_ptr, pair, SINK, CAPACITY)
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    ranked = (slot >= SINK) & (slot < newest)
-    key = tl.load(keys_ptr + pair.to(tl.int64) * SLOTS + slot, mask=ranked, other=0).to(tl.int32)
-    at = pair * CHUNKS * BINS
-    begins, over, _, _ = _bin(first_ptr + at, wanted, chunk, CHUNKS, PADDED)
-    if LEVEL == 2:
-        more, _, _, _ = _bin(second_ptr + at, wanted - over, chunk, CHUNKS, PADDED)
-        begins = begins * BINS + more
-    bits = key >> (10 - 5 * LEVEL)
-    found = tl.histogram(bits & (BINS - 1), BINS, mask=ranked & (bits // BINS == begins))
-    tl.store(counts_ptr + at + chunk * BINS + tl.arange(0, BINS), found.to(tl.int16))
+    """Return the scores of the ranked slots as integers; all slots of `inside` may be read."""
+    vertical = tl.load(vertical_ptr + nth, mask=inside, other=0)
+    distance = tl.load(distance_ptr - nth, mask=ranked, other=0)
+    return tl.maximum(tl.maximum(vertical, distance), 0).to(tl.int32)
+
+
+@triton.jit
+def _sample(
+    vertical_ptr,  # [SLOTS]
+    distance_ptr,  # where the newest slot's distance, 0, stands
+    begin,
+    end,
+    newest,
+    every,
+    SINK: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    """Count the upper bits of one of `every` scores of a part."""
+    nth = tl.arange(0, SAMPLE)
+    nth = nth // SAMPLED * SAMPLED * every + nth % SAMPLED
+    counts = tl.zeros([UPPER], tl.int32)
+    for start in range(begin, end, SAMPLE * every):
+        slot = start + nth
+        ranked = (slot >= SINK) & (slot < newest) & (slot < end)
+        key = _keys(vertical_ptr + start, distance_ptr - start, nth, ranked, ranked)
+        counts += tl.histogram(key >> LOW, UPPER, mask=ranked)
+    return counts
+
+
+@triton.jit
+def _count(
+    few_ptr,  # [few]
+    few,
+    FEW: tl.constexpr,
+):
+    """Count the few of a part by how far they lie above the window's lower end."""
+    counts = tl.zeros([WINDOW], tl.int32)
+    for start in range(0, few, FEW):
+        nth = start + tl.arange(0, FEW)
+        word = tl.load(few_ptr + nth, mask=nth < few, other=0)
+        counts += tl.histogram(word >> FIELD, WINDOW, mask=nth < few)
+    return counts
+
+
+@triton.jit
+def _meet(arrived_ptr, meetings, PARTS: tl.constexpr):
+    """Wait for the other programs of the head, see all that they stored, and count the meeting."""
+    tl.debug_barrier()  # every thread has stored
+    if PARTS > 1:
+        tl.atomic_add(arrived_ptr, 1, sem="release")
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < (meetings + 1) * PARTS:
+            pass
+        tl.debug_barrier()
+    return meetings + 1
+
+
+@triton.jit
+def _counts(
+    counts_ptr,  # [PARTS, BINS], of one head
+    part,
+    PARTS: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Add up the counts of all parts, and of those before `part`."""
+    whole, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    for nth in tl.static_range(PARTS):
+        counts = tl.load(counts_ptr + nth * BINS + tl.arange(0, BINS))
+        whole += counts
+        earlier += tl.where(part > nth, counts, 0)
+    return whole, earlier
+
+
+@triton.jit
+def _floor(
+    counts_ptr,  # [PARTS, UPPER], of one head
+    wanted,
+    ranked,
+    PARTS: tl.constexpr,
+):
+    """Return the lower end of the window around the bin where the best of a sample end."""
+    counts, _ = _counts(counts_ptr, 0, PARTS, UPPER)
+    wanted = tl.cdiv(wanted.to(tl.int64) * tl.sum(counts, 0), tl.maximum(ranked, 1))
+    from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
+    found = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
+    return tl.maximum((found << LOW) - ROOM, 0)
+
+
+@triton.jit
+def _rows(numbers, SIZE: tl.constexpr, ROW: tl.constexpr):
+    """Put numbers into rows.
+
+    A row is the 16 bytes that a thread loads at once. Then no numbers move between threads, neither
+    where rows are added up nor where numbers are stored in their places.
+    """
+    return tl.reshape(numbers, [SIZE // ROW, ROW])
 
 
 @triton.jit
 def _before(numbers):
-    """Sum what stands before each of the numbers, which are in rows."""
+    """Sum what stands before each of the numbers, which are in rows, and all of them."""
     of_rows = tl.sum(numbers, 1)
-    return (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(numbers, 1) - numbers
-
-
-@triton.jit
-def list_kernel(
-    keys_ptr,  # [pairs, SLOTS]
-    lengths_ptr,  # [pairs]
-    number_ptr,  # [pairs]
-    first_ptr,  # [pairs, CHUNKS, 32]
-    second_ptr,  # [pairs, CHUNKS, 32]
-    third_ptr,  # [pairs, CHUNKS, 32]
-    ids_ptr,  # [pairs, CAPACITY]
-    count_ptr,  # [pairs]
-    SLOTS: tl.constexpr,
-    SINK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """Write a chunk's part of the list, and zeros into its share of what lies behind the list."""
-    chunk, pair = tl.program_id(0), tl.program_id(1)
-    newest, count, wanted = _numbers(lengths_ptr, number_ptr, pair, SINK, CAPACITY)
-    at = pair * CHUNKS * BINS
-    upper, over1, before1, _ = _bin(first_ptr + at, wanted, chunk, CHUNKS, PADDED)
-    middle, over2, before2, _ = _bin(second_ptr + at, wanted - over1, chunk, CHUNKS, PADDED)
-    lower, over3, before3, ties_before = _bin(
-        third_ptr + at, wanted - over1 - over2, chunk, CHUNKS, PADDED
-    )
-    least = (upper * BINS + middle) * BINS + lower
-    ties = wanted - over1 - over2 - over3  # as many are listed, the lowest slots first
-    slot = chunk * CHUNK + tl.reshape(tl.arange(0, CHUNK), [CHUNK // ROW, ROW])
-    ranked = (slot >= SINK) & (slot < newest)
-    key = tl.load(keys_ptr + pair.to(tl.int64) * SLOTS + slot, mask=ranked, other=0).to(tl.int32)
-    sinks = tl.minimum(tl.minimum(newest, SINK), count)
-    tied = (ranked & (key == least)).to(tl.int32)
-    nth_tie = ties_before + _before(tied)
-    listed = (ranked & (key > least)) | (slot < sinks) | ((tied != 0) & (nth_tie < ties))
-    place = tl.minimum(chunk * CHUNK, sinks) + before1 + before2 + before3
-    place += tl.minimum(ties_before, ties) + _before(listed.to(tl.int32))
-    ids_ptr += pair.to(tl.int64) * CAPACITY
-    tl.store(ids_ptr + place, slot, mask=listed)
-    behind = chunk * SHARE + tl.arange(0, SHARE)
-    tl.store(
-        ids_ptr + behind, tl.zeros([SHARE], tl.int32), mask=(behind >= count) & (behind < CAPACITY)
-    )
-    if chunk == 0:
-        tl.store(count_ptr + pair, count)
-        # the newest ranks below the sinks, and above all others
-        tl.store(ids_ptr + count - 1, newest, mask=count > tl.minimum(tl.maximum(newest, 0), SINK))
+    before = (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(numbers, 1) - numbers
+    return before, tl.sum(of_rows, 0)

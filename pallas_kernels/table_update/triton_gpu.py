@@ -1,8 +1,11 @@
-"""Implements `api.table_update` with jax-triton, in two launches over blocks of the lists.
+"""Implements `api.table_update` with jax-triton, in one launch.
 
-The first finds each entry's greatest weight over the group, as a logarithm, and every block's sum;
-the second, which needs the sum over all blocks, adds.
+Every head has several programs, each of which adds the weights of one part of the list. The sum of
+all weights each of them finds for itself: the logits of one list are read from the second-level
+cache sooner than programs meet.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,10 @@ from jaxtyping import Array, BFloat16, Float32
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
 
-BLOCK = 1024  # entries per program
-NUM_WARPS = 4
+PROGRAMS = 256  # of all heads, where parts are not below SMALLEST
+SMALLEST = 256  # entries of a part at least
+BLOCK = 2048  # entries that are summed at once
+NUM_WARPS = 8
 
 
 def table_update(
@@ -31,33 +36,28 @@ def table_update(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, group, entries), slots = listed.logits.shape, vertical.shape[2]
-    block = min(BLOCK, triton.next_power_of_2(entries))
-    blocks = triton.cdiv(entries, block)
-    sizes = {"ENTRIES": entries, "BLOCK": block, "SINK": sink}
-    sizes |= {"SINKS": triton.next_power_of_2(max(sink, 1)), "num_warps": NUM_WARPS}
-    weights, tops, sums = triton_call(
-        *(listed.ids, listed.count, listed.logits, listed.lse),
-        kernel=weigh_kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct(listed.ids.shape, jnp.float32),
-            *[jax.ShapeDtypeStruct((batch * heads, blocks), jnp.float32)] * 2,
-        ],
-        grid=(blocks, batch * heads),
-        G=group,
-        **sizes,
-    )
+    pairs = batch * heads
+    parts = max(min(triton.cdiv(PROGRAMS, pairs), entries // SMALLEST), 1)
+    share = triton.cdiv(entries, parts)
     vertical, distance = triton_call(
-        *(vertical, distance, listed.ids, listed.count, weights, tops, sums, lengths, scale),
-        kernel=add_kernel,
+        *(vertical, distance, listed.ids, listed.count, listed.logits, listed.lse),
+        *(lengths, scale),
+        kernel=update_kernel,
         out_shape=[jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2,
         input_output_aliases={0: 0, 1: 1},
-        grid=(blocks, batch * heads),
+        grid=(parts, pairs),
+        num_warps=NUM_WARPS,
         HEADS=heads,
         SLOTS=slots,
-        BLOCKS=blocks,
-        PADDED=triton.next_power_of_2(blocks),
+        ENTRIES=entries,
+        ALIGNED=math.gcd(entries, 4),
+        G=group,
+        SINK=sink,
+        SINKS=triton.next_power_of_2(max(sink, 1)),
         PENALTY=penalty,
-        **sizes,
+        BLOCK=min(BLOCK, triton.next_power_of_2(entries)),
+        SHARE=share,
+        PADDED=triton.next_power_of_2(share),
     )
     return vertical, distance
 
@@ -71,90 +71,87 @@ def _sinks(ids_ptr, count, SINK: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def weigh_kernel(
-    ids_ptr,  # [pairs, ENTRIES]
-    count_ptr,  # [pairs]
-    logits_ptr,  # [pairs, G, ENTRIES]
-    lse_ptr,  # [pairs, G]
-    weights_ptr,  # [pairs, ENTRIES]
-    tops_ptr,  # [pairs, blocks]
-    sums_ptr,  # [pairs, blocks]
+def _weights(
+    logits_ptr,  # [G, ENTRIES]
+    lse_ptr,  # [G]
+    entry,
+    first,
+    count,
     ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINK: tl.constexpr,
-    SINKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Store the greatest weight over the group of each entry that counts, as a logarithm.
-
-    Of a block, store the greatest, and the sum of all weights, divided by it.
-    """
+    """Return the greatest weight over the group of entries `first` to `count`, as a logarithm."""
     minus_inf = float("-inf")
-    block, pair = tl.program_id(0), tl.program_id(1)
-    count = tl.load(count_ptr + pair)
-    line = pair.to(tl.int64) * ENTRIES
-    entry = block * BLOCK + tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], minus_inf, tl.float32)
+    # up to a multiple of a power of two, as the compiler knows: it then loads several at once
+    inside = entry < tl.cdiv(count, ALIGNED) * ALIGNED
+    best = tl.full(entry.shape, minus_inf, tl.float32)
     for row in tl.static_range(G):
-        lse = tl.load(lse_ptr + pair * G + row)
-        logits = tl.load(
-            logits_ptr + line * G + row * ENTRIES + entry, mask=entry < count, other=minus_inf
-        )
+        lse = tl.load(lse_ptr + row)
+        logits = tl.load(logits_ptr + row * ENTRIES + entry, mask=inside, other=minus_inf)
         best = tl.maximum(best, logits - tl.where(lse == minus_inf, 0.0, lse))
-    sinks = _sinks(ids_ptr + line, count, SINK, SINKS)
-    best = tl.where((entry >= sinks) & (entry < count), best, minus_inf)
-    tl.store(weights_ptr + line + entry, best, mask=entry < ENTRIES)
-    top = tl.max(best, 0)
-    base = tl.where(top == minus_inf, 0.0, top)  # -inf less -inf would be NaN
-    at = pair * tl.num_programs(0) + block
-    tl.store(tops_ptr + at, base)
-    tl.store(sums_ptr + at, tl.sum(tl.exp(best - base), 0))
+    return tl.where((entry >= first) & (entry < count), best, minus_inf)
 
 
 @triton.jit
-def add_kernel(
+def update_kernel(
     _vertical,  # an alias of vertical_ptr
     _distance,  # an alias of distance_ptr
     ids_ptr,  # [pairs, ENTRIES]
     count_ptr,  # [pairs]
-    weights_ptr,  # [pairs, ENTRIES]
-    tops_ptr,  # [pairs, BLOCKS]
-    sums_ptr,  # [pairs, BLOCKS]
+    logits_ptr,  # [pairs, G, ENTRIES]
+    lse_ptr,  # [pairs, G]
     lengths_ptr,  # [pairs]
     scale_ptr,  # [pairs / HEADS]
     vertical_ptr,  # [pairs, SLOTS]
     distance_ptr,  # [pairs, SLOTS]
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PENALTY: tl.constexpr,
     ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    G: tl.constexpr,
     SINK: tl.constexpr,
     SINKS: tl.constexpr,
+    PENALTY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """Add the weights of a block, divided by the sum of all, to both tables."""
-    block, pair = tl.program_id(0), tl.program_id(1)
+    """Add the weights of a part of a list, divided by the sum of all, to both tables."""
+    minus_inf = float("-inf")
+    part, pair = tl.program_id(0), tl.program_id(1)
     count, newest = tl.load(count_ptr + pair), tl.load(lengths_ptr + pair) - 1
     scale = tl.load(scale_ptr + pair // HEADS)
-    line, base = pair.to(tl.int64) * ENTRIES, pair.to(tl.int64) * SLOTS
-    sinks = _sinks(ids_ptr + line, count, SINK, SINKS)
+    ids_ptr += pair.to(tl.int64) * ENTRIES
+    logits_ptr += pair.to(tl.int64) * ENTRIES * G
+    lse_ptr += pair * G
+    vertical_ptr += pair.to(tl.int64) * SLOTS
+    distance_ptr += pair.to(tl.int64) * SLOTS + newest
+    sinks = _sinks(ids_ptr, count, SINK, SINKS)
+
+    # what is far away is asked for first, so that it comes while the sum is found
     nth = tl.arange(0, PADDED)
-    sums = tl.load(sums_ptr + pair * BLOCKS + nth, mask=nth < BLOCKS, other=0.0)
-    tops = tl.load(tops_ptr + pair * BLOCKS + nth, mask=nth < BLOCKS, other=float("-inf"))
-    tops = tl.where(sums > 0, tops, float("-inf"))  # of blocks in which something counts
-    top = tl.max(tops, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    whole = tl.sum(sums * tl.exp(tops - top), 0)
-    entry = block * BLOCK + tl.arange(0, BLOCK)
-    counts = (entry >= sinks) & (entry < count)
-    slot = tl.load(ids_ptr + line + entry, mask=counts, other=0)
-    weights = tl.exp(tl.load(weights_ptr + line + entry, mask=counts, other=float("-inf")) - top)
-    added = weights / tl.where(whole > 0, whole, 1.0) - PENALTY / tl.maximum(count - sinks, 1)
-    old = tl.load(vertical_ptr + base + slot, mask=counts, other=0.0).to(tl.float32)
-    past = tl.load(distance_ptr + base + newest - slot, mask=counts, other=0.0).to(tl.float32)
-    tl.store(vertical_ptr + base + slot, (old + scale * added).to(tl.bfloat16), mask=counts)
-    tl.store(
-        distance_ptr + base + newest - slot, (past + scale * added).to(tl.bfloat16), mask=counts
-    )
+    own = part * SHARE + nth
+    counts = (nth < SHARE) & (own >= sinks) & (own < count)
+    slot = tl.load(ids_ptr + own, mask=counts, other=0)
+    old = tl.load(vertical_ptr + slot, mask=counts, other=0.0).to(tl.float32)
+    past = tl.load(distance_ptr - slot, mask=counts, other=0.0).to(tl.float32)
+
+    top = tl.full([BLOCK], minus_inf, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)  # of weights, each divided by its place's greatest
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        weights = _weights(logits_ptr, lse_ptr, entry, sinks, count, ENTRIES, ALIGNED, G)
+        higher = tl.maximum(top, weights)
+        base = tl.where(higher == minus_inf, 0.0, higher)  # -inf less -inf would be NaN
+        sums = sums * tl.exp(top - base) + tl.exp(weights - base)
+        top = higher
+    base = tl.max(top, 0)
+    base = tl.where(base == minus_inf, 0.0, base)
+    whole = tl.sum(sums * tl.exp(top - base), 0)
+
+    weights = _weights(logits_ptr, lse_ptr, own, sinks, count, ENTRIES, ALIGNED, G)
+    added = tl.exp(weights - base) / tl.where(whole > 0, whole, 1.0)
+    added = scale * (added - PENALTY / tl.maximum(count - sinks, 1))
+    tl.store(vertical_ptr + slot, (old + added).to(tl.bfloat16), mask=counts)
+    tl.store(distance_ptr - slot, (past + added).to(tl.bfloat16), mask=counts)

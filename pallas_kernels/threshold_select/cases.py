@@ -31,12 +31,12 @@ class Case:
         rule, value: the rule and its number.
         per_head: whether every head has its own number, from half of `value` to `value`.
         sizes: what units count under a budget: "some", 8 to 16, one in 50 of 150 to 400; "few", 0
-            or 1; "none", 0; "shared", as "some", but the same for all heads.
+            or 1, as bytes; "none", 0; "shared", as "some", but the same for all heads.
         capacity: C; None is the number of units.
         pool: the op's argument `group`.
         like: distribution of the scores: "normal"; "sink", normal but for a few far above; "ties",
-            few different numbers; "constant"; "masked", three in four are -inf, some rows
-            throughout; "nan", some are NaN.
+            few different numbers; "pairs", each twice; "constant"; "masked", three in four are
+            -inf, some rows throughout; "nan", some are NaN.
         spread: standard deviation of the scores.
         ragged: whether heads have their own lengths, 0, 1 and n among them.
         span: number of neighbouring units that share a name; None passes no names.
@@ -57,7 +57,7 @@ class Case:
     page_size: int | None = None
     weights: Literal["softmax", "raw"] = "softmax"
     pool: Literal["union", "max"] = "union"
-    like: Literal["normal", "sink", "ties", "constant", "masked", "nan"] = "normal"
+    like: Literal["normal", "sink", "ties", "pairs", "constant", "masked", "nan"] = "normal"
     spread: float = 3.0
     ragged: bool = False
     span: int | None = None
@@ -87,7 +87,10 @@ class Case:
             "top_k": TopK,
             "top_p": TopP,
             "threshold": Threshold,
-            "budget": lambda tokens: Budget(tokens, jnp.asarray(_sizes(self, rng), jnp.int32)),
+            "budget": lambda tokens: Budget(
+                tokens,
+                jnp.asarray(_sizes(self, rng), jnp.uint8 if self.sizes == "few" else jnp.int32),
+            ),
         }[self.rule](value)
         kwargs = {
             "capacity": self.units if self.capacity is None else self.capacity,
@@ -109,6 +112,9 @@ def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
         scores[..., -8:] += 2 * case.spread
     if case.like == "ties":
         scores = np.rint(scores)
+    if case.like == "pairs":
+        half = -(-case.size // 2)
+        scores = np.take(scores, rng.permutation(np.arange(case.size) % half), -1)
     if case.like == "constant":
         scores = np.full(shape, 0.5)
     if case.like == "masked":
@@ -193,6 +199,7 @@ CASES = (
     Case("budget_of_one", rule="budget", value=1, like="ties"),
     Case("budget_for_all", rule="budget", value=100_000, like="masked"),
     Case("budget_ties", rule="budget", value=500, like="ties", sizes="shared"),
+    Case("budget_pairs", rule="budget", value=500, like="pairs", per_head=True),
     Case("budget_constant", rule="budget", value=400, like="constant", per_head=True),
     Case("budget_few", rule="budget", value=30, like="ties", sizes="few"),
     Case("budget_no_sizes", rule="budget", value=5, like="nan", sizes="none"),

@@ -1,11 +1,13 @@
 """Writes marks as bitmaps of 32-bit words, unites them, and lists what they mark.
 
-`plan` is the SearchedRow of triton_tiles up to `trim`, and from `unite` on the Lists of
-triton_kernel.
+`plan` is the SearchedRow of triton_tiles up to `lowest`, and from `unite` on the Lists of
+triton_kernel, except in `list_entries`, which serves searches too.
 """
 
 import triton
 import triton.language as tl
+
+from jsparse.pallas_kernels.threshold_select.triton_tiles import first_of_runs
 
 ALL_TIES = tl.constexpr(2**31 - 1)
 
@@ -14,16 +16,23 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 def mark(
     x,  # [T, R, 4]
     words,  # the tile's part of the bitmap; `plan.words` behind it, that of the ties
+    start,
     t,
     ties,
+    end,
     plan: tl.constexpr,
 ):
     """Write a bit for each of a tile's entries that is at least t.
 
-    If not all that equal t are kept, those get a bitmap of their own.
+    If not all that equal t are kept, those get a bitmap of their own. Under a budget those of them
+    get no bit that lie at `end` or behind it in the row.
     """
     at = word_index(plan)
-    tl.store(words + at, pack(x >= t, plan))
+    kept = x >= t
+    if plan.sized:
+        entry = start + first_of_runs(plan) + tl.arange(0, 4)[None, None, :]
+        kept &= (x != t) | (entry < end)
+    tl.store(words + at, pack(kept, plan))
     if ties != ALL_TIES:
         tl.store(words + plan.words + at, pack(x == t, plan))
 
@@ -155,15 +164,17 @@ def list_entries(
     words,  # the bitmap of `length` entries
     length,
     names,  # [m]
-    ids,  # [C]
-    plan: tl.constexpr,
+    ids,  # [CAPACITY]
+    CAPACITY: tl.constexpr,
+    SHIFT: tl.constexpr,
+    row: tl.constexpr,
 ):
     """Write the names of marked entries, ascending, up to the capacity, and return their number.
 
-    The words of a tile are listed at once.
+    The words of a tile are listed at once. `row` is a SearchedRow.
     """
-    T: tl.constexpr = plan.row.threads
-    EACH: tl.constexpr = plan.words_each
+    T: tl.constexpr = row.threads
+    EACH: tl.constexpr = row.words_each
     total = length * 0
     for start in range(0, tl.cdiv(length, 32), T * EACH):
         at = start + tl.arange(0, T)[:, None] * EACH + tl.arange(0, EACH)[None, :]
@@ -174,7 +185,7 @@ def list_entries(
         slot = (
             total + (tl.cumsum(in_thread, 0) - in_thread)[:, None] + tl.cumsum(number, 1) - number
         )
-        list_bits(word, at * 32, ids + slot, plan.capacity - slot, names, plan.shift)
+        list_bits(word, at * 32, ids + slot, CAPACITY - slot, names, SHIFT)
         total += tl.sum(in_thread, 0)
     return total
 

@@ -1,28 +1,28 @@
 """Ends a search by drawing the few entries between two thresholds out of a resident row.
 
 They are compared by their bits, whose order is that of the numbers on one side of 0. Some cannot be
-drawn: those on the other side of 0, repeated values in a thread (but for their sizes, which are
-added up), and a thread's fifth and later ones. Their sum is then missed, and the search goes on.
+drawn: those on the other side of 0, repeated values in a thread, and a thread's fifth and later
+ones. Their sum is then missed, and the search goes on. Under a budget what ends a search is
+triton_last.
 """
 
 import triton
 import triton.language as tl
 
-from jsparse.pallas_kernels.threshold_select.triton_tiles import from_key, in_thread, key
+from jsparse.pallas_kernels.threshold_select.triton_tiles import from_key, key
 
 
 @triton.jit
 def draw(
     x,  # [T, R, 4]
-    each,  # [T, R, 4] where plan.sized
     lo,
     hi,
-    slots,  # [plan.slots], and as many for sizes where plan.sized
+    slots,  # [plan.slots]
     plan: tl.constexpr,
 ):
     """Write the keys of the entries from lo to below hi, as many as fit into the slots.
 
-    Slots that are left over hold a lower key, and any size.
+    Slots that are left over hold a lower key.
     """
     least = key(lo)
     slot = tl.arange(0, plan.slots)
@@ -37,10 +37,10 @@ def draw(
     number = (a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32)
     number += (d >= least).to(tl.int32)
     at = tl.cumsum(number, 0) - number
-    put(x, each, slots, at, a, least, plan)
-    put(x, each, slots, at + 1, b, least, plan)
-    put(x, each, slots, at + 2, c, least, plan)
-    put(x, each, slots, at + 3, d, least, plan)
+    put(slots, at, a, least, plan)
+    put(slots, at + 1, b, least, plan)
+    put(slots, at + 2, c, least, plan)
+    put(slots, at + 3, d, least, plan)
     tl.debug_barrier()
 
 
@@ -82,25 +82,20 @@ def multiply_add(x, factor, term):
 
 @triton.jit
 def put(
-    x,  # [T, R, 4]
-    each,  # [T, R, 4] where plan.sized
-    slots,  # [plan.slots], and as many for sizes where plan.sized
+    slots,  # [plan.slots]
     at,  # [T]
     found,  # [T]
     least,
     plan: tl.constexpr,
 ):
-    """Write the keys that are at least `least` and have a slot, and what their entries count."""
+    """Write the keys that are at least `least` and have a slot."""
     fits = (found >= least) & (at < plan.slots)
     tl.store(slots + at, found.to(tl.uint32, bitcast=True), mask=fits)
-    if plan.sized:
-        size = in_thread(tl.where(x == from_key(found)[:, None, None], each, 0.0))
-        tl.store(slots + plan.slots + at, size.to(tl.uint32), mask=fits)
 
 
 @triton.jit
 def weigh_few(
-    slots,  # [plan.slots], and as many for sizes where plan.sized
+    slots,  # [plan.slots]
     wanted,
     lo,
     at_lo,
@@ -118,8 +113,6 @@ def weigh_few(
     least, missing = key(lo), at_lo - at_hi
     # all pairs of slots: how much of what was drawn is at least as large as each
     each = from_key(other) if plan.mass else 1.0
-    if plan.sized:
-        each = tl.load(slots + plan.slots + slot).to(tl.float32)[None, :]
     sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= least), each, 0.0), 1)
     drawn = mine >= least
     enough = drawn & (at_hi + sums >= wanted)

@@ -18,15 +18,16 @@ RULES = {TopK: "top_k", TopP: "top_p", Threshold: "threshold", Budget: "budget"}
 class SelectTiling(NamedTuple):
     """Describes how a row is shared out; what is chosen depends on it only by the order of sums.
 
-    Under a budget a row's sizes lie beside its scores, and tiles have half as many entries.
+    Under a budget a row's sizes lie beside its scores: tiles have half as many entries, and half as
+    many end a search.
 
     Attributes:
         entries: entries of a tile per thread. With more there are fewer threads, which repeat less
             of the work that every thread does.
         tile: most entries per tile; 32768 floats are half of a multiprocessor's registers.
         threads: least number of threads per row.
-        few: most entries that may be drawn out of a row to end a search, a power of two; at most
-            one per four threads. 0 draws none.
+        few: most entries that may be drawn out of a row, or listed, to end a search, a power of
+            two; at most one per four threads. 0 draws none.
     """
 
     entries: int = 64
@@ -122,7 +123,9 @@ def make_plan(
     size = scored // page_size if by_mass else scored
     units = scored // page_size
     if rule == "budget":  # sizes take as many registers as scores
-        tiling = tiling._replace(entries=tiling.entries // 2, tile=tiling.tile // 2)
+        tiling = tiling._replace(
+            entries=tiling.entries // 2, tile=tiling.tile // 2, few=tiling.few // 2
+        )
     threads = max(_power_of_two(min(scored, tiling.tile)) // tiling.entries, tiling.threads)
 
     def runs(entries: int) -> int:

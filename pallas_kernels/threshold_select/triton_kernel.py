@@ -77,11 +77,6 @@ class Lists:
         return max(16 * self.row.threads // self.page_size, 1)
 
     @property
-    def words_each(self) -> int:
-        """Return the number of words of a bitmap that a thread lists at a time."""
-        return max(self.row.runs // 8, 1)
-
-    @property
     def pooled_at(self) -> int:
         """Return where the pooled row lies in a head's floats, behind the masses of pages."""
         return self.group * self.row.size * self.by_mass
@@ -231,5 +226,6 @@ def list_units(
 ):
     """List what a bitmap marks and return its number; if CUT, only what `kept` marks as well."""
     if plan.entries == 1 and not plan.with_bits:
-        return list_entries(kept, length, names, ids, plan)
+        ROW: tl.constexpr = plan.row
+        return list_entries(kept, length, names, ids, plan.capacity, plan.shift, ROW)
     return list_pages(bitmap, kept, length, names, ids, bits, CUT, plan)

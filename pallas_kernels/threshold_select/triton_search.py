@@ -2,10 +2,11 @@
 
 A reduction over a block costs as much as the arithmetic before it, so every pass measures two
 thresholds, guessed well: first from the mean and spread of the scores, then between what is known.
-Once few entries lie between, they are drawn out of the row and compared with each other: scores
-like a normal distribution's take two or three passes, and five or six, some rows a dozen, where
-they are not drawn. After two poor guesses a pass bisects, which bounds their number; after one that
-separates nothing the next steps to the next value there is, since equal scores cannot be separated.
+Once few entries lie between, they are drawn out of the row, or listed under a budget, and compared
+with each other: scores like a normal distribution's take two or three passes, and five or six, some
+rows a dozen, where they are not. After two poor guesses a pass bisects, which bounds their number;
+after one that separates nothing the next steps to the next value there is, since equal scores
+cannot be separated.
 """
 
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from jsparse.pallas_kernels.threshold_select.triton_bits import ALL_TIES, mark, mark_first, trim
 from jsparse.pallas_kernels.threshold_select.triton_few import draw, weigh_few
+from jsparse.pallas_kernels.threshold_select.triton_last import last_that_fits
 from jsparse.pallas_kernels.threshold_select.triton_rows import (
     SMALLEST,
     measure,
@@ -64,7 +66,7 @@ def choose(
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(row, 0, length, plan)
-    top, hi = 0.0, 0.0
+    top, hi, end = 0.0, 0.0, length
     if plan.mass or plan.rule == "threshold":
         top = row_top(x, row, length, plan)
     if plan.rule == "threshold":
@@ -75,19 +77,21 @@ def choose(
             lo, hi, wanted, enough = mass_bracket(length, setting, top, total, plan)
         else:
             lo, hi, wanted, enough = count_bracket(x, row, length, setting, total, plan)
-        t, ties = search(
+        t, ties, end = search(
             *(x, each, row, sizes, length, words, top),
             *(lo, hi, total, wanted, enough, mean, spread, plan),
         )
     if plan.resident:
-        mark(x, words, t, ties, plan)
+        mark(x, words, 0, t, ties, end, plan)
     else:
         for start in range(0, length, plan.tile):
             mark(
                 to_entries(read(row, start, length, plan), top, plan),
                 words + start // 32,
+                start,
                 t,
                 ties,
+                end,
                 plan,
             )
     tl.debug_barrier()
@@ -157,7 +161,7 @@ def search(
     row,
     sizes,
     length,
-    slots,
+    words,
     top,
     lo,
     hi,
@@ -170,11 +174,12 @@ def search(
 ):
     """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
-    Under a budget the second is what the sizes of its ties may add up to. Between passes `lo` keeps
-    at least what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A guess outside them is merely
-    wasted. `slots` is memory for `plan.slots` entries.
+    Under a budget the second is what the sizes of its ties may add up to, and the third result says
+    where the ties end of which all are kept, if that is known. Between passes `lo` keeps at least
+    what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A guess outside them is merely wasted.
+    `words` is memory for two bitmaps.
     """
-    at_lo, at_hi = total, total * 0.0
+    at_lo, at_hi, highest, end = total, total * 0.0, hi, length
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
     t, u = from_place(center - 0.1 * spread, plan), from_place(center + 0.1 * spread, plan)
     one = total / tl.maximum(length, 1) if plan.sized else 1.0
@@ -207,18 +212,25 @@ def search(
             start += 0.9 * share * width
             t, u = from_place(start, plan), from_place(start + 0.1 * width, plan)
             if plan.slots > 0 and is_few(one, lo, hi, at_lo, at_hi, enough, plan):
-                draw(x, each, lo, hi, slots, plan)
-                t, lo, at_lo, hi, at_hi = weigh_few(slots, wanted, lo, at_lo, hi, at_hi, plan)
-                u = from_key(key(t) + 1)
+                if plan.sized:
+                    last, until, known = last_that_fits(
+                        *(x, row, sizes, length, words, lo, hi, at_hi, enough, highest, plan)
+                    )
+                    lo, end = tl.where(known, last, lo), tl.where(known, until, end)
+                    at_lo = tl.where(known, enough, at_lo)
+                else:
+                    draw(x, lo, hi, words, plan)
+                    t, lo, at_lo, hi, at_hi = weigh_few(words, wanted, lo, at_lo, hi, at_hi, plan)
+                    u = from_key(key(t) + 1)
         going = is_open(lo, hi, at_lo, at_hi, enough, plan) & (passes < MOST_PASSES)
     if plan.sized:
-        return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32))
+        return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end
     # what is left between the bounds equals lo: take the ties that are needed, or all
     one = lo if plan.mass else 1.0
     number = (at_lo - at_hi) / one
     needed = tl.ceil((wanted - at_hi) / one)
     whole = (at_lo <= enough) | (number < 1.5) | (needed > number - 0.5)
-    return lo, tl.where(whole, ALL_TIES, needed.to(tl.int32))
+    return lo, tl.where(whole, ALL_TIES, needed.to(tl.int32)), end
 
 
 @triton.jit

@@ -55,9 +55,14 @@ class SearchedRow:
         return -(-self.size // self.tile) * self.tile // 32
 
     @property
+    def words_each(self) -> int:
+        """Return the number of words of a bitmap that a thread lists at a time."""
+        return max(self.runs // 8, 1)
+
+    @property
     def slots(self) -> int:
-        """Return the number of entries that may be drawn, into the still unused bitmap."""
-        words = self.words if self.sized else 2 * self.words  # sizes are drawn too
+        """Return the number of entries that may be drawn or listed, into unused bitmaps."""
+        words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
         return min(self.few, self.threads // 4, words) if self.resident else 0
 
     @property
@@ -83,15 +88,20 @@ def read(
 
     Whole runs are loaded, so that loads stay 16 bytes wide.
     """
-    T: tl.constexpr = plan.threads
-    R: tl.constexpr = plan.runs
-    run = (tl.arange(0, R)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
+    run = first_of_runs(plan)
     entry = run + tl.arange(0, 4)[None, None, :]
-    inside = tl.broadcast_to(start + run < length, [T, R, 4])
+    inside = tl.broadcast_to(start + run < length, [plan.threads, plan.runs, 4])
     if plan.size % 4:  # the last run goes past the row
         inside &= start + entry < plan.size
     scores = tl.load(row + start + entry, mask=inside, other=PAST).to(tl.float32)
     return tl.where(start + entry < length, scores, PAST)
+
+
+@triton.jit
+def first_of_runs(plan: tl.constexpr):
+    """Return where in a tile each thread's runs begin, [T, R, 1]."""
+    T: tl.constexpr = plan.threads
+    return (tl.arange(0, plan.runs)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
 
 
 @triton.jit

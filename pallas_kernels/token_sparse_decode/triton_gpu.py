@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
-from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
 from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
 
@@ -74,25 +73,28 @@ def token_sparse_decode(
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     rows = group + (stats is not None and not listed)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
-    ids, count = listed_tokens(selection, layer.lengths) if listed else (absent, absent)
-    units = (group, capacity + 1) if listed else (layer.capacity,)
-    scores = absent if stats is None else jnp.full((batch, heads, *units), -jnp.inf, jnp.float32)
-    o, lse, used, scores = triton_call(
+    by_slot = stats is not None and not listed
+    whole_row = jax.ShapeDtypeStruct((batch, heads, layer.capacity), jnp.float32)
+    of_list = jax.ShapeDtypeStruct((batch, heads, group, capacity + 1), jnp.float32)
+    nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
+    o, lse, used, scores, ids, count = triton_call(
         *(q, layer.k, layer.v, layer.lengths, selection.count),
         absent if selection.dense is None else selection.dense,
         selection.ids if capacity else absent,
         absent if layer.block_table is None else layer.block_table,
         absent if layer.bias is None else layer.bias,
-        *(scores, count),
+        jnp.full(whole_row.shape, -jnp.inf, jnp.float32) if by_slot else absent,
         *(pairs, capacity, layer.num_pages, splits),
         kernel=attend_kernel,
         out_shape=[
             jax.ShapeDtypeStruct((pairs, splits, rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((pairs, splits, rows), jnp.float32),
             jax.ShapeDtypeStruct((pairs,), jnp.int32),
-            jax.ShapeDtypeStruct((1,) if stats is None else scores.shape, jnp.float32),
+            whole_row if by_slot else of_list if listed else nothing,
+            jax.ShapeDtypeStruct((batch, heads, capacity + 1), jnp.int32) if listed else nothing,
+            jax.ShapeDtypeStruct((batch, heads), jnp.int32) if listed else nothing,
         ],
-        input_output_aliases={} if stats is None else {9: 3},
+        input_output_aliases={9: 3} if by_slot else {},
         grid=min(pairs * splits, tiling.programs * jax.local_devices()[0].core_count),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -120,7 +122,9 @@ def token_sparse_decode(
     if stats is None:
         return out
     if listed:
-        lse = jnp.where(count[..., None] > 0, lse.reshape(batch, heads, group), -jnp.inf)
+        lse = lse.reshape(batch, heads, group)
+        if selection.dense is not None:  # they report nothing
+            lse = jnp.where(count[..., None] > 0, lse, -jnp.inf)
         return out._replace(stats=ListedLogits(ids, count, scores, lse))
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
@@ -182,6 +186,44 @@ def _find(
 
 
 @triton.jit
+def _older(
+    ids_ptr,  # [listed]
+    listed,
+    newest,
+    BLOCK: tl.constexpr,
+):
+    """Count the ids below the newest; only the end of a list, which ascends, may hold others."""
+    older, searching = listed, True
+    while searching:
+        at = older - 1 - tl.arange(0, BLOCK)
+        others = tl.load(ids_ptr + at, mask=at >= 0, other=-1) >= newest
+        number = tl.sum(others.to(tl.int32), 0)
+        older -= number
+        searching = number == BLOCK
+    return older
+
+
+@triton.jit
+def _end_report(
+    logits_ptr,  # [G, capacity + 1]
+    named_ptr,  # [capacity + 1]
+    number_ptr,  # []
+    number,
+    capacity,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the number of reported tokens, and what stands behind them."""
+    tl.store(number_ptr, number)
+    for start in range(number, capacity + 1, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(named_ptr + at, at * 0, mask=at <= capacity)
+        for row in range(G):
+            minus_inf = tl.full([BLOCK], float("-inf"), tl.float32)
+            tl.store(logits_ptr + row * (capacity + 1) + at, minus_inf, mask=at <= capacity)
+
+
+@triton.jit
 def attend_kernel(
     q_ptr,  # [B, N, H]
     k_ptr,  # [pool pages, P, H]
@@ -192,8 +234,7 @@ def attend_kernel(
     ids_ptr,  # [B, K, capacity]
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
-    _,  # an alias of scores_ptr, full of -inf
-    reported_ptr,  # [B, K], with LISTED
+    _,  # with STATS an alias of scores_ptr, full of -inf
     pairs,
     capacity,
     pages,  # M, of a head
@@ -202,6 +243,8 @@ def attend_kernel(
     lse_ptr,  # [pairs, splits, STATS + G]
     used_ptr,  # [pairs]
     scores_ptr,  # [pairs, pages · P] with STATS; [pairs, G, capacity + 1] with LISTED
+    named_ptr,  # [pairs, capacity + 1] with LISTED
+    number_ptr,  # [pairs] with LISTED
     BLOCK: tl.constexpr,
     UNIT_BLOCKS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
@@ -221,7 +264,7 @@ def attend_kernel(
 ):
     """Compute the partial (o, lse) of every unit; with STATS, the group's mean query is row 0.
 
-    With LISTED, every row's logits are stored in the order of the list.
+    With LISTED, the tokens that lists name and every row's logits are stored in their order.
     """
     minus_inf = float("-inf")
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
@@ -231,14 +274,29 @@ def attend_kernel(
     )
     used = tl.cdiv(all_entries, _unit_size(all_entries, BLOCK, UNIT_BLOCKS, MAX_UNITS))
     tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
+    if LISTED:
+        for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
+            entries, listed = _entries(
+                lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE
+            )
+            if (entries == 0) | (listed < 0):
+                line = tl.full([], capacity + 1, tl.int64) * pair
+                _end_report(
+                    scores_ptr + line * G,
+                    named_ptr + line,
+                    number_ptr + pair,
+                    0,
+                    capacity,
+                    G,
+                    BLOCK,
+                )
     ends = tl.cumsum(used, 0)  # units of each head and of all before it
     for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         pair = tl.sum((ends <= unit).to(tl.int32), 0)
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
         entries, listed = _entries(lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE)
         newest = tl.load(lengths_ptr + pair) - 1
-        reported = tl.load(reported_ptr + pair) if LISTED else 0  # 0 for a dense head too
-        lines_ptr = scores_ptr + pair.to(tl.int64) * G * (capacity + 1)  # of LISTED
+        line = pair.to(tl.int64) * (capacity + 1)  # of LISTED
         size = _unit_size(entries, BLOCK, UNIT_BLOCKS, MAX_UNITS)
         first = split * size
         slot, at, valid = _find(
@@ -293,17 +351,27 @@ def attend_kernel(
                 # the newest token, read behind the list, is reported right behind the older ones:
                 # lists may name it, and go on past the head's length
                 last = entries - 1 - start
-                lines = lines_ptr + row * (capacity + 1)
-                older = valid & (offset != last)
+                lines = scores_ptr + line * G + row * (capacity + 1)
+                older = valid & (offset != last) & (listed > 0)
+                tl.store(named_ptr + line + start + offset, slot, mask=older)
                 tl.store(
                     lines + (start + offset)[None, :],
                     logits,
-                    mask=older[None, :] & (row < G) & (reported > 0),
+                    mask=older[None, :] & (row < G),
                 )
-                if last < BLOCK:
+                if (last < BLOCK) & (listed > 0):
+                    nth = _older(ids_ptr + pair.to(tl.int64) * capacity, listed, newest, BLOCK)
                     of_newest = tl.sum(tl.where((offset == last)[None, :], logits, 0.0), 1)
-                    tl.store(
-                        lines + reported - 1, of_newest[:, None], mask=(row < G) & (reported > 0)
+                    tl.store(named_ptr + line + nth, newest)
+                    tl.store(lines + nth, of_newest[:, None], mask=row < G)
+                    _end_report(
+                        scores_ptr + line * G,
+                        named_ptr + line,
+                        number_ptr + pair,
+                        nth + 1,
+                        capacity,
+                        G,
+                        BLOCK,
                     )
             logits = tl.where(valid[None, :], logits, minus_inf)
             higher = tl.maximum(top, tl.max(logits, 1))

@@ -22,7 +22,7 @@ cases = st.builds(
     a=st.none() | st.floats(1e-3, 2.0),
     floor=st.booleans(),
     sink=st.integers(0, 6),
-    like=st.sampled_from(["past", "signed", "ties", "constant", "zeros", "large"]),
+    like=st.sampled_from(["past", "signed", "ties", "constant", "zeros", "large", "striped"]),
     ragged=st.booleans(),
 )
 
@@ -83,7 +83,15 @@ def check(case, seed=0):
 
 
 # a size of its own compiles everything anew
-SLOW = {"best_one_slot", "best_odd", "best_long", "best_all", "best_one", "paper_long"}
+SLOW = {
+    "best_one_slot",
+    "best_odd",
+    "best_long",
+    "best_striped",
+    "best_all",
+    "best_one",
+    "paper_long",
+}
 
 
 @pytest.mark.parametrize(

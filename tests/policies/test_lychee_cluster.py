@@ -13,9 +13,10 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.pallas_kernels import point_blocks
 from jsparse.policies.clusters import index
 from jsparse.policies.clusters.chunking import Chunks, cut_on
-from jsparse.policies.clusters.engine import runs_of
+from jsparse.policies.clusters.engine import outside
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
 from jsparse.policy import PrefillView
@@ -327,17 +328,16 @@ def test_every_token_is_a_sink_in_one_chunk_or_open_at_every_step():
     for _ in range(43):
         layer.step()
         layer.maintain()
-        runs = runs_of(layer.state.chunks, jnp.asarray(layer.lengths))
-        starts, sizes = (np.asarray(x) for x in runs)
+        chunks = layer.state.chunks
+        always = outside(chunks, jnp.asarray(layer.lengths)[:, None])
         for b, length in enumerate(layer.lengths):
-            slots = [
-                s
-                for first, n in zip(starts[b], sizes[b], strict=True)
-                for s in range(first, first + n)
-            ]
-            assert slots == list(range(length))
+            starts = np.asarray(chunks.starts[b])
+            assert starts[0] == 2 and starts[-1] <= max(length, 2)
+            sizes = np.diff([0, *np.minimum(starts, length), length])
+            assert (sizes >= 0).all()
             # two before the first chunk, and from 3 to 3 + 3 + 4 newest
-            assert sizes[b, 0] == min(length, 2) and sizes[b, -1] <= 3 + 3 + 4
+            assert sizes[0] == min(length, 2) and sizes[-1] <= 3 + 3 + 4
+            assert int(always[b, 0]) == sizes[0] + sizes[-1]
         counts.append(np.asarray(layer.state.chunks.count))
     assert (np.diff(counts, axis=0) > 0).any(0).all()
 
@@ -393,8 +393,8 @@ def test_points_are_grouped_alike_in_blocks_of_any_size(monkeypatch):
     form = index.Form(1, 3, normalise=False, radii=True)
     made = []
     for size in (2**28, 4 * 60 * 16):
-        monkeypatch.setattr(index, "BLOCK_BYTES", size)
-        assert index.Blocks.of(45, 60).size == (45 if size == 2**28 else 16)
+        monkeypatch.setattr(point_blocks, "BLOCK_BYTES", size)
+        assert point_blocks.Blocks.of(45, 60).size == (45 if size == 2**28 else 16)
         k_means = jax.jit(partial(index.k_means, dtype=jnp.float32, form=form))
         made.append(jax.device_get(k_means(points, number, starts, groups)))
     np.testing.assert_array_equal(made[0].size, made[1].size)

@@ -13,17 +13,25 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt8
+import numpy as np
+from jaxtyping import Array, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, taking_part
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
-from jsparse.policies.clusters.index import Clusters, Form, build, empty, in_units, relevance
+from jsparse.policies.clusters.index import (
+    Clusters,
+    Form,
+    build,
+    empty,
+    in_units,
+    num_clusters,
+)
 from jsparse.policies.clusters.joining import join
 from jsparse.policy import Policy, PrefillView, at_layer
-from jsparse.selection import Selection
-from jsparse.shapes import Queries, Rows, Tokens
+from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
 Classes = Literal["boundary_classes", "boundary_classes_or_none"]
 WIDER = 4  # units are chosen that hold this times the budget
@@ -107,6 +115,7 @@ class Index(NamedTuple):
 def cluster_policy(settings: Settings) -> Policy:
     """Build the policy that these settings describe."""
     form, lengths = settings.form, {"least": settings.shortest, "most": settings.longest}
+    narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
 
     def init(spec: CacheSpec) -> Index:
         chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
@@ -154,32 +163,25 @@ def cluster_policy(settings: Settings) -> Policy:
         return marked(state, tokens, positions[:, 0], valid, cache)
 
     def select(state: Index, layer: int, q: Queries, cache: KVCache):
-        held, index = cache.layers[layer], state.layers[layer]
-        budget = min(settings.budget, held.capacity)
-        scores = relevance(index.fine, q)
+        # all layers hold the same tokens: what follows from the first's is computed once per step
+        held, chunks, index = cache.layers[0].lengths, state.chunks, state.layers[layer]
+        budget, fine = min(settings.budget, cache.layers[0].capacity), index.fine
+        count = jnp.broadcast_to(chunks.count[:, None], held.shape)
+        scores = centroid_scores(q, fine.centroid, num_clusters(count, form), fine.radius)
         if form.units:
             scores = in_units(index, q, scores, WIDER * budget, LEAST_UNITS)
-        by_chunk = jnp.take_along_axis(scores, index.fine.of_point, axis=-1)
-        runs = runs_of(state.chunks, held.lengths[:, 0])
-        there = jnp.arange(by_chunk.shape[-1]) < state.chunks.count[:, None]
-        by_chunk = jnp.where(there[:, None], by_chunk, -jnp.inf)
-        always = runs.lengths[:, 0] + runs.lengths[:, -1]
-        left = jnp.broadcast_to((budget - always)[:, None], held.lengths.shape)
+        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
+        there = jnp.arange(scores.shape[-1]) < count[..., None]
         chosen = threshold_select(
-            by_chunk[:, :, None],
-            Budget(left, runs.lengths[:, None, 1:-1]),
-            capacity=max(min(budget // settings.shortest, by_chunk.shape[-1]), 1),
+            jnp.where(there, scores, -jnp.inf)[:, :, None],
+            Budget(budget - outside(chunks, held), jnp.diff(chunks.starts)[:, None].astype(narrow)),
+            capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
             weights="raw",
         )
-        listed = with_ends(chosen, by_chunk.shape[-1] + 1)
         tokens = runs_to_tokens(
-            listed,
-            chosen.count + 2,
-            runs.starts[:, None],
-            runs.lengths[:, None],
-            capacity=budget,
+            chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget
         )
-        return replace(tokens, dense=held.lengths <= budget), None, state
+        return replace(tokens, dense=held <= budget), None, state
 
     def maintain(state: Index, cache: KVCache) -> tuple[Index, KVCache]:
         before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
@@ -201,26 +203,7 @@ def cluster_policy(settings: Settings) -> Policy:
     )
 
 
-class Runs(NamedTuple):
-    """Holds a row's tokens as runs: its sinks, its chunks, and what is open."""
-
-    starts: Int32[Array, "B C+2"]
-    lengths: Int32[Array, "B C+2"]
-
-
-def runs_of(chunks: Chunks, length: Rows) -> Runs:
-    """Return the runs of rows that hold `length` tokens."""
-    starts, ends = chunks.starts[:, :1], chunks.starts[:, -1:]
-    held = length[:, None]
-    sinks = jnp.minimum(starts, held)
-    return Runs(
-        jnp.concatenate([jnp.zeros_like(starts), chunks.starts], axis=1),
-        jnp.concatenate([sinks, jnp.diff(chunks.starts, axis=1), jnp.maximum(held - ends, 0)], 1),
-    )
-
-
-def with_ends(chosen: Selection, last: int) -> Int32[Array, "B K R"]:
-    """Return the runs of the chosen chunks, behind the sinks' and before the last run."""
-    ids = jnp.pad(chosen.ids + 1, [(0, 0), (0, 0), (1, 1)])
-    nth, count = jnp.arange(ids.shape[-1], dtype=jnp.int32), chosen.count[..., None]
-    return jnp.where(nth <= count, ids, jnp.where(nth == count + 1, last, 0))
+def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
+    """Return how many of a head's tokens lie in no chunk: its sinks and what is open."""
+    first, last = chunks.starts[:, :1], chunks.starts[:, -1:]
+    return jnp.minimum(first, lengths) + jnp.maximum(lengths - last, 0)

@@ -11,22 +11,24 @@ Units gather clusters as clusters gather chunks; there are ⌈√clusters⌉ of 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
+from jsparse.pallas_kernels.group_means import group_means
+from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.point_blocks import Blocks
+from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.shapes import Queries, Rows
 
 Pooling = Literal["mean", "max"]
 ITERATIONS = 10
 MOST_UNITS = 64
-BLOCK_BYTES = 2**27  # of the largest array that exists per block of chunks
-ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
 
 
 class Form(NamedTuple):
@@ -49,22 +51,6 @@ class Form(NamedTuple):
     units: bool = False
 
 
-class Groups(NamedTuple):
-    """Holds centroids of groups of points, and which group each point is in.
-
-    Attributes:
-        centroid: the mean of the group's points, of length 1 if these are; in K's dtype.
-        size: the number of points; a group without any keeps the centroid that it had.
-        of_point: the group of each point.
-        radius: no point of the group is farther from the centroid; None if radii are not kept.
-    """
-
-    centroid: Float[Array, "B K L H"]
-    size: Int32[Array, "B K L"]
-    of_point: Int32[Array, "B K C"]
-    radius: Float32[Array, "B K L"] | None
-
-
 class Clusters(NamedTuple):
     """Holds one layer's index.
 
@@ -77,40 +63,6 @@ class Clusters(NamedTuple):
     fine: Groups
     coarse: Groups | None
     tokens: Int32[Array, "B K U"] | None
-
-
-class Blocks(NamedTuple):
-    """Cuts an axis of `most` points into blocks of one size; the last overlaps the one before."""
-
-    most: int
-    size: int
-
-    @classmethod
-    def of(cls, most: int, numbers_each: int) -> "Blocks":
-        """Make blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
-        fitting = max(BLOCK_BYTES // (4 * numbers_each), 1)
-        return cls(most, min(1 << (fitting.bit_length() - 1), most))
-
-    def first(self, i: Array) -> Array:
-        """Return the first point of block i."""
-        return jnp.minimum(i * self.size, self.most - self.size)
-
-    def fresh(self, i: Array, number: Rows) -> Bool[Array, "B m"]:
-        """Mark the points of block i that no block before had, among a row's first `number`."""
-        at = self.first(i) + jnp.arange(self.size, dtype=jnp.int32)
-        return (at >= i * self.size) & (at < number[:, None])
-
-    def cut(self, x: Array, i: Array, axis: int) -> Array:
-        """Return block i of an array."""
-        return jax.lax.dynamic_slice_in_dim(x, self.first(i), self.size, axis)
-
-    def put(self, whole: Array, part: Array, i: Array) -> Array:
-        """Write block i of [B, K, C, …]."""
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, self.first(i), 2)
-
-    def run(self, number: Rows, block: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Go through the blocks that hold the first `number` points of the longest row."""
-        return jax.lax.fori_loop(0, -(-jnp.max(number) // self.size), block, carry)
 
 
 def num_clusters(chunks: Any, form: Form) -> Any:
@@ -230,15 +182,6 @@ def pooled_keys(
     return unit_length(pooled) if form.normalise else pooled
 
 
-def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
-    """Scale vectors to length 1; those of length 0 stay."""
-    # by the largest channel first, so that no square leaves float32's range
-    scale = jnp.max(jnp.abs(x), -1, keepdims=True)
-    x = x / jnp.where(scale > 0, scale, 1.0)
-    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
-    return x / jnp.where(norm > 0, norm, 1.0)
-
-
 def k_means(
     points: Float32[Array, "B K C H"],
     number: Rows,
@@ -261,59 +204,38 @@ def k_means(
         form: whether centroids have length 1, and whether there are radii.
         radius: the points' own radii, which the groups' then take in.
     """
-    rows, heads, most, width = points.shape
-    nth = jnp.arange(starts.shape[1], dtype=jnp.int32)
-    real = nth < groups[:, None]
-    blocks = Blocks.of(most, rows * heads * nth.size)
+    rows, heads, most, _ = points.shape
+    most_groups = starts.shape[1]
+    blocks = Blocks.of(most, rows * heads * most_groups)
 
     def direction(i: Array, made: Array) -> Array:
         return blocks.put(made, unit_length(blocks.cut(points, i, 2)).astype(dtype), i)
 
     directions = blocks.run(number, direction, jnp.zeros(points.shape, dtype))
 
-    def means(values: Array, of_point: Array, sizes: Array) -> Array:
-        """Average the values of each group's points."""
+    def averaged(values: Array, of_point: Array) -> tuple[Array, Array]:
+        return group_means(values, of_point, number, groups, most_groups)
 
-        def block(i: Array, sums: Array) -> Array:
-            some = blocks.cut(values, i, 2)
-            inside = blocks.cut(of_point, i, 2)[..., None] == nth
-            inside &= blocks.fresh(i, number)[:, None, :, None]
-            # products add in an order that is always the same, as scattering does not
-            return sums + jnp.einsum(
-                "bkml,bkmh->bklh",
-                inside.astype(some.dtype),
-                some,
-                preferred_element_type=jnp.float32,
-                precision=jax.lax.Precision.HIGHEST,
-            )
-
-        sums = blocks.run(number, block, jnp.zeros((rows, heads, nth.size, width), jnp.float32))
-        return sums / jnp.maximum(sizes, 1)[..., None]
-
-    def counted(of_point: Array) -> Array:
-        sizes = jnp.zeros((rows, heads, nth.size), jnp.int32)
-        return sizes.at[row, head, of_point].add(there)
-
-    def iterate(_: Array, made: tuple[Array, Array]) -> tuple[Array, Array]:
-        def block(i: Array, of_point: Array) -> Array:
-            return blocks.put(of_point, nearest(blocks.cut(directions, i, 2), made[0], real), i)
-
-        of_point = blocks.run(number, block, made[1])
-        sizes = counted(of_point)
-        moved = unit_length(means(directions, of_point, sizes)).astype(dtype)
-        return jnp.where(sizes[..., None] > 0, moved, made[0]), of_point
+    def iterate(_: Array, made: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        centroid = made[0]
+        of_point = nearest_centroid(directions, centroid, number, groups)
+        means, sizes = averaged(directions, of_point)
+        moved = unit_length(means).astype(dtype)
+        return jnp.where(sizes[..., None] > 0, moved, centroid), of_point, sizes
 
     row, head = (i[..., None] for i in jnp.indices((rows, heads)))
-    there = (jnp.arange(most) < number[:, None])[:, None].astype(jnp.int32)
+    there = (jnp.arange(most) < number[:, None])[:, None]
     centroid = jnp.take_along_axis(directions, starts[:, None, :, None], axis=2)
-    if nth.size == most:
-        of_point = jnp.broadcast_to(nth, (rows, heads, most))
+    if most_groups == most:
+        of_point = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (rows, heads, most))
+        sizes = jnp.broadcast_to(there, of_point.shape).astype(jnp.int32)
     else:
         of_point = jnp.zeros((rows, heads, most), jnp.int32)
-        centroid, of_point = jax.lax.fori_loop(0, ITERATIONS, iterate, (centroid, of_point))
-    sizes = counted(of_point)
+        sizes = jnp.zeros((rows, heads, most_groups), jnp.int32)
+        made = centroid, of_point, sizes
+        centroid, of_point, sizes = jax.lax.fori_loop(0, ITERATIONS, iterate, made)
     if not form.normalise:
-        raw = points if nth.size == most else means(points, of_point, sizes)
+        raw = points if most_groups == most else averaged(points, of_point)[0]
         centroid = jnp.where(sizes[..., None] > 0, raw, centroid).astype(dtype)
     made = Groups(centroid, sizes, of_point, None)
     if not form.radii:
@@ -323,49 +245,8 @@ def k_means(
     if radius is not None:
         away += radius * (1 + ROUNDING)
     farthest = jnp.zeros(sizes.shape, jnp.float32)
-    farthest = farthest.at[row, head, of_point].max(jnp.where(there > 0, away, 0.0))
+    farthest = farthest.at[row, head, of_point].max(jnp.where(there, away, 0.0))
     return made._replace(radius=farthest)
-
-
-def nearest(
-    points: Float[Array, "B K m H"],
-    centroid: Float[Array, "B K L H"],
-    real: Bool[Array, "B L"],
-) -> Int32[Array, "B K m"]:
-    """Return the real group whose centroid's direction is nearest to that of each point."""
-    products = jnp.einsum("bkmh,bklh->bkml", points, centroid, preferred_element_type=jnp.float32)
-    products = jnp.where(real[:, None, None], products, -jnp.inf)
-    return jnp.argmax(products, axis=-1).astype(jnp.int32)
-
-
-def distances(
-    points: Float32[Array, "*n H"], centroid: Float32[Array, "*n H"]
-) -> Float32[Array, "*n"]:
-    """Return the distance of each point from its centroid, rounded up."""
-    away = jnp.sqrt(jnp.sum(jnp.square(points - centroid), -1))
-    return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))
-
-
-def best_products(
-    q: Queries, centers: Float[Array, "B K L H"], radius: Float32[Array, "B K L"] | None
-) -> Float32[Array, "B K L"]:
-    """Return the largest q·center of the query heads of each KV head.
-
-    With radii it is the largest q·center + |q| · radius, which no vector exceeds that lies within
-    the radius of the center.
-    """
-    q = q.reshape(*centers.shape[:2], -1, q.shape[-1])
-    products = jnp.einsum("bkgh,bklh->bkgl", q, centers, preferred_element_type=jnp.float32)
-    if radius is not None:
-        length = jnp.sqrt(jnp.sum(jnp.square(q.astype(jnp.float32)), -1, keepdims=True))
-        products += length * radius[:, :, None]
-    return jnp.max(products, axis=2)
-
-
-def relevance(groups: Groups, q: Queries) -> Float32[Array, "B K L"]:
-    """Return what groups are ranked by; those without points get -inf."""
-    products = best_products(q, groups.centroid, groups.radius)
-    return jnp.where(groups.size > 0, products, -jnp.inf)
 
 
 def in_units(
@@ -377,7 +258,10 @@ def in_units(
     """
     assert index.coarse is not None
     assert index.tokens is not None
-    units = relevance(index.coarse, q)
+    size = index.coarse.size
+    number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
+    units = centroid_scores(q, index.coarse.centroid, number, index.coarse.radius)
+    units = jnp.where(size > 0, units, -jnp.inf)
     nth = jnp.arange(units.shape[-1])
     this, other = units[..., :, None], units[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))

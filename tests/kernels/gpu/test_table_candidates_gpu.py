@@ -16,6 +16,14 @@ LARGE = (
     Case("large_ties", batch=2, kv_heads=8, slots=40001, number=0.3, like="ties", ragged=True),
     Case("large_zeros", batch=1, kv_heads=4, slots=20000, number=0.1, like="zeros"),
     Case("large_all", batch=1, kv_heads=3, slots=9000, number=1.0, ragged=True),
+    # samples see zeros alone, half of the slots
+    Case("large_striped", batch=4, kv_heads=8, slots=65536, number=0.04, like="striped"),
+    Case("large_striped_ragged", batch=1, kv_heads=3, slots=65536, like="striped", ragged=True),
+    Case("large_number", batch=2, kv_heads=8, slots=65536, number=0.5, ragged=True),
+    Case("large_constant", batch=8, kv_heads=8, slots=32768, number=0.04, like="constant"),
+    # a program for every head
+    Case("large_batch", batch=32, kv_heads=8, slots=9001, number=0.04, ragged=True),
+    Case("large_one", batch=1, kv_heads=1, slots=131072, number=1e-5),
 )
 BEST = [case for case in (*CASES, *LARGE) if case.a is None]
 
@@ -36,6 +44,17 @@ def test_lists_what_the_reference_lists(case, seed):
     )
     np.testing.assert_array_equal(got.count, want.count)
     np.testing.assert_array_equal(got.ids, want.ids)
+
+
+@pytest.mark.parametrize("name", ["large_past", "large_striped"])
+def test_the_same_call_lists_the_same(name):
+    """Programs of a head that did not wait for each other would show sooner or later."""
+    inputs = next(case for case in LARGE if case.name == name).build()
+    first = listed(*inputs[:4], **inputs.kwargs, implementation="triton")
+    for _ in range(50):
+        again = listed(*inputs[:4], **inputs.kwargs, implementation="triton")
+        np.testing.assert_array_equal(again.count, first.count)
+        np.testing.assert_array_equal(again.ids, first.ids)
 
 
 def test_the_papers_rule_is_refused():

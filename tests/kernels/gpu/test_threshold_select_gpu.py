@@ -45,6 +45,7 @@ LONG = (
         weights="raw",
     ),
     Case("budget_13k", size=13108, rule="budget", value=1024, capacity=130),
+    Case("budget_13k_pairs", size=13108, rule="budget", value=900, capacity=130, like="pairs"),
     Case("budget_13k_flat", size=13108, rule="budget", value=1024, spread=1e-3, sizes="shared"),
     Case("budget_13k_ties", size=13108, rule="budget", value=9000, like="ties", per_head=True),
     Case("budget_16k_most", size=16384, rule="budget", value=250_000, group=2),
@@ -167,7 +168,7 @@ def test_tiles_of_any_shape(tiling):
     from jsparse.pallas_kernels.threshold_select.triton_gpu import SelectTiling
     from jsparse.pallas_kernels.threshold_select.triton_gpu import threshold_select as kernel
 
-    budgets = [case for case in LONG if case.name in ("budget_13k", "budget_13k_ties")]
+    budgets = [case for case in LONG if case.name.startswith("budget_13k")]
     for case in (LONG[0], LONG[3], LONG[4], *budgets):
         inputs = case.build(5)
         run = jax.jit(

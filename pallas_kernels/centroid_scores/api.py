@@ -1,0 +1,69 @@
+"""Scores centroids by the queries of one decode step."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jsparse.pallas_kernels.centroid_scores import reference
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.shapes import Lengths, Queries
+
+MOST_WIDTH = 256  # H of the kernel, whose programs hold whole centroids
+
+
+def _triton():
+    from jsparse.pallas_kernels.centroid_scores import triton_gpu
+
+    return triton_gpu.centroid_scores
+
+
+def _triton_refuses(q: Array, *_: object, **__: object) -> str | None:
+    if q.shape[-1] > MOST_WIDTH:
+        return f"takes a head dimension of at most {MOST_WIDTH}, not {q.shape[-1]}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _triton, _triton_refuses),
+    Backend("reference", lambda: reference.centroid_scores),
+)
+
+
+def centroid_scores(
+    q: Queries,
+    centroids: Float[Array, "B K L H"],
+    number: Lengths,
+    radius: Float32[Array, "B K L"] | None = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B K L"]:
+    """Return the largest q·centroid that the query heads of a KV head have for each centroid.
+
+    With radii it is the largest q·centroid + |q| · radius, which no vector exceeds that lies within
+    the radius of the centroid.
+
+    Args:
+        q: the queries of one step.
+        centroids: what is scored, in K's type; those past a head's number are not looked at.
+        number: the number of centroids of each head. Those past it get -inf.
+        radius: the radius around each centroid, if any.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+    """
+    if centroids.ndim != 4 or 0 in centroids.shape:
+        raise ValueError(f"centroids.shape={centroids.shape}: must be [B, K, L, H], none of them 0")
+    batch, heads, clusters, width = centroids.shape
+    if q.ndim != 3 or (q.shape[0], q.shape[2]) != (batch, width) or q.shape[1] % heads:
+        raise ValueError(
+            f"q.shape={q.shape}: must be [{batch}, N, {width}], N a multiple of {heads}"
+        )
+    for name, array in (("q", q), ("centroids", centroids)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}.dtype={array.dtype}: must be floating")
+    if number.shape != (batch, heads) or number.dtype != jnp.int32:
+        raise ValueError(f"number={number.dtype}{[*number.shape]}: must be int32[{batch}, {heads}]")
+    if radius is not None and (radius.shape, radius.dtype) != (centroids.shape[:3], jnp.float32):
+        raise ValueError(
+            f"radius={radius.dtype}{[*radius.shape]}: must be float32[{batch}, {heads}, {clusters}]"
+        )
+    return run("centroid_scores", implementation, BACKENDS, q, centroids, number, radius)

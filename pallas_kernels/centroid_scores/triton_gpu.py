@@ -1,0 +1,94 @@
+"""Implements `api.centroid_scores` with jax-triton, one program per block of a head's centroids."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32
+
+from jsparse.shapes import Lengths, Queries
+
+BLOCK_BYTES = 16384  # of a block of centroids
+NUM_WARPS = 4
+LEAST = 16  # rows and columns of a product
+
+
+def centroid_scores(
+    q: Queries,
+    centroids: Float[Array, "B K L H"],
+    number: Lengths,
+    radius: Float32[Array, "B K L"] | None,
+) -> Float32[Array, "B K L"]:
+    """Implement `api.centroid_scores` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    batch, heads, clusters, width = centroids.shape
+    padded = max(triton.next_power_of_2(width), LEAST)
+    block = max(BLOCK_BYTES // (padded * centroids.dtype.itemsize), LEAST)
+    block = min(block, max(triton.next_power_of_2(clusters), LEAST))
+    blocks = triton.cdiv(clusters, block)
+    group = q.shape[1] // heads
+    return triton_call(
+        *(q, centroids, number, centroids if radius is None else radius),
+        kernel=score_kernel,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, clusters), jnp.float32),
+        grid=(batch * heads * blocks,),
+        num_warps=NUM_WARPS,
+        BLOCKS=blocks,
+        L=clusters,
+        H=width,
+        G=group,
+        BLOCK=block,
+        WIDTH=padded,
+        GROUP=max(triton.next_power_of_2(group), LEAST),
+        SAME=q.dtype == centroids.dtype,
+        RADII=radius is not None,
+    )
+
+
+@triton.jit
+def score_kernel(
+    q_ptr,  # [pairs, G, H]
+    centroids_ptr,  # [pairs, L, H]
+    number_ptr,  # [pairs]
+    radius_ptr,  # [pairs, L], read where RADII
+    scores_ptr,  # [pairs, L]
+    BLOCKS: tl.constexpr,
+    L: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SAME: tl.constexpr,
+    RADII: tl.constexpr,
+):
+    """Score one block of a head's centroids."""
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    cluster = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    number = tl.minimum(tl.load(number_ptr + pair), L)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    if tl.program_id(0) % BLOCKS * BLOCK < number:
+        there = cluster < number
+        channel, head = tl.arange(0, WIDTH), tl.arange(0, GROUP)
+        q = tl.load(  # [WIDTH, GROUP]
+            q_ptr + pair * (G * H) + head[None, :] * H + channel[:, None],
+            mask=(channel[:, None] < H) & (head[None, :] < G),
+            other=0.0,
+        )
+        centroids = tl.load(  # [BLOCK, WIDTH]
+            centroids_ptr + (pair * L + cluster[:, None]) * H + channel[None, :],
+            mask=there[:, None] & (channel[None, :] < H),
+            other=0.0,
+        )
+        if not SAME:
+            q, centroids = q.to(tl.float32), centroids.to(tl.float32)
+        products = tl.dot(centroids, q, input_precision="ieee")  # [BLOCK, GROUP]
+        if RADII:
+            long = q.to(tl.float32)
+            length = tl.sqrt_rn(tl.sum(long * long, 0))
+            radius = tl.load(radius_ptr + pair * L + cluster, mask=there, other=0.0)
+            products += radius[:, None] * length[None, :]
+        best = tl.max(tl.where(head[None, :] < G, products, float("-inf")), 1)
+        best = tl.where(there, best, float("-inf"))
+    tl.store(scores_ptr + pair * L + cluster, best, mask=cluster < L)

@@ -1,0 +1,5 @@
+"""Moves the centroids that new points join: see `api.centroid_update`."""
+
+from jsparse.pallas_kernels.centroid_update.api import centroid_update
+
+__all__ = ["centroid_update"]

@@ -1,0 +1,80 @@
+"""Adds a few new points to groups, whose centroids move."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from jsparse.pallas_kernels.centroid_update import reference
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.point_groups import Groups
+
+MOST_NEW = 128  # points per head that the kernel holds at a time
+
+
+def _triton():
+    from jsparse.pallas_kernels.centroid_update import triton_gpu
+
+    return triton_gpu.centroid_update
+
+
+def _refused(groups: Groups, points: Array, *_: object, **__: object) -> str | None:
+    if points.shape[2] > MOST_NEW:
+        return f"takes at most {MOST_NEW} new points per head, not {points.shape[2]}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _triton, _refused),
+    Backend("reference", lambda: reference.centroid_update),
+)
+
+
+def centroid_update(
+    groups: Groups,
+    points: Float32[Array, "B K n H"],
+    radius: Float32[Array, "B K n"] | None,
+    group: Int32[Array, "B K n"],
+    nth: Int32[Array, "B n"],
+    *,
+    normalise: bool,
+    implementation: str | None = None,
+) -> Groups:
+    """Return the groups after new points have joined them.
+
+    The centroid of a group that has new points becomes the mean of all its points, and its radius
+    is large enough for these wherever they lie. All other groups stay as they are. In place where
+    the caller donates the groups.
+
+    Args:
+        groups: what the groups are so far.
+        points: the new points of each head, finite.
+        radius: the points' own radii, by which those of the groups grow; None if they have none.
+        group: the group that each point joins; groups may be empty.
+        nth: the index of each new point among all points of its row, at which `of_point` gets its
+            group; the points that are not there have -1, and theirs is not looked at.
+        normalise: whether centroids are scaled to length 1.
+        implementation: "triton", "reference", or None to pick.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or there are radii of points but not of
+            groups.
+    """
+    batch, heads, _, width = groups.centroid.shape
+    shape = (batch, heads, *points.shape[2:3], width)
+    if points.shape != shape or points.dtype != jnp.float32 or 0 in shape:
+        raise ValueError(
+            f"points: must be float32 [{batch}, {heads}, n, {width}], not {points.dtype} "
+            f"{list(points.shape)}"
+        )
+    if radius is not None and (radius.shape != shape[:3] or groups.radius is None):
+        raise ValueError(
+            f"radius.shape={radius.shape}: must be {shape[:3]}, for groups that have radii"
+        )
+    for name, array, wanted in (("group", group, shape[:3]), ("nth", nth, (batch, shape[2]))):
+        if array.shape != wanted or array.dtype != jnp.int32:
+            raise ValueError(
+                f"{name}: must be int32 {list(wanted)}, not {array.dtype} {list(array.shape)}"
+            )
+    return run(
+        *("centroid_update", implementation, BACKENDS, groups, points, radius, group, nth),
+        normalise=normalise,
+    )

@@ -1,0 +1,94 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+
+Groups of points that are not there are `JUNK`, so that using them shows.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.pallas_kernels.point_groups import Groups
+
+JUNK = 10**9
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arrays."""
+
+    groups: Groups
+    points: jnp.ndarray
+    radius: jnp.ndarray | None
+    group: jnp.ndarray
+    nth: jnp.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+
+    Attributes:
+        new: n.
+        groups: L; a third of them are empty.
+        points: C.
+        joined: the number of groups among which the new points choose.
+        radii: whether groups have radii.
+        own: whether the new points have radii as well.
+    """
+
+    name: str
+    batch: int = 3
+    kv_heads: int = 2
+    new: int = 7
+    groups: int = 60
+    points: int = 150
+    joined: int = 4
+    head_dim: int = 32
+    dtype: str = "bfloat16"
+    normalise: bool = True
+    radii: bool = False
+    own: bool = False
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the arrays; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        heads = (self.batch, self.kv_heads)
+        centroid = rng.standard_normal((*heads, self.groups, self.head_dim))
+        if self.normalise:
+            centroid /= np.linalg.norm(centroid, axis=-1, keepdims=True)
+        size = rng.integers(0, 3, (*heads, self.groups)) * rng.integers(1, 4)
+        groups = Groups(
+            jnp.asarray(centroid, self.dtype),
+            jnp.asarray(size, jnp.int32),
+            jnp.asarray(rng.integers(0, self.groups, (*heads, self.points)), jnp.int32),
+            jnp.asarray(rng.random(size.shape), jnp.float32) if self.radii else None,
+        )
+        points = rng.standard_normal((*heads, self.new, self.head_dim))
+        some = rng.integers(0, self.groups, (*heads, self.joined))
+        group = np.take_along_axis(some, rng.integers(0, self.joined, (*heads, self.new)), -1)
+        first = rng.integers(0, self.points - self.new + 1, (self.batch, 1))
+        there = rng.integers(0, 2, (self.batch, self.new)) > 0
+        there[0], there[-1, : self.batch // 2] = True, False
+        group[np.broadcast_to(~there[:, None], group.shape)] = JUNK
+        return Inputs(
+            groups,
+            jnp.asarray(points, jnp.float32),
+            jnp.asarray(rng.random(group.shape), jnp.float32) if self.own else None,
+            jnp.asarray(group, jnp.int32),
+            jnp.asarray(np.where(there, first + np.arange(self.new), -1), jnp.int32),
+        )
+
+
+CASES = (
+    Case("any"),
+    Case("radii", radii=True),
+    Case("radii_of_points", radii=True, own=True, normalise=False),
+    Case("float32", dtype="float32", radii=True, own=True),
+    Case("means", normalise=False),
+    Case("all_in_one", joined=1, new=16, radii=True),
+    Case("one_point", batch=1, kv_heads=1, new=1, joined=1, points=1, groups=1),
+    Case("odd", new=23, joined=11, head_dim=40),
+    Case("many_points", new=100, joined=30, head_dim=128, radii=True),
+    Case("wide", new=3, joined=2, head_dim=256, normalise=False, radii=True),
+)

@@ -1,0 +1,62 @@
+"""Implements `api.centroid_update` in plain jnp, as CPU path and oracle of the kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
+
+
+def centroid_update(
+    groups: Groups,
+    points: Float32[Array, "B K n H"],
+    radius: Float32[Array, "B K n"] | None,
+    group: Int32[Array, "B K n"],
+    nth: Int32[Array, "B n"],
+    *,
+    normalise: bool,
+) -> Groups:
+    """Implement `api.centroid_update` in plain jnp.
+
+    For each new point it computes the group that the point joins; points of one group write the
+    same.
+    """
+    there = (nth >= 0)[:, None]
+    group = jnp.where(there, group, 0)
+    old = jnp.take_along_axis(groups.centroid, group[..., None], axis=2).astype(jnp.float32)
+    had = jnp.take_along_axis(groups.size, group, axis=2)
+    same = (group[..., :, None] == group[..., None, :]) & there[:, :, None]
+    added = jnp.einsum(
+        "...mn,...nh->...mh",
+        same.astype(jnp.float32),
+        points,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    size = had + jnp.sum(same, -1, dtype=jnp.int32)
+    centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
+    if normalise:
+        centroid = unit_length(centroid)
+    # radii reach out from the centroid as it is stored; XLA may drop a conversion that is undone
+    kind = jnp.finfo(groups.centroid.dtype)
+    centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
+
+    row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
+    into = jnp.where(there, group, groups.size.shape[-1])
+    at = jnp.where(nth >= 0, nth, groups.of_point.shape[-1])[:, None]
+    made = Groups(
+        groups.centroid.at[row, head, into].set(
+            centroid.astype(groups.centroid.dtype), mode="drop"
+        ),
+        groups.size.at[row, head, into].set(size, mode="drop"),
+        groups.of_point.at[row, head, at].set(group, mode="drop"),
+        None,
+    )
+    if groups.radius is None:
+        return made
+    own = distances(points, centroid) + (0.0 if radius is None else radius)
+    grown = jnp.take_along_axis(groups.radius, group, axis=2)
+    grown += jnp.sqrt(jnp.sum(jnp.square(centroid - old), -1))
+    grown = jnp.where(had > 0, grown, 0.0)
+    others = jnp.max(jnp.where(same, own[..., None, :], 0.0), -1)  # of the same group, new as well
+    grown = jnp.maximum(grown, others) * (1 + ROUNDING)
+    return made._replace(radius=groups.radius.at[row, head, into].set(grown, mode="drop"))

@@ -1,0 +1,68 @@
+"""Averages the points of each group, and counts them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.group_means import reference
+from jsparse.shapes import Rows
+
+
+def _triton():
+    from jsparse.pallas_kernels.group_means import triton_gpu
+
+    return triton_gpu.group_means
+
+
+BACKENDS = (
+    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("reference", lambda: reference.group_means),
+)
+
+
+def group_means(
+    points: Float[Array, "B K C H"],
+    of_point: Int32[Array, "B K C"],
+    number: Rows,
+    groups: Rows,
+    most_groups: int,
+    implementation: str | None = None,
+) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
+    """Return the mean of each group's points, and the number of these.
+
+    Sums are float32 and add in an order that is always the same.
+
+    Args:
+        points: the points of each head, finite.
+        of_point: the group of each point, from 0 on and below `groups`.
+        number: how many points each row has; those behind them belong to no group.
+        groups: how many groups each row has, at most `most_groups`.
+        most_groups: L.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        Means and sizes; both are 0 for groups without points.
+
+    Raises:
+        ValueError: shapes or types do not fit together, or `most_groups` is below 1.
+    """
+    if points.ndim != 4 or 0 in points.shape:
+        raise ValueError(f"points.shape={points.shape}: must be [B, K, C, H], none of them 0")
+    if not jnp.issubdtype(points.dtype, jnp.floating):
+        raise ValueError(f"points.dtype={points.dtype}: must be a float type")
+    if of_point.shape != points.shape[:3] or of_point.dtype != jnp.int32:
+        raise ValueError(
+            f"of_point: must be int32 {list(points.shape[:3])}, not {of_point.dtype} "
+            f"{list(of_point.shape)}"
+        )
+    for name, array in (("number", number), ("groups", groups)):
+        if array.shape != points.shape[:1] or array.dtype != jnp.int32:
+            raise ValueError(
+                f"{name}: must be int32 [{len(points)}], not {array.dtype} {list(array.shape)}"
+            )
+    if type(most_groups) is not int or most_groups < 1:
+        raise ValueError(f"most_groups={most_groups!r}: must be an integer of at least 1")
+    return run(
+        *("group_means", implementation, BACKENDS, points, of_point, number, groups),
+        most_groups=most_groups,
+    )

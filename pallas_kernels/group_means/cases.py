@@ -1,0 +1,86 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+
+Points behind a row's number are `JUNK`, and so are their groups, so that reading them shows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+JUNK = 10**9
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arrays."""
+
+    points: jnp.ndarray
+    of_point: jnp.ndarray
+    number: jnp.ndarray
+    groups: jnp.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+
+    Attributes:
+        points: C.
+        most_groups: L.
+        used: how many points and groups rows have: "any", among them all and, of points, none;
+            "all"; or "three_quarters" of them.
+        like: "whole", small numbers whose sums are exact; "normal" ones; "spread" ones, of very
+            different sizes.
+    """
+
+    name: str
+    batch: int = 3
+    kv_heads: int = 2
+    points: int = 200
+    most_groups: int = 100
+    head_dim: int = 32
+    dtype: str = "bfloat16"
+    used: Literal["any", "all", "three_quarters"] = "any"
+    like: Literal["whole", "normal", "spread"] = "whole"
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the arrays; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        number = self._used(rng, self.points, 0)
+        groups = self._used(rng, self.most_groups, 1)
+        shape = (self.batch, self.kv_heads, self.points, self.head_dim)
+        if self.like == "whole":
+            points = rng.integers(-8, 9, shape).astype(np.float32)
+        else:
+            points = rng.standard_normal(shape, np.float32)
+        if self.like == "spread":
+            points *= 10.0 ** rng.integers(-3, 4, (*shape[:3], 1))
+        of_point = rng.integers(0, groups[:, None, None], shape[:3])
+        past = np.broadcast_to(np.arange(self.points) >= number[:, None, None], shape[:3])
+        points[past], of_point[past] = JUNK, JUNK
+        return Inputs(
+            jnp.asarray(points, self.dtype),
+            *(jnp.asarray(x, jnp.int32) for x in (of_point, number, groups)),
+        )
+
+    def _used(self, rng: np.random.Generator, most: int, least: int) -> np.ndarray:
+        if self.used == "any":
+            used = rng.integers(least, most + 1, self.batch)
+            used[:2] = (most, least)[: self.batch]
+            return rng.permutation(used)
+        return np.full(self.batch, most if self.used == "all" else max(most * 3 // 4, least))
+
+
+CASES = (
+    Case("any"),
+    Case("float32", dtype="float32"),
+    Case("spread", dtype="float32", like="spread"),
+    Case("one_point", batch=1, kv_heads=1, points=1, most_groups=3, used="all"),
+    Case("one_group", most_groups=1, used="all"),
+    Case("few_groups", points=900, most_groups=5),
+    Case("odd", points=333, most_groups=257, head_dim=40),
+    Case("wide", points=130, most_groups=70, head_dim=256),
+    Case("wide_float32", points=130, most_groups=70, head_dim=256, dtype="float32"),
+    Case("normal", points=300, most_groups=150, head_dim=128, like="normal"),
+)

@@ -1,0 +1,43 @@
+"""Implements `api.group_means` in plain jnp, as CPU path and oracle of the kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jsparse.pallas_kernels.point_blocks import Blocks
+from jsparse.shapes import Rows
+
+
+def group_means(
+    points: Float[Array, "B K C H"],
+    of_point: Int32[Array, "B K C"],
+    number: Rows,
+    groups: Rows,
+    *,
+    most_groups: int,
+) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
+    """Implement `api.group_means` in plain jnp, over blocks of points."""
+    del groups  # no point is in the others
+    rows, heads, most, width = points.shape
+    blocks = Blocks.of(most, rows * heads * most_groups)
+    nth = jnp.arange(most_groups, dtype=jnp.int32)
+
+    def block(i: Array, sums: Array) -> Array:
+        some = blocks.cut(points, i, 2)
+        inside = blocks.cut(of_point, i, 2)[..., None] == nth
+        inside &= blocks.fresh(i, number)[:, None, :, None]
+        # products add in an order that is always the same, as scattering does not
+        return sums + jnp.einsum(
+            "bkml,bkmh->bklh",
+            inside.astype(some.dtype),
+            some,
+            preferred_element_type=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+
+    sums = blocks.run(number, block, jnp.zeros((rows, heads, most_groups, width), jnp.float32))
+    there = jnp.arange(most) < number[:, None]
+    row, head = (i[..., None] for i in jnp.indices((rows, heads)))
+    sizes = jnp.zeros((rows, heads, most_groups), jnp.int32)
+    sizes = sizes.at[row, head, of_point].add(there[:, None].astype(jnp.int32))
+    return sums / jnp.maximum(sizes, 1)[..., None], sizes

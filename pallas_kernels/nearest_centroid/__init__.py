@@ -1,0 +1,5 @@
+"""Finds the nearest of many centroids: see `api.nearest_centroid`."""
+
+from jsparse.pallas_kernels.nearest_centroid.api import nearest_centroid
+
+__all__ = ["nearest_centroid"]

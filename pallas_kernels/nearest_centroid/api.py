@@ -1,0 +1,64 @@
+"""Assigns each point to the centroid with which it has the largest product."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.nearest_centroid import reference
+from jsparse.shapes import Rows
+
+
+def _triton():
+    from jsparse.pallas_kernels.nearest_centroid import triton_gpu
+
+    return triton_gpu.nearest_centroid
+
+
+BACKENDS = (
+    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("reference", lambda: reference.nearest_centroid),
+)
+
+
+def nearest_centroid(
+    points: Float[Array, "B K C H"],
+    centroid: Float[Array, "B K L H"],
+    number: Rows,
+    groups: Rows,
+    implementation: str | None = None,
+) -> Int32[Array, "B K C"]:
+    """Return the index of the centroid that has the largest product with each point.
+
+    For centroids of length 1 that is the nearest by direction. Of equal products the first counts.
+    Products add in float32; those of bfloat16 and float16 are exact.
+
+    Args:
+        points: the points of each head, finite.
+        centroid: the centroids of each head, finite, in the points' dtype.
+        number: how many points each row has; those behind them are not read.
+        groups: how many centroids each row has; those behind them are never the nearest.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        Indices below `groups`; 0 for the points behind `number`, and where there are no centroids.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+    """
+    if points.ndim != 4 or 0 in points.shape:
+        raise ValueError(f"points.shape={points.shape}: must be [B, K, C, H], none of them 0")
+    batch, heads, _, width = points.shape
+    if centroid.ndim != 4 or centroid.shape != (batch, heads, centroid.shape[2], width):
+        raise ValueError(f"centroid.shape={centroid.shape}: must be [{batch}, {heads}, L, {width}]")
+    if centroid.shape[2] == 0:
+        raise ValueError(f"centroid.shape={centroid.shape}: must hold at least one centroid")
+    if not jnp.issubdtype(points.dtype, jnp.floating) or centroid.dtype != points.dtype:
+        raise ValueError(
+            f"centroid.dtype={centroid.dtype}: must be that of points, {points.dtype}, a float type"
+        )
+    for name, array in (("number", number), ("groups", groups)):
+        if array.shape != (batch,) or array.dtype != jnp.int32:
+            raise ValueError(
+                f"{name}: must be int32 [{batch}], not {array.dtype} {list(array.shape)}"
+            )
+    return run("nearest_centroid", implementation, BACKENDS, points, centroid, number, groups)

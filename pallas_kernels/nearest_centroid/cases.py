@@ -1,0 +1,84 @@
+"""Builds the inputs that tests and benchmarks share: named cases, each from a seed.
+
+Points behind a row's number and centroids behind its groups are `JUNK`, so that reading them shows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+JUNK = 1e30
+
+
+class Inputs(NamedTuple):
+    """Holds the op's arguments."""
+
+    points: jnp.ndarray
+    centroid: jnp.ndarray
+    number: jnp.ndarray
+    groups: jnp.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes the shapes and contents of one call, with the letters of jsparse.shapes.
+
+    Attributes:
+        points: C.
+        groups: L.
+        used: how many points and groups rows have: "any", among them all and none; "all"; or
+            "three_quarters" of them.
+        like: "whole", small numbers whose products are exact and often equal; "directions", vectors
+            of length 1.
+    """
+
+    name: str
+    batch: int = 3
+    kv_heads: int = 2
+    points: int = 200
+    groups: int = 100
+    head_dim: int = 32
+    dtype: str = "bfloat16"
+    used: Literal["any", "all", "three_quarters"] = "any"
+    like: Literal["whole", "directions"] = "whole"
+
+    def build(self, seed: int = 0) -> Inputs:
+        """Build the arguments; equal seeds give equal ones."""
+        rng = np.random.default_rng(seed)
+        number, groups = self._used(rng, self.points), self._used(rng, self.groups)
+        points = self._vectors(rng, self.points, number)
+        centroid = self._vectors(rng, self.groups, groups)
+        return Inputs(points, centroid, *(jnp.asarray(x, jnp.int32) for x in (number, groups)))
+
+    def _used(self, rng: np.random.Generator, most: int) -> np.ndarray:
+        if self.used == "any":
+            used = rng.integers(0, most + 1, self.batch)
+            used[:2] = (most, 0)[: self.batch]
+            return rng.permutation(used)
+        return np.full(self.batch, most if self.used == "all" else most * 3 // 4)
+
+    def _vectors(self, rng: np.random.Generator, most: int, used: np.ndarray) -> jnp.ndarray:
+        shape = (self.batch, self.kv_heads, most, self.head_dim)
+        if self.like == "whole":
+            x = rng.integers(-1, 2, shape).astype(np.float32)
+        else:
+            x = rng.standard_normal(shape, np.float32)
+            x /= np.linalg.norm(x, axis=-1, keepdims=True)
+        x[np.broadcast_to(np.arange(most) >= used[:, None, None], shape[:3])] = JUNK
+        return jnp.asarray(x, self.dtype)
+
+
+CASES = (
+    Case("any"),
+    Case("float32", dtype="float32"),
+    Case("few_points", points=23, groups=1000),
+    Case("few_points_float32", points=23, groups=300, dtype="float32"),
+    Case("few_points_few_groups", points=5, groups=7),
+    Case("one_point", batch=1, kv_heads=1, points=1, groups=600, used="all"),
+    Case("one_group", groups=1, used="all"),
+    Case("odd", points=333, groups=257, head_dim=40),
+    Case("wide", points=130, groups=70, head_dim=256),
+    Case("directions", points=300, groups=150, head_dim=128, like="directions"),
+)

@@ -1,0 +1,32 @@
+"""Implements `api.nearest_centroid` in plain jnp, as CPU path and oracle of the kernel."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jsparse.pallas_kernels.point_blocks import Blocks
+from jsparse.shapes import Rows
+
+
+def nearest_centroid(
+    points: Float[Array, "B K C H"],
+    centroid: Float[Array, "B K L H"],
+    number: Rows,
+    groups: Rows,
+) -> Int32[Array, "B K C"]:
+    """Implement `api.nearest_centroid` in plain jnp, over blocks of points."""
+    rows, heads, most, _ = points.shape
+    blocks = Blocks.of(most, rows * heads * centroid.shape[2])
+    real = (jnp.arange(centroid.shape[2]) < groups[:, None])[:, None, None]
+
+    def block(i: Array, found: Array) -> Array:
+        products = jnp.einsum(
+            "bkmh,bklh->bkml",
+            blocks.cut(points, i, 2),
+            centroid,
+            preferred_element_type=jnp.float32,
+        )
+        nearest = jnp.argmax(jnp.where(real, products, -jnp.inf), axis=-1)
+        return blocks.put(found, nearest.astype(jnp.int32), i)
+
+    found = blocks.run(number, block, jnp.zeros((rows, heads, most), jnp.int32))
+    return jnp.where((jnp.arange(most) < number[:, None])[:, None], found, 0)

@@ -1,0 +1,166 @@
+"""Implements `api.nearest_centroid` with jax-triton; products never leave the registers.
+
+A program holds a block of points and goes through blocks of centroids. Each place of the block of
+products remembers its largest so far and where it was, so that a row is reduced once, at the end.
+
+Where points are few, programs share a head's centroids, and a second launch compares what they
+found.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int32
+
+from jsparse.shapes import Rows
+
+FEW = 64  # points of a head that are few
+SPAN = 256  # centroids per program where they are
+NUM_STAGES = 3
+
+
+def blocks_for(points: int, itemsize: int) -> tuple[int, int, int]:
+    """Return the points of a block, the centroids of a block, and the number of warps."""
+    if itemsize == 4:  # no tensor cores multiply float32
+        return 32, 32, 4
+    if points > FEW:
+        return 128, 64, 8
+    return max(triton.next_power_of_2(points), 16), 64, 4
+
+
+def nearest_centroid(
+    points: Float[Array, "B K C H"],
+    centroid: Float[Array, "B K L H"],
+    number: Rows,
+    groups: Rows,
+) -> Int32[Array, "B K C"]:
+    """Implement `api.nearest_centroid` with jax-triton."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads, count, width), most = points.shape, centroid.shape[2]
+    block, tile, warps = blocks_for(count, points.dtype.itemsize)
+    blocks = triton.cdiv(count, block)
+    splits = triton.cdiv(most, SPAN) if count <= FEW else 1
+    parts = (batch * heads, splits, count)
+    best, nearest = triton_call(
+        *(points, centroid, number, groups),
+        kernel=nearest_kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct(parts if splits > 1 else (1,), jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.int32),
+        ],
+        grid=(batch * heads * blocks * splits,),
+        num_warps=warps,
+        num_stages=NUM_STAGES,
+        C=count,
+        L=most,
+        H=width,
+        HEADS=heads,
+        BLOCKS=blocks,
+        SPLITS=splits,
+        SPAN=SPAN if splits > 1 else most,
+        BLOCK=block,
+        TILE=tile,
+        CHANNELS=max(16, triton.next_power_of_2(width)),
+    )
+    if splits > 1:
+        nearest = triton_call(
+            *(best, nearest),
+            kernel=reduce_kernel,
+            out_shape=jax.ShapeDtypeStruct((batch * heads, count), jnp.int32),
+            grid=(batch * heads,),
+            num_warps=1,
+            C=count,
+            SPLITS=splits,
+            BLOCK=max(triton.next_power_of_2(count), 32),
+        )
+    return nearest.reshape(batch, heads, count)
+
+
+@triton.jit
+def larger(value, nth, other, other_nth):
+    """Return the larger of two products and where it is; of equal ones the first."""
+    first = (value > other) | ((value == other) & (nth < other_nth))
+    return tl.where(first, value, other), tl.where(first, nth, other_nth)
+
+
+@triton.jit
+def nearest_kernel(
+    points_ptr,  # [pairs, C, H]
+    centroid_ptr,  # [pairs, L, H]
+    number_ptr,  # [rows]
+    groups_ptr,  # [rows]
+    best_ptr,  # [pairs, SPLITS, C] where SPLITS is above 1
+    nearest_ptr,  # [pairs, SPLITS, C]
+    C: tl.constexpr,
+    L: tl.constexpr,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Find the nearest of SPAN centroids to each point of a block."""
+    program = tl.program_id(0)
+    first = program // SPLITS % BLOCKS * BLOCK
+    pair = (program // (SPLITS * BLOCKS)).to(tl.int64)
+    split = program % SPLITS
+    number = tl.load(number_ptr + pair // HEADS)
+    groups = tl.minimum(tl.load(groups_ptr + pair // HEADS), L)
+    point = first + tl.arange(0, BLOCK)  # [BLOCK]
+    channel = tl.arange(0, CHANNELS)
+    there = (point < number) & (point < C)
+    x = tl.load(  # [BLOCK, CHANNELS]
+        points_ptr + (pair * C + point)[:, None] * H + channel[None, :],
+        mask=there[:, None] & (channel < H)[None, :],
+        other=0.0,
+    )
+    best = tl.full([BLOCK, TILE], float("-inf"), tl.float32)
+    block = tl.zeros([BLOCK, TILE], tl.int32)
+    begin = split * SPAN
+    end = tl.where(first < number, tl.minimum(groups, begin + SPAN), begin)
+    for at in range(begin, end, TILE):
+        nth = at + tl.arange(0, TILE)  # [TILE]
+        centroid = tl.load(  # [CHANNELS, TILE]
+            centroid_ptr + (pair * L + nth)[None, :] * H + channel[:, None],
+            mask=(nth < groups)[None, :] & (channel < H)[:, None],
+            other=0.0,
+        )
+        products = tl.dot(x, centroid, input_precision="ieee")  # [BLOCK, TILE]
+        # an equal product comes later and does not count
+        better = (products > best) & (nth < groups)[None, :]
+        best = tl.where(better, products, best)
+        block = tl.where(better, at, block)
+    best, nearest = tl.reduce((best, block + tl.arange(0, TILE)[None, :]), 1, larger)
+    nearest = tl.where(there & (best > float("-inf")), nearest, 0)
+    into = (pair * SPLITS + split) * C + point
+    tl.store(nearest_ptr + into, nearest, mask=point < C)
+    if SPLITS > 1:
+        tl.store(best_ptr + into, best, mask=point < C)
+
+
+@triton.jit
+def reduce_kernel(
+    best_ptr,  # [pairs, SPLITS, C]
+    split_ptr,  # [pairs, SPLITS, C]
+    nearest_ptr,  # [pairs, C]
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choose among what the splits of a head have found."""
+    pair = tl.program_id(0).to(tl.int64)
+    point = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    nearest = tl.zeros([BLOCK], tl.int32)
+    for split in range(SPLITS):
+        at = (pair * SPLITS + split) * C + point
+        value = tl.load(best_ptr + at, mask=point < C, other=float("-inf"))
+        found = tl.load(split_ptr + at, mask=point < C, other=0)
+        nearest = tl.where(value > best, found, nearest)
+        best = tl.maximum(best, value)
+    tl.store(nearest_ptr + pair * C + point, nearest, mask=point < C)

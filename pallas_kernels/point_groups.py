@@ -1,0 +1,41 @@
+"""Defines Groups of points around centroids, and the measures that go with them."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
+
+
+class Groups(NamedTuple):
+    """Holds centroids of groups of points, and which group each point is in.
+
+    Attributes:
+        centroid: the mean of the group's points, of length 1 if these are; in K's dtype.
+        size: the number of points; a group without any keeps the centroid that it had.
+        of_point: the group of each point.
+        radius: no point of the group is farther from the centroid; None if radii are not kept.
+    """
+
+    centroid: Float[Array, "B K L H"]
+    size: Int32[Array, "B K L"]
+    of_point: Int32[Array, "B K C"]
+    radius: Float32[Array, "B K L"] | None
+
+
+def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
+    """Scale vectors to length 1; those of length 0 stay."""
+    # by the largest channel first, so that no square leaves float32's range
+    scale = jnp.max(jnp.abs(x), -1, keepdims=True)
+    x = x / jnp.where(scale > 0, scale, 1.0)
+    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
+    return x / jnp.where(norm > 0, norm, 1.0)
+
+
+def distances(
+    points: Float32[Array, "*n H"], centroid: Float32[Array, "*n H"]
+) -> Float32[Array, "*n"]:
+    """Return the distance of each point from its centroid, rounded up."""
+    away = jnp.sqrt(jnp.sum(jnp.square(points - centroid), -1))
+    return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))

@@ -1,0 +1,49 @@
+"""Tests that group_means in triton averages as the reference does."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.group_means import group_means
+from jsparse.pallas_kernels.group_means.cases import CASES, Case
+
+pytestmark = pytest.mark.gpu
+LARGE = (
+    Case("large", batch=1, kv_heads=8, points=3277, most_groups=1639, head_dim=128),
+    Case("large_few_groups", batch=1, points=50_000, most_groups=64, head_dim=128),
+    Case("large_float32", batch=1, points=13108, most_groups=6554, head_dim=128, dtype="float32"),
+)
+
+
+@partial(jax.jit, static_argnames=("most_groups", "implementation"))
+def averaged(*arrays, most_groups, implementation="triton"):
+    return group_means(*arrays, most_groups, implementation)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+def test_averages_as_the_reference_does(case, seed):
+    inputs, most = case.build(seed), case.most_groups
+    means, sizes = averaged(*inputs, most_groups=most)
+    wanted, counted = averaged(*inputs, most_groups=most, implementation="reference")
+    np.testing.assert_array_equal(sizes, counted)
+    if case.like == "whole":
+        np.testing.assert_array_equal(means, wanted)
+        return
+    there = np.arange(case.points) < np.asarray(inputs.number)[:, None]
+    points = np.asarray(inputs.points, np.float32)
+    largest = np.abs(np.where(there[:, None, :, None], points, 0)).max()
+    np.testing.assert_allclose(means, wanted, atol=2e-6 * largest)
+
+
+def test_a_row_alone_has_the_means_that_it_has_in_a_batch_and_two_runs_agree():
+    case = Case("", points=700, dtype="float32", like="spread")
+    inputs = case.build()
+    together = averaged(*inputs, most_groups=case.most_groups)
+    for b in range(case.batch):
+        jax.clear_caches()
+        alone = averaged(*(x[b : b + 1] for x in inputs), most_groups=case.most_groups)
+        for one, all_rows in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[0], all_rows[b])

@@ -1,0 +1,99 @@
+"""Tests centroid_update against a loop over groups."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import every_other
+
+from jsparse.pallas_kernels.centroid_update import centroid_update
+from jsparse.pallas_kernels.centroid_update.cases import CASES, JUNK, Case
+
+
+def check(case: Case, seed: int = 0) -> None:
+    inputs = case.build(seed)
+    groups, points, radius, group, nth = jax.tree.map(np.asarray, inputs)
+    made = jax.jit(partial(centroid_update, normalise=case.normalise))(*inputs)
+    assert made.centroid.dtype == groups.centroid.dtype
+    made = jax.device_get(made)
+    for b, k in np.ndindex(*group.shape[:2]):
+        there = np.flatnonzero(nth[b] >= 0)
+        of_point = groups.of_point[b, k].copy()
+        of_point[nth[b, there]] = group[b, k, there]
+        np.testing.assert_array_equal(made.of_point[b, k], of_point)
+        for g in range(case.groups):
+            members = [i for i in there if group[b, k, i] == g]
+            old, had = groups.centroid[b, k, g].astype(np.float64), int(groups.size[b, k, g])
+            got = made.centroid[b, k, g].astype(np.float64)
+            assert made.size[b, k, g] == had + len(members)
+            if not members:
+                np.testing.assert_array_equal(got, old)
+                if made.radius is not None:
+                    assert made.radius[b, k, g] == groups.radius[b, k, g]
+                continue
+            new = points[b, k, members].astype(np.float64)
+            mean = (had * old + new.sum(0)) / (had + len(members))
+            if case.normalise:
+                mean /= np.linalg.norm(mean)
+            np.testing.assert_allclose(got, mean, atol=2e-2 if case.dtype == "bfloat16" else 1e-6)
+            if made.radius is None:
+                continue
+            own = np.zeros(len(members)) if radius is None else radius[b, k, members]
+            far = [*(np.linalg.norm(new - got, axis=-1) + own)]
+            if had:
+                far.append(groups.radius[b, k, g] + np.linalg.norm(got - old))
+            assert max(far) <= made.radius[b, k, g] <= max(far) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
+def test_moves_centroids_as_a_loop_does(case):
+    check(case)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_radii_reach_old_points_and_new_ones(seed):
+    check(CASES[1], seed)
+
+
+def test_cases_are_what_they_say():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        groups, points, _, group, nth = case.build(3)
+        assert points.shape == (case.batch, case.kv_heads, case.new, case.head_dim)
+        there = np.asarray(nth) >= 0
+        assert there[0].all()
+        assert there.all() == (case.batch == 1)
+        assert (np.asarray(group) == JUNK).any() == (not there.all())
+        assert case.groups < 2 or not np.asarray(groups.size).all()
+
+
+INPUTS = CASES[2].build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"points": INPUTS.points[..., :8]},
+            r"points: must be float32 \[3, 2, n, 32\], not float32 \[3, 2, 7, 8\]",
+        ),
+        ({"points": INPUTS.points[:, :, :0]}, r"points: must be .*, not float32 \[3, 2, 0, 32\]"),
+        ({"points": INPUTS.points.astype(jnp.bfloat16)}, r"points: must be .*, not bfloat16"),
+        ({"radius": INPUTS.group[..., :2] * 1.0}, r"radius.shape=\(3, 2, 2\): must be \(3, 2, 7\)"),
+        (
+            {"groups": INPUTS.groups._replace(radius=None)},
+            r"radius.shape=\(3, 2, 7\): must be .* for groups that have radii",
+        ),
+        (
+            {"group": INPUTS.group[..., :3]},
+            r"group: must be int32 \[3, 2, 7\], not int32 \[3, 2, 3\]",
+        ),
+        ({"nth": INPUTS.nth * 1.0}, r"nth: must be int32 \[3, 7\], not float32 \[3, 7\]"),
+        ({"implementation": "abacus"}, "implementation='abacus': centroid_update has"),
+    ],
+)
+def test_wrong_calls_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        centroid_update(**{**INPUTS._asdict(), "normalise": True, **change})

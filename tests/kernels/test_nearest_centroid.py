@@ -1,0 +1,84 @@
+"""Tests nearest_centroid against a loop over points."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import every_other
+
+from jsparse.pallas_kernels import point_blocks
+from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
+from jsparse.pallas_kernels.nearest_centroid.cases import CASES, Case
+
+
+def check(case: Case, seed: int = 0) -> None:
+    inputs = case.build(seed)
+    got = np.asarray(jax.jit(lambda *arrays: nearest_centroid(*arrays))(*inputs))
+    assert got.dtype == jnp.int32
+    points, centroid = (np.asarray(x, np.float64) for x in inputs[:2])
+    for b, k in np.ndindex(*got.shape[:2]):
+        number, groups = int(inputs.number[b]), int(inputs.groups[b])
+        assert not got[b, k, number:].any()
+        if not groups:
+            assert not got[b, k].any()
+            continue
+        products = points[b, k, :number] @ centroid[b, k, :groups].T
+        if case.like == "whole":
+            np.testing.assert_array_equal(got[b, k, :number], products.argmax(-1))
+        else:
+            chosen = np.take_along_axis(products, got[b, k, :number, None], 1)[:, 0]
+            np.testing.assert_allclose(chosen, products.max(-1, initial=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
+def test_finds_what_a_loop_finds(case):
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_of_points_change_nothing(seed, monkeypatch):
+    monkeypatch.setattr(point_blocks, "BLOCK_BYTES", 4 * 3 * 2 * 100 * 16)
+    assert point_blocks.Blocks.of(200, 3 * 2 * 100).size == 16
+    check(CASES[0], seed)
+
+
+def test_cases_are_what_they_say():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        inputs = case.build(3)
+        assert inputs.points.shape == (case.batch, case.kv_heads, case.points, case.head_dim)
+        if case.used == "any":
+            for used, most in ((inputs.number, case.points), (inputs.groups, case.groups)):
+                assert {0, most} <= set(used.tolist())
+    points, centroid, _, _ = Case("", batch=1, used="all").build()
+    products = np.einsum(
+        "kmh,klh->kml", *(np.asarray(x[0], np.float64) for x in (points, centroid))
+    )
+    assert ((products == products.max(-1, keepdims=True)).sum(-1) > 1).any()
+
+
+INPUTS = CASES[0].build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"points": INPUTS.points[0]}, r"points.shape=\(2, 200, 32\): must be \[B, K, C, H\]"),
+        ({"points": INPUTS.points[:, :, :0]}, r"points.shape=.*: must be .* none of them 0"),
+        (
+            {"centroid": INPUTS.centroid[..., :16]},
+            r"centroid.shape=\(3, 2, 100, 16\): must be \[3, 2, L, 32\]",
+        ),
+        ({"centroid": INPUTS.centroid[:, :, :0]}, r"centroid.shape=.*: must hold at least one"),
+        (
+            {"centroid": INPUTS.centroid.astype(jnp.float32)},
+            "centroid.dtype=float32: must be that of points, bfloat16",
+        ),
+        ({"number": INPUTS.number[:2]}, r"number: must be int32 \[3\], not int32 \[2\]"),
+        ({"groups": INPUTS.groups * 1.0}, r"groups: must be int32 \[3\], not float32 \[3\]"),
+        ({"implementation": "abacus"}, "implementation='abacus': nearest_centroid has"),
+    ],
+)
+def test_wrong_calls_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        nearest_centroid(**{**INPUTS._asdict(), **change})
