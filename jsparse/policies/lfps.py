@@ -340,13 +340,23 @@ def described(held: LayerCache, last: Queries) -> Prompt:
     return Prompt(number, mean(keys), mean(values), spread)
 
 
-def bypassed(
-    q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
-) -> tuple[HeadFlags, Summary]:
-    """Return the KV heads that bypass, and what they return (equations 5 and 6, in logarithms).
+class SinkAttention(NamedTuple):
+    """Holds how the query heads of a step attend to the sinks.
 
-    It is the mean of the prompt's values if `alone`, else the sinks merged with it.
+    Attributes:
+        log_rho: log ρ, the estimated share of a head's attention that goes to the sinks.
+        o, lse: the attention to the sinks alone.
+        rest: the estimated logsumexp of the rest of the prompt.
     """
+
+    log_rho: Float32[Array, "B K G"]
+    o: Float32[Array, "B K G H"]
+    lse: Float32[Array, "B K G"]
+    rest: Float32[Array, "B K G"]
+
+
+def sink_attention(q: Queries, held: LayerCache, prompt: Prompt) -> SinkAttention:
+    """Return how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
     lengths = held.lengths[..., None]
     nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
     near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # the newest is not among them
@@ -357,22 +367,32 @@ def bypassed(
         logits = scaled_products("bkgh,bknh->bkgn", grouped, keys)
         return jnp.where(ok[:, :, None], logits, -jnp.inf)
 
-    first = logits_at(nth, nth < lengths)
-    weights, total, sinks = softmax_partial(first)
+    weights, total, sinks = softmax_partial(logits_at(nth, nth < lengths))
     local = softmax_partial(logits_at(near, near >= SINKS))[2]
     norm = jnp.sum(jnp.square(grouped.astype(jnp.float32)), -1)
     spread = prompt.spread.reshape(norm.shape)
     rest = jnp.log(prompt.number.astype(jnp.float32))[..., None] + norm * spread / 2
     rest += scaled_products("bkgh,bkh->bkg", grouped, prompt.key)
-    share = sinks - jnp.logaddexp(jnp.logaddexp(sinks, rest), local)
-    passed = jnp.all(share > math.log(BYPASS_ABOVE), axis=-1)
-    mean = jnp.broadcast_to(prompt.value[:, :, None], grouped.shape)
+    log_rho = sinks - jnp.logaddexp(jnp.logaddexp(sinks, rest), local)
+    values = read_slots(held.v, held, jnp.where(nth < lengths, nth, 0)).astype(jnp.float32)
+    o = jnp.einsum("bkgn,bknh->bkgh", weights / total[..., None], values)
+    return SinkAttention(log_rho, o, sinks, rest)
+
+
+def bypassed(
+    q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
+) -> tuple[HeadFlags, Summary]:
+    """Return the KV heads that bypass, and what they return.
+
+    It is the mean of the prompt's values if `alone`, else the sinks merged with it.
+    """
+    sinks = sink_attention(q, held, prompt)
+    passed = jnp.all(sinks.log_rho > math.log(BYPASS_ABOVE), axis=-1)
+    mean = jnp.broadcast_to(prompt.value[:, :, None], sinks.o.shape)
     if alone:
-        o, lse = mean, jnp.zeros_like(rest)
+        o, lse = mean, jnp.zeros_like(sinks.rest)
     else:
-        values = read_slots(held.v, held, jnp.where(nth < lengths, nth, 0)).astype(jnp.float32)
-        of_sinks = jnp.einsum("bkgn,bknh->bkgh", weights / total[..., None], values)
-        o, lse = merge(of_sinks, sinks, mean, rest)
+        o, lse = merge(sinks.o, sinks.lse, mean, sinks.rest)
     lse = jnp.where(passed[..., None], lse, -jnp.inf).reshape(q.shape[:2])
     attended = jnp.where(passed & (not alone), jnp.minimum(held.lengths, SINKS), 0)
     read = jnp.where(passed, jnp.minimum(held.lengths, SINKS + LOCAL), 0)
