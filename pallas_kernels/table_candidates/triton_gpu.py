@@ -5,14 +5,15 @@ owns a part of the slots and takes four steps:
 
 1. It counts a sample of its scores by their upper eight bits.
 2. All programs' counts tell a window of 255 neighbouring scores in which the threshold probably
-   lies. The slots in it and above it, the few, are gathered in their order, and counted by how far
-   they lie above its lower end.
+   lies. Where many more slots than are wanted lie in it or above it, the sample is counted by the
+   lower bits too, and the window begins just below the threshold. The slots in it and above it, the
+   few, are gathered in their order, and counted by how far they lie above its lower end.
 3. All programs' counts tell the threshold. If it lies outside the window, steps 1 and 2 are
    repeated with all scores in place of a sample, after which it lies inside.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
-The programs of a head meet after steps 1 and 2 (triton_meeting.py).
+The programs of a head meet after each counting (triton_meeting.py).
 """
 
 import math
@@ -38,8 +39,11 @@ RAREST = tl.constexpr(16)  # one slot of this many is sampled where rows are lon
 SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
 UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
 LOW = tl.constexpr(7)  # the number of its other bits
+LOWER = tl.constexpr(1 << 7)  # bins of these
 WINDOW = tl.constexpr(1 << 8)  # bins of a window, the last of which holds all that lies above it
 ROOM = tl.constexpr(1 << 6)  # of a window below the bin of a sample's threshold, as above it
+CROWD = tl.constexpr(3)  # times as many slots as are wanted are too many to gather
+SLACK = tl.constexpr(5.0)  # by so many square roots a sample's number may be off
 GRAIN = tl.constexpr(64)  # parts begin at multiples of it
 # where numbers of slots lie in an integer of 64 bits, and a slot in one of 32
 FIELD = tl.constexpr(21)
@@ -70,6 +74,7 @@ def table_candidates(
         # from here on memory that the kernel works in
         jax.ShapeDtypeStruct((pairs, slots), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, parts, LOWER.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, WINDOW.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs,), jnp.int32),
     )
@@ -109,6 +114,7 @@ def candidates_kernel(
     count_ptr,  # [pairs]
     few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
     upper_ptr,  # [pairs, PARTS, UPPER]
+    lower_ptr,  # [pairs, PARTS, LOWER]
     window_ptr,  # [pairs, PARTS, WINDOW]
     arrived_ptr,  # [pairs], zeros where there are several parts
     SLOTS: tl.constexpr,
@@ -141,6 +147,7 @@ def candidates_kernel(
     few_ptr += row + begin
     ids_ptr += pair.to(tl.int64) * CAPACITY
     upper_ptr += pair * PARTS * UPPER
+    lower_ptr += pair * PARTS * LOWER
     window_ptr += pair * PARTS * WINDOW
 
     every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
@@ -148,11 +155,28 @@ def candidates_kernel(
     counts, earlier = tl.zeros([WINDOW], tl.int32), tl.zeros([WINDOW], tl.int32)
     searching = True
     while searching:
-        sampled = _sample(vertical_ptr, distance_ptr, begin, end, newest, every, SINK, SAMPLE)
-        tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), sampled)
+        upper = _sample(
+            vertical_ptr, distance_ptr, begin, end, newest, every, 0, False, SINK, SAMPLE
+        )
+        tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
-        floor = _floor(upper_ptr, wanted, newest - always, PARTS)
+        upper, _ = _counts(upper_ptr, 0, PARTS, UPPER)
+        all_counted = tl.sum(upper, 0).to(tl.int64)
+        best = tl.cdiv(wanted * all_counted, tl.maximum(newest - always, 1)).to(tl.int32)
+        slack = tl.where(every > 1, SLACK * tl.sqrt(best.to(tl.float32)), 0.0).to(tl.int32)
+        bin, above, gathering = _end(upper, best, UPPER)
+        floor = tl.maximum((bin << LOW) - ROOM, 0)
+        if gathering > CROWD * best + slack:
+            lower = _sample(
+                vertical_ptr, distance_ptr, begin, end, newest, every, bin, True, SINK, SAMPLE
+            )
+            tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
+            meetings = meet(arrived_ptr + pair, meetings, PARTS)
+            lower, _none_earlier = _counts(lower_ptr, 0, PARTS, LOWER)
+            low, _above, _gathering = _end(lower, best - above + slack, LOWER)
+            floor = (bin << LOW) + low
+
         few = 0
         for start in range(begin, end, TILE):
             nth = tl.arange(0, TILE)
@@ -163,9 +187,9 @@ def candidates_kernel(
             gathered = ranked & (key >= floor)
             word = (tl.minimum(key - floor, WINDOW - 1) << FIELD) | slot
             word, gathered = _rows(word, TILE, 8), _rows(gathered, TILE, 8)
-            before, found = _before(gathered.to(tl.int32))
+            before, more = _before(gathered.to(tl.int32))
             tl.store(few_ptr + few + before, word, mask=gathered)
-            few += found
+            few += more
         tl.debug_barrier()
         tl.store(window_ptr + part * WINDOW + tl.arange(0, WINDOW), _count(few_ptr, few, FEW))
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
@@ -234,18 +258,24 @@ def _sample(
     end,
     newest,
     every,
+    bin,
+    BY_LOWER: tl.constexpr,
     SINK: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """Count the upper bits of one of `every` scores of a part."""
+    """Count one of `every` scores of a part by the upper bits, or those of a bin by the others."""
     nth = tl.arange(0, SAMPLE)
     nth = nth // SAMPLED * SAMPLED * every + nth % SAMPLED
-    counts = tl.zeros([UPPER], tl.int32)
+    counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
     for start in range(begin, end, SAMPLE * every):
         slot = start + nth
         ranked = (slot >= SINK) & (slot < newest) & (slot < end)
         key = _keys(vertical_ptr + start, distance_ptr - start, nth, ranked, ranked)
-        counts += tl.histogram(key >> LOW, UPPER, mask=ranked)
+        if BY_LOWER:
+            ranked &= key >> LOW == bin
+            counts += tl.histogram(key & (LOWER - 1), LOWER, mask=ranked)
+        else:
+            counts += tl.histogram(key >> LOW, UPPER, mask=ranked)
     return counts
 
 
@@ -281,18 +311,17 @@ def _counts(
 
 
 @triton.jit
-def _floor(
-    counts_ptr,  # [PARTS, UPPER], of one head
+def _end(
+    counts,
     wanted,
-    ranked,
-    PARTS: tl.constexpr,
+    BINS: tl.constexpr,
 ):
-    """Return the lower end of the window around the bin where the best of a sample end."""
-    counts, _ = _counts(counts_ptr, 0, PARTS, UPPER)
-    wanted = tl.cdiv(wanted.to(tl.int64) * tl.sum(counts, 0), tl.maximum(ranked, 1))
+    """Return the bin in which the `wanted` greatest end, how many lie above it, and with it."""
+    bins = tl.arange(0, BINS)
     from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
     found = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
-    return tl.maximum((found << LOW) - ROOM, 0)
+    above = tl.sum(tl.where(bins > found, counts, 0), 0)
+    return found, above, above + tl.sum(tl.where(bins == found, counts, 0), 0)
 
 
 @triton.jit
