@@ -35,7 +35,8 @@ class Case:
         like: distribution of the entries: "past", most near 0 and few large ones, as attention
             leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
             "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
-            "past" for 8, over slots alone.
+            "past" for 8, over slots alone; "flat", all within a factor of two, as where attention
+            is nearly uniform.
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
@@ -48,7 +49,9 @@ class Case:
     floor: bool = False
     capacity: int | None = None
     sink: int = 4
-    like: Literal["past", "signed", "ties", "constant", "zeros", "large", "striped"] = "past"
+    like: Literal["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat"] = (
+        "past"
+    )
     ragged: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
@@ -96,6 +99,7 @@ class Case:
             "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
             "large": past * 2.0 ** rng.uniform(0, 12, shape),
             "striped": past * (np.arange(self.slots) // 8 % 2),
+            "flat": rng.uniform(0.7, 1.4, shape),
         }[self.like]
 
 
@@ -117,6 +121,7 @@ CASES = (
     Case("best_odd", slots=333, number=0.3, ragged=True),
     Case("best_long", batch=1, kv_heads=2, slots=5000, number=0.04, ragged=True),
     Case("best_striped", batch=1, kv_heads=2, slots=5000, number=0.04, like="striped"),
+    Case("best_flat", slots=2000, number=0.04, like="flat", ragged=True),
     Case("paper", a=0.05),
     Case("paper_ragged", a=0.05, ragged=True),
     Case("paper_signed", a=0.05, like="signed", ragged=True),

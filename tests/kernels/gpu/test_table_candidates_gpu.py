@@ -21,6 +21,8 @@ LARGE = (
     Case("large_striped_ragged", batch=1, kv_heads=3, slots=65536, like="striped", ragged=True),
     Case("large_number", batch=2, kv_heads=8, slots=65536, number=0.5, ragged=True),
     Case("large_constant", batch=8, kv_heads=8, slots=32768, number=0.04, like="constant"),
+    Case("large_flat", batch=1, kv_heads=8, slots=131072, number=0.04, like="flat"),
+    Case("large_flat_ragged", batch=8, kv_heads=8, slots=32768, like="flat", ragged=True),
     # a program for every head
     Case("large_batch", batch=32, kv_heads=8, slots=9001, number=0.04, ragged=True),
     Case("large_one", batch=1, kv_heads=1, slots=131072, number=1e-5),
