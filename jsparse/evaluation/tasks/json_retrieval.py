@@ -1,27 +1,29 @@
-"""Asks for one value of one record in a long list of made-up records, as pretty-printed JSON.
+"""Asks for the rest of one record's label in a long list of records, as pretty-printed JSON.
 
 Brackets, braces and line ends say where a record begins and ends, and all records have the same
-keys: nothing but the record's id tells it from the others. The answer begins as the record does, up
-to the key that is asked for, so that a small model need only go on copying; the value must be right
-to the letter. LycheeCluster (arXiv:2603.08453, Figures 1 and 2) expects the most of its chunks,
-which end where the text's own units do, on texts of this kind; records and question are ours.
+keys. A label is two words that name the record, two more words and a number; until a word list is
+used up, no word of a label occurs in another label. The answer begins as the record does, up to and
+including its name, so that a small model need only go on copying; the rest must be right to the
+letter. The name stands nowhere else: where the question had it too, SmolLM2 went on as the question
+did, and where all records had a number behind a key, it took any record's number. LycheeCluster
+(arXiv:2603.08453, Figures 1 and 2) expects the most of its chunks, which end where the text's own
+units do, on texts of this kind; records and question are ours.
 """
 
 import itertools
 import json
 import random
 import re
-import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsparse.evaluation.tasks.niah import distinct
+from jsparse.evaluation.tasks.niah import distinct, word_list
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
 
 PROMPT = (
     "Here is a list of records in JSON.\n{records}\n"
-    'What is the value of "{field}" in the record with "id": {id}?'
+    "One of the records begins as follows. How does it go on?"
 )
 FIRST = (
     *("Ada", "Bruno", "Clara", "David", "Elena", "Frank", "Grace", "Henry", "Ivan", "Julia"),
@@ -32,72 +34,88 @@ LAST = (
     *("King", "Lewis", "Miller", "Nelson", "Parker", "Quinn", "Reed", "Scott", "Turner", "Young"),
 )
 CITIES = ("Berlin", "Boston", "Cairo", "Dublin", "Lima", "London", "Madrid", "Paris", "Rome")
-TAGS = ("active", "basic", "gold", "guest", "local", "new", "online", "premium", "silver", "trial")
-ASKED = ("email", "postcode", "balance")
-MOST_RECORDS = 50_000  # no two balances are the same, of which there are 72,900
-VALUE = re.compile(r'\s*(?:"([^"\n]*)"|([^",}\]\n]+))')
+MOST_RECORDS = 50_000  # no two names are the same, of which there are more than a million
+PLAIN = re.compile("[a-z]{3,9}")
+REST = re.compile(r'\s*"?([^",}\]\n]*)')
 
 
 def json_retrieval(name: str, files: Path | None) -> Task:
-    """Builds the task of a record's email, postcode or balance, each of which occurs once.
+    """Builds the task of the rest of a record's label, which occurs once.
 
-    `meta` has the field that is asked for, and the depth, the share of the other records that come
-    before the one that is asked about.
+    `meta` has the depth, the share of the other records that come before the one that is asked
+    about.
+
+    Raises:
+        ValueError: wonderwords is not installed.
     """
+    adjectives = _plain(word_list("adjective"))
+    nouns = _plain(set(word_list("noun")) - set(adjectives))
 
     def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
-        field, depth = rng.choice(ASKED), round(rng.random(), 3)
-        records = list(itertools.islice(_records(rng), size))
-        asked = records[round(depth * (size - 1))]
-        before, _, rest = _pretty([asked]).partition(f'"{field}":')
+        depth = round(rng.random(), 3)
+        labels = list(itertools.islice(_labels(rng, adjectives, nouns), size))
+        records = [_record(rng, " ".join(label)) for label in labels]
+        asked = round(depth * (size - 1))
+        _, rest = labels[asked]
+        before, _, _ = _pretty([records[asked]]).partition(f" {rest}")
         return Sample(
-            PROMPT.format(records=_pretty(records), field=field, id=asked["id"]),
-            f'{before.removeprefix("[")}"{field}":',
-            (_value(rest),),
+            PROMPT.format(records=_pretty(records)),
+            before.removeprefix("["),
+            (rest,),
             24,
-            {"depth": depth, "field": field},
+            {"depth": depth},
         )
 
-    return filled(name, make, least=2, most=MOST_RECORDS, score=score_value)
+    return filled(name, make, least=2, most=MOST_RECORDS, score=score_rest)
 
 
-def score_value(text: str, sample: Sample) -> float:
-    """Returns 1 where the text begins with the answer, as a JSON value or without quotes, else 0.
+def score_rest(text: str, sample: Sample) -> float:
+    """Returns 1 where the text begins with the answer, with or without quotes, else 0.
 
-    A value without quotes ends at a comma, a bracket or the line's end; a full stop behind it does
-    not count.
+    The text's answer ends at a quote, a comma, a bracket or the line's end; a full stop behind it
+    does not count.
     """
-    return float(_value(text) == sample.answers[0])
-
-
-def _value(text: str) -> str:
-    found = VALUE.match(text)
-    return "" if found is None else found[1] or (found[2] or "").strip().removesuffix(".")
+    found = REST.match(text)
+    assert found is not None
+    return float(found[1].strip().removesuffix(".") == sample.answers[0])
 
 
 def _pretty(records: list[dict[str, Any]]) -> str:
     return json.dumps(records, indent=2)
 
 
-def _records(rng: random.Random) -> Iterator[dict[str, Any]]:
-    ids = distinct(lambda: str(rng.randint(10000, 99999)))
-    postcodes = distinct(lambda: f"{_letters(rng)}{rng.randint(10, 99)} {_letters(rng)}")
-    emails = distinct(lambda: f"{_letters(rng).lower()}{rng.randint(1000, 9999)}@example.org")
-    # without a 0 behind the point, which JSON would drop
-    balances = distinct(lambda: f"{rng.randint(100, 999)}.{rng.randint(1, 9)}{rng.randint(1, 9)}")
-    for number, postcode, email, balance in zip(ids, postcodes, emails, balances, strict=True):
-        yield {
-            "id": int(number),
+def _plain(words: Iterable[str]) -> list[str]:
+    return sorted({word for word in words if PLAIN.fullmatch(word)})
+
+
+def _labels(
+    rng: random.Random, adjectives: Sequence[str], nouns: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields the names of records, and the rests of their labels."""
+    shuffled = rng.sample(nouns, len(nouns))
+    first, *others = (_again_and_again(rng, shuffled[part::3]) for part in range(3))
+    adjective = _again_and_again(rng, adjectives)
+    names = distinct(lambda: f"{next(adjective)} {next(first)}")
+    rests = distinct(lambda: f"{' '.join(map(next, others))} {rng.randint(10, 99)}")
+    yield from zip(names, rests, strict=True)
+
+
+def _again_and_again(rng: random.Random, words: Sequence[str]) -> Iterator[str]:
+    """Yields all words in random order, then all of them in another, without end."""
+    while True:
+        yield from rng.sample(words, len(words))
+
+
+def _record(rng: random.Random, label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "owner": {
             "name": f"{rng.choice(FIRST)} {rng.choice(LAST)}",
-            "email": email,
-            "address": {"city": rng.choice(CITIES), "postcode": postcode},
-            "tags": rng.sample(TAGS, 2),
-            "balance": float(balance),
-        }
-
-
-def _letters(rng: random.Random) -> str:
-    return "".join(rng.choices(string.ascii_uppercase, k=2))
+            "active": rng.random() < 0.5,
+            "cities": rng.sample(CITIES, 2),
+        },
+        "items": rng.randint(10, 99),
+    }
 
 
 TASKS: dict[str, Callable[[str, Path | None], Task]] = {"json_retrieval": json_retrieval}

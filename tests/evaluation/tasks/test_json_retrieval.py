@@ -1,72 +1,91 @@
 """Tests the list of records: valid JSON, in which the value stands once and nothing else scores."""
 
 import json
-import re
+from collections import Counter
 
 import pytest
 from encoders import words
 
 from jsparse.evaluation.tasks import parse
-from jsparse.evaluation.tasks.json_retrieval import ASKED
 
 
 def records_of(sample):
-    listed, question = sample.prompt.split("\n", 1)[1].rsplit("\n", 1)
-    ((field, number),) = re.findall(r'"(\w+)" in the record with "id": (\d+)', question)
-    return json.loads(listed), field, int(number)
+    listed, _ = sample.prompt.split("\n", 1)[1].rsplit("\n", 1)
+    return json.loads(listed)
 
 
-def test_the_answer_is_the_field_of_the_record():
+def shape_of(value):
+    """Returns a value with its strings and numbers replaced by their types."""
+    match value:
+        case dict():
+            return {key: shape_of(item) for key, item in value.items()}
+        case list():
+            return [shape_of(item) for item in value]
+    return type(value)
+
+
+def test_the_answer_is_the_rest_of_the_record_s_label():
     (task,) = parse("json_retrieval")
-    asked_for = set()
     for index in range(12):
         sample = task.sample(words, 1024, index)
-        records, field, number = records_of(sample)
-        (nth,) = (i for i, record in enumerate(records) if record["id"] == number)
-        record = records[nth]
-        (answer,) = sample.answers
-        assert answer == str({**record, **record["address"]}[field])
-        assert sample.prompt.count(answer) == 1
+        records, (answer,) = records_of(sample), sample.answers
+        name = sample.prefix.rpartition('"')[2]
+        (nth,) = (i for i, record in enumerate(records) if record["label"].startswith(f"{name} "))
+        assert records[nth]["label"] == f"{name} {answer}"
+        assert len(name.split()) == 2
+        assert len(answer.split()) == 3
         assert nth == round(sample.meta["depth"] * (len(records) - 1))
-        assert sample.meta["field"] == field
-        asked_for.add(field)
-    assert asked_for == set(ASKED)
 
 
 def test_the_prefix_is_the_record_up_to_the_answer():
     (task,) = parse("json_retrieval")
     for index in range(6):
         sample = task.sample(words, 512, index)
-        assert sample.prefix in sample.prompt
         (answer,) = sample.answers
-        quote = '"' * (sample.meta["field"] != "balance")
-        assert f"{sample.prefix} {quote}{answer}{quote}" in sample.prompt
+        assert sample.prefix.startswith("\n  {\n")
+        assert sample.prompt.count(f'{sample.prefix} {answer}"') == 1
+        assert sample.prompt.count(answer) == 1
+        assert sample.prompt.count(sample.prefix.rpartition('"')[2]) == 1
 
 
-def test_ids_and_values_that_are_asked_for_differ():
-    records, *_ = records_of(parse("json_retrieval")[0].sample(words, 16384, 0))
-    flat = [{**record, **record["address"]} for record in records]
-    assert len(records) > 500
-    for key in ("id", *ASKED):
-        assert len({record[key] for record in flat}) == len(records)
+def test_all_records_have_the_same_structure():
+    shapes = [
+        shape_of(record) for record in records_of(parse("json_retrieval")[0].sample(words, 1024, 0))
+    ]
+    assert all(shape == shapes[0] for shape in shapes)
+
+
+def test_no_word_of_a_label_occurs_in_another():
+    records = records_of(parse("json_retrieval")[0].sample(words, 4096, 0))
+    assert len(records) > 150
+    counts = Counter(word for record in records for word in record["label"].split()[:4])
+    assert set(counts.values()) == {1}
+
+
+def test_names_and_rests_differ_where_words_are_used_again():
+    records = records_of(parse("json_retrieval")[0].sample(words, 65536, 0))
+    labels = [record["label"].split() for record in records]
+    assert len({label[0] for label in labels}) < len(labels)
+    assert len({tuple(label[:2]) for label in labels}) == len(labels)
+    assert len({tuple(label[2:]) for label in labels}) == len(labels)
 
 
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        (' "AB12 CD"\n    },', 1),
-        (" AB12 CD.", 1),
-        ("AB12 CD, and", 1),
-        (' "AB12 CDE"', 0),
-        (' "AB12"', 0),
-        (' "ab12 cd"', 0),
-        (' "AB12 CD', 0),
-        ("It is AB12 CD", 0),
+        (' oak river 41",\n    "owner": {', 1),
+        (' "oak river 41"', 1),
+        ("oak river 41.", 1),
+        ("oak river 41, and", 1),
+        (' oak river 412"', 0),
+        (' oak river"', 0),
+        (' Oak river 41"', 0),
+        ("It is oak river 41", 0),
         ('""', 0),
         ("", 0),
     ],
 )
-def test_only_the_exact_value_counts(text, score):
+def test_only_the_exact_rest_counts(text, score):
     (task,) = parse("json_retrieval")
-    sample = task.sample(words, 512, 0)._replace(answers=("AB12 CD",))
+    sample = task.sample(words, 512, 0)._replace(answers=("oak river 41",))
     assert task.score(text, sample) == score

@@ -307,7 +307,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
         parse("qa_1", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_grid", "cwe"])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_grid", "cwe", "json_retrieval"])
 def test_without_wonderwords(name, monkeypatch):
     niah.word_list.cache_clear()
     ruler.all_words.cache_clear()
