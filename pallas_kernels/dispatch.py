@@ -64,6 +64,7 @@ def run(
 
 
 MOST_HEADS = 2**16 - 1  # programs along the second axis of a CUDA grid
+MOST_WIDTH = 256  # channels of rows that programs hold whole
 
 
 @cache
@@ -94,6 +95,15 @@ def no_triton() -> str | None:
     return (
         f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]"
         if missing
+        else None
+    )
+
+
+def wide_rows(width: int) -> str | None:
+    """Return the reason why rows are too wide for a program to hold whole ones, or None."""
+    return (
+        f"takes a head dimension of at most {MOST_WIDTH}, not {width}"
+        if width > MOST_WIDTH
         else None
     )
 

@@ -1,14 +1,21 @@
 """Lets programs of one launch wait for each other.
 
-A GPU starts programs in the order of their ids, and each runs to its end. So programs whose ids are
-adjacent may wait for each other, as long as even a small GPU holds MOST of them at once: none of
-them waits for one that cannot start.
+Programs whose ids are adjacent may wait for each other as long as the GPU holds all of them at
+once, one per multiprocessor at the least: since it starts programs in the order of their ids, none
+then waits for one that cannot start. CUDA does not promise that order; GPUs keep it.
 """
 
+import jax
 import triton
 import triton.language as tl
 
 MOST = 32
+
+
+def most_programs() -> int:
+    """Return the most programs that may meet on the default device, a power of two."""
+    multiprocessors = jax.local_devices()[0].core_count
+    return min(MOST, 1 << (multiprocessors.bit_length() - 1))
 
 
 @triton.jit
@@ -17,7 +24,7 @@ def meet(
     meetings,
     PROGRAMS: tl.constexpr,
 ):
-    """Wait for the other programs, see all that they stored, and count the meeting."""
+    """Wait for the other programs, see all that they stored, and return the number of meetings."""
     tl.debug_barrier()  # every thread has stored
     if PROGRAMS > 1:
         tl.atomic_add(arrived_ptr, 1, sem="release")

@@ -4,10 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.pallas_kernels.centroid_scores import reference
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.shapes import Lengths, Queries
-
-MOST_WIDTH = 256  # H of the kernel, whose programs hold whole centroids
 
 
 def _triton():
@@ -17,9 +15,7 @@ def _triton():
 
 
 def _triton_refuses(q: Array, *_: object, **__: object) -> str | None:
-    if q.shape[-1] > MOST_WIDTH:
-        return f"takes a head dimension of at most {MOST_WIDTH}, not {q.shape[-1]}"
-    return no_triton()
+    return wide_rows(q.shape[-1]) or no_triton()
 
 
 BACKENDS = (

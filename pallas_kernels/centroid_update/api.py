@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.pallas_kernels.centroid_update import reference
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.point_groups import Groups
 
 MOST_NEW = 128  # points per head that the kernel holds at a time
@@ -19,7 +19,7 @@ def _triton():
 def _refused(groups: Groups, points: Array, *_: object, **__: object) -> str | None:
     if points.shape[2] > MOST_NEW:
         return f"takes at most {MOST_NEW} new points per head, not {points.shape[2]}"
-    return no_triton()
+    return wide_rows(points.shape[-1]) or no_triton()
 
 
 BACKENDS = (
@@ -46,11 +46,11 @@ def centroid_update(
 
     Args:
         groups: what the groups are so far.
-        points: the new points of each head, finite.
+        points: the new points of each head, finite, those that are not there included.
         radius: the points' own radii, by which those of the groups grow; None if they have none.
         group: the group that each point joins; groups may be empty.
         nth: the index of each new point among all points of its row, at which `of_point` gets its
-            group; the points that are not there have -1, and theirs is not looked at.
+            group, below C; the points that are not there have -1, and theirs is not looked at.
         normalise: whether centroids are scaled to length 1.
         implementation: "triton", "reference", or None to pick.
 
@@ -58,7 +58,7 @@ def centroid_update(
         ValueError: shapes or types do not fit together, or there are radii of points but not of
             groups.
     """
-    batch, heads, _, width = groups.centroid.shape
+    batch, heads, most, width = groups.centroid.shape
     shape = (batch, heads, *points.shape[2:3], width)
     if points.shape != shape or points.dtype != jnp.float32 or 0 in shape:
         raise ValueError(
@@ -69,7 +69,23 @@ def centroid_update(
         raise ValueError(
             f"radius.shape={radius.shape}: must be {shape[:3]}, for groups that have radii"
         )
-    for name, array, wanted in (("group", group, shape[:3]), ("nth", nth, (batch, shape[2]))):
+    if groups.of_point.shape[:2] != (batch, heads) or groups.of_point.dtype != jnp.int32:
+        raise ValueError(
+            f"groups.of_point: must be int32 [{batch}, {heads}, C], not {groups.of_point.dtype} "
+            f"{list(groups.of_point.shape)}"
+        )
+    for name, array in (("groups.radius", groups.radius), ("radius", radius)):
+        if array is not None and array.dtype != jnp.float32:
+            raise ValueError(f"{name}.dtype={array.dtype}: must be float32")
+    if groups.radius is not None and groups.radius.shape != (batch, heads, most):
+        raise ValueError(
+            f"groups.radius.shape={groups.radius.shape}: must be {(batch, heads, most)}"
+        )
+    for name, array, wanted in (
+        ("groups.size", groups.size, (batch, heads, most)),
+        ("group", group, shape[:3]),
+        ("nth", nth, (batch, shape[2])),
+    ):
         if array.shape != wanted or array.dtype != jnp.int32:
             raise ValueError(
                 f"{name}: must be int32 {list(wanted)}, not {array.dtype} {list(array.shape)}"

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.group_means import reference
 from jsparse.shapes import Rows
 
@@ -15,7 +15,7 @@ def _triton():
 
 
 BACKENDS = (
-    Backend("triton", _triton, lambda *_, **__: no_triton()),
+    Backend("triton", _triton, lambda points, *_, **__: wide_rows(points.shape[-1]) or no_triton()),
     Backend("reference", lambda: reference.group_means),
 )
 

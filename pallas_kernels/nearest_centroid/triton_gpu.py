@@ -1,7 +1,7 @@
 """Implements `api.nearest_centroid` with jax-triton; products never leave the registers.
 
-A program holds a block of points and goes through blocks of centroids. Each place of the block of
-products remembers its largest so far and where it was, so that a row is reduced once, at the end.
+A program holds a block of points and goes through blocks of centroids. It keeps the largest product
+so far, and where it was, for each column of a block, so that rows are reduced once, at the end.
 
 Where points are few, programs share a head's centroids, and a second launch compares what they
 found.

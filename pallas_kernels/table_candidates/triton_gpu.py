@@ -25,11 +25,11 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16
 
 from jsparse.pallas_kernels.table_candidates.rules import Best, Rule
-from jsparse.pallas_kernels.triton_meeting import MOST, meet
+from jsparse.pallas_kernels.triton_meeting import meet, most_programs
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-PROGRAMS = 256  # of all heads, where that is at most MOST per head
+PROGRAMS = 256  # of all heads, where so many may meet
 SMALLEST = 1024  # slots of a part at least, on average
 TILE = 4096  # slots that are looked at at once
 FEW = 2048  # gathered slots that are looked at at once
@@ -100,7 +100,7 @@ def table_candidates(
 
 def number_of_parts(pairs: int, slots: int) -> int:
     """Return the number of programs per head, a power of two."""
-    wanted = min(PROGRAMS // pairs, slots // SMALLEST, MOST)
+    wanted = min(PROGRAMS // pairs, slots // SMALLEST, most_programs())
     return 1 << max(wanted.bit_length() - 1, 0)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16, Float32
 
-from jsparse.pallas_kernels.triton_meeting import MOST, meet
+from jsparse.pallas_kernels.triton_meeting import meet, most_programs
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
 
@@ -35,7 +35,7 @@ def table_update(
     (batch, heads, group, entries), slots = listed.logits.shape, vertical.shape[2]
     pairs = batch * heads
     parts = max(min(triton.cdiv(PROGRAMS, pairs), entries // SMALLEST), 1)
-    parts = min(max(parts, triton.cdiv(entries, LARGEST)), MOST)
+    parts = min(max(parts, triton.cdiv(entries, LARGEST)), most_programs())
     share = triton.cdiv(entries, parts)
     tables = [jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2
     vertical, distance, *_ = triton_call(
@@ -128,10 +128,10 @@ def update_kernel(
         lse = tl.load(lse_ptr + pair * G + row)
         logits = tl.load(logits_ptr + row * ENTRIES + entry, mask=counts, other=minus_inf)
         best = tl.maximum(best, logits - tl.where(lse == minus_inf, 0.0, lse))
-    top = tl.max(best, 0)
-    base = tl.where(top == minus_inf, 0.0, top)  # -inf less -inf would be NaN
+    own_top = tl.max(best, 0)
+    base = tl.where(own_top == minus_inf, 0.0, own_top)  # -inf less -inf would be NaN
     weights = tl.exp(best - base)
-    tl.store(tops_ptr + pair * PARTS + part, top)
+    tl.store(tops_ptr + pair * PARTS + part, own_top)
     tl.store(sums_ptr + pair * PARTS + part, tl.sum(weights, 0))
     meet(arrived_ptr + pair, 0, PARTS)
 
@@ -141,7 +141,9 @@ def update_kernel(
     top = tl.max(tops, 0)
     top = tl.where(top == minus_inf, 0.0, top)
     whole = tl.sum(sums * tl.exp(tops - top), 0)
-    added = weights * (tl.exp(base - top) / tl.where(whole > 0, whole, 1.0))
+    # a part without weights may have a base above the top
+    part_of_top = tl.where(own_top == minus_inf, 0.0, tl.exp(base - top))
+    added = weights * (part_of_top / tl.where(whole > 0, whole, 1.0))
     added = scale * (added - PENALTY / tl.maximum(count - sinks, 1))
     tl.store(vertical_ptr + slot, (old + added).to(tl.bfloat16), mask=counts)
     tl.store(distance_ptr - slot, (past + added).to(tl.bfloat16), mask=counts)
