@@ -161,11 +161,13 @@ def candidates_kernel(
         tl.store(upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
-        upper, _ = _counts(upper_ptr, 0, PARTS, UPPER)
+        upper = _counts(upper_ptr, 0, PARTS, UPPER)[0]
         all_counted = tl.sum(upper, 0).to(tl.int64)
         best = tl.cdiv(wanted * all_counted, tl.maximum(newest - always, 1)).to(tl.int32)
         slack = tl.where(every > 1, SLACK * tl.sqrt(best.to(tl.float32)), 0.0).to(tl.int32)
-        bin, above, gathering = _end(upper, best, UPPER)
+        bin = _end(upper, best)
+        above = tl.sum(tl.where(tl.arange(0, UPPER) > bin, upper, 0), 0)
+        gathering = tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0)
         floor = tl.maximum((bin << LOW) - ROOM, 0)
         if gathering > CROWD * best + slack:
             lower = _sample(
@@ -173,9 +175,8 @@ def candidates_kernel(
             )
             tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
             meetings = meet(arrived_ptr + pair, meetings, PARTS)
-            lower, _none_earlier = _counts(lower_ptr, 0, PARTS, LOWER)
-            low, _above, _gathering = _end(lower, best - above + slack, LOWER)
-            floor = (bin << LOW) + low
+            lower = _counts(lower_ptr, 0, PARTS, LOWER)[0]
+            floor = (bin << LOW) + _end(lower, best - above + slack)
 
         few = 0
         for start in range(begin, end, TILE):
@@ -311,17 +312,10 @@ def _counts(
 
 
 @triton.jit
-def _end(
-    counts,
-    wanted,
-    BINS: tl.constexpr,
-):
-    """Return the bin in which the `wanted` greatest end, how many lie above it, and with it."""
-    bins = tl.arange(0, BINS)
+def _end(counts, wanted):
+    """Return the bin in which the `wanted` greatest end."""
     from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
-    found = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
-    above = tl.sum(tl.where(bins > found, counts, 0), 0)
-    return found, above, above + tl.sum(tl.where(bins == found, counts, 0), 0)
+    return tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
 
 
 @triton.jit

@@ -22,7 +22,9 @@ cases = st.builds(
     a=st.none() | st.floats(1e-3, 2.0),
     floor=st.booleans(),
     sink=st.integers(0, 6),
-    like=st.sampled_from(["past", "signed", "ties", "constant", "zeros", "large", "striped"]),
+    like=st.sampled_from(
+        ["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat"]
+    ),
     ragged=st.booleans(),
 )
 
