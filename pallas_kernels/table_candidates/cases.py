@@ -11,6 +11,10 @@ import numpy as np
 
 from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
 
+type Like = Literal[
+    "past", "signed", "ties", "constant", "zeros", "large", "striped", "flat", "gap"
+]
+
 
 class Inputs(NamedTuple):
     """Holds the op's arguments."""
@@ -36,7 +40,8 @@ class Case:
             leaves them; "signed", normal; "ties", few different numbers; "constant"; "zeros";
             "large", up to 2^12 times as large as "past"; "striped", 0 for 8 slots in turn with
             "past" for 8, over slots alone; "flat", all within a factor of two, as where attention
-            is nearly uniform.
+            is nearly uniform; "gap", likewise, but nearly as many as are wanted lie 32 times as
+            high, as what steps list again and again does.
         ragged: whether heads hold different numbers of slots, 0, 1, sink and S among them.
     """
 
@@ -49,9 +54,7 @@ class Case:
     floor: bool = False
     capacity: int | None = None
     sink: int = 4
-    like: Literal["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat"] = (
-        "past"
-    )
+    like: Like = "past"
     ragged: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
@@ -90,7 +93,7 @@ class Case:
 
     def _entries(self, rng: np.random.Generator) -> np.ndarray:
         shape = self.batch, self.kv_heads, self.slots
-        past = rng.gamma(0.1, size=shape)
+        past, flat = rng.gamma(0.1, size=shape), rng.uniform(0.7, 1.4, shape)
         return {
             "past": past,
             "signed": rng.normal(size=shape),
@@ -99,7 +102,8 @@ class Case:
             "zeros": np.where(rng.random(shape) < 0.5, 0.0, -0.0),
             "large": past * 2.0 ** rng.uniform(0, 12, shape),
             "striped": past * (np.arange(self.slots) // 8 % 2),
-            "flat": rng.uniform(0.7, 1.4, shape),
+            "flat": flat,
+            "gap": flat * np.where(rng.random(shape) < 0.49 * self.number, 32.0, 1.0),
         }[self.like]
 
 
@@ -122,6 +126,7 @@ CASES = (
     Case("best_long", batch=1, kv_heads=2, slots=5000, number=0.04, ragged=True),
     Case("best_striped", batch=1, kv_heads=2, slots=5000, number=0.04, like="striped"),
     Case("best_flat", slots=2000, number=0.04, like="flat", ragged=True),
+    Case("best_gap", slots=2000, number=0.04, like="gap", ragged=True),
     Case("paper", a=0.05),
     Case("paper_ragged", a=0.05, ragged=True),
     Case("paper_signed", a=0.05, like="signed", ragged=True),

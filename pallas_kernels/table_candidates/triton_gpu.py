@@ -4,12 +4,12 @@ Scores are not negative, so that their bits order them. Every head has P program
 owns a part of the slots and takes four steps:
 
 1. It counts a sample of its scores by their upper eight bits.
-2. All programs' counts tell a window of 255 neighbouring scores in which the threshold probably
-   lies. Where many more slots than are wanted lie in it or above it, the sample is counted by the
-   lower bits too, and the window begins just below the threshold. The slots in it and above it, the
-   few, are gathered in their order, and counted by how far they lie above its lower end.
-3. All programs' counts tell the threshold. If it lies outside the window, steps 1 and 2 are
-   repeated with all scores in place of a sample, after which it lies inside.
+2. All programs' counts tell a floor that more scores than are wanted probably reach. Where far too
+   many would, the sample is counted by the lower bits too, for a higher floor. The slots that reach
+   it, the few, are gathered in their order, and counted by the upper bits.
+3. If all programs' few are too few, steps 1 and 2 are repeated with all scores in place of a
+   sample. The few in whose bin the threshold lies are counted by their lower bits, so that all
+   programs know it.
 4. It lists its few that exceed the threshold, and as many that equal it as are wanted; the counts
    of the parts before its own tell where they begin.
 
@@ -31,6 +31,7 @@ from jsparse.shapes import Lengths
 
 PROGRAMS = 256  # of all heads, where so many may meet
 SMALLEST = 1024  # slots of a part at least, on average
+MOST_OF_PART = 1 << 17  # slots of a part at most, which FIELD bits number
 TILE = 4096  # slots that are looked at at once
 FEW = 2048  # gathered slots that are looked at at once
 SAMPLE = 1024  # slots that are sampled at once
@@ -40,15 +41,14 @@ SAMPLED = tl.constexpr(8)  # neighbouring slots of a sample
 UPPER = tl.constexpr(1 << 8)  # bins of the upper 8 bits of a score, which has 15
 LOW = tl.constexpr(7)  # the number of its other bits
 LOWER = tl.constexpr(1 << 7)  # bins of these
-WINDOW = tl.constexpr(1 << 8)  # bins of a window, the last of which holds all that lies above it
-ROOM = tl.constexpr(1 << 6)  # of a window below the bin of a sample's threshold, as above it
 CROWD = tl.constexpr(3)  # times as many slots as are wanted are too many to gather
-SLACK = tl.constexpr(5.0)  # by so many square roots a sample's number may be off
+SLACK = tl.constexpr(8.0)  # by so many square roots a sample's number may be off
 GRAIN = tl.constexpr(64)  # parts begin at multiples of it
-# where numbers of slots lie in an integer of 64 bits, and a slot in one of 32
-FIELD = tl.constexpr(21)
-MASK = tl.constexpr((1 << 21) - 1)
-HALF = tl.constexpr(16)
+# an integer of the few holds a slot, from its part's first on, and above it the score
+FIELD = tl.constexpr(17)
+MASK = tl.constexpr((1 << 17) - 1)
+KEYS = tl.constexpr((1 << 15) - 1)
+HALF = tl.constexpr(16)  # where two numbers of slots lie in one integer
 HALF_MASK = tl.constexpr((1 << 16) - 1)
 
 
@@ -74,8 +74,8 @@ def table_candidates(
         # from here on memory that the kernel works in
         jax.ShapeDtypeStruct((pairs, slots), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, parts, UPPER.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs, parts, LOWER.value), jnp.int32),
-        jax.ShapeDtypeStruct((pairs, parts, WINDOW.value), jnp.int32),
         jax.ShapeDtypeStruct((pairs,), jnp.int32),
     )
     ids, count, *_ = triton_call(
@@ -101,7 +101,8 @@ def table_candidates(
 def number_of_parts(pairs: int, slots: int) -> int:
     """Return the number of programs per head, a power of two."""
     wanted = min(PROGRAMS // pairs, slots // SMALLEST, most_programs())
-    return 1 << max(wanted.bit_length() - 1, 0)
+    least = triton.next_power_of_2(triton.cdiv(slots, MOST_OF_PART))
+    return max(1 << max(wanted.bit_length() - 1, 0), least)
 
 
 @triton.jit
@@ -113,9 +114,9 @@ def candidates_kernel(
     ids_ptr,  # [pairs, CAPACITY]
     count_ptr,  # [pairs]
     few_ptr,  # [pairs, SLOTS], those of each part from its first slot on
-    upper_ptr,  # [pairs, PARTS, UPPER]
+    upper_ptr,  # [pairs, PARTS, UPPER], of a sample
+    few_upper_ptr,  # [pairs, PARTS, UPPER]
     lower_ptr,  # [pairs, PARTS, LOWER]
-    window_ptr,  # [pairs, PARTS, WINDOW]
     arrived_ptr,  # [pairs], zeros where there are several parts
     SLOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -147,12 +148,12 @@ def candidates_kernel(
     few_ptr += row + begin
     ids_ptr += pair.to(tl.int64) * CAPACITY
     upper_ptr += pair * PARTS * UPPER
+    few_upper_ptr += pair * PARTS * UPPER
     lower_ptr += pair * PARTS * LOWER
-    window_ptr += pair * PARTS * WINDOW
 
     every = tl.minimum(tl.maximum(size // SAMPLE, 1), RAREST)
-    meetings, least, few = 0, 0, 0
-    counts, earlier = tl.zeros([WINDOW], tl.int32), tl.zeros([WINDOW], tl.int32)
+    meetings, few = 0, 0
+    counts, earlier = tl.zeros([UPPER], tl.int32), tl.zeros([UPPER], tl.int32)
     searching = True
     while searching:
         upper = _sample(
@@ -164,19 +165,17 @@ def candidates_kernel(
         upper = _counts(upper_ptr, 0, PARTS, UPPER)[0]
         all_counted = tl.sum(upper, 0).to(tl.int64)
         best = tl.cdiv(wanted * all_counted, tl.maximum(newest - always, 1)).to(tl.int32)
-        slack = tl.where(every > 1, SLACK * tl.sqrt(best.to(tl.float32)), 0.0).to(tl.int32)
-        bin = _end(upper, best)
-        above = tl.sum(tl.where(tl.arange(0, UPPER) > bin, upper, 0), 0)
-        gathering = tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0)
-        floor = tl.maximum((bin << LOW) - ROOM, 0)
-        if gathering > CROWD * best + slack:
+        if every > 1:
+            best += (SLACK * tl.sqrt(best.to(tl.float32))).to(tl.int32)
+        bin, above = _end(upper, best)
+        floor = bin << LOW
+        if tl.sum(tl.where(tl.arange(0, UPPER) >= bin, upper, 0), 0) > CROWD * best:
             lower = _sample(
                 vertical_ptr, distance_ptr, begin, end, newest, every, bin, True, SINK, SAMPLE
             )
             tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
             meetings = meet(arrived_ptr + pair, meetings, PARTS)
-            lower = _counts(lower_ptr, 0, PARTS, LOWER)[0]
-            floor = (bin << LOW) + _end(lower, best - above + slack)
+            floor += _end(_counts(lower_ptr, 0, PARTS, LOWER)[0], best - above)[0]
 
         few = 0
         for start in range(begin, end, TILE):
@@ -185,41 +184,42 @@ def candidates_kernel(
             inside = (slot < begin + size) & (slot < whole)
             ranked = inside & (slot >= SINK) & (slot < newest)
             key = _keys(vertical_ptr + start, distance_ptr - start, nth, inside, ranked)
-            gathered = ranked & (key >= floor)
-            word = (tl.minimum(key - floor, WINDOW - 1) << FIELD) | slot
-            word, gathered = _rows(word, TILE, 8), _rows(gathered, TILE, 8)
+            gathered = _rows(ranked & (key >= floor), TILE, 8)
             before, more = _before(gathered.to(tl.int32))
-            tl.store(few_ptr + few + before, word, mask=gathered)
+            word = (key << FIELD) | (slot - begin)
+            tl.store(few_ptr + few + before, _rows(word, TILE, 8), mask=gathered)
             few += more
         tl.debug_barrier()
-        tl.store(window_ptr + part * WINDOW + tl.arange(0, WINDOW), _count(few_ptr, few, FEW))
+        upper = _count(few_ptr, few, 0, False, FEW)
+        tl.store(few_upper_ptr + part * UPPER + tl.arange(0, UPPER), upper)
         meetings = meet(arrived_ptr + pair, meetings, PARTS)
 
-        counts, earlier = _counts(window_ptr, part, PARTS, WINDOW)
-        from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
-        least = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
-        # the threshold is known if there are bins below it and above it
-        searching = (every > 1) & (wanted > 0) & ((least < 0) | (least == WINDOW - 1))
+        counts, earlier = _counts(few_upper_ptr, part, PARTS, UPPER)
+        searching = (every > 1) & (tl.sum(counts, 0) < wanted)
         every = 1
 
-    bins = tl.arange(0, WINDOW)
-    # several numbers lie in one integer, since a reduction takes as long as all else
-    sums = tl.where(bins > least, counts.to(tl.int64) | (earlier.to(tl.int64) << FIELD), 0)
-    sums = tl.sum(sums | (tl.where(bins == least, earlier, 0).to(tl.int64) << 2 * FIELD), 0)
-    ties = wanted - (sums & MASK).to(tl.int32)  # as many are listed, the lowest slots first
-    place = sinks + ((sums >> FIELD) & MASK).to(tl.int32)
-    ties_before = (sums >> 2 * FIELD).to(tl.int32)
+    bin, above = _end(counts, wanted)
+    lower = _count(few_ptr, few, bin, True, FEW)
+    tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
+    meet(arrived_ptr + pair, meetings, PARTS)
+    lower, lower_earlier = _counts(lower_ptr, part, PARTS, LOWER)
+    least, above_least = _end(lower, wanted - above)
+    ties = wanted - above - above_least  # as many are listed, the lowest slots first
+    bins = tl.arange(0, LOWER)
+    ties_before = tl.sum(tl.where(bins == least, lower_earlier, 0), 0)
+    place = sinks + tl.sum(tl.where(bins > least, lower_earlier, 0), 0)
+    place += tl.sum(tl.where(tl.arange(0, UPPER) > bin, earlier, 0), 0)
+    least += bin << LOW
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
-        word = tl.load(few_ptr + nth, mask=nth < few, other=-1)
-        word = _rows(word, FEW, 4)
-        low = word >> FIELD
-        best, tied = (low > least).to(tl.int32), (low == least).to(tl.int32)
+        word = _rows(tl.load(few_ptr + nth, mask=nth < few, other=0), FEW, 4)
+        key = tl.where(_rows(nth < few, FEW, 4), (word >> FIELD) & KEYS, -1)
+        best, tied = (key > least).to(tl.int32), (key == least).to(tl.int32)
         before, found = _before(best | (tied << HALF))
         nth_tie = ties_before + (before >> HALF)
         tl.store(
             ids_ptr + place + (before & HALF_MASK) + tl.minimum(nth_tie, ties),
-            word & MASK,
+            begin + (word & MASK),
             mask=(best | (tied & (nth_tie < ties))) != 0,
         )
         place += found & HALF_MASK
@@ -284,14 +284,20 @@ def _sample(
 def _count(
     few_ptr,  # [few]
     few,
+    bin,
+    BY_LOWER: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Count the few of a part by how far they lie above the window's lower end."""
-    counts = tl.zeros([WINDOW], tl.int32)
+    """Count the few of a part by their upper bits, or those of a bin by the others."""
+    counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
-        word = tl.load(few_ptr + nth, mask=nth < few, other=0)
-        counts += tl.histogram(word >> FIELD, WINDOW, mask=nth < few)
+        key = (tl.load(few_ptr + nth, mask=nth < few, other=0) >> FIELD) & KEYS
+        if BY_LOWER:
+            inside = (nth < few) & (key >> LOW == bin)
+            counts += tl.histogram(key & (LOWER - 1), LOWER, mask=inside)
+        else:
+            counts += tl.histogram(key >> LOW, UPPER, mask=nth < few)
     return counts
 
 
@@ -313,9 +319,11 @@ def _counts(
 
 @triton.jit
 def _end(counts, wanted):
-    """Return the bin in which the `wanted` greatest end."""
+    """Return the bin in which the `wanted` greatest end, and the number of those above it."""
     from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
-    return tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
+    bin = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
+    bins = tl.arange(0, counts.shape[0])
+    return bin, tl.sum(tl.where(bins > bin, counts, 0), 0)
 
 
 @triton.jit

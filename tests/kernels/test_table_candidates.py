@@ -23,7 +23,7 @@ cases = st.builds(
     floor=st.booleans(),
     sink=st.integers(0, 6),
     like=st.sampled_from(
-        ["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat"]
+        ["past", "signed", "ties", "constant", "zeros", "large", "striped", "flat", "gap"]
     ),
     ragged=st.booleans(),
 )

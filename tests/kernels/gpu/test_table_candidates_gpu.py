@@ -23,6 +23,8 @@ LARGE = (
     Case("large_constant", batch=8, kv_heads=8, slots=32768, number=0.04, like="constant"),
     Case("large_flat", batch=1, kv_heads=8, slots=131072, number=0.04, like="flat"),
     Case("large_flat_ragged", batch=8, kv_heads=8, slots=32768, like="flat", ragged=True),
+    Case("large_gap", batch=1, kv_heads=8, slots=131072, number=0.04, like="gap"),
+    Case("large_gap_ragged", batch=8, kv_heads=8, slots=32768, like="gap", ragged=True),
     # a program for every head
     Case("large_batch", batch=32, kv_heads=8, slots=9001, number=0.04, ragged=True),
     Case("large_one", batch=1, kv_heads=1, slots=131072, number=1e-5),
