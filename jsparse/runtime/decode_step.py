@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from jsparse.cache import KVCache, fill, grow, spec_of, taken
+from jsparse.cache import KVCache, PagePool, fill, grow, spec_of, taken
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, Summary, merge
 from jsparse.policy import Policy, State
+from jsparse.runtime import host_attention
 from jsparse.selection import Selection, count_tokens, everything
 from jsparse.shapes import Lengths, Queries, Rows
 
@@ -103,9 +104,10 @@ def attend_layer(
             summary = _of_active(Summary(*summary), cache)
         selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
-        out = ATTENTION[selection.granularity](
-            q, held, selection, stats=policy.stats(layer), dtype=dtype
-        )
+        run = ATTENTION[selection.granularity]
+        if isinstance(held.k, PagePool):
+            run = host_attention.attention(run, policy.offload)
+        out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
         counted = count_tokens(selection, held.lengths, held.page_size)
         if summary is not None:
             o, lse = merge(out.o, out.lse, summary.o, summary.lse)
