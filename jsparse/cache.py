@@ -61,8 +61,12 @@ class PagePool(ABC):
     """Stands in for an array of pages, [pages, P, H], whose pages lie in several memories.
 
     It has an array's `shape` and `dtype`, and is read and written by the functions of this module.
-    What the subclasses do is said in jsparse.host_pool.
+    jsparse.host_pool.HostPool is the one that there is, and says what the arrays are.
     """
+
+    ring: Array
+    host: Array | None
+    resident: Array | None
 
     @property
     @abstractmethod
@@ -73,6 +77,14 @@ class PagePool(ABC):
     @abstractmethod
     def dtype(self) -> Any:
         """Returns the type of the values."""
+
+    @abstractmethod
+    def ring_pages(self, layer: "LayerCache") -> int:
+        """Returns the pages per head that the ring holds."""
+
+    @abstractmethod
+    def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
+        """Returns each head's first page in `resident`; negative for heads that are not there."""
 
     @abstractmethod
     def read_pages(self, layer: "LayerCache", logical: Int32[Array, "B K n"]) -> Array:

@@ -11,7 +11,7 @@ their pages on the device, too.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,9 @@ from jsparse.cache import (
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import ChunkKV, HeadFlags, Lengths, Rows, Tokens
+
+
+GatherFn = Callable[..., Array]
 
 
 @functools.partial(
@@ -87,12 +90,21 @@ class HostPool(PagePool):
         """Returns chosen pages of each head, [B, K, n, P, H]."""
         return self.with_ring_pages(layer, logical, self.fetched_pages(layer, logical))
 
-    def fetched_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array | None:
-        """Returns what host memory has of chosen pages, [B, K, n, P, H]; zeros where the ring does."""
+    def fetched_pages(
+        self,
+        layer: LayerCache,
+        logical: Int32[Array, "B K n"],
+        count: Lengths | None = None,
+        gather: GatherFn = row_gather,
+    ) -> Array | None:
+        """Returns what host memory has of the first `count` pages, [B, K, n, P, H].
+
+        The others, and those in the ring, are zeros. `gather` does what `row_gather` does.
+        """
         if self.host is None:
             return None
-        at = physical_pages(layer, logical)
-        return row_gather(self.host, jnp.where(self.on_ring(layer, logical), -1, at))
+        at = jnp.where(self.on_ring(layer, logical), -1, physical_pages(layer, logical))
+        return gather(self.host, at, count)
 
     def with_ring_pages(
         self, layer: LayerCache, logical: Int32[Array, "B K n"], fetched: Array | None
@@ -107,14 +119,23 @@ class HostPool(PagePool):
         """Returns chosen slots of each head, [B, K, n, H]."""
         return self.with_ring_slots(layer, slots, self.fetched_slots(layer, slots))
 
-    def fetched_slots(self, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array | None:
-        """Returns what host memory has of chosen slots, [B, K, n, H]; zeros where the ring does."""
+    def fetched_slots(
+        self,
+        layer: LayerCache,
+        slots: Int32[Array, "B K n"],
+        count: Lengths | None = None,
+        gather: GatherFn = row_gather,
+    ) -> Array | None:
+        """Returns what host memory has of the first `count` slots, [B, K, n, H].
+
+        The others, and those in the ring, are zeros. `gather` does what `row_gather` does.
+        """
         if self.host is None:
             return None
         size = layer.page_size
         page = slots // size
         at = physical_pages(layer, page) * size + slots % size
-        return row_gather(self.host, jnp.where(self.on_ring(layer, page), -1, at), row_axes=2)
+        return gather(self.host, jnp.where(self.on_ring(layer, page), -1, at), count, row_axes=2)
 
     def with_ring_slots(
         self, layer: LayerCache, slots: Int32[Array, "B K n"], fetched: Array | None

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import KVCache, LayerCache
-from jsparse.host_pool import HostPool, pools
+from jsparse.host_pool import GatherFn, HostPool, pools
+from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
 from jsparse.policy import Offload, Policy, State
@@ -36,10 +38,12 @@ class Fetched(NamedTuple):
     v: Array
 
 
-def attention(op: Callable[..., AttentionOut], offload: Offload | None) -> Callable[..., AttentionOut]:
+def attention(
+    op: Callable[..., AttentionOut], offload: Offload | None, fetched: Fetched | None
+) -> Callable[..., AttentionOut]:
     """Returns an attention op like `op` for layers whose K and V lie in host memory."""
     reads = None if offload is None else offload.reads
-    return partial(attend, op, reads=reads)
+    return partial(attend, op, reads=reads, fetched=fetched)
 
 
 def attend(
@@ -57,7 +61,7 @@ def attend(
     options = {"stats": stats, "dtype": dtype}
     if fetched is None and (reads or best(selection)) == "in_place":
         return op(q, layer, selection, **options)
-    pages, listed, ids = compacted(layer, replace(selection, dense=None), fetched)
+    pages, listed, ids = compacted(layer, _sparse(selection), fetched)
     out = op(q, pages, listed, **options)
     if isinstance(out.stats, ListedLogits):
         out = out._replace(stats=_named(out.stats, ids))
@@ -75,10 +79,51 @@ def best(selection: Selection) -> str:
     return "gather" if on_gpu and selection.granularity == "page" else "in_place"
 
 
-def fetch(layer: LayerCache, selection: Selection) -> Fetched:
-    """Fetches what a selection lists from host memory; the tail is read when attention is."""
-    ids = _with_newest(layer, selection)[0]
-    return Fetched(selection, *(_from_host(pool, layer, selection, ids) for pool in pools(layer)))
+def fetch_ahead(
+    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+) -> Fetched | None:
+    """Fetches what a layer will attend to while the layer above runs, if the policy says so.
+
+    On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
+    need them. q only has the shape of the layer's queries, which the policy does not read.
+    """
+    if policy.offload is None or not policy.offload.prefetch or layer == len(cache.layers):
+        return None
+    selection, _, _ = policy.select(state, layer, q, cache)
+    return fetch(cache.layers[layer], selection, beside)
+
+
+def beside(*args, **kwargs) -> Array:
+    """Gathers rows as `row_gather` does, on a GPU in a stream of its own."""
+    gather = partial(row_gather, **kwargs)
+    if jax.default_backend() != "gpu":
+        return gather(*args)
+    run = compute_on(
+        gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+    )
+    return run(*args)
+
+
+def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Fetched:
+    """Fetches what a selection lists from host memory; the tail is read when attention runs."""
+    ids, number = _with_newest(layer, _sparse(selection))
+
+    def from_host(pool: HostPool) -> Array:
+        of_tokens = selection.granularity == "token"
+        found = (pool.fetched_slots if of_tokens else pool.fetched_pages)(
+            layer, ids, number, gather
+        )
+        assert found is not None
+        return found
+
+    return Fetched(selection, *map(from_host, pools(layer)))
+
+
+def _sparse(selection: Selection) -> Selection:
+    """Returns a selection whose dense heads list nothing and are not dense."""
+    if selection.dense is None:
+        return selection
+    return replace(selection, count=jnp.where(selection.dense, 0, selection.count), dense=None)
 
 
 def compacted(
@@ -122,16 +167,6 @@ def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]
     number = jnp.sum(older, -1, dtype=jnp.int32)
     ids = jnp.where(older, ids, jnp.where(nth == number[..., None], newest[..., None], 0))
     return ids, number + 1
-
-
-def _from_host(pool: HostPool, layer: LayerCache, selection: Selection, ids: Ids) -> Array:
-    """Returns listed rows or pages of host memory; zeros where the tail has them."""
-    if selection.granularity == "token":
-        found = pool.fetched_slots(layer, ids)
-    else:
-        found = pool.fetched_pages(layer, ids)
-    assert found is not None
-    return found
 
 
 def _with_tail(

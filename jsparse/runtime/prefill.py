@@ -251,7 +251,12 @@ def chunk_tokens(decoder: Decoder, batch: int) -> int:
 
     It is large enough to fill the device, and small enough to keep activations and scores small.
     """
-    most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
+    return tokens_per_chunk(decoder.config.head_dim, decoder.dtype, batch)
+
+
+def tokens_per_chunk(head_dim: int, dtype: Any, batch: int) -> int:
+    """Returns `chunk_tokens` of a decoder with this head dimension and dtype."""
+    most = _flash_tokens(head_dim, dtype)
     return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 
