@@ -136,16 +136,17 @@ def move(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> tuple[K
     """Returns a cache on the device, which the caller gives up, with K and V in host memory."""
     require_possible(policy, spec)
     host = HostMemory(host_pool.moved(cache))
-    return host.refill(_tailed(cache, policy, spec, chunk)), host
+    return host.refill(tailed(cache, policy, spec, chunk)), host
 
 
 @partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
 def _empty(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, State]:
-    return _tailed(kv_cache.init(spec), policy, spec, chunk), policy.init(spec)
+    return tailed(kv_cache.init(spec), policy, spec, chunk), policy.init(spec)
 
 
 @partial(jax.jit, static_argnames=("policy", "spec", "chunk"))
-def _tailed(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> KVCache:
+def tailed(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> KVCache:
+    """Returns a cache with empty tails in the place of K and V; resident heads keep theirs."""
     assert policy.offload is not None
     size = ring_pages(spec, policy.offload, chunk)
     layers = (

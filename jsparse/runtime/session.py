@@ -291,12 +291,14 @@ class Session:
         logits = first_logits(decoder, weights, carry.last_hidden)
         self.adopt(Held(logits, carry.cache, carry.state))
 
-    def adopt(self, held: Held) -> None:
-        """Takes over prompts that were read elsewhere for this policy, K and V on the device.
+    def adopt(self, held: Held, host: HostMemory | None = None) -> None:
+        """Takes over prompts that were read elsewhere for this policy.
 
-        Where the policy decodes from host memory, K and V move there.
+        Where the policy decodes from host memory, K and V move there, unless `host` has them.
         """
-        if self.policy.offload is not None and not isinstance(held.cache.layers[0].k, PagePool):
+        if host is not None:
+            self._host = host
+        elif self.policy.offload is not None and not isinstance(held.cache.layers[0].k, PagePool):
             chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
             cache, self._host = offloading.move(held.cache, self.policy, self.spec, chunk)
             held = held._replace(cache=cache)
