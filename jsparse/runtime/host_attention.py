@@ -139,7 +139,11 @@ def compacted(
     size = layer.page_size if selection.granularity == "page" else 1
     capacity = ids.shape[-1]
     nth = jnp.broadcast_to(jnp.arange(capacity - 1, dtype=jnp.int32), selection.ids.shape)
-    valid = nth < selection.count[..., None]
+    newest = (layer.lengths[..., None] - 1) // size
+    valid = (nth < selection.count[..., None]) & (selection.ids <= newest)
+    # a list that names nothing that is there still stands for the newest token
+    count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
+    bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
     # the newest token is the last of what there is, and everything before it is whole
     lengths = jnp.where(
         layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0
@@ -151,7 +155,7 @@ def compacted(
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
         pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))
     held = layer._replace(k=pages[0], v=pages[1], lengths=lengths, block_table=None)
-    return held, replace(selection, ids=jnp.where(valid, nth, 0)), ids
+    return held, replace(selection, ids=jnp.where(valid, nth, 0), count=count, bits=bits), ids
 
 
 def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]:
