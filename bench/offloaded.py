@@ -167,14 +167,19 @@ def copying_step(params, spec, cache, host, name: str) -> dict[str, Any]:
         held = layer._replace(k=jax.device_put(pages.k, device))
         held = write(held._replace(v=held.k), k, k, positions, valid, held.lengths - 1)
         chosen = threshold_select(
-            attention_logits(q, held), TopK(BUDGET), capacity=BUDGET, group="max",
+            attention_logits(q, held),
+            TopK(BUDGET),
+            capacity=BUDGET,
+            group="max",
             granularity="token",
         )
         slots = chosen.ids
         at = physical_pages(held, slots // 16) * 16 + slots % 16
         keys = held.k.reshape(-1, held.k.shape[-1])[at]
         values = row_gather(pages.v, at, row_axes=2)
-        values = jnp.where((slots == held.lengths[..., None] - 1)[..., None], v[:, 0, :, None], values)
+        values = jnp.where(
+            (slots == held.lengths[..., None] - 1)[..., None], v[:, 0, :, None], values
+        )
         rows = LayerCache(
             keys.reshape(-1, 16, keys.shape[-1]),
             values.reshape(-1, 16, keys.shape[-1]),

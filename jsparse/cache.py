@@ -308,9 +308,7 @@ def read_pages(pool: Array | PagePool, layer: LayerCache, logical: Int32[Array, 
     return pool[physical_pages(layer, logical)]
 
 
-def read_slots(
-    pool: Array | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]
-) -> Array:
+def read_slots(pool: Array | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
     """Reads chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
     if isinstance(pool, PagePool):
         return pool.read_slots(layer, slots)

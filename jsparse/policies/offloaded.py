@@ -37,11 +37,15 @@ def offloaded(
         raise ValueError(f"reads={reads!r}: must be None or one of {list(get_args(Reads))}")
     if not isinstance(prefetch, bool):
         raise ValueError(f"prefetch={prefetch!r}: must be True or False")
+    if prefetch and reads == "in_place":
+        raise ValueError("reads='in_place': must be None or 'gather' where prefetch=True")
     if prefetch and not policy.foresees:
         raise ValueError(
             f"prefetch=True: {policy} must know what it selects without a query, as lfps does "
             "with exact=False and bypass=False"
         )
+    if policy.offload is not None:
+        raise ValueError(f"policy={policy}: must not be offloaded already")
     require_offloadable("policy", policy)
     return policy._replace(offload=Offload(tail, reads, prefetch), dense_at=None)
 

@@ -98,9 +98,7 @@ def beside(*args, **kwargs) -> Array:
     gather = partial(row_gather, **kwargs)
     if jax.default_backend() != "gpu":
         return gather(*args)
-    run = compute_on(
-        gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
-    )
+    run = compute_on(gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
     return run(*args)
 
 
@@ -145,9 +143,7 @@ def compacted(
     count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
     # the newest token is the last of what there is, and everything before it is whole
-    lengths = jnp.where(
-        layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0
-    )
+    lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
     pages = []
     for pool, rows in zip(pools(layer), fetched[1:], strict=True):
         rows = _with_tail(pool, layer, selection, ids, rows)

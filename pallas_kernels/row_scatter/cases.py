@@ -43,7 +43,9 @@ class Case:
         ids = np.where(outside, np.where(negative, -1 - ids, self.rows + 2**30), ids)
         rows = rng.integers(100, 120, (*self.lists, *self.width))
         return Inputs(
-            jnp.asarray(pool, self.dtype), jnp.asarray(ids, jnp.int32), jnp.asarray(rows, self.dtype)
+            jnp.asarray(pool, self.dtype),
+            jnp.asarray(ids, jnp.int32),
+            jnp.asarray(rows, self.dtype),
         )
 
 

@@ -78,7 +78,11 @@ POOL, IDS = jnp.zeros((4, 2)), jnp.zeros((3, 5), jnp.int32)
         ((POOL, IDS[0, 0]), {}, r"ids=int32\[\]: must be"),
         ((POOL, IDS, jnp.zeros(2, jnp.int32)), {}, r"count=int32\[2\]: must be int32\[3\]"),
         ((POOL, IDS, jnp.zeros(3)), {}, r"count=float32\[3\]: must be int32\[3\]"),
-        ((POOL, IDS), {"row_axes": 2}, r"row_axes=2: must be at least 1 and leave axes of \(4, 2\)"),
+        (
+            (POOL, IDS),
+            {"row_axes": 2},
+            r"row_axes=2: must be at least 1 and leave axes of \(4, 2\)",
+        ),
         ((POOL, IDS), {"implementation": "abacus"}, "implementation='abacus': row_gather has"),
     ],
 )

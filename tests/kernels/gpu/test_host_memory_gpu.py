@@ -65,7 +65,9 @@ def test_negative_ids_are_not_fetched():
     np.testing.assert_array_equal(
         jax.jit(row_gather)(pool, ids, None), [[0, 0], [8, 9], [0, 0], [10, 11]]
     )
-    slots = jax.jit(partial(row_gather, row_axes=2))(on_host(jnp.arange(12.0).reshape(2, 3, 2)), ids)
+    slots = jax.jit(partial(row_gather, row_axes=2))(
+        on_host(jnp.arange(12.0).reshape(2, 3, 2)), ids
+    )
     np.testing.assert_array_equal(slots, [[0, 0], [8, 9], [0, 0], [10, 11]])
 
 
