@@ -151,8 +151,8 @@ def copying_step(params, spec, cache, host, name: str) -> dict[str, Any]:
     from jsparse.models.transformer import hidden_states, to_logits
     from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
     from jsparse.pallas_kernels.row_gather import row_gather
-    from jsparse.policies.oracle import attention_logits
     from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+    from jsparse.policies.oracle import attention_logits
     from jsparse.selection import everything
 
     decoder = params.decoder
@@ -248,7 +248,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
 
 
 def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
-    """Reads a prompt of random ids and generates; times of a second, equal prompt if it is short."""
+    """Reads a prompt of random ids and generates. The times of reading include compilation."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""Defines HostPool, which keeps a layer's K or V in host memory and its newest tokens on the device.
+"""Defines HostPool: a layer's K or V in host memory, the newest tokens on the device.
 
 A page is read from the tail, a ring of R pages per head on the device, where it is one of the
 newest R that the head holds, and from host memory otherwise. Nothing but the head's length says
@@ -6,8 +6,8 @@ which. Whoever writes tokens must have stored a page in host memory before the r
 (`stored`), and nothing else is ever written there.
 
 Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.lend`), so that
-no donated buffer is ever one of them. The heads that attend to everything in every step can have all
-their pages on the device, too.
+no donated buffer is ever one of them. The heads that attend to everything in every step can have
+all their pages on the device, too.
 """
 
 import functools
@@ -32,7 +32,6 @@ from jsparse.cache import (
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import ChunkKV, HeadFlags, Lengths, Rows, Tokens
-
 
 GatherFn = Callable[..., Array]
 
@@ -65,7 +64,8 @@ class HostPool(PagePool):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Returns [pages, P, H], the shape that an array in one memory would have."""
-        return (self.pages, *self.ring.shape[1:])
+        _, page_size, head_dim = self.ring.shape
+        return self.pages, page_size, head_dim
 
     @property
     def dtype(self) -> Any:
@@ -191,7 +191,8 @@ def _pairs(layer: LayerCache) -> Int32[Array, "B K 1"]:
 def pools(layer: LayerCache) -> tuple[HostPool, HostPool]:
     """Returns a layer's pools of K and V, which must be in host memory."""
     k, v = layer.k, layer.v
-    assert isinstance(k, HostPool) and isinstance(v, HostPool)
+    assert isinstance(k, HostPool)
+    assert isinstance(v, HostPool)
     return k, v
 
 
@@ -300,7 +301,7 @@ def host_sharding() -> SingleDeviceSharding | None:
 def _programs() -> tuple[Any, Any]:
     """Returns the jitted functions that make pages in host memory and write into them."""
     place = host_sharding()
-    outside = {} if place is None else {"out_shardings": place}
+    outside: dict[str, Any] = {} if place is None else {"out_shardings": place}
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype)

@@ -8,7 +8,7 @@ to those: what it computes is the same. Dense heads always read in place.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,9 @@ def beside(*args, **kwargs) -> Array:
     gather = partial(row_gather, **kwargs)
     if jax.default_backend() != "gpu":
         return gather(*args)
-    run = compute_on(gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    run: Any = compute_on(
+        gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+    )
     return run(*args)
 
 

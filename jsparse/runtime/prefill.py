@@ -79,8 +79,9 @@ def read_prompts(
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
-    Chunks are copied to `host` as they are read, if K and V lie there. They follow what `carry`, which is donated, has read already. `report` gets ("prefill", tokens
-    done, tokens) after each chunk.
+    Chunks are copied to `host` as they are read, if K and V lie there. They follow what `carry`,
+    which is donated, has read already. `report` gets ("prefill", tokens done, tokens) after each
+    chunk.
     """
     batch, longest = tokens.shape
     sizes = chunk_sizes(longest, chunk_tokens(decoder, batch))

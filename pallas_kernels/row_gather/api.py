@@ -39,9 +39,10 @@ def row_gather(
 
     Args:
         pool: an array with rows along its first `row_axes` axes: [rows, H], or [pages, P, H], whose
-            rows are pages, or with row_axes=2 the slots of pages after each other. It may lie in `pinned_host` memory: inside jit too, the Triton backend then
-            fetches the listed rows over the bus and no others, while the reference copies the whole
-            pool to the device first.
+            rows are pages, or with row_axes=2 the slots of pages after each other. It may lie in
+            `pinned_host` memory: inside jit too, the Triton backend then fetches the listed rows
+            over the bus and no others, while the reference copies the whole pool to the device
+            first.
         ids: rows in [0, rows). A negative id gives zeros, and nothing is read for it; one that is
             too large gives the last row.
         count: the number of rows that are wanted from each list, the first ones; None is all C. The
