@@ -23,7 +23,7 @@ FLOORS = (
         "boundary_classes",
         "key_constants",
     ),
-    ("kernels", "pallas_kernels"),
+    ("kernels", "pallas_kernels", "host_pool"),
     ("contract", "policy", "owners"),
     ("policies", "policies", "extend"),
     ("models", "models"),

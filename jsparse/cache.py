@@ -6,6 +6,7 @@ mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head 
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,65 @@ class CacheSpec(NamedTuple):
         return self.num_layers * self.pages * self.page_size
 
 
+class PagePool(ABC):
+    """Stands in for an array of pages, [pages, P, H], whose pages lie in several memories.
+
+    It has an array's `shape` and `dtype`, and is read and written by the functions of this module.
+    jsparse.host_pool.HostPool is the one that there is, and says what the arrays are.
+    """
+
+    ring: Array
+    host: Array | None
+    resident: Array | None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """Returns [pages, P, H]."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """Returns the type of the values."""
+
+    @abstractmethod
+    def ring_pages(self, layer: "LayerCache") -> int:
+        """Returns the pages per head that the ring holds."""
+
+    @abstractmethod
+    def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
+        """Returns each head's first page in `resident`; negative for heads that are not there."""
+
+    @abstractmethod
+    def read_pages(self, layer: "LayerCache", logical: Int32[Array, "B K n"]) -> Array:
+        """Returns chosen pages of each head, [B, K, n, P, H]."""
+
+    @abstractmethod
+    def read_slots(self, layer: "LayerCache", slots: Int32[Array, "B K n"]) -> Array:
+        """Returns chosen slots of each head, [B, K, n, H]."""
+
+    @abstractmethod
+    def written(
+        self,
+        layer: "LayerCache",
+        slots: Int32[Array, "B K T"],
+        ok: Bool[Array, "B K T"],
+        rows: Array,
+    ) -> "PagePool":
+        """Returns the pool with rows [B, K, T, H] at those of the slots that are `ok`."""
+
+    @abstractmethod
+    def lent(self, host: Array | None) -> "PagePool":
+        """Returns the pool with its pages in host memory, which it borrows for one call."""
+
+
+class HostPages(NamedTuple):
+    """Holds the pages of one layer in host memory, [pages, P, H] each."""
+
+    k: Array
+    v: Array
+
+
 class FreeList(NamedTuple):
     """Holds a stack of unused physical pages, of which `pages[:count]` are free.
 
@@ -70,7 +130,8 @@ class LayerCache(NamedTuple):
     """Holds one layer's K and V.
 
     Attributes:
-        k, v: the page pool, flattened over rows and heads. Every slot is finite, held or not,
+        k, v: the page pool, flattened over rows and heads: an array, or a PagePool that stands in
+            for one where K and V lie in host memory. Every slot is finite, held or not,
             because attention may multiply by 0 what it does not attend to.
         lengths: the number of tokens held, per row and head.
         block_table: the physical page of each logical page; None is the identity.
@@ -131,18 +192,33 @@ class KVCache(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """Holds what hooks may borrow for one call, in the fields of KVCache that have these names."""
+    """Holds what hooks may borrow for one call, in the fields of KVCache that have these names.
+
+    `host` is what layers have in host memory; it is never donated with the cache.
+    """
 
     constants: Mapping[str, Array] | None = None
     knobs: Mapping[str, Array] | None = None
+    host: tuple[HostPages, ...] | None = None
 
 
 NOTHING = Lent()
 
 
 def lend(cache: KVCache, lent: Lent) -> KVCache:
-    """Returns the cache with these fields; `lend(cache, NOTHING)` takes them back."""
-    return cache._replace(constants=lent.constants, knobs=lent.knobs)
+    """Returns the cache with these fields; `lend(cache, NOTHING)` takes them back.
+
+    `lent.host` goes to the layers, whose pools must be PagePools.
+    """
+    cache = cache._replace(constants=lent.constants, knobs=lent.knobs)
+    if not isinstance(cache.layers[0].k, PagePool):
+        return cache
+    pages = lent.host or (HostPages(None, None),) * len(cache.layers)  # pyright: ignore
+    layers = (
+        layer._replace(k=layer.k.lent(own.k), v=layer.v.lent(own.v))  # pyright: ignore
+        for layer, own in zip(cache.layers, pages, strict=True)
+    )
+    return cache._replace(layers=tuple(layers))
 
 
 OPTIONAL_FIELDS = ("bias", "slot_positions")
@@ -222,25 +298,33 @@ def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[A
     return first + logical
 
 
-def read_pages(pool: Array, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
+def read_pages(pool: Array | PagePool, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
     """Reads chosen pages of each head, [B, K, n, P, …], from a pool such as `layer.k`.
 
     A pool is [pages, P, …].
     """
+    if isinstance(pool, PagePool):
+        return pool.read_pages(layer, logical)
     return pool[physical_pages(layer, logical)]
 
 
-def read_slots(pool: Array, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
+def read_slots(pool: Array | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
     """Reads chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
+    if isinstance(pool, PagePool):
+        return pool.read_slots(layer, slots)
     return pool[physical_pages(layer, slots // layer.page_size), slots % layer.page_size]
 
 
-def read_heads(pool: Array, layer: LayerCache) -> Array:
+def read_heads(pool: Array | PagePool, layer: LayerCache) -> Array:
     """Reads every slot of every head, [B, K, S, …], from a pool [pages, P, …].
 
     Under the identity table this is a reshape.
     """
     shape = (*layer.lengths.shape, layer.capacity, *pool.shape[2:])
+    if isinstance(pool, PagePool):
+        pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
+        every = jnp.broadcast_to(pages, (*layer.lengths.shape, pages.size))
+        return pool.read_pages(layer, every).reshape(shape)
     return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape)
 
 
@@ -326,7 +410,9 @@ def write(
     pages = physical_pages(layer, jnp.where(ok, slots // layer.page_size, 0))
     at = (jnp.where(ok, pages, layer.k.shape[0]), slots % layer.page_size)  # out of range: dropped
 
-    def put(pool: Array, rows: Array) -> Array:
+    def put(pool: Any, rows: Array) -> Any:
+        if isinstance(pool, PagePool):
+            return pool.written(layer, slots, ok, rows)
         return pool.at[at].set(rows.astype(pool.dtype), mode="drop")
 
     layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))

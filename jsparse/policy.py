@@ -158,6 +158,12 @@ class ResolveFn(Protocol):
     def __call__(self, spec: CacheSpec, /) -> "Policy": ...
 
 
+class DenseHeadsFn(Protocol):
+    """Name the KV heads that attend to everything in every step of a layer, ascending."""
+
+    def __call__(self, layer: int, num_kv_heads: int, /) -> tuple[int, ...]: ...
+
+
 class FallbackFn(Protocol):
     """Decide on the device whether this step's layer is dense for the whole batch."""
 
@@ -178,6 +184,25 @@ def _no_maintenance(state: State, cache: KVCache) -> tuple[State, KVCache]:
 
 def _no_stats(layer: int) -> StatsKind | None:
     return None
+
+
+def _no_heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
+    return ()
+
+
+class Offload(NamedTuple):
+    """Says how K and V lie in host memory while a policy decodes.
+
+    Attributes:
+        tail: the newest tokens of a row that stay on the device, at the least.
+        reads: "in_place" lets attention read host memory, "gather" fetches what is selected to the
+            device first; None is what the op can do best.
+        prefetch: whether a layer's rows are fetched before the layer above attends.
+    """
+
+    tail: int
+    reads: Literal["in_place", "gather"] | None = None
+    prefetch: bool = False
 
 
 class Policy(NamedTuple):
@@ -209,6 +234,14 @@ class Policy(NamedTuple):
         per_row: hyper-parameters that may differ by row; `knob` reads them.
         dense_at: hyper-parameters at which the method equals dense attention; None where there are
             none.
+        needs_device: whether decoding needs all of K or V on the device: hooks other than `select`
+            read more than the last page and the `looks_back` newest tokens, or `select` reads more
+            than a few rows. Such a policy cannot be `offloaded`.
+        looks_back: the newest tokens whose K and V `append` and `maintain` read.
+        foresees: whether `select` reads neither its query nor K nor V and returns the state as it
+            got it, so that it may be called before the layer's query exists.
+        dense_heads: names the KV heads of a layer that always attend to everything.
+        offload: where K and V lie in host memory, and how they are read; None is on the device.
         resolve: for a name that stands for other policies: chooses the one that runs. Nobody calls
             the other hooks then. None is the policy itself.
         name: the expression that builds it.
@@ -232,6 +265,11 @@ class Policy(NamedTuple):
     shares: Shares | None = None
     per_row: tuple[str, ...] = ()
     dense_at: Mapping[str, Any] | None = None
+    needs_device: bool = True
+    looks_back: int = 0
+    foresees: bool = False
+    dense_heads: DenseHeadsFn = _no_heads
+    offload: Offload | None = None
     resolve: ResolveFn | None = None
     name: str = ""
 

@@ -16,6 +16,7 @@ from jsparse.policies.hard_kv import hard_kv
 from jsparse.policies.lfps import lfps
 from jsparse.policies.lychee_cluster import lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode
+from jsparse.policies.offloaded import offloaded
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
 from jsparse.policies.quest import quest
 from jsparse.policies.r_kv import r_kv
@@ -54,6 +55,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
         keep,
         dense_layers,
         retrieval_heads,
+        offloaded,
     )
 }
 

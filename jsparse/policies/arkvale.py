@@ -68,7 +68,13 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         return chosen, None, state
 
     kept = sidecar(init, taken_in)
-    return Policy(select, **kept._asdict(), shares="pages", dense_at={"budget": 2**30})
+    return Policy(
+        select,
+        **kept._asdict(),
+        shares="pages",
+        needs_device=False,
+        dense_at={"budget": 2**30},
+    )
 
 
 def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /) -> Balls:

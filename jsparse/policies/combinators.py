@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.partials import Summary
@@ -145,7 +146,12 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
             return everything(cache.layers[layer].lengths), None, state
         return policy.select(state, layer, q, cache)
 
-    return policy._replace(select=select, dense_at={"n": 2**30})
+    def heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
+        if layer < n:
+            return tuple(range(num_kv_heads))
+        return policy.dense_heads(layer, num_kv_heads)
+
+    return policy._replace(select=select, dense_heads=heads, dense_at={"n": 2**30})
 
 
 @builder
@@ -177,7 +183,13 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
         wide = here if chosen.dense is None else here | chosen.dense
         return replace(chosen, dense=wide), summary, state
 
-    return policy._replace(select=select, init=init, dense_at={"policy": dense()})
+    def heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
+        own = {*np.flatnonzero(mask[layer]).tolist()}
+        return tuple(sorted(own | {*policy.dense_heads(layer, num_kv_heads)}))
+
+    return policy._replace(
+        select=select, init=init, dense_heads=heads, dense_at={"policy": dense()}
+    )
 
 
 def _of_others(summary: Summary, heads: HeadFlags) -> Summary:

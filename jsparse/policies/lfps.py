@@ -241,6 +241,8 @@ def lfps(
         window=WINDOW,
         shares="keys",
         per_row=("budget",),
+        needs_device=False,
+        foresees=not exact and not bypass,
         dense_at={
             "budget": 1.0,
             "candidates": "top",

@@ -12,6 +12,7 @@ from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, resolved
+from jsparse.runtime import offloading, prefill
 
 PAGE_SIZES = (8, 16, 32, 64)
 
@@ -95,9 +96,19 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
     return state + len(policy.fields) * 4 * spec.num_slots
 
 
+def device_bytes(spec: CacheSpec, policy: Policy) -> int:
+    """Returns the bytes of the cache and of the policy's state on the device."""
+    chunk = prefill.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
+    kept = offloading.device_bytes(spec, resolved(policy, spec), chunk)
+    return kept + policy_bytes(spec, policy)
+
+
 def fits(spec: CacheSpec, policy: Policy) -> bool:
     """Returns whether the cache and the policy's state fit in the memory that is free."""
-    return spec.nbytes + policy_bytes(spec, policy) <= memory.available_bytes()
+    offloads = resolved(policy, spec).offload is not None
+    if offloads and spec.nbytes > offloading.available_host_bytes():
+        return False
+    return device_bytes(spec, policy) <= memory.available_bytes()
 
 
 def require_fit(spec: CacheSpec, policy: Policy) -> None:
@@ -105,7 +116,9 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
 
     Nothing is allocated.
     """
-    wanted, there = spec.nbytes + policy_bytes(spec, policy), memory.available_bytes()
+    if resolved(policy, spec).offload is not None:
+        offloading.require_host_fit(spec)
+    wanted, there = device_bytes(spec, policy), memory.available_bytes()
     if wanted > there:
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes {memory.size(wanted)} of "

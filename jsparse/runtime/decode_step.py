@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from jsparse.cache import KVCache, fill, grow, spec_of, taken
+from jsparse.cache import KVCache, PagePool, fill, grow, spec_of, taken
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, Summary, merge
 from jsparse.policy import Policy, State
+from jsparse.runtime import host_attention
+from jsparse.runtime.host_attention import Fetched, fetch_ahead
 from jsparse.selection import Selection, count_tokens, everything
 from jsparse.shapes import Lengths, Queries, Rows
 
@@ -67,13 +69,14 @@ def decode_step(
     cache = grow(cache, one, 1)
     one = taken(cache, one)
     cache = cache._replace(active=one > 0)
-    counts = []
+    counts, ahead = [], None
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        nonlocal cache, state
+        nonlocal cache, state, ahead
         cache = fill(cache, layer, k, v, positions, one)
         state = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
-        out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state)
+        ready, ahead = ahead, fetch_ahead(policy, layer + 1, q[:, 0], cache, state)
+        out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state, ready)
         state = policy.update(state, layer, out.stats, cache)
         counts.append(counted)
         return out.o[:, None]
@@ -90,11 +93,17 @@ def decode_step(
 
 
 def attend_layer(
-    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+    policy: Policy,
+    layer: int,
+    q: Queries,
+    cache: KVCache,
+    state: State,
+    fetched: Fetched | None = None,
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
     """Selects and attends in one layer; attends densely where the policy falls back to that.
 
-    The last two arrays are the number of tokens that each head attended to and read.
+    The last two arrays are the number of tokens that each head attended to and read. `fetched` is
+    what has been selected and fetched already.
     """
     held = cache.layers[layer]
 
@@ -103,9 +112,10 @@ def attend_layer(
             summary = _of_active(Summary(*summary), cache)
         selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
-        out = ATTENTION[selection.granularity](
-            q, held, selection, stats=policy.stats(layer), dtype=dtype
-        )
+        run = ATTENTION[selection.granularity]
+        if isinstance(held.k, PagePool):
+            run = host_attention.attention(run, policy.offload, fetched)
+        out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
         counted = count_tokens(selection, held.lengths, held.page_size)
         if summary is not None:
             o, lse = merge(out.o, out.lse, summary.o, summary.lse)
@@ -114,6 +124,8 @@ def attend_layer(
         return out, state, counted
 
     def sparse(state):
+        if fetched is not None:
+            return attend(fetched.selection, None, state)
         return attend(*policy.select(state, layer, q, cache))
 
     if policy.fallback is None:

@@ -15,10 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import NOTHING, KVCache, LayerCache, Lent, append, lend, read_pages
+from jsparse.cache import (
+    NOTHING,
+    KVCache,
+    LayerCache,
+    Lent,
+    append,
+    lend,
+    read_pages,
+    replace_layer,
+)
+from jsparse.host_pool import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
+from jsparse.runtime.offloading import HostMemory
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
@@ -63,12 +74,14 @@ def read_prompts(
     carry: PrefillCarry,
     *,
     lent: Lent = NOTHING,
+    host: HostMemory | None = None,
     report: OnProgress = lambda *_: None,
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
-    They follow what `carry`, which is donated, has read already. `report` gets ("prefill", tokens
-    done, tokens) after each chunk.
+    Chunks are copied to `host` as they are read, if K and V lie there. They follow what `carry`,
+    which is donated, has read already. `report` gets ("prefill", tokens done, tokens) after each
+    chunk.
     """
     batch, longest = tokens.shape
     sizes = chunk_sizes(longest, chunk_tokens(decoder, batch))
@@ -77,16 +90,19 @@ def read_prompts(
     done = 0
     try:
         for size in sizes:
+            valid = jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32)
             carry = prefill_chunk(
                 decoder,
                 policy,
                 weights,
                 jnp.asarray(tokens[:, done : done + size], jnp.int32),
-                jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32),
+                valid,
                 carry,
-                lent,
+                lent if host is None else lent._replace(host=host.pages),
                 last=done + size >= longest,
             )
+            if host is not None:
+                host.store(carry.cache, valid, size)
             done += size
             report("prefill", min(done, longest), longest)
     except BaseException:
@@ -127,13 +143,15 @@ def prefill_chunk(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, valid)
-        o = attend_chunk(q, k, v, cache.layers[layer], valid)
+        held = whole(cache.layers[layer], q, (k, v), positions, valid)
+        o = attend_chunk(q, k, v, held, valid)
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]
-        held = jnp.minimum(before + valid, policy.window)
+        asked = jnp.minimum(before + valid, policy.window)
+        view = replace_layer(cache, layer, held)
         state = policy.prefill(
-            state, layer, PrefillView(tokens, positions, k, v, valid, cache, window, held, last)
+            state, layer, PrefillView(tokens, positions, k, v, valid, view, window, asked, last)
         )
         return o
 
@@ -234,7 +252,12 @@ def chunk_tokens(decoder: Decoder, batch: int) -> int:
 
     It is large enough to fill the device, and small enough to keep activations and scores small.
     """
-    most = _flash_tokens(decoder.config.head_dim, decoder.dtype)
+    return tokens_per_chunk(decoder.config.head_dim, decoder.dtype, batch)
+
+
+def tokens_per_chunk(head_dim: int, dtype: Any, batch: int) -> int:
+    """Returns `chunk_tokens` of a decoder with this head dimension and dtype."""
+    most = _flash_tokens(head_dim, dtype)
     return max(64, 2 ** int(math.log2(max(most // batch, 1))))
 
 

@@ -21,16 +21,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
+from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, PagePool, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, resolved, whole_number
-from jsparse.runtime import capacity, prefill
+from jsparse.runtime import capacity, offloading, prefill
 from jsparse.runtime.compilation import note_trace, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
+from jsparse.runtime.offloading import HostMemory
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.shapes import Rows
@@ -215,8 +216,12 @@ class Session:
             require_resumable(policy, spec)
         if steps_per_program is not None:
             whole_number("steps_per_program", steps_per_program, 1)
+        if policy.offload is not None:
+            offloading.require_possible(policy, spec)
+            steps_per_program = 1  # a loop's body cannot take arrays in host memory
         on_gpu = jax.default_backend() == "gpu"
         self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
+        self._host: HostMemory | None = None
         self._resumable = resumable
         self._held: Held | None = None
         self._prompt_end: _AtPromptEnd | None = None
@@ -273,6 +278,7 @@ class Session:
         carry = prefill.read_prompts(
             *(decoder, self.policy, weights, tokens, lengths, carry),
             lent=Lent(constants(self.params, self.policy, report)),
+            host=self._host,
             report=report,
         )
         if self._resumable:
@@ -285,8 +291,17 @@ class Session:
         logits = first_logits(decoder, weights, carry.last_hidden)
         self.adopt(Held(logits, carry.cache, carry.state))
 
-    def adopt(self, held: Held) -> None:
-        """Takes over prompts that were read elsewhere for this policy."""
+    def adopt(self, held: Held, host: HostMemory | None = None) -> None:
+        """Takes over prompts that were read elsewhere for this policy.
+
+        Where the policy decodes from host memory, K and V move there, unless `host` has them.
+        """
+        if host is not None:
+            self._host = host
+        elif self.policy.offload is not None and not isinstance(held.cache.layers[0].k, PagePool):
+            chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
+            cache, self._host = offloading.move(held.cache, self.policy, self.spec, chunk)
+            held = held._replace(cache=cache)
         self._begun = True
         self._held, self._age, self._decoded = held, 0, False
 
@@ -346,6 +361,8 @@ class Session:
             done = 1
             while done < max(limits):
                 count = self._count(done, limits)
+                if self._host is not None:
+                    lent = lent._replace(host=self._host.pages)
                 began, traced = time.perf_counter(), traces()
                 carry, result = decode_steps(
                     *(decoder, policy, choose, count, keep_logits),
@@ -377,11 +394,17 @@ class Session:
         end = self._prompt_end
         if end is None:
             self._begun = True
-            made = empty(self.spec, self.policy)
+            if self.policy.offload is None:
+                made = empty(self.spec, self.policy)
+            else:
+                chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
+                *made, self._host = offloading.begin(self.spec, self.policy, chunk)
             return prefill.start(self.params.decoder, self.policy, *made)
         held = self.held
         self._prompt_end = self._held = None  # donated
         cache = cut_back(held.cache, jnp.asarray(end.positions))
+        if self._host is not None:
+            cache = self._host.refill(cache)
         state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
 
@@ -390,7 +413,7 @@ class Session:
         left = [limit - done for limit in limits if limit > done]
         due = [
             every - self._age % every
-            for every in (self.policy.period, self.policy.correct_every)
+            for every in (self.policy.period, self.policy.correct_every, self._flush_every)
             if every
         ]
         return self._most_steps if min(left + due) >= self._most_steps else 1
@@ -404,8 +427,18 @@ class Session:
                 *(cache, state, lent),
             )
         if policy.period and self._age % policy.period == 0:
-            cache, state = maintain(policy, cache, state, lent)
+            # what it reads lies in the tail
+            cache, state = maintain(policy, cache, state, lent._replace(host=None))
+        if self._host is not None and self._age % self._flush_every == 0:
+            every = jnp.full(self.spec.batch, self._flush_every, jnp.int32)
+            self._host.store(cache, every, self._flush_every)
         return carry._replace(cache=cache, state=state)
+
+    @property
+    def _flush_every(self) -> int:
+        """Returns the steps after which the tail is copied to host memory; 0 where all stays."""
+        offload = self.policy.offload
+        return 0 if offload is None else offloading.flush_every(offload, self.spec.page_size)
 
     def _wanted(self, cache: KVCache, limits: Sequence[int]) -> list[int]:
         """Returns the slots that a head of each row may come to need, once the prompts are read."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from jsparse import key_constants
-from jsparse.cache import LayerCache
+from jsparse.cache import LayerCache, PagePool
 from jsparse.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -45,6 +45,7 @@ class AppendPlan:
     columns: int
     paged: bool
     framed: bool
+    ring: int
     steps: int = key_bounds.STEPS
     coarsest: float = key_bounds.COARSEST
     least: float = key_bounds.LEAST
@@ -64,6 +65,10 @@ def bounds_append(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
+    # what is touched is new, and so lies on the device
+    k, ring = layer.k, 0
+    if isinstance(k, PagePool):
+        k, ring = k.ring, k.ring_pages(layer)
     plan = AppendPlan(
         heads=layer.lengths.shape[1],
         pages=layer.num_pages,
@@ -72,11 +77,12 @@ def bounds_append(
         rows=triton.next_power_of_2(page_size),
         columns=triton.next_power_of_2(head_dim),
         paged=table is not None,
+        ring=ring,
         framed=frame is not None,
     )
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     given = (
-        *(layer.k, valid, first, layer.lengths),
+        *(k, valid, first, layer.lengths),
         absent if table is None else table,
         *((absent,) * 3 if frame is None else frame),
     )
@@ -125,6 +131,18 @@ def locate(
     if plan.paged:
         page = tl.load(table + page)
     return page.to(tl.int64)
+
+
+@triton.jit
+def locate_keys(
+    page,
+    logical,
+    plan: tl.constexpr,
+):
+    """Return the index of a page of keys, which may lie in the head's ring of newest pages."""
+    if plan.ring:
+        page = (tl.program_id(1) * plan.ring + logical % plan.ring).to(tl.int64)
+    return page
 
 
 @triton.jit
@@ -184,7 +202,7 @@ def into_frame(
 
 @triton.jit
 def append_values(
-    k,  # [pages, P, H]
+    k,  # [pages, P, H], or rings of the newest pages
     valid,  # [B]
     first,  # [B, K]
     lengths,  # [B, K]
@@ -202,7 +220,7 @@ def append_values(
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
-        low, high = extremes(k, page, held, plan)
+        low, high = extremes(k, locate_keys(page, logical, plan), held, plan)
         channel = tl.arange(0, plan.columns)
         at = page * plan.head_dim + channel
         tl.store(low_ptr + at, low, mask=channel < plan.head_dim)
@@ -211,7 +229,7 @@ def append_values(
 
 @triton.jit
 def append_codes(
-    k,  # [pages, P, H]
+    k,  # [pages, P, H], or rings of the newest pages
     valid,  # [B]
     first,  # [B, K]
     lengths,  # [B, K]
@@ -231,7 +249,7 @@ def append_codes(
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
-        low, high = extremes(k, page, held, plan)
+        low, high = extremes(k, locate_keys(page, logical, plan), held, plan)
         if plan.framed:
             low, high = into_frame(low, high, mid, key_scale, angles, logical, plan)
         channel = tl.arange(0, plan.columns)

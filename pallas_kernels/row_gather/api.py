@@ -15,7 +15,7 @@ def _triton():
     return triton_gpu.row_gather
 
 
-def _refusal(pool: Array, *_) -> str | None:
+def _refusal(pool: Array, *_, **__) -> str | None:
     if pool.dtype.name not in _COPIED:
         return f"takes {', '.join(_COPIED)}, not {pool.dtype.name}"
     return no_triton()
@@ -32,18 +32,22 @@ def row_gather(
     ids: Int32[Array, "*lists C"],
     count: Int32[Array, "*lists"] | None = None,
     *,
+    row_axes: int = 1,
     implementation: str | None = None,
 ) -> Shaped[Array, "*gathered"]:
     """Gather the listed rows into the device's memory, in the order of their list.
 
     Args:
-        pool: an array with rows along its first axis: [rows, H], or [pages, P, H], whose rows are
-            pages. It may lie in `pinned_host` memory: inside jit too, the Triton backend then
-            fetches the listed rows over the bus and no others, while the reference copies the whole
-            pool to the device first.
-        ids: rows in [0, rows); any other id gives the nearest row.
+        pool: an array with rows along its first `row_axes` axes: [rows, H], or [pages, P, H], whose
+            rows are pages, or with row_axes=2 the slots of pages after each other. It may lie in
+            `pinned_host` memory: inside jit too, the Triton backend then fetches the listed rows
+            over the bus and no others, while the reference copies the whole pool to the device
+            first.
+        ids: rows in [0, rows). A negative id gives zeros, and nothing is read for it; one that is
+            too large gives the last row.
         count: the number of rows that are wanted from each list, the first ones; None is all C. The
             rows of the others are zeros, and nothing is read for them.
+        row_axes: the number of the pool's leading axes that count rows.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
@@ -52,15 +56,17 @@ def row_gather(
     Raises:
         ValueError: shapes or types do not fit together.
     """
+    if not 1 <= row_axes < max(pool.ndim, 2):
+        raise ValueError(f"row_axes={row_axes}: must be at least 1 and leave axes of {pool.shape}")
     if pool.ndim < 2:
         raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
     if ids.ndim < 1 or ids.dtype != jnp.int32:
         raise ValueError(f"ids={ids.dtype}{list(ids.shape)}: must be int32[..., C]")
-    if pool.shape[0] == 0 and ids.size:
+    if 0 in pool.shape[:row_axes] and ids.size:
         raise ValueError(f"pool.shape={pool.shape}: must have a row where ids lists any")
     if count is not None and (count.shape != ids.shape[:-1] or count.dtype != jnp.int32):
         raise ValueError(
             f"count={count.dtype}{list(count.shape)}: must be int32{list(ids.shape[:-1])}, one for "
             "each list"
         )
-    return run("row_gather", implementation, BACKENDS, pool, ids, count)
+    return run("row_gather", implementation, BACKENDS, pool, ids, count, row_axes=row_axes)

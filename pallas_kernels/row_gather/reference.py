@@ -9,18 +9,21 @@ def row_gather(
     pool: Shaped[Array, "rows *W"],
     ids: Int32[Array, "*lists C"],
     count: Int32[Array, "*lists"] | None,
+    *,
+    row_axes: int = 1,
 ) -> Shaped[Array, "*gathered"]:
     """Implement `api.row_gather` in plain jnp.
 
     XLA gathers on the device alone, so a pool in host memory is copied there whole.
     """
     pool = jax.device_put(pool, jax.memory.Space.Device)
+    width = pool.shape[row_axes:]
     if ids.size == 0:
-        return jnp.zeros((*ids.shape, *pool.shape[1:]), pool.dtype)
-    rows = jnp.take(pool, ids, axis=0, mode="clip")
-    if count is None:
-        return rows
-    wanted = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
+        return jnp.zeros((*ids.shape, *width), pool.dtype)
+    rows = jnp.take(pool.reshape(-1, *width), ids, axis=0, mode="clip")
+    wanted = ids >= 0
+    if count is not None:
+        wanted &= jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
     return jnp.where(
-        wanted.reshape(*ids.shape, *(1,) * (pool.ndim - 1)), rows, jnp.zeros((), pool.dtype)
+        wanted.reshape(*ids.shape, *(1,) * len(width)), rows, jnp.zeros((), pool.dtype)
     )

@@ -44,12 +44,13 @@ def row_gather(
     ids: Int32[Array, "*lists C"],
     count: Int32[Array, "*lists"] | None,
     *,
+    row_axes: int = 1,
     tiling: GatherTiling | None = None,
 ) -> Shaped[Array, "*gathered"]:
     """Implement `api.row_gather` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    shape, width = (*ids.shape, *pool.shape[1:]), prod(pool.shape[1:])
+    shape, width = (*ids.shape, *pool.shape[row_axes:]), prod(pool.shape[row_axes:])
     if ids.size * width == 0:
         return jnp.zeros(shape, pool.dtype)
     tiling = default_tiling(ids.size * width * pool.dtype.itemsize) if tiling is None else tiling
@@ -58,7 +59,7 @@ def row_gather(
     rows = elements // cols
     return triton_call(
         *(pool, ids, ids if count is None else count),  # ids stand in for a count; never read
-        *(ids.size, ids.shape[-1], pool.shape[0]),
+        *(ids.size, ids.shape[-1], prod(pool.shape[:row_axes])),
         kernel=gather_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, pool.dtype),
         grid=(triton.cdiv(ids.size, rows), triton.cdiv(width, cols)),
@@ -93,7 +94,8 @@ def gather_kernel(
     wanted = exists
     if HAS_COUNT:
         wanted &= entry % capacity < tl.load(count_ptr + entry // capacity, mask=exists, other=0)
-    row = tl.load(ids_ptr + entry, mask=wanted, other=0)
+    row = tl.load(ids_ptr + entry, mask=wanted, other=-1)
+    wanted &= row >= 0
     row = tl.minimum(tl.maximum(row, 0), pool_rows - 1).to(tl.int64)
     x = tl.load(
         pool_ptr + row[:, None] * W + col,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import LayerCache, physical_pages, read_slots
+from jsparse.cache import LayerCache, PagePool, physical_pages, read_slots
 from jsparse.shapes import Pages
 
 BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a usual L2 cache
@@ -78,7 +78,15 @@ def weighted_sum(
 def _blocks(
     pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "heads blocks BLOCK"]]:
-    """Return the pool by rows and each head's rows in it, filled up with its slot 0."""
+    """Return the pool by rows and each head's rows in it, filled up with its slot 0.
+
+    Of a pool that lies in several memories, only the listed rows are fetched.
+    """
+    if isinstance(pool, PagePool):
+        slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[-1] % BLOCK)))
+        at = jnp.arange(slots.size, dtype=jnp.int32)
+        rows = pool.read_slots(layer, slots).reshape(slots.size, -1)
+        return rows, at.reshape(layer.lengths.size, -1, BLOCK)
     slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[-1] % BLOCK)))
     size = layer.page_size
     at = physical_pages(layer, slots // size) * size + slots % size

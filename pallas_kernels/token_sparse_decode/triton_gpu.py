@@ -15,7 +15,7 @@ import triton.language as tl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jsparse.cache import LayerCache
+from jsparse.cache import LayerCache, PagePool
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
@@ -74,16 +74,24 @@ def token_sparse_decode(
     rows = group + (stats is not None and not listed)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     by_slot = stats is not None and not listed
+    k, v = layer.k, layer.v
+    places, ring, resident = (absent,) * 5, 0, False
+    if isinstance(k, PagePool) and isinstance(v, PagePool):
+        ring, resident = k.ring_pages(layer), k.resident is not None
+        own = (k.resident, v.resident, k.resident_first(layer)) if resident else (absent,) * 3
+        places = k.ring, v.ring, *own
+        k, v = k.host, v.host
     whole_row = jax.ShapeDtypeStruct((batch, heads, layer.capacity), jnp.float32)
     of_list = jax.ShapeDtypeStruct((batch, heads, group, capacity + 1), jnp.float32)
     nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
     o, lse, used, scores, ids, count = triton_call(
-        *(q, layer.k, layer.v, layer.lengths, selection.count),
+        *(q, k, v, layer.lengths, selection.count),
         absent if selection.dense is None else selection.dense,
         selection.ids if capacity else absent,
         absent if layer.block_table is None else layer.block_table,
         absent if layer.bias is None else layer.bias,
         jnp.full(whole_row.shape, -jnp.inf, jnp.float32) if by_slot else absent,
+        *places,
         *(pairs, capacity, layer.num_pages, splits),
         kernel=attend_kernel,
         out_shape=[
@@ -101,6 +109,8 @@ def token_sparse_decode(
         BLOCK=tiling.block,
         UNIT_BLOCKS=tiling.unit_blocks,
         MAX_UNITS=tiling.max_units,
+        RING=ring,
+        RESIDENT=resident,
         HAS_DENSE=selection.dense is not None,
         HAS_TABLE=layer.block_table is not None,
         HAS_BIAS=layer.bias is not None,
@@ -186,6 +196,51 @@ def _find(
 
 
 @triton.jit
+def _away(base_ptr, ptr):
+    """Return how many elements lie between two arrays, a multiple of 16 bytes.
+
+    Loads stay as wide as within one array, and there is one of them wherever a row lies.
+    """
+    unit: tl.constexpr = 128 // base_ptr.dtype.element_ty.primitive_bitwidth
+    return (ptr.to(tl.int64) - base_ptr.to(tl.int64)) // 16 * unit
+
+
+@triton.jit
+def _tiered(
+    k_ptr,
+    v_ptr,
+    ring_k_ptr,
+    ring_v_ptr,
+    own_k_ptr,
+    own_v_ptr,
+    own_first,
+    pair,
+    slot,
+    at,
+    newest,
+    RING: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    P: tl.constexpr,
+    H: tl.constexpr,
+):
+    """Return the elements at which rows begin, counted from k_ptr and v_ptr.
+
+    The newest RING pages of a head are read from its ring, all pages of a resident head from the
+    device, others where k_ptr and v_ptr lie.
+    """
+    page = slot // P
+    ring = (pair.to(tl.int64) * RING + page % RING) * P + slot % P
+    here = page > newest // P - RING
+    at_k = tl.where(here, _away(k_ptr, ring_k_ptr) + ring * H, at * H)
+    at_v = tl.where(here, _away(v_ptr, ring_v_ptr) + ring * H, at * H)
+    if RESIDENT:
+        own = own_first.to(tl.int64) * P + slot
+        at_k = tl.where(own_first >= 0, _away(k_ptr, own_k_ptr) + own * H, at_k)
+        at_v = tl.where(own_first >= 0, _away(v_ptr, own_v_ptr) + own * H, at_v)
+    return at_k, at_v
+
+
+@triton.jit
 def _older(
     ids_ptr,  # [listed]
     listed,
@@ -235,6 +290,11 @@ def attend_kernel(
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
     _,  # with STATS an alias of scores_ptr, full of -inf
+    ring_k_ptr,  # [pairs · RING, P, H], where k_ptr lies in host memory
+    ring_v_ptr,  # [pairs · RING, P, H]
+    own_k_ptr,  # [resident pages, P, H]
+    own_v_ptr,  # [resident pages, P, H]
+    own_first_ptr,  # [B, K], a resident head's first page; -1 for the others
     pairs,
     capacity,
     pages,  # M, of a head
@@ -248,6 +308,8 @@ def attend_kernel(
     BLOCK: tl.constexpr,
     UNIT_BLOCKS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
+    RING: tl.constexpr,
+    RESIDENT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -297,6 +359,9 @@ def attend_kernel(
         entries, listed = _entries(lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE)
         newest = tl.load(lengths_ptr + pair) - 1
         line = pair.to(tl.int64) * (capacity + 1)  # of LISTED
+        own_first = tl.full([], -1, tl.int32)
+        if RESIDENT:
+            own_first = tl.load(own_first_ptr + pair)
         size = _unit_size(entries, BLOCK, UNIT_BLOCKS, MAX_UNITS)
         first = split * size
         slot, at, valid = _find(
@@ -339,8 +404,27 @@ def attend_kernel(
                 HAS_TABLE,
             )
             inside = valid[:, None] & (col < H)
-            k = tl.load(k_ptr + at[:, None] * H + col, mask=inside, other=0.0)
-            v = tl.load(v_ptr + at[:, None] * H + col, mask=inside, other=0.0)
+            at_k, at_v = at * H, at * H
+            if RING:
+                at_k, at_v = _tiered(
+                    k_ptr,
+                    v_ptr,
+                    ring_k_ptr,
+                    ring_v_ptr,
+                    own_k_ptr,
+                    own_v_ptr,
+                    own_first,
+                    pair,
+                    slot,
+                    at,
+                    newest,
+                    RING,
+                    RESIDENT,
+                    P,
+                    H,
+                )
+            k = tl.load(k_ptr + at_k[:, None] + col, mask=inside, other=0.0)
+            v = tl.load(v_ptr + at_v[:, None] + col, mask=inside, other=0.0)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
             if HAS_BIAS:
                 logits += tl.load(bias_ptr + at, mask=valid, other=0.0)[None, :]

@@ -40,10 +40,19 @@ def test_cases_are_what_they_say():
     assert int(Case("", far=True).build().ids.max()) == 2**31 - 1
 
 
-def test_ids_out_of_range_give_the_nearest_row():
+def test_negative_ids_give_zeros_and_large_ones_the_last_row():
     pool = jnp.arange(6.0).reshape(3, 2)
     np.testing.assert_array_equal(
-        row_gather(pool, jnp.array([-1, 99, 1], jnp.int32)), pool[jnp.array([0, 2, 1])]
+        row_gather(pool, jnp.array([-1, 99, 1], jnp.int32)), [[0, 0], [4, 5], [2, 3]]
+    )
+
+
+def test_rows_can_be_counted_along_two_axes():
+    pool = jnp.arange(12.0).reshape(2, 3, 2)
+    ids = jnp.array([[4, -2], [0, 5]], jnp.int32)
+    count = jnp.array([2, 1], jnp.int32)
+    np.testing.assert_array_equal(
+        row_gather(pool, ids, count, row_axes=2), [[[8, 9], [0, 0]], [[0, 1], [0, 0]]]
     )
 
 
@@ -69,6 +78,11 @@ POOL, IDS = jnp.zeros((4, 2)), jnp.zeros((3, 5), jnp.int32)
         ((POOL, IDS[0, 0]), {}, r"ids=int32\[\]: must be"),
         ((POOL, IDS, jnp.zeros(2, jnp.int32)), {}, r"count=int32\[2\]: must be int32\[3\]"),
         ((POOL, IDS, jnp.zeros(3)), {}, r"count=float32\[3\]: must be int32\[3\]"),
+        (
+            (POOL, IDS),
+            {"row_axes": 2},
+            r"row_axes=2: must be at least 1 and leave axes of \(4, 2\)",
+        ),
         ((POOL, IDS), {"implementation": "abacus"}, "implementation='abacus': row_gather has"),
     ],
 )

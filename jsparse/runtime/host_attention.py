@@ -1,0 +1,208 @@
+"""Attends over K and V of which all but the newest tokens lie in host memory.
+
+An op that can read host memory does so in place. Otherwise the rows or pages that the selection
+lists are fetched first, into pages of their own in which they follow each other, and the op attends
+to those: what it computes is the same. Dense heads always read in place.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
+from jaxtyping import Array, Bool, Int32
+
+from jsparse.cache import KVCache, LayerCache
+from jsparse.host_pool import GatherFn, HostPool, pools
+from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.partials import AttentionOut, ListedLogits, StatsKind
+from jsparse.policy import Offload, Policy, State
+from jsparse.selection import Selection, everything
+from jsparse.shapes import Ids, Lengths, Queries
+
+
+class Fetched(NamedTuple):
+    """Holds what a layer's selection needs of host memory, before its newest tokens exist.
+
+    Attributes:
+        selection: what was selected.
+        k, v: its rows or pages, [B, K, C + 1, …]; zeros where the tail has them.
+    """
+
+    selection: Selection
+    k: Array
+    v: Array
+
+
+def attention(
+    op: Callable[..., AttentionOut], offload: Offload | None, fetched: Fetched | None
+) -> Callable[..., AttentionOut]:
+    """Returns an attention op like `op` for layers whose K and V lie in host memory."""
+    reads = None if offload is None else offload.reads
+    return partial(attend, op, reads=reads, fetched=fetched)
+
+
+def attend(
+    op: Callable[..., AttentionOut],
+    q: Queries,
+    layer: LayerCache,
+    selection: Selection,
+    *,
+    stats: StatsKind | None,
+    dtype,
+    reads: str | None = None,
+    fetched: Fetched | None = None,
+) -> AttentionOut:
+    """Attends as `op` does; `reads` is that of `Offload`, `fetched` what `fetch` returned."""
+    options = {"stats": stats, "dtype": dtype}
+    if fetched is None and (reads or best(selection)) == "in_place":
+        return op(q, layer, selection, **options)
+    pages, listed, ids = compacted(layer, _sparse(selection), fetched)
+    out = op(q, pages, listed, **options)
+    if isinstance(out.stats, ListedLogits):
+        out = out._replace(stats=_named(out.stats, ids))
+    if selection.dense is None:
+        return out
+    return _with_dense_heads(out, q, layer, selection.dense, dtype)
+
+
+def best(selection: Selection) -> str:
+    """Returns how a selection is read best: tokens in place, pages fetched by the GPU.
+
+    The reference ops of other backends read both in place.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    return "gather" if on_gpu and selection.granularity == "page" else "in_place"
+
+
+def fetch_ahead(
+    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+) -> Fetched | None:
+    """Fetches what a layer will attend to while the layer above runs, if the policy says so.
+
+    On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
+    need them. q only has the shape of the layer's queries, which the policy does not read.
+    """
+    if policy.offload is None or not policy.offload.prefetch or layer == len(cache.layers):
+        return None
+    selection, _, _ = policy.select(state, layer, q, cache)
+    return fetch(cache.layers[layer], selection, beside)
+
+
+def beside(*args, **kwargs) -> Array:
+    """Gathers rows as `row_gather` does, on a GPU in a stream of its own."""
+    gather = partial(row_gather, **kwargs)
+    if jax.default_backend() != "gpu":
+        return gather(*args)
+    run: Any = compute_on(
+        gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+    )
+    return run(*args)
+
+
+def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Fetched:
+    """Fetches what a selection lists from host memory; the tail is read when attention runs."""
+    ids, number = _with_newest(layer, _sparse(selection))
+
+    def from_host(pool: HostPool) -> Array:
+        of_tokens = selection.granularity == "token"
+        found = (pool.fetched_slots if of_tokens else pool.fetched_pages)(
+            layer, ids, number, gather
+        )
+        assert found is not None
+        return found
+
+    return Fetched(selection, *map(from_host, pools(layer)))
+
+
+def _sparse(selection: Selection) -> Selection:
+    """Returns a selection whose dense heads list nothing and are not dense."""
+    if selection.dense is None:
+        return selection
+    return replace(selection, count=jnp.where(selection.dense, 0, selection.count), dense=None)
+
+
+def compacted(
+    layer: LayerCache, selection: Selection, fetched: Fetched | None = None
+) -> tuple[LayerCache, Selection, Int32[Array, "B K C+1"]]:
+    """Returns what a selection lists as a layer of its own, which holds nothing else.
+
+    Its pages and slots are numbered in the order of the list. The third result is what they are in
+    the whole layer.
+    """
+    fetched = fetch(layer, selection) if fetched is None else fetched
+    ids, number = _with_newest(layer, selection)
+    size = layer.page_size if selection.granularity == "page" else 1
+    capacity = ids.shape[-1]
+    nth = jnp.broadcast_to(jnp.arange(capacity - 1, dtype=jnp.int32), selection.ids.shape)
+    newest = (layer.lengths[..., None] - 1) // size
+    valid = (nth < selection.count[..., None]) & (selection.ids <= newest)
+    # a list that names nothing that is there still stands for the newest token
+    count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
+    bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
+    # the newest token is the last of what there is, and everything before it is whole
+    lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
+    pages = []
+    for pool, rows in zip(pools(layer), fetched[1:], strict=True):
+        rows = _with_tail(pool, layer, selection, ids, rows)
+        pad = -capacity % layer.page_size if size == 1 else 0
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
+        pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))
+    held = layer._replace(k=pages[0], v=pages[1], lengths=lengths, block_table=None)
+    return held, replace(selection, ids=jnp.where(valid, nth, 0), count=count, bits=bits), ids
+
+
+def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]:
+    """Returns the listed ids with the newest token's behind lists that lack it, and their number.
+
+    Ids past the head's length, which lists may end with, are left out of the number.
+    """
+    size = layer.page_size if selection.granularity == "page" else 1
+    newest = (layer.lengths - 1) // size
+    nth = jnp.arange(selection.ids.shape[-1] + 1, dtype=jnp.int32)
+    ids = jnp.pad(selection.ids, ((0, 0), (0, 0), (0, 1)))
+    older = (nth < selection.count[..., None]) & (ids < newest[..., None])
+    number = jnp.sum(older, -1, dtype=jnp.int32)
+    ids = jnp.where(older, ids, jnp.where(nth == number[..., None], newest[..., None], 0))
+    return ids, number + 1
+
+
+def _with_tail(
+    pool: HostPool, layer: LayerCache, selection: Selection, ids: Ids, rows: Array
+) -> Array:
+    if selection.granularity == "token":
+        return pool.with_ring_slots(layer, ids, rows)
+    return pool.with_ring_pages(layer, ids, rows)
+
+
+def _named(report: ListedLogits, ids: Ids) -> ListedLogits:
+    """Returns a report on compacted slots as one on the whole layer's."""
+    nth = jnp.arange(report.ids.shape[-1], dtype=jnp.int32)
+    valid = nth < report.count[..., None]
+    return report._replace(ids=jnp.where(valid, ids, 0))
+
+
+def _with_dense_heads(
+    out: AttentionOut, q: Queries, layer: LayerCache, dense: Bool[Array, "B K"], dtype
+) -> AttentionOut:
+    """Returns what attention to everything gives in these heads, else what `out` has."""
+    every = replace(everything(layer.lengths), dense=dense, granularity="token")
+    whole = token_sparse_decode(q, layer, every, stats=None, dtype=dtype)
+    heads = jnp.repeat(dense, q.shape[1] // dense.shape[1], axis=1)
+    stats = out.stats
+    if isinstance(stats, ListedLogits):
+        count = jnp.where(dense, 0, stats.count)
+        gone = dense[..., None]
+        stats = ListedLogits(
+            jnp.where(gone, 0, stats.ids),
+            count,
+            jnp.where(gone[..., None], -jnp.inf, stats.logits),
+            jnp.where(gone, -jnp.inf, stats.lse),
+        )
+    return AttentionOut(
+        jnp.where(heads[..., None], whole.o, out.o), jnp.where(heads, whole.lse, out.lse), stats
+    )

@@ -1,0 +1,62 @@
+"""Writes rows, or whole pages, into a pool on the device or in host memory."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
+from jsparse.pallas_kernels.row_scatter import reference
+
+_COPIED = ("bfloat16", "float16", "float32", "int8", "int16", "int32", "uint8", "uint16", "uint32")
+
+
+def _triton():
+    from jsparse.pallas_kernels.row_scatter import triton_gpu
+
+    return triton_gpu.row_scatter
+
+
+def _refusal(pool: Array, *_) -> str | None:
+    if pool.dtype.name not in _COPIED:
+        return f"takes {', '.join(_COPIED)}, not {pool.dtype.name}"
+    return no_triton()
+
+
+BACKENDS = (
+    Backend("triton", _triton, _refusal),
+    Backend("reference", lambda: reference.row_scatter),
+)
+
+
+def row_scatter(
+    pool: Shaped[Array, "rows *W"],
+    ids: Int32[Array, "*lists"],
+    rows: Shaped[Array, "*gathered"],
+    *,
+    implementation: str | None = None,
+) -> Shaped[Array, "rows *W"]:
+    """Write rows of the device's memory into the pool, at the places that `ids` name.
+
+    Args:
+        pool: an array with rows along its first axis: [rows, H], or [pages, P, H], whose rows are
+            pages. It may lie in `pinned_host` memory. In a program that is given the pool to keep
+            (donated) and returns it in the same memory, it is written in place.
+        ids: rows in [0, rows), distinct. Any other id writes nothing.
+        rows: [*lists, *W], of the pool's type.
+        implementation: "triton", "reference", or None to pick.
+
+    Returns:
+        The pool with these rows.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+    """
+    if pool.ndim < 2:
+        raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
+    if ids.dtype != jnp.int32:
+        raise ValueError(f"ids={ids.dtype}{list(ids.shape)}: must be int32")
+    if rows.shape != (*ids.shape, *pool.shape[1:]) or rows.dtype != pool.dtype:
+        raise ValueError(
+            f"rows={rows.dtype}{list(rows.shape)}: must be {pool.dtype}"
+            f"{[*ids.shape, *pool.shape[1:]]}, a row of the pool for each id"
+        )
+    return run("row_scatter", implementation, BACKENDS, pool, ids, rows)

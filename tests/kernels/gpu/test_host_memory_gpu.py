@@ -1,0 +1,176 @@
+"""Tests on a GPU what reads and writes K and V in host memory, against the device's."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.host_pool import host_sharding
+from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_decode.cases import Case
+from jsparse.pallas_kernels.bounds_append import bounds_append
+from jsparse.pallas_kernels.key_bounds import PageBounds
+from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.row_scatter import row_scatter
+from jsparse.pallas_kernels.row_scatter.cases import CASES
+from jsparse.pallas_kernels.row_scatter.cases import Case as RowCase
+from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.runtime import host_attention
+from tests.kernels.host_layers import in_host_memory, lent, on_host
+
+pytestmark = pytest.mark.gpu
+MANY = RowCase("many", rows=5000, width=(16, 128), lists=(8, 70), dtype="bfloat16")
+TOKENS = partial(Case, granularity="token", dtype="bfloat16", head_dim=128, num_pages=40)
+PAGES = partial(Case, dtype="bfloat16", head_dim=128, num_pages=40)
+
+
+def same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("case", [*CASES, MANY], ids=lambda case: case.name)
+def test_rows_are_written_in_host_memory(case, implementation):
+    inputs = case.build()
+    want = row_scatter(*inputs, implementation="reference")
+    put = jax.jit(
+        partial(row_scatter, implementation=implementation),
+        donate_argnums=0,
+        out_shardings=host_sharding(),
+    )
+    got = put(on_host(inputs.pool), *inputs[1:])
+    assert got.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(got, want)
+
+
+def test_host_memory_is_written_in_place():
+    pool = on_host(jnp.zeros((1 << 14, 16, 128), jnp.bfloat16))
+    ids, rows = jnp.array([3], jnp.int32), jnp.ones((1, 16, 128), jnp.bfloat16)
+    put = jax.jit(row_scatter, donate_argnums=0, out_shardings=host_sharding())
+    memory = put.lower(pool, ids, rows).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < pool.nbytes // 10
+    got = put(pool, ids, rows)
+    assert pool.is_deleted()
+    assert float(jnp.sum(jax.device_put(got, jax.memory.Space.Device))) == 16 * 128
+
+
+def test_negative_ids_are_not_fetched():
+    pool = on_host(jnp.arange(12.0).reshape(6, 2))
+    ids = jnp.array([-1, 4, -7, 99], jnp.int32)
+    np.testing.assert_array_equal(
+        jax.jit(row_gather)(pool, ids, None), [[0, 0], [8, 9], [0, 0], [10, 11]]
+    )
+    slots = jax.jit(partial(row_gather, row_axes=2))(
+        on_host(jnp.arange(12.0).reshape(2, 3, 2)), ids
+    )
+    np.testing.assert_array_equal(slots, [[0, 0], [8, 9], [0, 0], [10, 11]])
+
+
+@pytest.mark.parametrize("stats", [None, "listed_logits"])
+@pytest.mark.parametrize("heads", [(), (1,)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        TOKENS("some"),
+        TOKENS("all", listed="all"),
+        TOKENS("newest", listed="newest"),
+        TOKENS("none", listed="none"),
+        TOKENS("mixed", dense="mixed"),
+        TOKENS("float32", dtype="float32", head_dim=64),
+    ],
+    ids=lambda case: case.name,
+)
+def test_tokens_are_read_in_place(case, heads, stats):
+    q, layer, selection = case.build()
+    tailed, pages = in_host_memory(layer, 4, heads)
+
+    @jax.jit
+    def attend(layer, pages):
+        if pages is not None:
+            layer = lent(layer, pages)
+        return token_sparse_decode(q, layer, selection, stats=stats, implementation="triton")
+
+    same(attend(tailed, pages), attend(layer, None))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("case", [TOKENS("some"), TOKENS("mixed", dense="mixed")])
+def test_tokens_are_gathered(case, ahead):
+    q, layer, selection = case.build()
+    tailed, pages = in_host_memory(layer, 4)
+
+    @jax.jit
+    def attend(layer, pages):
+        layer = lent(layer, pages)
+        fetched = host_attention.fetch(layer, selection, host_attention.beside) if ahead else None
+        return host_attention.attend(
+            token_sparse_decode, q, layer, selection,
+            stats="listed_logits", dtype=jnp.float32, reads="gather", fetched=fetched,
+        )  # fmt: skip
+
+    want = jax.jit(token_sparse_decode, static_argnames="stats")(
+        q, layer, selection, stats="listed_logits"
+    )
+    near(attend(tailed, pages), want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PAGES("some"),
+        PAGES("first", listed="first"),
+        PAGES("bits", bits=True),
+        PAGES("mixed", dense="mixed"),
+        PAGES("all", listed="all"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_pages_are_gathered(case):
+    q, layer, selection = case.build()
+    tailed, pages = in_host_memory(layer, 4, (1,))
+
+    @jax.jit
+    def attend(layer, pages):
+        return host_attention.attend(
+            block_sparse_decode, q, lent(layer, pages), selection, stats=None, dtype=jnp.float32
+        )
+
+    near(attend(tailed, pages), jax.jit(block_sparse_decode)(q, layer, selection))
+
+
+def near(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_bounds_take_in_what_the_tail_holds():
+    _, layer, _ = PAGES("full", lengths="full").build()
+    layer = layer._replace(lengths=layer.lengths - 5)
+    tailed, _ = in_host_memory(layer, 4)
+    zeros = jnp.zeros((layer.k.shape[0], layer.k.shape[2]), layer.k.dtype)
+    one = jnp.ones(layer.lengths.shape[0], jnp.int32)
+    run = jax.jit(partial(bounds_append, max_new=1, implementation="triton"))
+    got, want = (
+        run(PageBounds(zeros, zeros), held, one, held.lengths - 1) for held in (tailed, layer)
+    )
+    same(got, want)
+    assert float(jnp.abs(want.low).max()) > 0
+
+
+def test_attention_takes_no_copy_of_host_memory():
+    case = replace(TOKENS("long"), num_pages=4096, lengths="full", capacity=128)
+    q, layer, selection = case.build()
+    tailed, pages = in_host_memory(layer, 4)
+
+    @jax.jit
+    def attend(layer, pages):
+        return token_sparse_decode(q, lent(layer, pages), selection)
+
+    memory = attend.lower(tailed, pages).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < layer.k.nbytes // 10

@@ -1,0 +1,30 @@
+"""Puts layers of the kernels' cases into host memory."""
+
+import jax
+
+from jsparse.cache import HostPages, LayerCache
+from jsparse.host_pool import host_sharding, in_tail, pools, refilled
+
+
+def on_host(x: jax.Array) -> jax.Array:
+    """A copy in host memory; on a CPU the same array."""
+    place = host_sharding()
+    return x if place is None else jax.device_put(x, place)
+
+
+def in_host_memory(
+    layer: LayerCache, ring: int, heads: tuple[int, ...] = ()
+) -> tuple[LayerCache, HostPages]:
+    """The layer with K and V in host memory, to be joined by `lent`, and rings of `ring` pages."""
+    pages = HostPages(on_host(layer.k), on_host(layer.v))
+    held = jax.jit(refill, static_argnums=(2, 3))(layer, pages, ring, heads)
+    return held, pages
+
+
+def refill(layer, pages, ring, heads):
+    return lent(refilled(lent(in_tail(layer, ring, heads), pages)), HostPages(None, None))
+
+
+def lent(layer: LayerCache, pages: HostPages) -> LayerCache:
+    k, v = pools(layer)
+    return layer._replace(k=k.lent(pages.k), v=v.lent(pages.v))

@@ -1,0 +1,60 @@
+"""Tests row_scatter against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jsparse.pallas_kernels.row_scatter import row_scatter
+from jsparse.pallas_kernels.row_scatter.cases import CASES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rows_are_written_where_ids_say(case):
+    pool, ids, rows = case.build()
+    want = np.array(pool)
+    for at in np.ndindex(*ids.shape):
+        if 0 <= ids[at] < case.rows:
+            want[ids[at]] = rows[at]
+    got = jax.jit(row_scatter)(pool, ids, rows)
+    assert got.dtype == pool.dtype
+    np.testing.assert_array_equal(got, want)
+
+
+def test_cases_are_what_they_say():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        pool, ids, _ = case.build(3)
+        assert pool.shape == (case.rows, *case.width)
+        assert ids.shape == case.lists
+        named = np.asarray(ids)[(np.asarray(ids) >= 0) & (np.asarray(ids) < case.rows)]
+        assert len({*named.tolist()}) == named.size
+    ids = np.asarray(CASES[0].build().ids)
+    assert (ids < 0).any()
+    assert (ids >= 50).any()
+
+
+POOL, IDS, ROWS = jnp.zeros((4, 2)), jnp.zeros((3,), jnp.int32), jnp.zeros((3, 2))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((jnp.zeros(4), IDS, ROWS), {}, r"pool.shape=\(4,\): must be \[rows, W\]"),
+        ((POOL, IDS.astype(jnp.int16), ROWS), {}, r"ids=int16\[3\]: must be int32"),
+        ((POOL, IDS, ROWS[:2]), {}, r"rows=float32\[2, 2\]: must be float32\[3, 2\]"),
+        ((POOL, IDS, ROWS.astype(jnp.int8)), {}, r"rows=int8\[3, 2\]: must be float32"),
+        ((POOL, IDS, ROWS), {"implementation": "abacus"}, "'abacus': row_scatter has"),
+    ],
+)
+def test_wrong_calls_are_refused(args, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        row_scatter(*args, **kwargs)
+
+
+def test_a_type_that_no_kernel_copies_is_the_references():
+    pool = jnp.zeros((3, 2), jnp.bool_)
+    got = row_scatter(pool, jnp.array([1], jnp.int32), jnp.ones((1, 2), jnp.bool_))
+    np.testing.assert_array_equal(got, [[0, 0], [1, 1], [0, 0]])
+    with pytest.raises(ValueError, match="row_scatter on this backend takes .*, not bool"):
+        row_scatter(pool, IDS[:1], jnp.ones((1, 2), jnp.bool_), implementation="triton")

@@ -1,0 +1,241 @@
+"""Tests that K and V in host memory give what they give on the device, bit for bit."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from tiny import (
+    assert_close,
+    engine_logits,
+    forced_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+    traces,
+)
+
+import jsparse
+from jsparse.host_pool import HostPool
+from jsparse.policies.expressions import parse
+from jsparse.runtime import capacity, offloading, prefill, session
+from jsparse.runtime.offloading import HostMemory
+from jsparse.runtime.session import Session
+
+PAGE = TAIL = CHUNK = 8
+PROMPTS, FORCED = random_prompts((37, 9)), random_tokens(2, 29)
+LFPS, QUEST = "lfps(budget=0.3)", "quest(budget=16)"
+GATES = "((0, 1), (1, 0))"
+POLICIES = (
+    LFPS,
+    QUEST,
+    f"retrieval_heads({LFPS}, {GATES})",
+    f"dense_layers({QUEST}, n=1)",
+    f"keep({LFPS}, sink=2, recent=5)",
+    "double_sparsity(budget=8)",
+    "twilight(quest(budget=24), p=0.8)",
+    f"twilight({LFPS}, p=0.7, prune='token')",
+    "twilight(all_pages(), p=0.7, prune='bits')",
+    "streaming(sink=4, recent=8)",
+    "arkvale(budget=16)",
+    "lychee_cluster(budget=8, sink=1, recent=1, lengths=(1, 3), period=2)",
+    "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",
+    "lfps(budget=0.25, exact=True)",
+    "lfps(budget=0.2, bypass=True)",
+)
+
+
+def params():
+    return tiny_params(num_layers=2)
+
+
+@cache
+def logits(expression, forced=FORCED.shape[1]):
+    return engine_logits(
+        params(), expression, PROMPTS, FORCED[:, :forced], page_size=PAGE, chunk=CHUNK
+    )
+
+
+def offloaded(expression, **options):
+    given = "".join(f", {name}={value!r}" for name, value in ({"tail": TAIL} | options).items())
+    return f"offloaded({expression}{given})"
+
+
+@pytest.mark.parametrize("expression", slow_except(POLICIES, *POLICIES[1:3]))
+def test_host_memory_gives_the_bits_of_the_device(expression):
+    """Prompts are read in chunks, and the tail goes to host memory three times.
+
+    All steps are one program.
+    """
+    tail, want = max(TAIL, parse(expression).looks_back), logits(expression)
+    before = traces(session.decode_steps)[0]
+    np.testing.assert_array_equal(logits(offloaded(expression, tail=tail)), want)
+    assert traces(session.decode_steps)[0] <= before + 1
+
+
+@pytest.mark.parametrize("options", [{"reads": "gather"}, {"prefetch": True}], ids=str)
+@pytest.mark.parametrize("expression", slow_except(POLICIES[:3], QUEST))
+def test_rows_that_are_fetched_first_give_the_same(expression, options):
+    if "prefetch" in options and not parse(expression).foresees:
+        pytest.skip("reads its query")
+    got, want = logits(offloaded(expression, **options)), logits(expression)
+    if "retrieval_heads" in expression:  # dense heads are attended to apart
+        assert_close(got, want, rtol=1e-5)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+def test_without_its_flushes_a_row_reads_what_is_not_there(monkeypatch):
+    """So the test above does go past the tail."""
+    store = HostMemory.store
+    monkeypatch.setattr(
+        HostMemory,
+        "store",
+        lambda host, held, count, most: (
+            None if held.positions[1] > 9 else store(host, held, count, most)
+        ),
+    )
+    got = engine_logits(
+        *(params(), offloaded(QUEST), PROMPTS[1:], FORCED[1:]), page_size=PAGE, chunk=CHUNK
+    )
+    want = engine_logits(params(), QUEST, PROMPTS[1:], FORCED[1:], page_size=PAGE, chunk=CHUNK)
+    assert np.abs(got[:16] - want[:16]).max() == 0
+    assert np.abs(got - want).max() > 1e-3
+
+
+def further_turn(expression, second=((5, 8, 13), (21, 34))):
+    spec = spec_of(params(), 2, page_size=PAGE, num_pages=12)
+    held = Session(params(), parse(expression), spec, resumable=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+        held.read(PROMPTS)
+        first = forced_logits(held, FORCED[:, :20])
+        held.read(second)
+    return first, forced_logits(held, FORCED[:, :11])
+
+
+def test_a_further_turn_reads_on():
+    """What was generated is cut off, though the tail and host memory still have it."""
+    for got, want in zip(further_turn(offloaded(QUEST)), further_turn(QUEST), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_prompt_read_on_the_device_moves_to_host_memory():
+    p, spec = params(), spec_of(params(), 2, page_size=PAGE, num_pages=12)
+    expression = f"retrieval_heads({QUEST}, {GATES})"
+    on_device = Session(p, parse(expression), spec)
+    on_device.read(PROMPTS)
+    adopted = Session(p, parse(offloaded(expression)), spec)
+    adopted.adopt(jax.tree.map(jnp.copy, on_device.held))
+    first = adopted.held.cache.layers[0].k
+    assert isinstance(first, HostPool)
+    assert first.heads == (1,)
+    np.testing.assert_array_equal(forced_logits(adopted, FORCED), forced_logits(on_device, FORCED))
+
+
+def test_generate_takes_it():
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+    device, host = (
+        jsparse.generate(params(), PROMPTS, policy=policy, **options)
+        for policy in ("lfps(budget=0.02)", "offloaded(lfps(budget=0.02))")
+    )
+    assert [out.token_ids for out in device] == [out.token_ids for out in host]
+    assert "offloaded(policy=lfps(" in host[0].stats.policy
+    assert device[0].stats.attended_fraction == host[0].stats.attended_fraction
+
+
+def test_the_device_holds_the_tail_and_dense_heads():
+    spec = replace_pages(spec_of(params(), 2, page_size=PAGE), 1000)
+    own, chunk = spec.nbytes, 64
+    tail = parse(offloaded(QUEST, tail=64))
+    dense = parse(offloaded(f"retrieval_heads({QUEST}, {GATES})", tail=64))
+    ring, layer = own * 10 // 1000, own // 2
+    assert offloading.device_bytes(spec, parse(QUEST), chunk) == own
+    assert offloading.device_bytes(spec, tail, chunk) == ring + layer
+    assert offloading.device_bytes(spec, dense, chunk) == ring + layer + own // 2
+
+
+def replace_pages(spec, pages):
+    return spec._replace(num_pages=pages)
+
+
+def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypatch):
+    monkeypatch.setattr(offloading, "available_host_bytes", lambda: 1000)
+    policy, spec = parse(offloaded(QUEST, tail=64)), spec_of(params(), 2, page_size=PAGE)
+    message = r"max_length=128 for 2 prompt\(s\) takes 128.00 KiB of host memory: must fit in"
+    with pytest.raises(ValueError, match=message + r" the 1000 B that are free"):
+        Session(params(), policy, spec)
+    with pytest.raises(ValueError, match=r"KiB of host memory: must fit in the 1000 B"):
+        jsparse.generate(params(), PROMPTS[0], policy=policy)
+    with pytest.raises(ValueError, match=r"KiB of host memory: must fit in the 1000 B"):
+        capacity.require_fit(spec, policy)
+    assert not capacity.fits(spec, policy)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("offloaded(oracle_top_k(8))", r"policy=oracle_top_k\(budget=8, .*\): must decode without"),
+        ("offloaded(tidal(budget=8))", "reads K or V of all tokens"),
+        ("offloaded(dense())", r"policy=dense\(\): .* reads K or V of all tokens"),
+        ("offloaded(snapkv(budget=64))", "but evicts tokens"),
+        ("offloaded(twilight(quest(), dense_below=20))", "but falls back to dense attention"),
+        ("offloaded(offloaded(quest()))", "must not be offloaded already"),
+        ("offloaded(3)", "policy=3: must be a policy"),
+        ("offloaded(quest(), tail=0)", "tail=0: must be an integer of at least 1"),
+        ("offloaded(quest(), reads='slowly')", "reads='slowly': must be None or one of"),
+        ("offloaded(lfps(), prefetch=2)", "prefetch=2: must be True or False"),
+        ("offloaded(quest(), prefetch=True)", r"prefetch=True: quest\(.* must know what it"),
+        ("offloaded(lfps(exact=True), prefetch=True)", "prefetch=True: .* without a query"),
+        ("offloaded(lfps(), reads='in_place', prefetch=True)", "reads='in_place': must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(expression, message):
+    with pytest.raises(ValueError, match=message):
+        parse(expression)
+
+
+def test_a_tail_must_hold_what_hooks_look_back_at():
+    policy = parse("offloaded(lychee_cluster(budget=256), tail=64)")
+    with pytest.raises(ValueError, match=r"tail=64: must be at least 144, the newest tokens"):
+        Session(params(), policy, spec_of(params(), 1))
+    with pytest.raises(ValueError, match=r"tail=4: must be at least 8, .* pages of 8 tokens"):
+        Session(params(), parse(offloaded(QUEST, tail=4)), spec_of(params(), 1))
+
+
+def test_a_shared_pool_is_refused():
+    spec = spec_of(params(), 1)._replace(pool_pages=40)
+    with pytest.raises(ValueError, match="pool_pages=40: must be None where K and V lie in host"):
+        Session(params(), parse(offloaded(QUEST)), spec)
+
+
+def test_a_device_without_pinned_memory_is_refused(monkeypatch):
+    class Device:
+        platform, device_kind = "gpu", "Abacus"
+
+        def addressable_memories(self):
+            return []
+
+    monkeypatch.setattr(offloading.host_pool.jax, "local_devices", lambda: [Device()])
+    with pytest.raises(ValueError, match=r"device Abacus: must address pinned_host memory"):
+        offloading.host_pool.host_sharding()
+
+
+def test_lengths_tell_what_lies_in_the_ring():
+    """A page that is not in host memory yet is read from the tail, whatever host memory has."""
+    spec = spec_of(params(), 1, page_size=PAGE, num_pages=8)
+    cache, _, host = offloading.begin(spec, parse(offloaded(QUEST, tail=16)), 8)
+    layer = cache.layers[0]._replace(lengths=jnp.full((1, 2), 41, jnp.int32))
+    pool = layer.k
+    assert isinstance(pool, HostPool)
+    pages = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (1, 2, 8))
+    assert pool.ring_pages(layer) == 4
+    np.testing.assert_array_equal(pool.on_ring(layer, pages)[0, 0], [0, 0, 1, 1, 1, 1, 1, 1])
+    filled = replace(pool, ring=pool.ring + 1.0).lent(host.pages[0].k + 2.0)
+    assert set(np.unique(filled.read_pages(layer, pages)[:, :, :2])) == {2.0}
+    assert set(np.unique(filled.read_pages(layer, pages)[:, :, 2:])) == {1.0}
+    assert set(np.unique(filled.lent(None).read_pages(layer, pages))) == {1.0}
