@@ -31,7 +31,7 @@ from jsparse.cache import (
 )
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.shapes import ChunkKV, HeadFlags, Lengths, Rows, Tokens
+from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 
 GatherFn = Callable[..., Array]
 
@@ -279,15 +279,15 @@ def newest_pages(
     return ids, (k.ring[at], v.ring[at])
 
 
-def host_sharding() -> SingleDeviceSharding | None:
-    """Returns where pages in host memory lie; None on a CPU, whose memory is the host's.
+def host_sharding() -> SingleDeviceSharding:
+    """Returns where pages in host memory lie; on a CPU it is the memory of everything.
 
     Raises:
         ValueError: the default device can address no pinned host memory.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return None
+        return SingleDeviceSharding(device)
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise ValueError(
@@ -301,14 +301,13 @@ def host_sharding() -> SingleDeviceSharding | None:
 def _programs() -> tuple[Any, Any]:
     """Returns the jitted functions that make pages in host memory and write into them."""
     place = host_sharding()
-    outside: dict[str, Any] = {} if place is None else {"out_shardings": place}
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype)
 
     return (
-        jax.jit(zeros, static_argnums=(0, 1), **outside),
-        jax.jit(row_scatter, donate_argnums=0, **outside),
+        jax.jit(zeros, static_argnums=(0, 1), out_shardings=place),
+        jax.jit(row_scatter, donate_argnums=0, out_shardings=place),
     )
 
 
@@ -352,12 +351,6 @@ def moved(cache: KVCache) -> tuple[HostPages, ...]:
     """Returns the pages of a cache on the device, copied to host memory."""
     place = host_sharding()
     return tuple(
-        HostPages(*(jnp.copy(x) if place is None else jax.device_put(x, place) for x in pages))
+        HostPages(*(jax.device_put(x, place, may_alias=False) for x in pages))
         for pages in ((layer.k, layer.v) for layer in cache.layers)
     )
-
-
-def of_resident(layer: LayerCache) -> HeadFlags:
-    """Marks the heads of which all pages are on the device."""
-    heads = [h in pools(layer)[0].heads for h in range(layer.lengths.shape[1])]
-    return jnp.broadcast_to(jnp.array(heads), layer.lengths.shape)
