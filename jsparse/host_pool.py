@@ -240,27 +240,28 @@ def whole(
     new: tuple[ChunkKV, ChunkKV],
     positions: Tokens,
     valid: Rows,
-) -> LayerCache:
-    """Returns a layer with all of K and V on the device; one that lies there as it is.
+) -> tuple[LayerCache, Array]:
+    """Returns a layer with all of K and V on the device, or as it is if it lies there, and q.
 
     What was held before the first `valid[b]` of the new tokens comes from host memory, once the
-    queries q are there, so that no two layers are on the device for long.
+    queries q are there, so that no two layers are on the device for long. (XLA drops the order of
+    the two unless the q that is returned is used.)
     """
     if not isinstance(layer.k, HostPool):
-        return layer
+        return layer, q
     k, v = pools(layer)
     first = layer.lengths - valid[:, None]
     count = (first + layer.page_size - 1) // layer.page_size
     pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
     ids = physical_pages(layer, jnp.broadcast_to(pages, (*count.shape, pages.size)))
-    ids, _ = jax.lax.optimization_barrier((ids, q))
+    ids, q = jax.lax.optimization_barrier((ids, q))
 
     def fetched(pool: HostPool) -> Array:
         assert pool.host is not None
         return row_gather(pool.host, ids, count).reshape(pool.shape)
 
     held = layer._replace(k=fetched(k), v=fetched(v))
-    return write(held, *new, positions, valid, first)
+    return write(held, *new, positions, valid, first), q
 
 
 def newest_pages(

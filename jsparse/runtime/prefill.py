@@ -143,7 +143,7 @@ def prefill_chunk(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, valid)
-        held = whole(cache.layers[layer], q, (k, v), positions, valid)
+        held, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         o = attend_chunk(q, k, v, held, valid)
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
