@@ -53,6 +53,8 @@ from jsparse.pallas_kernels.place_logits import cases as place_cases
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.row_gather import cases as gather_cases
 from jsparse.pallas_kernels.row_gather import row_gather
+from jsparse.pallas_kernels.row_scatter import cases as scatter_cases
+from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.shared_counts import cases as shared_cases
@@ -145,6 +147,10 @@ def gathered(_: Any, inputs: Any) -> Any:
         jax.jit(partial(row_gather, implementation="triton"))(rows, ids, count)
         for rows in (pool, on_host)
     ]
+
+
+def scattered(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(row_scatter, implementation="triton"), donate_argnums=0)(*inputs)
 
 
 def listed_runs(_: Any, inputs: Any) -> Any:
@@ -305,6 +311,7 @@ OPS = {
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
+    "row_scatter": Op(scattered, named(scatter_cases.CASES, "rows pages odd_width")),
     "runs_to_tokens": Op(
         listed_runs,
         named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),

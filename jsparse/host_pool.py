@@ -31,7 +31,7 @@ from jsparse.cache import (
 )
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.shapes import ChunkKV, HeadFlags, Lengths, Rows, Tokens
+from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 
 GatherFn = Callable[..., Array]
 
@@ -240,27 +240,28 @@ def whole(
     new: tuple[ChunkKV, ChunkKV],
     positions: Tokens,
     valid: Rows,
-) -> LayerCache:
-    """Returns a layer with all of K and V on the device; one that lies there as it is.
+) -> tuple[LayerCache, Array]:
+    """Returns a layer with all of K and V on the device, or as it is if it lies there, and q.
 
     What was held before the first `valid[b]` of the new tokens comes from host memory, once the
-    queries q are there, so that no two layers are on the device for long.
+    queries q are there, so that no two layers are on the device for long. (XLA drops the order of
+    the two unless the q that is returned is used.)
     """
     if not isinstance(layer.k, HostPool):
-        return layer
+        return layer, q
     k, v = pools(layer)
     first = layer.lengths - valid[:, None]
     count = (first + layer.page_size - 1) // layer.page_size
     pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
     ids = physical_pages(layer, jnp.broadcast_to(pages, (*count.shape, pages.size)))
-    ids, _ = jax.lax.optimization_barrier((ids, q))
+    ids, q = jax.lax.optimization_barrier((ids, q))
 
     def fetched(pool: HostPool) -> Array:
         assert pool.host is not None
         return row_gather(pool.host, ids, count).reshape(pool.shape)
 
     held = layer._replace(k=fetched(k), v=fetched(v))
-    return write(held, *new, positions, valid, first)
+    return write(held, *new, positions, valid, first), q
 
 
 def newest_pages(
@@ -279,15 +280,15 @@ def newest_pages(
     return ids, (k.ring[at], v.ring[at])
 
 
-def host_sharding() -> SingleDeviceSharding | None:
-    """Returns where pages in host memory lie; None on a CPU, whose memory is the host's.
+def host_sharding() -> SingleDeviceSharding:
+    """Returns where pages in host memory lie; on a CPU it is the memory of everything.
 
     Raises:
         ValueError: the default device can address no pinned host memory.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return None
+        return SingleDeviceSharding(device)
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise ValueError(
@@ -301,14 +302,13 @@ def host_sharding() -> SingleDeviceSharding | None:
 def _programs() -> tuple[Any, Any]:
     """Returns the jitted functions that make pages in host memory and write into them."""
     place = host_sharding()
-    outside: dict[str, Any] = {} if place is None else {"out_shardings": place}
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype)
 
     return (
-        jax.jit(zeros, static_argnums=(0, 1), **outside),
-        jax.jit(row_scatter, donate_argnums=0, **outside),
+        jax.jit(zeros, static_argnums=(0, 1), out_shardings=place),
+        jax.jit(row_scatter, donate_argnums=0, out_shardings=place),
     )
 
 
@@ -352,12 +352,6 @@ def moved(cache: KVCache) -> tuple[HostPages, ...]:
     """Returns the pages of a cache on the device, copied to host memory."""
     place = host_sharding()
     return tuple(
-        HostPages(*(jnp.copy(x) if place is None else jax.device_put(x, place) for x in pages))
+        HostPages(*(jax.device_put(x, place, may_alias=False) for x in pages))
         for pages in ((layer.k, layer.v) for layer in cache.layers)
     )
-
-
-def of_resident(layer: LayerCache) -> HeadFlags:
-    """Marks the heads of which all pages are on the device."""
-    heads = [h in pools(layer)[0].heads for h in range(layer.lengths.shape[1])]
-    return jnp.broadcast_to(jnp.array(heads), layer.lengths.shape)

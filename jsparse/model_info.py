@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, resolved
-from jsparse.runtime import capacity
+from jsparse.runtime import capacity, offloading
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16
@@ -57,10 +58,15 @@ def describe(
     policy = resolved(asked, _spec(config, dtype, -(-context // PAGE_SIZE)))
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
-    free = memory.available_bytes()
+    free, host_free = memory.available_bytes(), offloading.available_host_bytes()
     growth, fixed = kept_beside(config, policy, dtype)
+    of_cache, of_prompt = on_device(config, policy, dtype)
     room = max(free - parameters * ITEM_BYTES[dtype], 0)
-    tokens = max(room - fixed, 0) // (per_token + growth)
+    tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
+    prompts = room // (context * (of_cache + growth) + fixed + of_prompt)
+    if policy.offload is not None:
+        tokens = min(tokens, host_free // per_token)
+        prompts = min(prompts, host_free // (context * per_token))
     return {
         "model": model,
         "config": dataclasses.asdict(config),
@@ -68,6 +74,10 @@ def describe(
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()},
         "dtype": dtype,
         "cache_bytes_per_token": per_token,
+        "device_cache_bytes_per_token": of_cache,
+        "device_cache_bytes_per_prompt": of_prompt,
+        "offloaded": policy.offload is not None,
+        "free_host_bytes": host_free,
         "policy": asked.name,
         "policy_that_runs": policy.name,
         "policy_bytes_per_token": growth,
@@ -77,23 +87,38 @@ def describe(
         "free_bytes": free,
         "longest_context": min(int(tokens), limit),
         "context": context,
-        "largest_batch": int(room // (context * (per_token + growth) + fixed)),
+        "largest_batch": int(prompts),
     }
 
 
 def kept_beside(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
     """Returns the bytes over all layers that a policy keeps beside K and V.
 
-    The first number is per token of context, the second is fixed per prompt. They are derived from
-    the model's maximum and twice that, so that what is bounded within the model's context does not
-    grow.
+    The first number is per token of context, the second is fixed per prompt.
+    """
+    return _growth(config, dtype, lambda spec: capacity.policy_bytes(spec, policy))
+
+
+def on_device(config: ModelConfig, policy: Policy, dtype: str) -> tuple[float, int]:
+    """Returns the bytes of K and V on the device, per token of context and per prompt.
+
+    Where they lie in host memory, these are the tail, the heads that stay, and one whole layer.
     """
 
-    def kept(pages: int) -> int:
-        return capacity.policy_bytes(_spec(config, dtype, pages), policy)
+    def kept(spec: CacheSpec) -> int:
+        return capacity.device_bytes(spec, policy) - capacity.policy_bytes(spec, policy)
 
+    return _growth(config, dtype, kept)
+
+
+def _growth(config: ModelConfig, dtype: str, kept: Callable[[CacheSpec], int]) -> tuple[float, int]:
+    """Returns bytes per token of context, and bytes per prompt.
+
+    They are derived from the model's maximum and twice that, so that what is bounded within the
+    model's context does not grow.
+    """
     pages = -(-config.max_position_embeddings // PAGE_SIZE)
-    once, twice = kept(pages), kept(2 * pages)
+    once, twice = (kept(_spec(config, dtype, n)) for n in (pages, 2 * pages))
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
 
 
@@ -155,6 +180,18 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             "bfloat16 and float16",
         ),
         ("cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        *(
+            [
+                (
+                    "of it on the device",
+                    f"{memory.size(info['device_cache_bytes_per_token'])}, plus "
+                    f"{memory.size(info['device_cache_bytes_per_prompt'])} per prompt",
+                ),
+                ("host memory free now", memory.size(info["free_host_bytes"])),
+            ]
+            if info["offloaded"]
+            else []
+        ),
         ("policy", _chosen(info)),
         (
             "policy keeps",

@@ -29,6 +29,7 @@ from jaxtyping import install_import_hook
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
     "cache",
+    "host_pool",
     "key_constants",
     "models.layers",
     "models.transformer",
@@ -48,6 +49,7 @@ ARRAY_MODULES = (
     "pallas_kernels.place_logits.reference",
     "pallas_kernels.point_groups",
     "pallas_kernels.row_gather.reference",
+    "pallas_kernels.row_scatter.reference",
     "pallas_kernels.runs_to_tokens.reference",
     "pallas_kernels.shared_counts.reference",
     "pallas_kernels.threshold_select.reference",
@@ -60,6 +62,7 @@ ARRAY_MODULES = (
     "runtime.constants",
     "runtime.correct",
     "runtime.decode_step",
+    "runtime.host_attention",
     "runtime.prefill",
     "runtime.scoring",
     "selection",

@@ -128,7 +128,7 @@ def _sparse(selection: Selection) -> Selection:
 
 def compacted(
     layer: LayerCache, selection: Selection, fetched: Fetched | None = None
-) -> tuple[LayerCache, Selection, Int32[Array, "B K C+1"]]:
+) -> tuple[LayerCache, Selection, Int32[Array, "B K entries"]]:
     """Returns what a selection lists as a layer of its own, which holds nothing else.
 
     Its pages and slots are numbered in the order of the list. The third result is what they are in

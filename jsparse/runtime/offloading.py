@@ -139,6 +139,15 @@ def move(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> tuple[K
     return host.refill(tailed(cache, policy, spec, chunk)), host
 
 
+def committed[T](arrays: T) -> T:
+    """Returns arrays bound to the default device, as all are that come from a program with them.
+
+    Pages in host memory are bound to theirs, and so are results of programs that borrow them: what
+    is not bound before the first of these would make the second another program.
+    """
+    return jax.device_put(arrays, jax.local_devices()[0])
+
+
 @partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
 def _empty(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, State]:
     return tailed(kv_cache.init(spec), policy, spec, chunk), policy.init(spec)

@@ -143,7 +143,7 @@ def prefill_chunk(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, valid)
-        held = whole(cache.layers[layer], q, (k, v), positions, valid)
+        held, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         o = attend_chunk(q, k, v, held, valid)
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
@@ -153,6 +153,9 @@ def prefill_chunk(
         state = policy.prefill(
             state, layer, PrefillView(tokens, positions, k, v, valid, view, window, asked, last)
         )
+        if held is not cache.layers[layer]:
+            # or XLA may put off what hooks make of a layer until all layers have come
+            o, state = jax.lax.optimization_barrier((o, state))
         return o
 
     hidden = hidden_states(decoder, weights, tokens, positions, attend)

@@ -271,6 +271,8 @@ class Session:
                 f"{self.spec.capacity} of the cache"
             )
         carry = self._start()
+        if self._host is not None:
+            carry = offloading.committed(carry)
         tokens = np.zeros((len(rows), lengths.max()), np.int32)
         for b, ids in enumerate(rows):
             tokens[b, : len(ids)] = ids
@@ -356,6 +358,8 @@ class Session:
         self._decoded = True
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
+        if self._host is not None:
+            carry = offloading.committed(carry)
         try:
             yield result
             done = 1

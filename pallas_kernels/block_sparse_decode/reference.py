@@ -5,7 +5,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.cache import LayerCache, read_heads, read_pages, read_slots
+from jsparse.cache import LayerCache, PagePool, read_heads, read_pages, read_slots
 from jsparse.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
 from jsparse.selection import Selection, token_mask, unpack_bits
 
@@ -63,7 +63,7 @@ def gathered(
         [listed & (slots[..., :-1] < lengths), missing[..., None] & (newest >= 0)], axis=-1
     )
 
-    def rows(pool: Array) -> Array:
+    def rows(pool: Array | PagePool) -> Array:
         return _read(pool, layer, selection, slots)
 
     bias = None if layer.bias is None else rows(layer.bias)
@@ -94,7 +94,10 @@ def _listed_slots(
 
 
 def _read(
-    pool: Array, layer: LayerCache, selection: Selection, slots: Int32[Array, "B K n"]
+    pool: Array | PagePool,
+    layer: LayerCache,
+    selection: Selection,
+    slots: Int32[Array, "B K n"],
 ) -> Array:
     """Gather the listed rows, by whole pages for a list of pages, and the newest token's behind."""
     if selection.granularity == "token":

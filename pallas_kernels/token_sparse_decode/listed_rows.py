@@ -15,15 +15,18 @@ BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a usual 
 
 
 def products(
-    q: Float[Array, "B K G H"], pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
+    q: Float[Array, "B K G H"],
+    pool: Pages | PagePool,
+    layer: LayerCache,
+    slots: Int32[Array, "B K n"],
 ) -> Float32[Array, "B K G n"]:
     """Multiply each query by the listed rows of its KV head."""
 
-    def at_once(q: Array, pool: Array, slots: Array) -> Array:
+    def at_once(q: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows = read_slots(pool, layer, slots)
         return jnp.einsum("bkgh,bknh->bkgn", q, rows, preferred_element_type=jnp.float32)
 
-    def in_blocks(q: Array, pool: Array, slots: Array) -> Array:
+    def in_blocks(q: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows, at = _blocks(pool, layer, slots)
 
         def of_head(head: tuple[Array, Array]) -> Array:
@@ -45,15 +48,18 @@ def products(
 
 
 def weighted_sum(
-    weights: Float[Array, "B K G n"], pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
+    weights: Float[Array, "B K G n"],
+    pool: Pages | PagePool,
+    layer: LayerCache,
+    slots: Int32[Array, "B K n"],
 ) -> Float32[Array, "B K G H"]:
     """Sum the listed rows of each KV head times the weights of its query heads."""
 
-    def at_once(weights: Array, pool: Array, slots: Array) -> Array:
+    def at_once(weights: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows = read_slots(pool, layer, slots)
         return jnp.einsum("bkgn,bknh->bkgh", weights, rows, preferred_element_type=jnp.float32)
 
-    def in_blocks(weights: Array, pool: Array, slots: Array) -> Array:
+    def in_blocks(weights: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows, at = _blocks(pool, layer, slots)
         batch, heads, group, number = weights.shape
         padded = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, -number % BLOCK)))
@@ -76,7 +82,7 @@ def weighted_sum(
 
 
 def _blocks(
-    pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
+    pool: Pages | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "heads blocks BLOCK"]]:
     """Return the pool by rows and each head's rows in it, filled up with its slot 0.
 

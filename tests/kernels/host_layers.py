@@ -8,8 +8,7 @@ from jsparse.host_pool import host_sharding, in_tail, pools, refilled
 
 def on_host(x: jax.Array) -> jax.Array:
     """A copy in host memory; on a CPU the same array."""
-    place = host_sharding()
-    return x if place is None else jax.device_put(x, place)
+    return jax.device_put(x, host_sharding())
 
 
 def in_host_memory(

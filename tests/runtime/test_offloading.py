@@ -42,7 +42,7 @@ POLICIES = (
     "twilight(all_pages(), p=0.7, prune='bits')",
     "streaming(sink=4, recent=8)",
     "arkvale(budget=16)",
-    "lychee_cluster(budget=8, sink=1, recent=1, lengths=(1, 3), period=2)",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
     "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",
     "lfps(budget=0.25, exact=True)",
     "lfps(budget=0.2, bypass=True)",
