@@ -325,12 +325,9 @@ def empty_pages(spec: CacheSpec) -> tuple[HostPages, ...]:
 
 @functools.partial(jax.jit, static_argnames="most")
 def _leaving(
-    cache: KVCache, count: Rows, most: int
-) -> list[tuple[Int32[Array, "B K n"], tuple[Array, Array]]]:
-    return [
-        newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), most)
-        for layer in cache.layers
-    ]
+    layer: LayerCache, count: Rows, most: int
+) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
+    return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), most)
 
 
 def stored(
@@ -341,11 +338,12 @@ def stored(
     `host` is donated.
     """
     put = _programs()[1]
-    leaving = _leaving(cache, count, most=most)
-    return tuple(
-        HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
-        for pages, (ids, (k, v)) in zip(host, leaving, strict=True)
-    )
+
+    def of_layer(pages: HostPages, layer: LayerCache) -> HostPages:
+        ids, (k, v) = _leaving(layer, count, most=most)
+        return HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
+
+    return tuple(map(of_layer, host, cache.layers))
 
 
 def moved(cache: KVCache) -> tuple[HostPages, ...]:

@@ -238,8 +238,8 @@ class Policy(NamedTuple):
             read more than the last page and the `looks_back` newest tokens, or `select` reads more
             than a few rows. Such a policy cannot be `offloaded`.
         looks_back: the newest tokens whose K and V `append` and `maintain` read.
-        foresees: whether `select` reads neither its query nor K nor V and returns the state as it
-            got it, so that it may be called before the layer's query exists.
+        foresees: whether `select` reads neither its query nor K nor V, gives no summary and returns
+            the state as it got it, so that it may be called before the layer's query exists.
         dense_heads: names the KV heads of a layer that always attend to everything.
         offload: where K and V lie in host memory, and how they are read; None is on the device.
         resolve: for a name that stands for other policies: chooses the one that runs. Nobody calls
@@ -405,6 +405,28 @@ def require_stays(name: str, policy: Policy, reason: str) -> None:
     """Raise ValueError if a policy evicts; `reason` says what for its tokens must stay."""
     if policy.evicts:
         raise ValueError(f"{name}={policy}: must leave tokens in their slots, {reason}")
+
+
+def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
+    """Raise ValueError if a policy cannot decode with K and V in host memory in this way."""
+    reasons = {
+        "evicts tokens, which moves others": policy.evicts,
+        "reworks the cache after the prompt": policy.after_prompt is not None,
+        "reads K or V of all tokens": policy.needs_device,
+        "computes K and V of tokens again": policy.correct_every > 0,
+        "needs other fields of the cache": bool(policy.fields),
+        "falls back to dense attention": policy.fallback is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"{name}={policy}: must decode without K and V on the device, but {reason}"
+            )
+    if offload.prefetch and not policy.foresees:
+        raise ValueError(
+            f"prefetch=True: {policy} must know what it selects without a query, as lfps does "
+            "with exact=False and bypass=False"
+        )
 
 
 def whole_number(name: str, value: Any, least: int) -> None:

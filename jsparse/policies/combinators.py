@@ -94,6 +94,7 @@ def with_state(
         select=select or selected,
         update=updated,
         maintain=reworked(base.maintain),
+        foresees=base.foresees and select is None,
         after_prompt=base.after_prompt and reworked(base.after_prompt),
         fallback=base.fallback and falls_back,
         shares=least,

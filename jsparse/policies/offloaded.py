@@ -3,12 +3,19 @@
 For contexts past the device's memory. What the policy selects crosses the bus at every step, so
 that decoding is slower than dense attention wherever K and V fit on the device. The setting is that
 of LFPS (Yao and Wang, arXiv:2506.15704), whose tables choose without reading K; here the GPU reads
-host memory itself, and any policy whose index is small beside K and V will do.
+host memory itself, and any policy whose index is small beside K and V works.
 """
 
 from typing import Literal, get_args
 
-from jsparse.policy import Offload, Policy, builder, require_policy, whole_number
+from jsparse.policy import (
+    Offload,
+    Policy,
+    builder,
+    require_offloadable,
+    require_policy,
+    whole_number,
+)
 
 Reads = Literal["in_place", "gather"]
 
@@ -39,29 +46,8 @@ def offloaded(
         raise ValueError(f"prefetch={prefetch!r}: must be True or False")
     if prefetch and reads == "in_place":
         raise ValueError("reads='in_place': must be None or 'gather' where prefetch=True")
-    if prefetch and not policy.foresees:
-        raise ValueError(
-            f"prefetch=True: {policy} must know what it selects without a query, as lfps does "
-            "with exact=False and bypass=False"
-        )
     if policy.offload is not None:
         raise ValueError(f"policy={policy}: must not be offloaded already")
-    require_offloadable("policy", policy)
-    return policy._replace(offload=Offload(tail, reads, prefetch), dense_at=None)
-
-
-def require_offloadable(name: str, policy: Policy) -> None:
-    """Raise ValueError if a policy cannot decode with K and V in host memory."""
-    reasons = {
-        "evicts tokens, which moves others": policy.evicts,
-        "reworks the cache after the prompt": policy.after_prompt is not None,
-        "reads K or V of all tokens": policy.needs_device,
-        "computes K and V of tokens again": policy.correct_every > 0,
-        "needs other fields of the cache": bool(policy.fields),
-        "falls back to dense attention": policy.fallback is not None,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"{name}={policy}: must decode without K and V on the device, but {reason}"
-            )
+    offload = Offload(tail, reads, prefetch)
+    require_offloadable("policy", policy, offload)
+    return policy._replace(offload=offload, dense_at=None)

@@ -32,4 +32,10 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
         )
         return chosen, None, state
 
-    return Policy(select, needs_device=False, shares="pages", dense_at={"sink": 0, "recent": 2**30})
+    return Policy(
+        select,
+        needs_device=False,
+        foresees=True,
+        shares="pages",
+        dense_at={"sink": 0, "recent": 2**30},
+    )

@@ -143,7 +143,6 @@ def twilight(
 
     kept = with_state(base, **keys._asdict(), select=select, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
-        foresees=False,
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
         # a row's p is this one, never the base's
         per_row=(*(name for name in base.per_row if name != "p"), "p"),

@@ -99,8 +99,8 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
     chunk = prefill.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
-    kept = offloading.device_bytes(spec, resolved(policy, spec), chunk)
-    return kept + policy_bytes(spec, policy)
+    own = policy_bytes(spec, policy)  # a policy refuses sizes that do not fit it
+    return own + offloading.device_bytes(spec, resolved(policy, spec), chunk)
 
 
 def fits(spec: CacheSpec, policy: Policy) -> bool:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from jsparse.cache import KVCache, PagePool, fill, grow, spec_of, taken
+from jsparse.cache import KVCache, fill, grow, spec_of, taken
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
@@ -112,9 +112,7 @@ def attend_layer(
             summary = _of_active(Summary(*summary), cache)
         selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
-        run = ATTENTION[selection.granularity]
-        if isinstance(held.k, PagePool):
-            run = host_attention.attention(run, policy.offload, fetched)
+        run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
         out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
         counted = count_tokens(selection, held.lengths, held.page_size)
         if summary is not None:

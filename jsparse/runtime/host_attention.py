@@ -41,7 +41,7 @@ class Fetched(NamedTuple):
 def attention(
     op: Callable[..., AttentionOut], offload: Offload | None, fetched: Fetched | None
 ) -> Callable[..., AttentionOut]:
-    """Returns an attention op like `op` for layers whose K and V lie in host memory."""
+    """Returns an attention op like `op` that takes layers with K and V in host memory, too."""
     reads = None if offload is None else offload.reads
     return partial(attend, op, reads=reads, fetched=fetched)
 
@@ -59,7 +59,8 @@ def attend(
 ) -> AttentionOut:
     """Attends as `op` does; `reads` is that of `Offload`, `fetched` what `fetch` returned."""
     options = {"stats": stats, "dtype": dtype}
-    if fetched is None and (reads or best(selection)) == "in_place":
+    on_device = not isinstance(layer.k, HostPool)
+    if on_device or (fetched is None and _way(reads, selection) == "in_place"):
         return op(q, layer, selection, **options)
     pages, listed, ids = compacted(layer, _sparse(selection), fetched)
     out = op(q, pages, listed, **options)
@@ -70,13 +71,18 @@ def attend(
     return _with_dense_heads(out, q, layer, selection.dense, dtype)
 
 
-def best(selection: Selection) -> str:
-    """Returns how a selection is read best: tokens in place, pages fetched by the GPU.
+def _way(reads: str | None, selection: Selection) -> str:
+    """Returns how a selection is read: where nothing is asked for, tokens in place.
 
-    The reference ops of other backends read both in place.
+    A GPU must fetch pages; the reference ops of other backends read these in place, too.
     """
-    on_gpu = jax.default_backend() == "gpu"
-    return "gather" if on_gpu and selection.granularity == "page" else "in_place"
+    fetches = jax.default_backend() == "gpu" and selection.granularity == "page"
+    if fetches and reads == "in_place":
+        raise ValueError(
+            "reads='in_place': must be None or 'gather' where a policy selects pages, which a GPU "
+            "does not read in host memory"
+        )
+    return reads or ("gather" if fetches else "in_place")
 
 
 def fetch_ahead(
@@ -89,7 +95,9 @@ def fetch_ahead(
     """
     if policy.offload is None or not policy.offload.prefetch or layer == len(cache.layers):
         return None
-    selection, _, _ = policy.select(state, layer, q, cache)
+    selection, summary, _ = policy.select(state, layer, q, cache)
+    if summary is not None:
+        raise ValueError(f"prefetch=True: {policy} must not give a summary")
     return fetch(cache.layers[layer], selection, beside)
 
 
@@ -144,7 +152,7 @@ def compacted(
     # a list that names nothing that is there still stands for the newest token
     count = jnp.maximum(jnp.sum(valid, -1, dtype=jnp.int32), jnp.minimum(selection.count, 1))
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
-    # the newest token is the last of what there is, and everything before it is whole
+    # the newest token is the last one listed, and everything before it is whole
     lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
     pages = []
     for pool, rows in zip(pools(layer), fetched[1:], strict=True):

@@ -16,8 +16,8 @@ import psutil
 from jsparse import cache as kv_cache
 from jsparse import host_pool, memory
 from jsparse.cache import CacheSpec, HostPages, KVCache, Lent, lend
-from jsparse.policies.offloaded import require_offloadable
-from jsparse.policy import Offload, Policy, State
+from jsparse.pallas_kernels.dispatch import no_triton
+from jsparse.policy import Offload, Policy, State, require_offloadable
 from jsparse.shapes import Rows
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
@@ -92,11 +92,11 @@ def require_host_fit(spec: CacheSpec) -> None:
     """Raises ValueError if K and V do not fit in host memory; nothing is allocated."""
     there = available_host_bytes()
     if spec.nbytes > there:
-        limit = f", of which {LIMIT_VARIABLE} allows so much" * (jax.default_backend() == "gpu")
+        limited = jax.default_backend() == "gpu"
         raise ValueError(
             f"max_length={spec.capacity} for {spec.batch} prompt(s) takes "
             f"{memory.size(spec.nbytes)} of host memory: must fit in the {memory.size(there)} that "
-            f"are free{limit}"
+            + (f"are free and {LIMIT_VARIABLE} allows" if limited else "are free")
         )
 
 
@@ -106,8 +106,16 @@ def require_possible(policy: Policy, spec: CacheSpec) -> None:
     The tail must hold what hooks of the policy look back at.
     """
     assert policy.offload is not None
-    require_offloadable("policy", policy)
+    require_offloadable("policy", policy, policy.offload)
+    for layer in range(spec.num_layers):
+        if policy.stats(layer) not in (None, "listed_logits"):
+            raise ValueError(
+                f"policy={policy}: must ask for no statistics but listed_logits where K and V lie "
+                f"in host memory, and asks for {policy.stats(layer)}"
+            )
     host_pool.host_sharding()
+    if jax.default_backend() == "gpu" and (reason := no_triton()):
+        raise ValueError(f"policy={policy}: reading host memory {reason}")
     if spec.pool_pages is not None:
         raise ValueError(
             f"pool_pages={spec.pool_pages}: must be None where K and V lie in host memory"
@@ -150,7 +158,8 @@ def committed[T](arrays: T) -> T:
 
 @partial(jax.jit, static_argnames=("spec", "policy", "chunk"))
 def _empty(spec: CacheSpec, policy: Policy, chunk: int) -> tuple[KVCache, State]:
-    return tailed(kv_cache.init(spec), policy, spec, chunk), policy.init(spec)
+    state = policy.init(spec)  # it refuses sizes that do not fit the policy
+    return tailed(kv_cache.init(spec), policy, spec, chunk), state
 
 
 @partial(jax.jit, static_argnames=("policy", "spec", "chunk"))

@@ -106,7 +106,7 @@ def read_prompts(
             done += size
             report("prefill", min(done, longest), longest)
     except BaseException:
-        settle(carry)
+        settle(carry, host and host.pages)
         raise
     return carry
 

@@ -218,7 +218,12 @@ class Session:
             whole_number("steps_per_program", steps_per_program, 1)
         if policy.offload is not None:
             offloading.require_possible(policy, spec)
-            steps_per_program = 1  # a loop's body cannot take arrays in host memory
+            if steps_per_program not in (None, 1):
+                raise ValueError(
+                    f"steps_per_program={steps_per_program}: must be 1 where K and V lie in host "
+                    "memory, which a loop of steps cannot take"
+                )
+            steps_per_program = 1
         on_gpu = jax.default_backend() == "gpu"
         self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
         self._host: HostMemory | None = None
@@ -378,7 +383,7 @@ class Session:
                     self.compiling += time.perf_counter() - began
                 yield result
         finally:
-            settle(carry)
+            settle(carry, self._host and self._host.pages)
             # a program that failed may have taken what it was given
             if not any(array.is_deleted() for array in jax.tree.leaves(carry)):
                 self._held = Held(logits, carry.cache, carry.state)

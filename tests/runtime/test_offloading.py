@@ -20,9 +20,10 @@ from tiny import (
 )
 
 import jsparse
+from jsparse.evaluation.attention_metrics import measured
 from jsparse.host_pool import HostPool
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, offloading, prefill, session
+from jsparse.runtime import capacity, host_attention, offloading, prefill, session
 from jsparse.runtime.offloading import HostMemory
 from jsparse.runtime.session import Session
 
@@ -149,7 +150,7 @@ def test_generate_takes_it():
 
 
 def test_the_device_holds_the_tail_and_dense_heads():
-    spec = replace_pages(spec_of(params(), 2, page_size=PAGE), 1000)
+    spec = spec_of(params(), 2, page_size=PAGE)._replace(num_pages=1000)
     own, chunk = spec.nbytes, 64
     tail = parse(offloaded(QUEST, tail=64))
     dense = parse(offloaded(f"retrieval_heads({QUEST}, {GATES})", tail=64))
@@ -157,10 +158,6 @@ def test_the_device_holds_the_tail_and_dense_heads():
     assert offloading.device_bytes(spec, parse(QUEST), chunk) == own
     assert offloading.device_bytes(spec, tail, chunk) == ring + layer
     assert offloading.device_bytes(spec, dense, chunk) == ring + layer + own // 2
-
-
-def replace_pages(spec, pages):
-    return spec._replace(num_pages=pages)
 
 
 def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypatch):
@@ -205,6 +202,51 @@ def test_a_tail_must_hold_what_hooks_look_back_at():
         Session(params(), policy, spec_of(params(), 1))
     with pytest.raises(ValueError, match=r"tail=4: must be at least 8, .* pages of 8 tokens"):
         Session(params(), parse(offloaded(QUEST, tail=4)), spec_of(params(), 1))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            parse(f"twilight(offloaded({LFPS}, prefetch=True), p=0.7, prune='token')"),
+            r"prefetch=True: twilight\(.* must know what it selects without a query",
+        ),
+        (
+            measured(parse(offloaded(LFPS, prefetch=True))),
+            "must decode without K and V on the device, but reads K or V of all tokens",
+        ),
+        (
+            parse(offloaded(QUEST))._replace(stats=lambda layer: "page_mass"),
+            "must ask for no statistics but listed_logits .* asks for page_mass",
+        ),
+    ],
+)
+def test_what_stands_around_it_is_checked_too(policy, message):
+    with pytest.raises(ValueError, match=message):
+        Session(params(), policy, spec_of(params(), 1))
+
+
+def test_gates_of_another_model_are_refused():
+    policy = offloaded(f"retrieval_heads({QUEST}, ((0, 1),))")
+    with pytest.raises(ValueError, match="gates=.* is for 1 × 2"):
+        jsparse.generate(params(), PROMPTS, policy=policy, page_size=PAGE)
+    session = Session(params(), parse(policy), spec_of(params(), 2, page_size=PAGE))
+    with pytest.raises(ValueError, match="gates=.* is for 1 × 2"):
+        session.read(PROMPTS)
+
+
+def test_a_loop_of_steps_is_refused():
+    with pytest.raises(ValueError, match="steps_per_program=8: must be 1 where K and V lie in"):
+        Session(params(), parse(offloaded(QUEST)), spec_of(params(), 1), steps_per_program=8)
+
+
+def test_a_gpu_does_not_read_pages_in_place(monkeypatch):
+    policy = parse(offloaded(QUEST, reads="in_place"))
+    held = Session(params(), policy, spec_of(params(), 2, page_size=PAGE, num_pages=12))
+    held.read(PROMPTS)
+    monkeypatch.setattr(host_attention.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="reads='in_place': must be None or 'gather' where a"):
+        forced_logits(held, FORCED[:, :3])
 
 
 def test_a_shared_pool_is_refused():
