@@ -66,7 +66,7 @@ def offloaded(expression, **options):
     return f"offloaded({expression}{given})"
 
 
-@pytest.mark.parametrize("expression", slow_except(POLICIES, *POLICIES[1:3]))
+@pytest.mark.parametrize("expression", slow_except(POLICIES, QUEST))
 def test_host_memory_gives_the_bits_of_the_device(expression):
     """Prompts are read in chunks, and the tail goes to host memory three times.
 
