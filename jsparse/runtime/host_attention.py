@@ -93,7 +93,10 @@ def fetch_ahead(
     On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
     need them. q only has the shape of the layer's queries, which the policy does not read.
     """
-    if policy.offload is None or not policy.offload.prefetch or layer == len(cache.layers):
+    offload = policy.offload
+    if offload is None or not offload.prefetch or layer == len(cache.layers):
+        return None
+    if not isinstance(cache.layers[layer].k, HostPool):
         return None
     selection, summary, _ = policy.select(state, layer, q, cache)
     if summary is not None:
