@@ -88,64 +88,48 @@ class HostPool(PagePool):
 
     def read_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
         """Returns chosen pages of each head, [B, K, n, P, H]."""
-        return self.with_ring_pages(layer, logical, self.fetched_pages(layer, logical))
-
-    def fetched_pages(
-        self,
-        layer: LayerCache,
-        logical: Int32[Array, "B K n"],
-        count: Lengths | None = None,
-        gather: GatherFn = row_gather,
-    ) -> Array | None:
-        """Returns what host memory has of the first `count` pages, [B, K, n, P, H].
-
-        The others, and those in the ring, are zeros. `gather` does what `row_gather` does.
-        """
-        if self.host is None:
-            return None
-        at = jnp.where(self.on_ring(layer, logical), -1, physical_pages(layer, logical))
-        return gather(self.host, at, count)
-
-    def with_ring_pages(
-        self, layer: LayerCache, logical: Int32[Array, "B K n"], fetched: Array | None
-    ) -> Array:
-        """Returns what `fetched_pages` fetched, with the pages that lie in the ring."""
-        ring = self.ring[self.ring_at(layer, logical)]
-        if fetched is None:
-            return ring
-        return jnp.where(self.on_ring(layer, logical)[..., None, None], ring, fetched)
+        return self.with_ring(layer, logical, None, self.fetched(layer, logical, None))
 
     def read_slots(self, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
         """Returns chosen slots of each head, [B, K, n, H]."""
-        return self.with_ring_slots(layer, slots, self.fetched_slots(layer, slots))
+        at = jnp.divmod(slots, layer.page_size)
+        return self.with_ring(layer, *at, self.fetched(layer, *at))
 
-    def fetched_slots(
+    def fetched(
         self,
         layer: LayerCache,
-        slots: Int32[Array, "B K n"],
+        page: Int32[Array, "B K n"],
+        offset: Int32[Array, "B K n"] | None,
         count: Lengths | None = None,
         gather: GatherFn = row_gather,
     ) -> Array | None:
-        """Returns what host memory has of the first `count` slots, [B, K, n, H].
+        """Returns what host memory has of the first `count` slots, or pages if offset is None.
 
         The others, and those in the ring, are zeros. `gather` does what `row_gather` does.
         """
         if self.host is None:
             return None
-        size = layer.page_size
-        page = slots // size
-        at = physical_pages(layer, page) * size + slots % size
-        return gather(self.host, jnp.where(self.on_ring(layer, page), -1, at), count, row_axes=2)
+        at, row_axes = physical_pages(layer, page), 1
+        if offset is not None:
+            at, row_axes = at * layer.page_size + offset, 2
+        return gather(
+            self.host, jnp.where(self.on_ring(layer, page), -1, at), count, row_axes=row_axes
+        )
 
-    def with_ring_slots(
-        self, layer: LayerCache, slots: Int32[Array, "B K n"], fetched: Array | None
+    def with_ring(
+        self,
+        layer: LayerCache,
+        page: Int32[Array, "B K n"],
+        offset: Int32[Array, "B K n"] | None,
+        fetched: Array | None,
     ) -> Array:
-        """Returns what `fetched_slots` fetched, with the slots that lie in the ring."""
-        page = slots // layer.page_size
-        ring = self.ring[self.ring_at(layer, page), slots % layer.page_size]
+        """Returns what `fetched` returned, with the slots or pages that lie in the ring."""
+        at = self.ring_at(layer, page)
+        ring = self.ring[at] if offset is None else self.ring[at, offset]
         if fetched is None:
             return ring
-        return jnp.where(self.on_ring(layer, page)[..., None], ring, fetched)
+        here = self.on_ring(layer, page)
+        return jnp.where(here.reshape(*here.shape, *(1,) * (ring.ndim - here.ndim)), ring, fetched)
 
     def written(
         self,

@@ -120,10 +120,7 @@ def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather
     ids, number = _with_newest(layer, _sparse(selection))
 
     def from_host(pool: HostPool) -> Array:
-        of_tokens = selection.granularity == "token"
-        found = (pool.fetched_slots if of_tokens else pool.fetched_pages)(
-            layer, ids, number, gather
-        )
+        found = pool.fetched(layer, *_place(layer, selection, ids), number, gather)
         assert found is not None
         return found
 
@@ -159,7 +156,7 @@ def compacted(
     lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
     pages = []
     for pool, rows in zip(pools(layer), fetched[1:], strict=True):
-        rows = _with_tail(pool, layer, selection, ids, rows)
+        rows = pool.with_ring(layer, *_place(layer, selection, ids), rows)
         pad = -capacity % layer.page_size if size == 1 else 0
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
         pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))
@@ -182,12 +179,9 @@ def _with_newest(layer: LayerCache, selection: Selection) -> tuple[Ids, Lengths]
     return ids, number + 1
 
 
-def _with_tail(
-    pool: HostPool, layer: LayerCache, selection: Selection, ids: Ids, rows: Array
-) -> Array:
-    if selection.granularity == "token":
-        return pool.with_ring_slots(layer, ids, rows)
-    return pool.with_ring_pages(layer, ids, rows)
+def _place(layer: LayerCache, selection: Selection, ids: Ids) -> tuple[Array, Array | None]:
+    """Returns the pages of listed ids, and the offsets in these where ids are tokens."""
+    return jnp.divmod(ids, layer.page_size) if selection.granularity == "token" else (ids, None)
 
 
 def _named(report: ListedLogits, ids: Ids) -> ListedLogits:
