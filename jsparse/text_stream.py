@@ -9,14 +9,29 @@ class TextStream:
     """Decodes one row's ids into text, piece by piece.
 
     A piece is held back while its last character is unfinished (a character may span several
-    tokens) and while its end could still grow into a stop string. `text` is everything so far,
-    without the stop string.
+    tokens) and while its end could still grow into a stop string that is cut off. `text` is
+    everything so far, without the stop string unless it is to stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...],
+        include_stop: bool = False,
+        least: int = 0,
+    ) -> None:
+        """Prepares an empty text.
+
+        Args:
+            tokenizer: what decodes ids; None gives no text.
+            stop: strings that end the text; of several, the one that begins first.
+            include_stop: whether the stop string stays in the text.
+            least: the number of ids whose text completes no stop string. One may begin there and
+                end in a later id's text.
+        """
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._stop, self._include_stop, self._least = stop, include_stop, least
         self._ids: list[int] = []
         self._settled = (
             0  # ids whose text is final; decoding starts a few ids before the rest, for context
@@ -24,10 +39,11 @@ class TextStream:
         self._context = 0
         self._text = ""
         self._emitted = 0
+        self._searched = 0  # characters that complete no stop string
 
     @property
     def text(self) -> str:
-        """Returns the text decoded so far, up to a stop string."""
+        """Returns the text decoded so far; a stop string ends it."""
         return self._text
 
     def push(self, token: int) -> str:
@@ -60,14 +76,23 @@ class TextStream:
         return piece
 
     def _cut(self) -> None:
-        starts = [
-            at for stop in self._stop if (at := self._text.find(stop, max(self._emitted, 0))) >= 0
-        ]
-        if starts:
-            self._text, self.stopped = self._text[: min(starts)], True
+        if len(self._ids) > self._least:
+            starts = [(self._found(stop), len(stop)) for stop in self._stop]
+            found = [(at, at + size) for at, size in starts if at >= 0]
+            if found:
+                start, end = min(found)
+                self._text = self._text[: end if self._include_stop else start]
+                self.stopped = True
+        self._searched = len(self._text)
+
+    def _found(self, stop: str) -> int:
+        """Returns where the stop string begins, among those that the new text completes, or -1."""
+        return self._text.find(stop, max(0, self._searched + 1 - len(stop)))
 
     def _held_back(self) -> int:
-        """Returns the length of the longest end of the text that begins a stop string."""
+        """Returns the length of the longest end of the text that begins a stop string to cut."""
+        if self._include_stop:
+            return 0
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for size in range(min(longest, len(self._text) - self._emitted), 0, -1):
             if any(stop.startswith(self._text[-size:]) for stop in self._stop):

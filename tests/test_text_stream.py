@@ -31,9 +31,9 @@ class WordTokenizer:
         return "".join(self.pieces[i] for i in ids if i != SPECIAL).removeprefix(" ")
 
 
-def run(tokenizer: Any, ids, stop=()):
+def run(tokenizer: Any, ids, stop=(), **options):
     """Returns the pieces in order (the flush last), the stream, and the number of ids it took."""
-    stream, pieces = TextStream(tokenizer, tuple(stop)), []
+    stream, pieces = TextStream(tokenizer, tuple(stop), **options), []
     for token in ids:
         if not stream.stopped:
             pieces.append(stream.push(token))
@@ -87,23 +87,49 @@ def test_stop_strings(pieces, stop, expected, text):
     assert stream.stopped == (text != "".join(pieces))
 
 
+@pytest.mark.parametrize(
+    ("pieces", "stop", "options", "expected", "text"),
+    [
+        (["ab", "ST", "OPcd"], ["STOP"], {"include_stop": True}, ["ab", "ST", "OP", ""], "abSTOP"),
+        (["ab", "ST"], ["STOP"], {"include_stop": True}, ["ab", "ST", ""], "abST"),
+        (["a", "bc"], ["abcd", "bc"], {"include_stop": True}, ["a", "bc", ""], "abc"),
+        (["abcd"], ["abc", "ab"], {"include_stop": True}, ["ab", ""], "ab"),
+        (["xab", "yab"], ["ab"], {"least": 1}, ["xab", "y", ""], "xaby"),
+        (["xa", "by"], ["ab"], {"least": 1}, ["x", "", ""], "x"),  # begun early, completed later
+        (["ab", "ab"], ["ab"], {"least": 2}, ["ab", "ab", ""], "abab"),
+        (["aa", "a"], ["aa"], {"least": 1}, ["a", "", ""], "a"),
+        (["ab", "xab"], ["ab"], {"least": 1, "include_stop": True}, ["ab", "xab", ""], "abxab"),
+    ],
+)  # fmt: skip
+def test_stop_strings_that_stay_or_come_too_early(pieces, stop, options, expected, text):
+    got, stream, taken = run(WordTokenizer(*pieces), range(len(pieces)), stop, **options)
+    assert (got, stream.text, taken) == (expected, text, len(pieces))
+
+
 letters = st.sampled_from(["a", "b", "ab", "ba", "aab", "é", "→", "🙂", " "])
 stops = st.lists(st.text("abé", min_size=1, max_size=4), max_size=3)
 
 
 @settings(max_examples=400)
-@given(st.lists(letters, max_size=10), stops)
-@example(["a", "a", "b"], ["ab", "aab"])
-def test_pieces_add_up_and_stop_where_they_should(words, stop):
+@given(st.lists(letters, max_size=10), stops, st.booleans(), st.integers(0, 12))
+@example(["a", "a", "b"], ["ab", "aab"], False, 0)
+@example(["a", "é", "b"], ["aé", "éb"], True, 2)
+def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, least):
     ids = list("".join(words).encode())
-    pieces, stream, taken = run(ByteTokenizer(), ids, stop)
+    options = {"include_stop": include_stop, "least": least}
+    pieces, stream, taken = run(ByteTokenizer(), ids, stop, **options)
     assert "".join(pieces) == stream.text
     # the slow way: decode everything again after each id, and look for the first stop string
-    for n in range(len(ids) + 1):
+    early = len(bytes(ids[:least]).decode("utf-8", errors="ignore"))
+    for n in range(least + 1, len(ids) + 1):
         text = bytes(ids[:n]).decode("utf-8", errors="ignore")
-        found = [text.find(s) for s in stop if s in text]
+        ends = [
+            (at, at + len(s)) for s in stop for at in range(len(text)) if text.startswith(s, at)
+        ]
+        found = [(start, end) for start, end in ends if end > early]
         if found:
-            assert (stream.text, stream.stopped, taken) == (text[: min(found)], True, n)
+            text = text[: min(found)[include_stop]]
+            assert (stream.text, stream.stopped, taken) == (text, True, n)
             return
     assert (stream.text, stream.stopped) == ("".join(words), False)
 
