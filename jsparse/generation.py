@@ -11,9 +11,10 @@ from jaxtyping import Array, Int32
 from jsparse import prompts
 from jsparse.host_reader import Generation, OnProgress, Reader, Row, Streamer
 from jsparse.models.checkpoint import Params
+from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, whole_number
-from jsparse.request import Request, SamplingParams, knobs, requests
+from jsparse.request import Request, SamplingParams, knobs, requests, require_alone
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import chooser, forced_then_greedy
@@ -184,7 +185,7 @@ def answers(
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        Row(request, TextStream(tokenizer, tuple(request.sampling.stop)), emit, len(turn))
+        Row(request, _text_stream(tokenizer, request.sampling), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, session.clock)
@@ -198,6 +199,10 @@ def answers(
     with closing(steps):
         reader.read_all(steps)
     return reader.generations(began, session.policy.name)
+
+
+def _text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
+    return TextStream(tokenizer, tuple(own.stop), own.include_stop_str_in_output, own.min_tokens)
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:
@@ -218,7 +223,7 @@ def chosen_sampling(
     """Returns `sampling`, or else what `sampling_params` makes of the options.
 
     Raises:
-        ValueError: a value is outside its range, or both are given.
+        ValueError: a value is outside its range, only an engine can give it, or both are given.
     """
     made = sampling_params(params, **options)
     if sampling is not None and made != SamplingParams():
@@ -227,7 +232,10 @@ def chosen_sampling(
         )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
-    return made if sampling is None else sampling
+    if sampling is None:
+        return made
+    require_alone(sampling)
+    return sampling
 
 
 def sampling_params(

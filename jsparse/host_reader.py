@@ -53,8 +53,8 @@ class Generation:
     """Holds what was generated for one prompt.
 
     Attributes:
-        text: the new text, without special tokens and the stop string; "" if the model has no
-            tokenizer.
+        text: the new text, without special tokens, and without the stop string unless that was
+            asked for; "" if the model has no tokenizer.
         token_ids: the new ids, including the end token if one came.
         logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
             options; None unless asked for.

@@ -1,5 +1,7 @@
 """Defines what one prompt asks for: SamplingParams, and the Request that they are checked into."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -13,6 +15,8 @@ from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, require_knob
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+# sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
+MOST_BIASES, MOST_ENDS = 300, 16
 # the value at which each option does nothing, for models that name no default of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -21,9 +25,10 @@ OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_p
 class SamplingParams:
     """Says how to continue one prompt, with the names that vLLM uses.
 
-    Options apply in this order: repetition_penalty, temperature, top_k, top_p, min_p. None means
-    the value in the model's generation_config, else off. At temperature 0 the choice is greedy and
-    only the repetition penalty matters.
+    Options change the logits in this order: logit_bias, min_tokens, repetition_penalty,
+    presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. At temperature 0 the
+    likeliest token after the penalties is taken. None for an option from temperature to
+    repetition_penalty means the value in the model's generation_config, else off.
 
     Attributes:
         temperature: the sampling temperature; 0 is greedy.
@@ -31,14 +36,26 @@ class SamplingParams:
         top_p: the total probability of the likeliest tokens to keep; 1 is off.
         min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
         repetition_penalty: the factor that divides positive and multiplies negative logits of
-            tokens seen so far; 1 is off.
+            tokens in the prompt or generated so far; 1 is off.
+        presence_penalty: the number, from -2 to 2, that is subtracted from the logit of each token
+            generated so far; tokens of the prompt do not count.
+        frequency_penalty: the number, from -2 to 2, that is subtracted from a token's logit for
+            each time it was generated.
+        logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300.
+            Ids may be strings of digits, as in JSON.
+        n: the number of answers, from 1 to 16; `generate` gives one.
         seed: the random seed; the same seed gives the same text, whatever runs beside it. None
             draws from the seed of the call, differently for each prompt.
         stop: strings that end the text and are cut off.
+        include_stop_str_in_output: whether the stop string stays in the text.
         stop_token_ids: ids that end the text, beside the model's own end tokens.
         ignore_eos: whether the model's own end tokens do not end the text.
         max_tokens: the maximum number of tokens to generate.
-        logprobs: 0 to return the log-probability of each generated token, None not to.
+        min_tokens: the number of tokens before which nothing ends the text: no end token can be
+            chosen, and a stop string counts only if a later token completes it.
+        logprobs: the number of likeliest tokens, up to 20, to return log-probabilities of at each
+            place, beside that of the generated token; 0 is the generated token's alone, None
+            returns none. `generate` takes None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
 
@@ -51,11 +68,17 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    n: int = 1
     seed: int | None = None
     stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int = 128
+    min_tokens: int = 0
     logprobs: int | None = None
     policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
 
@@ -64,25 +87,37 @@ class SamplingParams:
         for name in OFF:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _option(name, value))
-        seed = self.seed
-        if seed is not None and (not _is_int(seed) or not 0 <= seed < 2**63):
-            raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2^63 - 1")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens!r}: must be an integer of at least 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: must be true or false")
-        if self.logprobs not in (None, 0) or isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs={self.logprobs!r}: must be None or 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, _option(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r}: must be true or false")
+        most = self.max_tokens
+        _require_int("n", self.n, 1, 16, "an integer from 1 to 16")
+        _require_int("max_tokens", most, 1, math.inf, "an integer of at least 1")
+        rule = f"an integer from 0 to max_tokens, which is {most}"
+        _require_int("min_tokens", self.min_tokens, 0, most, rule)
+        if self.seed is not None:
+            _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, 20, "None or an integer from 0 to 20")
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
         object.__setattr__(self, "policy", dict(self.policy))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
         """Returns whether the likeliest token is taken as it is; only for checked requests."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        return (
+            self.temperature == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == self.frequency_penalty == 0
+            and not self.logit_bias
+            and self.min_tokens == 0
+        )
 
 
 @dataclass(frozen=True)
@@ -128,21 +163,41 @@ def requests(
         ValueError: an option is not among those of the model or the policy, or there is not one
             entry per prompt.
     """
+    given = _listed(sampling)
     if isinstance(sampling, SamplingParams):
-        sampling = [sampling] * len(rows)
-    given = sampling if isinstance(sampling, Sequence) else [sampling]
-    for own in given:
-        if not isinstance(own, SamplingParams):
-            raise ValueError(f"sampling={own!r}: must be SamplingParams, or a list of them")
-    if len(sampling) != len(rows):
+        given = [sampling] * len(rows)
+    if len(given) != len(rows):
         raise ValueError(
-            f"sampling has {len(sampling)} entries: must have one for each of the {len(rows)} "
+            f"sampling has {len(given)} entries: must have one for each of the {len(rows)} "
             "prompt(s)"
         )
     return [
         _request(params, ids, own, policy, seed, row)
-        for row, (ids, own) in enumerate(zip(rows, sampling, strict=True))
+        for row, (ids, own) in enumerate(zip(rows, given, strict=True))
     ]
+
+
+def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
+    """Refuses what only an engine gives: several answers, log-probabilities of likeliest tokens.
+
+    Raises:
+        ValueError: it is asked for, or `sampling` is neither SamplingParams nor a list of them.
+    """
+    for own in _listed(sampling):
+        if own.n != 1:
+            raise ValueError(f"n={own.n}: must be 1 for generate; jsparse.LLM takes more")
+        if own.logprobs:
+            raise ValueError(
+                f"logprobs={own.logprobs}: must be None or 0 for generate; jsparse.LLM takes more"
+            )
+
+
+def _listed(sampling: Any) -> Sequence[SamplingParams]:
+    given = sampling if isinstance(sampling, Sequence) else [sampling]
+    for own in given:
+        if not isinstance(own, SamplingParams):
+            raise ValueError(f"sampling={own!r}: must be SamplingParams, or a list of them")
+    return given
 
 
 def _request(
@@ -159,6 +214,11 @@ def _request(
             require_knob(policy, name, value)
     if sampling.stop:
         prompts.tokenizer_of(params, "stop")
+    last = params.config.vocab_size - 1
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(sampling, name):
+            if token > last:
+                raise ValueError(f"{name}={token}: must be token ids from 0 to {last}")
     defaults = OFF | {k: v for k, v in params.generation_defaults.items() if k in OFF}
     chosen = {name: getattr(sampling, name) for name in OFF}
     own_seed = sampling.seed is not None
@@ -167,16 +227,16 @@ def _request(
         **{name: defaults[name] if value is None else value for name, value in chosen.items()},
         seed=sampling.seed if own_seed else seed,
     )
-    return Request(ids, resolved, _ends(params, sampling), 0 if own_seed else row)
+    ends = _ends(params, sampling)
+    if sampling.min_tokens and len(ends) > MOST_ENDS:
+        raise ValueError(
+            f"min_tokens={sampling.min_tokens}: must be 0 where more than {MOST_ENDS} tokens end "
+            f"the text; here {len(ends)} do"
+        )
+    return Request(ids, resolved, ends, 0 if own_seed else row)
 
 
 def _ends(params: Params, sampling: SamplingParams) -> frozenset[int]:
-    for token in sampling.stop_token_ids:
-        if token >= params.config.vocab_size:
-            raise ValueError(
-                f"stop_token_ids={token}: must be token ids from 0 to "
-                f"{params.config.vocab_size - 1}"
-            )
     own = () if sampling.ignore_eos else end_tokens(params)
     return frozenset((*sampling.stop_token_ids, *own))
 
@@ -207,7 +267,7 @@ def end_tokens(params: Params) -> frozenset[int]:
 
 
 def _option(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not _is_number(value):
         raise ValueError(f"{name}={value!r}: must be a number")
     try:
         number = float(value)
@@ -220,6 +280,8 @@ def _option(name: str, value: Any) -> Any:
         "top_p": (0 < number <= 1, "a number above 0 and at most 1 (1 is off)"),
         "min_p": (0 <= number <= 1, "a number from 0 to 1 (0 is off)"),
         "repetition_penalty": (number > 0, "a number above 0 (1 is off)"),
+        "presence_penalty": (-2 <= number <= 2, "a number from -2 to 2 (0 is off)"),
+        "frequency_penalty": (-2 <= number <= 2, "a number from -2 to 2 (0 is off)"),
     }[name]
     if not ok or (name != "top_k" and number > FLOAT32_MAX):
         raise ValueError(f"{name}={value!r}: must be {rule}")
@@ -245,5 +307,39 @@ def _ids(tokens: Any) -> tuple[int, ...]:
     return tuple(map(int, tokens))
 
 
+def _biases(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias={biases!r}: must map token ids to numbers")
+    if len(biases) > MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} entries: must have at most {MOST_BIASES}")
+    made: dict[int, float] = {}
+    for key, bias in biases.items():
+        token = _token_id(key)
+        if token is None:
+            raise ValueError(f"logit_bias={key!r}: must map token ids, integers from 0 on")
+        if token in made:
+            raise ValueError(f"logit_bias={key!r}: must name each token once")
+        if not _is_number(bias) or not abs(bias) <= 100:
+            raise ValueError(f"logit_bias={{{key!r}: {bias!r}}}: must be numbers from -100 to 100")
+        made[token] = float(bias)
+    return made
+
+
+def _token_id(key: Any) -> int | None:
+    if isinstance(key, str):
+        # int() refuses thousands of digits, and no id has more than these
+        return int(key) if re.fullmatch("[0-9]{1,18}", key) else None
+    return int(key) if _is_int(key) and key >= 0 else None
+
+
+def _require_int(name: str, value: Any, low: int, high: float, rule: str) -> None:
+    if not _is_int(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: must be {rule}")
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

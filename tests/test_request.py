@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import fractions
 import pickle
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from tiny import tiny_params
 
 import jsparse
 from jsparse import SamplingParams
+from jsparse.conversation import Conversation
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import dense
-from jsparse.request import end_tokens, knobs, requests
+from jsparse.request import end_tokens, knobs, requests, require_alone
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
 
@@ -52,8 +54,36 @@ def params():
         ({"max_tokens": 0}, ["max_tokens=0", "at least 1"]),
         ({"max_tokens": 2.0}, ["max_tokens=2.0", "integer"]),
         ({"max_tokens": True}, ["max_tokens=True", "integer"]),
-        ({"logprobs": 1}, ["logprobs=1", "None or 0"]),
-        ({"logprobs": False}, ["logprobs=False", "None or 0"]),
+        ({"logprobs": 21}, ["logprobs=21", "None or an integer from 0 to 20"]),
+        ({"logprobs": -1}, ["logprobs=-1", "None or an integer from 0 to 20"]),
+        ({"logprobs": 1.0}, ["logprobs=1.0", "integer"]),
+        ({"logprobs": False}, ["logprobs=False", "integer"]),
+        ({"n": 0}, ["n=0", "from 1 to 16"]),
+        ({"n": 17}, ["n=17", "from 1 to 16"]),
+        ({"n": True}, ["n=True", "integer"]),
+        ({"presence_penalty": 2.01}, ["presence_penalty=2.01", "from -2 to 2"]),
+        ({"presence_penalty": None}, ["presence_penalty=None", "a number"]),
+        ({"frequency_penalty": -2.01}, ["frequency_penalty=-2.01", "from -2 to 2"]),
+        ({"frequency_penalty": float("nan")}, ["frequency_penalty=nan", "from -2 to 2"]),
+        ({"frequency_penalty": "1"}, ["frequency_penalty='1'", "a number"]),
+        ({"min_tokens": -1}, ["min_tokens=-1", "from 0 to max_tokens, which is 128"]),
+        ({"min_tokens": 5, "max_tokens": 4}, ["min_tokens=5", "to max_tokens, which is 4"]),
+        ({"min_tokens": 1.0}, ["min_tokens=1.0", "integer"]),
+        ({"logit_bias": [3]}, ["logit_bias=[3]", "must map"]),
+        ({"logit_bias": {-1: 1}}, ["logit_bias=-1", "from 0 on"]),
+        ({"logit_bias": {"-1": 1}}, ["logit_bias='-1'", "from 0 on"]),
+        ({"logit_bias": {"": 1}}, ["logit_bias=''", "from 0 on"]),
+        ({"logit_bias": {"²": 1}}, ["logit_bias='²'", "from 0 on"]),
+        ({"logit_bias": {"9" * 5000: 1}}, ["logit_bias='99", "from 0 on"]),
+        ({"logit_bias": {1.0: 1}}, ["logit_bias=1.0", "integers"]),
+        ({"logit_bias": {True: 1}}, ["logit_bias=True", "integers"]),
+        ({"logit_bias": {3: 1, "3": 2}}, ["logit_bias='3'", "each token once"]),
+        ({"logit_bias": {3: 100.5}}, ["logit_bias={3: 100.5}", "from -100 to 100"]),
+        ({"logit_bias": {3: float("nan")}}, ["logit_bias={3: nan}", "from -100 to 100"]),
+        ({"logit_bias": {3: "1"}}, ["logit_bias={3: '1'}", "numbers"]),
+        ({"logit_bias": {3: True}}, ["logit_bias={3: True}", "numbers"]),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, ["301 entries", "at most 300"]),
+        ({"include_stop_str_in_output": 1}, ["include_stop_str_in_output=1", "true or false"]),
         ({"policy": "p=0.5"}, ["policy='p=0.5'", "map names"]),
     ],
 )
@@ -74,6 +104,61 @@ def test_what_is_given_is_kept_in_one_form():
         != SamplingParams()
     )
     assert len({own, SamplingParams(), SamplingParams(policy={})}) == 2
+
+
+def test_biases_are_kept_by_id():
+    given = {"7": 1, 3: fractions.Fraction(-1, 2), np.int32(5): np.float32(2.5)}
+    own = SamplingParams(logit_bias=given)
+    assert own.logit_bias == {7: 1.0, 3: -0.5, 5: 2.5}
+    assert {type(key) for key in own.logit_bias} == {int}
+    assert {type(value) for value in own.logit_bias.values()} == {float}
+    given[1] = 1
+    assert 1 not in own.logit_bias
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(300), -100)).logit_bias) == 300
+    assert hash(own) == hash(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1}},
+        {"min_tokens": 1},
+    ],
+    ids=str,
+)
+def test_what_changes_the_likeliest_token_is_not_greedy(params, given):
+    plain = dataclasses.replace(params, generation_defaults={})
+    options = [
+        SamplingParams(top_k=3, n=2, logprobs=4, stop_token_ids=[2]),
+        SamplingParams(**given),
+    ]
+    asked = requests(plain, [[1]] * 2, options, dense())
+    assert [request.sampling.greedy for request in asked] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 2}, "n=2: must be 1 for generate; jsparse.LLM takes more"),
+        ({"logprobs": 3}, "logprobs=3: must be None or 0 for generate; jsparse.LLM takes more"),
+    ],
+)
+def test_an_engine_alone_takes_more(params, given, said):
+    own = SamplingParams(**given)
+    assert requests(params, [[1]], own, dense())
+    for call in (
+        lambda: require_alone(own),
+        lambda: require_alone([SamplingParams(logprobs=0), own]),
+        lambda: jsparse.generate(params, [[1], [2]], sampling=[SamplingParams(), own]),
+        lambda: Conversation(params, sampling=own),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            call()
+    require_alone([SamplingParams(logprobs=0), SamplingParams()])
 
 
 def test_the_model_s_defaults_stand_for_none(params):
@@ -110,6 +195,19 @@ def test_end_tokens_are_the_model_s_and_ones_own(params):
     assert end_tokens(texts) == set(texts.tokenizer.eos_token_ids) != set()
     with pytest.raises(ValueError, match="stop_token_ids=300: must be token ids from 0 to 299"):
         requests(params, [[1]], SamplingParams(stop_token_ids=[300]), dense())
+    with pytest.raises(ValueError, match="logit_bias=300: must be token ids from 0 to 299"):
+        requests(params, [[1]], SamplingParams(logit_bias={299: 1, 300: 1}), dense())
+
+
+def test_few_tokens_end_a_text_of_a_least_length(params):
+    """Two are the model's own."""
+    most = SamplingParams(stop_token_ids=range(20, 34), min_tokens=1)
+    assert len(requests(params, [[1]], most, dense())[0].ends) == 16
+    more = dataclasses.replace(most, stop_token_ids=range(20, 35))
+    said = "min_tokens=1: must be 0 where more than 16 tokens end the text; here 17 do"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        requests(params, [[1]], more, dense())
+    requests(params, [[1]], dataclasses.replace(more, min_tokens=0), dense())
 
 
 def test_stop_strings_need_a_tokenizer(params):

@@ -3,7 +3,8 @@
 A way of choosing is a static function of what it carries from token to token, the token's number
 and the logits. Two serve generation: `greedy`, where all rows take the likeliest token, and
 `sampled`, in which every option is a number per row, so that no value of an option compiles
-anything anew. Options are named, and apply in the order, as in Hugging Face's logits processors.
+anything anew. Options that Hugging Face's logits processors have mean what they mean there, the
+others what they mean in vLLM; SamplingParams has their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +13,18 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
-from jsparse.request import Request
+from jsparse.request import MOST_BIASES, MOST_ENDS, Request
 from jsparse.shapes import Rows
 from jsparse.threshold import top_k_mask, top_p_mask
 
 Chosen = tuple[Rows, Float32[Array, "B"], Any]
+# one number for all rows, or one per row where rows began at different times
+Nth = Int32[Array, ""] | Int32[Array, "B"]
+# the number of likeliest tokens that `top_logprobs` returns
+TOP = 20
+MOST_COUNTED = np.iinfo(np.uint16).max
 
 
 class ChooseFn(Protocol):
@@ -33,13 +39,19 @@ class ChooseFn(Protocol):
 
 
 class RowSampling(NamedTuple):
-    """Holds the options of SamplingParams, one number per row.
+    """Holds the options of SamplingParams per row, and what was generated.
+
+    Lists of token ids are padded with the size of the vocabulary, which no logit has.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty: as in SamplingParams.
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+            min_tokens: as in SamplingParams.
+        bias_ids, bias_values: logit_bias.
+        ends: the tokens that cannot be chosen before min_tokens; none if that is 0.
         seed: the lower and the upper half of the seed.
         stream: the stream of random numbers, of those that the seed has.
-        seen: the tokens in the text so far.
+        seen: the tokens in the text so far, the prompt included.
+        counts: how often each token was generated, up to 65,535 times.
     """
 
     temperature: Float32[Array, "B"]
@@ -47,39 +59,77 @@ class RowSampling(NamedTuple):
     top_p: Float32[Array, "B"]
     min_p: Float32[Array, "B"]
     repetition_penalty: Float32[Array, "B"]
+    presence_penalty: Float32[Array, "B"]
+    frequency_penalty: Float32[Array, "B"]
+    bias_ids: Int32[Array, "B 300"]
+    bias_values: Float32[Array, "B 300"]
+    min_tokens: Int32[Array, "B"]
+    ends: Int32[Array, "B 16"]
     seed: UInt32[Array, "B 2"]
     stream: Int32[Array, "B"]
     seen: Bool[Array, "B V"]
+    counts: UInt16[Array, "B V"]
+
+
+class TopLogprobs(NamedTuple):
+    """Holds the likeliest tokens of each row, best first; equal ones by id.
+
+    Attributes:
+        ids: the tokens: TOP of them, or all where the vocabulary has fewer.
+        logprobs: their log-probabilities under the model's own softmax, before any options.
+    """
+
+    ids: Int32[Array, "B top"]
+    logprobs: Float32[Array, "B top"]
 
 
 def chooser(requests: Sequence[Request], vocab_size: int) -> tuple[ChooseFn, Any]:
     """Returns the way to choose for a batch, and what it carries at first."""
-    options = [request.sampling for request in requests]
-    if all(own.greedy for own in options):
+    if all(request.sampling.greedy for request in requests):
         return greedy, ()
-    seen = np.zeros((len(requests), vocab_size), np.bool_)
-    for row, request in enumerate(requests):
+    return sampled, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
+
+
+def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
+    """Returns what `sampled` carries for these requests at first, as numpy arrays."""
+    options = [request.sampling for request in requests]
+    rows = len(requests)
+    seen = np.zeros((rows, vocab_size), np.bool_)
+    bias_ids = np.full((rows, MOST_BIASES), vocab_size, np.int32)
+    bias_values = np.zeros((rows, MOST_BIASES), np.float32)
+    ends = np.full((rows, MOST_ENDS), vocab_size, np.int32)
+    for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
+        bias_ids[row, : len(own.logit_bias)] = [*own.logit_bias]
+        bias_values[row, : len(own.logit_bias)] = [*own.logit_bias.values()]
+        if own.min_tokens:
+            ends[row, : len(request.ends)] = sorted(request.ends)
 
-    def column(name: str) -> Array:
-        return jnp.asarray([getattr(own, name) for own in options], jnp.float32)
+    def column(name: str, dtype: type = np.float32) -> Any:
+        return np.array([getattr(own, name) for own in options], dtype)
 
-    # a key takes 32 bits of a seed: the upper ones are folded in
-    seeds = [divmod(own.seed or 0, 2**32)[::-1] for own in options]
-    streams = [request.stream for request in requests]
-    return sampled, RowSampling(
-        temperature=column("temperature"),
-        top_k=jnp.asarray([min(own.top_k or 0, vocab_size) for own in options], jnp.int32),
-        top_p=column("top_p"),
-        min_p=column("min_p"),
-        repetition_penalty=column("repetition_penalty"),
-        seed=jnp.asarray(seeds, jnp.uint32),
-        stream=jnp.asarray(streams, jnp.int32),
-        seen=jnp.asarray(seen),
-    )
+    made: dict[str, Any] = {
+        "temperature": column("temperature"),
+        "top_k": np.array([min(own.top_k or 0, vocab_size) for own in options], np.int32),
+        "top_p": column("top_p"),
+        "min_p": column("min_p"),
+        "repetition_penalty": column("repetition_penalty"),
+        "presence_penalty": column("presence_penalty"),
+        "frequency_penalty": column("frequency_penalty"),
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+        "min_tokens": column("min_tokens", np.int32),
+        "ends": ends,
+        # a key takes 32 bits of a seed: the upper ones are folded in
+        "seed": np.array([divmod(own.seed or 0, 2**32)[::-1] for own in options], np.uint32),
+        "stream": np.array([request.stream for request in requests], np.int32),
+        "seen": seen,
+        "counts": np.zeros((rows, vocab_size), np.uint16),
+    }
+    return RowSampling(**made)
 
 
-def greedy(given: Any, nth: Int32[Array, ""], logits: Float32[Array, "B V"]) -> Chosen:
+def greedy(given: Any, nth: Nth, logits: Float32[Array, "B V"]) -> Chosen:
     """Takes the likeliest token of each row; it carries nothing."""
     tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     return tokens, _logprobs(logits, tokens), given
@@ -102,24 +152,66 @@ def forced_then_greedy(
     return tokens, _logprobs(logits, tokens), given
 
 
-def sampled(given: RowSampling, nth: Int32[Array, ""], logits: Float32[Array, "B V"]) -> Chosen:
+def sampled(given: RowSampling, nth: Nth, logits: Float32[Array, "B V"]) -> Chosen:
     """Samples the next token of each row with the row's own options.
 
     A row draws from its own seed and stream, folded with the token's number, so that its choice
     does not depend on the rest of the batch.
     """
-    penalty = given.repetition_penalty[:, None]
-    penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    wanted = jnp.where(given.seen, penalised, logits)
+    rows = jnp.arange(logits.shape[0])
+    nth = jnp.broadcast_to(nth, rows.shape)
+    wanted = adjusted(given, nth, logits)
 
-    def draw(seed: Array, stream: Array, row: Array) -> Array:
+    def draw(seed: Array, stream: Array, nth: Array, row: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, nth), stream), row)
 
-    drawn = jax.vmap(draw)(given.seed, given.stream, truncated(given, wanted))
+    drawn = jax.vmap(draw)(given.seed, given.stream, nth, truncated(given, wanted))
     tokens = jnp.where(given.temperature == 0, jnp.argmax(wanted, -1), drawn).astype(jnp.int32)
-    seen = given.seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-    return tokens, _logprobs(logits, tokens), given._replace(seen=seen)
+    count = given.counts[rows, tokens]
+    return (
+        tokens,
+        _logprobs(logits, tokens),
+        given._replace(
+            seen=given.seen.at[rows, tokens].set(True),
+            counts=given.counts.at[rows, tokens].set(
+                jnp.where(count < MOST_COUNTED, count + 1, count)
+            ),
+        ),
+    )
+
+
+def adjusted(
+    given: RowSampling, nth: Int32[Array, "B"], logits: Float32[Array, "B V"]
+) -> Float32[Array, "B V"]:
+    """Adds the biases, sets end tokens that come too early to -inf and applies the penalties.
+
+    What no row asks for is skipped.
+    """
+    rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
+    early = nth < given.min_tokens
+
+    def biased(x: Array) -> Array:
+        return x.at[rows, given.bias_ids].add(given.bias_values, mode="drop")
+
+    def without_ends(x: Array) -> Array:
+        ends = jnp.where(early[:, None], given.ends, vocab)
+        return x.at[rows, ends].set(-jnp.inf, mode="drop")
+
+    def repetition(x: Array) -> Array:
+        penalty = given.repetition_penalty[:, None]
+        return jnp.where(given.seen, jnp.where(x > 0, x / penalty, x * penalty), x)
+
+    def presence_and_frequency(x: Array) -> Array:
+        counts = given.counts.astype(jnp.float32)
+        frequency = given.frequency_penalty[:, None] * counts
+        return x - (frequency + given.presence_penalty[:, None] * (counts > 0))
+
+    logits = _if_any(given.bias_values != 0, biased, logits)
+    logits = _if_any(early, without_ends, logits)
+    logits = _if_any(given.repetition_penalty != 1, repetition, logits)
+    counted = (given.presence_penalty != 0) | (given.frequency_penalty != 0)
+    return _if_any(counted, presence_and_frequency, logits)
 
 
 def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
@@ -134,12 +226,7 @@ def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Arra
     logits = (logits - logits.max(-1, keepdims=True)) / temperature
 
     def cut(wanted: Array, kept: Callable[[Array], Array], x: Array) -> Array:
-        return jax.lax.cond(
-            jnp.any(wanted),
-            lambda x: jnp.where(kept(x) | ~wanted[:, None], x, -jnp.inf),
-            lambda x: x,
-            x,
-        )
+        return _if_any(wanted, lambda x: jnp.where(kept(x) | ~wanted[:, None], x, -jnp.inf), x)
 
     some_k = (given.top_k > 0) & (given.top_k < vocab)
     logits = cut(some_k, lambda x: top_k_mask(x, given.top_k), logits)
@@ -151,6 +238,16 @@ def truncated(given: RowSampling, logits: Float32[Array, "B V"]) -> Float32[Arra
         return probs >= given.min_p[:, None] * probs.max(-1, keepdims=True)
 
     return cut(given.min_p > 0, likely, logits)
+
+
+def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:
+    """Returns the TOP likeliest tokens of each row with their log-probabilities."""
+    _, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    return TopLogprobs(ids, jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1))
+
+
+def _if_any(wanted: Array, changed: Callable[[Array], Array], x: Array) -> Array:
+    return jax.lax.cond(jnp.any(wanted), changed, lambda x: x, x)
 
 
 def _logprobs(logits: Float32[Array, "B V"], tokens: Rows) -> Float32[Array, "B"]:

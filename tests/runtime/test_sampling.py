@@ -8,14 +8,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import random_prompts, tiny_params
 
+import jsparse
 from jsparse.request import OFF, Request, SamplingParams
 from jsparse.runtime import sampling as ways
-from jsparse.runtime.sampling import RowSampling, chooser, greedy, sampled, truncated
+from jsparse.runtime.sampling import (
+    RowSampling,
+    adjusted,
+    chooser,
+    greedy,
+    row_sampling,
+    sampled,
+    top_logprobs,
+    truncated,
+)
 
 V = 12
 draw = jax.jit(sampled)
 cut = jax.jit(truncated)
+adjust = jax.jit(adjusted)
 
 
 def options(**given) -> SamplingParams:
@@ -23,11 +35,11 @@ def options(**given) -> SamplingParams:
     return SamplingParams(**(OFF | {"seed": 3} | given))
 
 
-def rows_of(*asked: SamplingParams, vocab=V, prompts=None) -> RowSampling:
+def rows_of(*asked: SamplingParams, vocab=V, prompts=None, ends=()) -> RowSampling:
     """What `sampled` carries for these rows, which draw from streams of their own."""
     prompts = prompts or [[]] * len(asked)
     pairs = zip(prompts, asked, strict=True)
-    requests = [Request(ids, own, frozenset(), i) for i, (ids, own) in enumerate(pairs)]
+    requests = [Request(ids, own, frozenset(ends), i) for i, (ids, own) in enumerate(pairs)]
     # one row that is not greedy makes all of them draw
     requests.append(Request([], options(temperature=1.0), frozenset(), 0))
     choose, given = chooser(requests, vocab)
@@ -212,6 +224,184 @@ def test_rows_of_different_options_choose_as_if_alone():
         assert together[row] == alone[0], asked[row]
 
 
+# Biases, end tokens and penalties
+
+
+ENDS = (1, 5)
+ADJUSTED = [
+    options(presence_penalty=0.7),
+    options(presence_penalty=-1.5),
+    options(frequency_penalty=0.4),
+    options(presence_penalty=-0.3, frequency_penalty=0.5),
+    options(logit_bias={0: 0.8, 5: -100, 11: 1.5}),
+    options(min_tokens=4),
+    options(min_tokens=9, logit_bias={5: 100.0}),
+    options(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={3: 0.5, 4: -0.5}),
+    options(repetition_penalty=0.7, frequency_penalty=1.0, min_tokens=2, logit_bias={1: 2.0}),
+    options(temperature=0.8, frequency_penalty=0.9, min_tokens=3, logit_bias={1: 3.0}),
+    options(temperature=1.2, top_k=3, presence_penalty=2.0, seed=8),
+    options(temperature=0.7),
+    options(),
+]
+PROMPT = [2, 4, 4, 7]
+
+
+def slow_adjusted(own: SamplingParams, row, generated: list[int]) -> np.ndarray:
+    """Applies the options that come before temperature to one row, token by token."""
+    x = np.array(row, np.float64)
+    for token, bias in own.logit_bias.items():
+        x[token] += bias
+    if len(generated) < own.min_tokens:
+        x[list(ENDS)] = -np.inf
+    for token in {*PROMPT, *generated}:
+        x[token] *= (own.repetition_penalty or 1) ** (-1 if x[token] > 0 else 1)
+    for token in set(generated):
+        x[token] -= own.frequency_penalty * generated.count(token) + own.presence_penalty
+    return x
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """Twelve steps of all rows together: what was carried before each, logits and tokens."""
+    logits = np.random.default_rng(8).normal(size=(12, len(ADJUSTED), V)).astype(np.float32)
+    given = rows_of(*ADJUSTED, prompts=[PROMPT] * len(ADJUSTED), ends=ENDS)
+    steps = []
+    for nth, now in enumerate(logits):
+        tokens, _, after = draw(given, jnp.int32(nth), now)
+        steps.append((given, now, tokens.tolist()))
+        given = after
+    return steps, given
+
+
+@pytest.mark.parametrize("row", range(len(ADJUSTED)))
+def test_what_options_make_of_logits(decoded, row):
+    own, generated = ADJUSTED[row], []
+    for nth, (carried, logits, tokens) in enumerate(decoded[0]):
+        expected = slow_adjusted(own, logits[row], generated)
+        ages = jnp.full(len(ADJUSTED), nth, jnp.int32)
+        np.testing.assert_allclose(
+            adjust(carried, ages, logits)[row], expected, rtol=1e-5, atol=1e-6
+        )
+        if own.temperature == 0:
+            assert tokens[row] == expected.argmax()
+        else:
+            assert np.isfinite(slow_truncated(own, expected)[tokens[row]])
+        generated.append(tokens[row])
+    if own.min_tokens:
+        assert not {*ENDS} & {*generated[: own.min_tokens]}
+    if own.logit_bias.get(5) == 100:
+        assert generated[own.min_tokens :] == [5] * (12 - own.min_tokens)
+
+
+def test_what_was_generated_is_counted(decoded):
+    steps, given = decoded
+    for row in range(len(ADJUSTED)):
+        generated = [tokens[row] for *_, tokens in steps]
+        assert given.counts[row].tolist() == np.bincount(generated, minlength=V).tolist()
+        assert np.flatnonzero(given.seen[row]).tolist() == sorted({*PROMPT, *generated})
+
+
+def test_counts_end_at_their_largest():
+    given = rows_of(options(frequency_penalty=-2.0))
+    given = given._replace(counts=jnp.full((1, V), 65_535, jnp.uint16))
+    tokens, _, given = draw(given, jnp.int32(0), jnp.eye(1, V, 3))
+    assert tokens.tolist() == [3]
+    assert given.counts.tolist() == [[65_535] * V]
+
+
+def test_rows_of_different_ages_choose_as_if_alone(decoded):
+    """Row b has come as far as step b when it takes part; alone it gets a number, not an array."""
+    steps, _ = decoded
+    ages = [b % len(steps) for b in range(len(ADJUSTED))]
+    given, logits = (
+        jax.tree.map(
+            lambda *leaves: np.stack([leaves[age][b] for b, age in enumerate(ages)]),
+            *[step[part] for step in steps],
+        )
+        for part in (0, 1)
+    )
+    tokens, logprobs, after = draw(given, jnp.asarray(ages, jnp.int32), logits)
+    for b, age in enumerate(ages):
+        at = slice(b, b + 1)
+        alone = draw(RowSampling(*(x[at] for x in given)), jnp.int32(age), logits[at])
+        assert tokens[b] == alone[0][0] == steps[age][2][b], ADJUSTED[b]
+        np.testing.assert_allclose(logprobs[b], alone[1][0], rtol=1e-6)
+        for mine, its in zip(after, alone[2], strict=True):
+            np.testing.assert_array_equal(mine[b], its[0])
+
+
+def test_a_row_carries_its_options_as_numpy_arrays():
+    own = options(logit_bias={4: 1.5, 0: -2.0}, min_tokens=2, presence_penalty=0.5)
+    asked = [Request([3], own, frozenset({6, 2}), 0), Request([1], options(), frozenset({6}), 1)]
+    made = row_sampling(asked, V)
+    assert {type(x) for x in made} == {np.ndarray}
+    assert made.bias_ids[0].tolist() == [4, 0] + [V] * 298
+    assert made.bias_values[0].tolist() == [1.5, -2.0] + [0.0] * 298
+    assert made.bias_ids[1].tolist() == [V] * 300
+    assert made.ends.tolist() == [[2, 6] + [V] * 14, [V] * 16]
+    assert made.min_tokens.tolist() == [2, 0]
+    assert made.presence_penalty.tolist() == [0.5, 0.0]
+    for mine, its in zip(made, chooser(asked, V)[1], strict=True):
+        assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
+        np.testing.assert_array_equal(mine, its)
+
+
+def test_generate_takes_options_into_account():
+    """Each token is the likeliest after its row's options, by the model's own dense logits."""
+    params, prompt = tiny_params(num_layers=1), random_prompts((9,), seed=3)[0]
+
+    def generated(*asked):
+        return jsparse.generate(params, [prompt] * len(asked), sampling=asked)
+
+    base = {"max_tokens": 16, "ignore_eos": True}
+    # without end tokens nothing comes of min_tokens, and the program is that of all options
+    free = generated(*[options(**base, min_tokens=1)] * 6)[0].token_ids
+    base["stop_token_ids"] = [end := free[2]]
+    asked = [
+        options(**base, min_tokens=16),
+        options(
+            **base, min_tokens=16, presence_penalty=2.0, frequency_penalty=2.0, logit_bias={17: 20}
+        ),
+        options(**base, min_tokens=7, frequency_penalty=-2.0),
+        options(**base, min_tokens=16, logit_bias={free[0]: -100, 17: 1.0}),
+        options(**base, min_tokens=2),
+        options(**base, min_tokens=3),
+    ]
+    outs = generated(*asked)
+    texts = [prompt + out.token_ids for out in outs]
+    padded = [text + [0] * (len(prompt) + 16 - len(text)) for text in texts]
+    every = np.array(jsparse.logits(params, padded), np.float64)[:, len(prompt) - 1 :]
+    for own, out, logits in zip(asked, outs, every, strict=True):
+        ids = out.token_ids
+        for nth, (token, x) in enumerate(zip(ids, logits, strict=False)):
+            for biased, bias in own.logit_bias.items():
+                x[biased] += bias
+            if nth < own.min_tokens:
+                x[end] = -np.inf
+            for made in set(ids[:nth]):
+                x[made] -= own.frequency_penalty * ids[:nth].count(made) + own.presence_penalty
+            assert x[token] >= x.max() - 1e-4, (own, nth)
+        assert len(ids) > own.min_tokens or len(ids) == 16
+        assert (out.finish_reason == "stop") == (ids[-1] == end)
+    assert outs[4].token_ids == free[:3]
+    assert len({tuple(out.token_ids) for out in outs[:5]}) == 5
+    assert outs[5].token_ids[2] != end
+    assert 1 < outs[1].token_ids.count(17) < 16
+
+
+@pytest.mark.parametrize("vocab", [5, 20, 200])
+def test_the_likeliest_tokens(vocab):
+    logits = np.random.default_rng(9).integers(-8, 8, size=(4, vocab)).astype(np.float32)
+    ids, logprobs = jax.jit(top_logprobs)(logits)
+    assert ids.shape == logprobs.shape == (4, min(20, vocab))
+    for row, own in enumerate(logits):
+        order = sorted(range(vocab), key=lambda i: (-own[i], i))[:20]
+        assert ids[row].tolist() == order
+        np.testing.assert_allclose(logprobs[row], np.log(softmax(own))[order], rtol=1e-5)
+        chosen = greedy((), jnp.int32(0), logits)[1]
+        assert logprobs[row, 0] == chosen[row]
+
+
 def test_all_rows_greedy_is_a_program_of_its_own():
     requests = [Request([], options(), frozenset(), 0)] * 2
     assert chooser(requests, V) == (greedy, ())
@@ -279,7 +469,13 @@ def test_bad_options_are_refused(name, bad):
         {"seed": 2**63},
         {"max_tokens": 0},
         {"ignore_eos": 1},
-        {"logprobs": 5},
+        {"logprobs": 21},
+        {"n": 17},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"min_tokens": 129},
+        {"logit_bias": {-1: 0.0}},
+        {"include_stop_str_in_output": None},
         {"stop": ["a", ""]},
         {"stop_token_ids": [-1]},
         {"policy": [0.9]},
