@@ -236,7 +236,7 @@ ADJUSTED = [
     options(logit_bias={0: 0.8, 5: -100, 11: 1.5}),
     options(min_tokens=4),
     options(min_tokens=9, logit_bias={5: 100.0}),
-    options(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={3: 0.5, 4: -0.5}),
+    options(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={3: -0.5, 4: -1.5}),
     options(repetition_penalty=0.7, frequency_penalty=1.0, min_tokens=2, logit_bias={1: 2.0}),
     options(temperature=0.8, frequency_penalty=0.9, min_tokens=3, logit_bias={1: 3.0}),
     options(temperature=1.2, top_k=3, presence_penalty=2.0, seed=8),
@@ -279,9 +279,11 @@ def test_what_options_make_of_logits(decoded, row):
     for nth, (carried, logits, tokens) in enumerate(decoded[0]):
         expected = slow_adjusted(own, logits[row], generated)
         ages = jnp.full(len(ADJUSTED), nth, jnp.int32)
-        np.testing.assert_allclose(
-            adjust(carried, ages, logits)[row], expected, rtol=1e-5, atol=1e-6
-        )
+        got = adjust(carried, ages, logits)[row]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        by_itself = RowSampling(*(x[row : row + 1] for x in carried))
+        alone = adjust(by_itself, ages[:1], logits[row : row + 1])
+        np.testing.assert_array_equal(alone[0], got)
         if own.temperature == 0:
             assert tokens[row] == expected.argmax()
         else:
