@@ -37,13 +37,13 @@ FLOORS = (
         "generation",
         "conversation",
     ),
-    ("above runtime", "evaluation", "train", "channel_calibration", "model_info"),
+    ("above runtime", "evaluation", "train", "engine", "channel_calibration", "model_info"),
     ("cli", "cli", "__main__"),
 )
 # models stand apart: of what is below they use this one module, which knows nothing of caches
 FOR_MODELS = "memory"
 # packages of one floor that do not know each other
-BESIDE = {"evaluation", "train"}
+BESIDE = {"evaluation", "train", "engine"}
 
 
 def floor(module: str) -> tuple[int, str]:

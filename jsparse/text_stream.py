@@ -46,11 +46,16 @@ class TextStream:
         """Returns the text decoded so far; a stop string ends it."""
         return self._text
 
-    def push(self, token: int) -> str:
-        """Takes one id and returns the text that is now certain, possibly none."""
+    @property
+    def shown(self) -> str:
+        """Returns the text that has been certain so far: all pieces together."""
+        return self._text[: self._emitted]
+
+    def push(self, *tokens: int) -> str:
+        """Takes ids and returns the text that is now certain, possibly none."""
         if self._tokenizer is None:
             return ""
-        self._ids.append(token)
+        self._ids.extend(tokens)
         return self._advance(final=False)
 
     def finish(self) -> str:

@@ -27,15 +27,21 @@ ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
 
 
 class StepStats(NamedTuple):
-    """Holds means over layers and KV heads of one step, as shares of the positions so far.
+    """Holds means over KV heads of one step, as shares of the positions so far.
+
+    A decode step gives them by layer, [L, B]; `over_layers` are the means, [B].
 
     Attributes:
         attended: the share of tokens that attention used.
         read: the share of tokens whose K and V it read; pages are read whole, whatever their bits.
     """
 
-    attended: Float32[Array, "B"]
-    read: Float32[Array, "B"]
+    attended: Float32[Array, "*L B"]
+    read: Float32[Array, "*L B"]
+
+    def over_layers(self) -> "StepStats":
+        """Returns the means over layers."""
+        return StepStats(jnp.mean(self.attended, axis=0), jnp.mean(self.read, axis=0))
 
 
 def decode_step(
@@ -62,7 +68,7 @@ def decode_step(
 
     Returns:
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
-        read.
+        read in each layer.
     """
     before, positions = state, cache.positions[:, None]
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
@@ -87,7 +93,7 @@ def decode_step(
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
     cache = cache._replace(positions=cache.positions + one, active=None)
-    means = (jnp.mean(jnp.stack(n), axis=(0, 2)) for n in zip(*counts, strict=True))
+    means = (jnp.mean(jnp.stack(n), axis=2) for n in zip(*counts, strict=True))
     held = jnp.maximum(cache.positions, 1)
     return logits, cache, state, StepStats(*(jnp.where(one > 0, n / held, 0.0) for n in means))
 

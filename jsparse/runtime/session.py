@@ -102,7 +102,8 @@ def decode_steps(
         chosen, logprobs, given = choose(given, nth, logits)
         recent = jnp.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
         result = StepResult(
-            chosen, logprobs, stats, cache.overflow, logits if keep_logits else None
+            *(chosen, logprobs, stats.over_layers(), cache.overflow),
+            logits if keep_logits else None,
         )
         return Carry(chosen, lend(cache, NOTHING), state, given, nth + 1, recent), result
 

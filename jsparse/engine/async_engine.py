@@ -1,0 +1,209 @@
+"""Defines AsyncEngine: an Engine in a thread of its own, for programs that run on asyncio."""
+
+import asyncio
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+from jsparse import prompts
+from jsparse.engine.core import Engine, EngineError, EngineFull, Served
+from jsparse.engine.outputs import RequestOutput
+from jsparse.models.checkpoint import Params, load
+from jsparse.policy import Policy
+from jsparse.request import SamplingParams, requests
+
+MAX_WAITING = 1024
+
+
+class _Listener:
+    """Passes a request's outputs to the coroutine that waits for them; it may skip stale ones."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.news = asyncio.Event()
+        self.served: Served | None = None
+        self.error: BaseException | None = None
+
+
+class AsyncEngine:
+    """Answers requests as they come, and yields their tokens as they are made.
+
+        async with jsparse.AsyncEngine("smollm2", "quest(budget=1024)") as engine:
+            async for out in engine.generate("Gravity is", jsparse.SamplingParams(max_tokens=64)):
+                print(out.outputs[0].text)
+
+    The engine's thread sleeps while there is nothing to do. Prompts are turned into ids, and ids
+    into text, outside of it.
+
+    Attributes:
+        engine: the engine; only its thread may use it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Params,
+        policy: Policy | str = "dense",
+        *,
+        max_waiting: int = MAX_WAITING,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Loads the model, prepares the engine and starts its thread; takes what LLM takes.
+
+        Raises:
+            ValueError: an option is out of its range, the policy cannot be served, or memory does
+                not suffice.
+        """
+        params = model if isinstance(model, Params) else load(model)
+        self.engine = Engine(params, policy, max_waiting=max_waiting, **options)
+        self._seed = seed
+        self._streams, self._names = itertools.count(), itertools.count()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._listeners: dict[str, _Listener] = {}
+        self._awake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yields the request's output whenever there is more of it; the last is `finished`.
+
+        Each output holds everything so far. Whoever stops iterating early should close the
+        generator (`aclose`), which aborts the request.
+
+        Args:
+            prompt: text, chat messages or token ids.
+            sampling_params: the options; None is the model's defaults.
+            request_id: the request's name, for `abort`; None makes one.
+
+        Raises:
+            ValueError: an argument is out of its range.
+            EngineFull: too many requests wait.
+            EngineError: the engine has failed.
+        """
+        params, options = self.engine.params, sampling_params or SamplingParams()
+        rows, alone = await asyncio.to_thread(prompts.encode, params, prompt)
+        if not alone:
+            raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
+        # a stream of random numbers of its own for each request whose options name no seed
+        (request,) = requests(params, rows, options, self.engine.policy, seed=self._seed)
+        if options.seed is None:
+            request = replace(request, stream=next(self._streams) % 2**20)
+        name = request_id or f"request-{next(self._names)}"
+        listener = _Listener(asyncio.get_running_loop())
+        text = prompt if isinstance(prompt, str) else None
+        self._tell(lambda: self._add(request, name, text, listener))
+        try:
+            while True:
+                await listener.news.wait()
+                listener.news.clear()
+                if listener.error is not None:
+                    raise listener.error
+                assert listener.served is not None
+                output = listener.served.output()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._tell(lambda: self._abort(name, listener))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request in whatever phase; its generator yields what there is and ends."""
+        self._tell(lambda: self._abort(request_id, None))
+
+    def close(self) -> None:
+        """Ends all requests and the thread."""
+        with self._awake:
+            self._closing = True
+            self._awake.notify()
+        self._thread.join()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        with self._awake:
+            self._inbox.append(what)
+            self._awake.notify()
+
+    def _work(self) -> None:
+        """Runs in the engine's thread."""
+        engine = self.engine
+        while True:
+            with self._awake:
+                while not (self._inbox or self._closing or self._busy):
+                    self._awake.wait()
+                told = list(self._inbox)
+                self._inbox.clear()
+                if self._closing and not told:
+                    break
+            for what in told:
+                what()
+            if self._busy:
+                try:
+                    self._spread(engine.step())
+                except EngineError as error:
+                    self._fail(error)
+        self._fail(EngineError("the engine has been closed"))
+        engine.close()
+
+    @property
+    def _busy(self) -> bool:
+        return self.engine.error is None and not self.engine.idle
+
+    def _add(self, request: Any, name: str, text: str | None, listener: _Listener) -> None:
+        try:
+            self.engine.add(request, request_id=name, prompt=text)
+        except (ValueError, EngineError, EngineFull) as error:
+            listener.error = error
+            self._wake([listener])
+        else:
+            self._listeners[name] = listener
+
+    def _abort(self, name: str, listener: _Listener | None) -> None:
+        heard = self._listeners.get(name)
+        if heard is None or (listener is not None and heard is not listener):
+            return
+        del self._listeners[name]
+        served = self.engine.abort(name)
+        if served is not None:
+            heard.served = served
+            self._wake([heard])
+
+    def _spread(self, news: list[Served]) -> None:
+        """Tells who waits that there is more: one call per step, not one per token."""
+        heard = []
+        for served in news:
+            listener = self._listeners.get(served.request_id)
+            if listener is not None:
+                listener.served = served
+                heard.append(listener)
+                if served.finished:
+                    del self._listeners[served.request_id]
+        self._wake(heard)
+
+    def _fail(self, error: EngineError) -> None:
+        listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener.error = error
+        self._wake(listeners)
+
+    def _wake(self, listeners: list[_Listener]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Listener]] = {}
+        for listener in listeners:
+            by_loop.setdefault(listener.loop, []).append(listener)
+        for loop, heard in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda heard=heard: [each.news.set() for each in heard])

@@ -1,0 +1,141 @@
+"""Owns the memory of K and V: groups of pages, blocks of them that requests share, and the order
+in which what nobody uses is given up.
+
+A *group* is one page for every layer and KV head. A *block* is a run of groups whose tokens were
+read by a whole prompt chunk, so that another request that begins with the same tokens may use it.
+Nothing here knows jax: a group is a number, and the tables on the device are written from these
+numbers.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Block:
+    """Holds the groups of one block of tokens, and the number of requests that hold them.
+
+    Attributes:
+        key: a hash of these tokens and of all before them.
+        groups: the block's groups, in the order of its tokens.
+        holders: the number of requests that use it now.
+    """
+
+    key: bytes
+    groups: tuple[int, ...]
+    holders: int = 0
+
+
+class BlockPool:
+    """Hands out groups, and keeps blocks for those who come later until memory is needed.
+
+    Every group but the last, which is scratch, is free, held by one request alone, or part of a
+    block: `free` + those held + those in blocks = `size`.
+
+    Attributes:
+        size: the number of groups to hand out.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        """Prepares a pool of `num_groups` groups, of which the last is scratch."""
+        self.size = num_groups - 1
+        self._free = list(range(self.size - 1, -1, -1))
+        self._blocks: dict[bytes, Block] = {}
+        # blocks that nobody holds; the first goes first
+        self._idle: OrderedDict[bytes, Block] = OrderedDict()
+        self._idle_groups = 0
+
+    @property
+    def available(self) -> int:
+        """Returns the number of groups that `take` can give: free ones and those of idle blocks."""
+        return len(self._free) + self._idle_groups
+
+    @property
+    def cached(self) -> int:
+        """Returns the number of groups in blocks that nobody holds."""
+        return self._idle_groups
+
+    def take(self, count: int) -> list[int]:
+        """Returns `count` groups, giving up idle blocks as far as that takes.
+
+        Raises:
+            ValueError: fewer are available.
+        """
+        if count > self.available:
+            raise ValueError(f"count={count}: must be at most {self.available}, those available")
+        while len(self._free) < count:
+            _, block = self._idle.popitem(last=False)
+            del self._blocks[block.key]
+            self._idle_groups -= len(block.groups)
+            self._free.extend(reversed(block.groups))
+        cut = len(self._free) - count
+        taken, self._free = self._free[cut:], self._free[:cut]
+        return taken[::-1]
+
+    def give_back(self, groups: Iterable[int]) -> None:
+        """Takes back groups that one request held alone."""
+        self._free.extend(reversed(list(groups)))
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """Returns the number of blocks, from the first on, that the pool has."""
+        for count, key in enumerate(keys):
+            if key not in self._blocks:
+                return count
+        return len(keys)
+
+    def idle(self, keys: Sequence[bytes]) -> int:
+        """Returns the groups in those of these blocks that nobody holds."""
+        return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
+
+    def hold(self, keys: Sequence[bytes]) -> list[Block]:
+        """Returns the blocks of these keys, each held once more."""
+        blocks = [self._blocks[key] for key in keys]
+        for block in blocks:
+            if block.holders == 0:
+                del self._idle[block.key]
+                self._idle_groups -= len(block.groups)
+            block.holders += 1
+        return blocks
+
+    def share(self, key: bytes, groups: Sequence[int]) -> Block:
+        """Makes a block of groups that one request has held alone, and now holds as a block.
+
+        Where another request was first, its block is held and the groups are given back: both hold
+        the same bits.
+        """
+        if key in self._blocks:
+            self.give_back(groups)
+            return self.hold([key])[0]
+        block = self._blocks[key] = Block(key, tuple(groups), holders=1)
+        return block
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """Lets go of blocks in the order of their tokens; the last of them will be given up first.
+
+        A block is of no use without those before it.
+        """
+        for block in reversed(blocks):
+            block.holders -= 1
+            if block.holders == 0:
+                self._idle[block.key] = block
+                self._idle_groups += len(block.groups)
+
+
+def block_keys(ids: Sequence[int], block_tokens: int, root: str) -> list[bytes]:
+    """Returns the key of each whole block of a prompt.
+
+    A key is a chain: it depends on all tokens up to the block's end and on `root`, which names
+    whatever else K and V depend on.
+    """
+    key = hashlib.blake2b(root.encode(), digest_size=16).digest()
+    data = np.asarray(ids, np.int32)
+    keys = []
+    for end in range(block_tokens, len(ids) + 1, block_tokens):
+        tokens = data[end - block_tokens : end].tobytes()
+        key = hashlib.blake2b(key + tokens, digest_size=16).digest()
+        keys.append(key)
+    return keys

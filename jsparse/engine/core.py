@@ -1,0 +1,348 @@
+"""Defines Engine: requests are added and aborted at any time, and `step` works on all of them."""
+
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jsparse.engine import plan_log, setup
+from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput, unpack
+from jsparse.engine.programs import Programs
+from jsparse.engine.runner import Flight, Runner, neutral
+from jsparse.engine.scheduler import Answer, Rules, Scheduler
+from jsparse.models.checkpoint import Params
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import Policy, whole_number
+from jsparse.request import Request
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.sampling import row_sampling
+
+# programs of one step that the device may be ahead of the host
+LAG = 2
+
+
+class EngineError(RuntimeError):
+    """Says that the engine has failed, and that whatever it was working on is lost."""
+
+
+class EngineFull(RuntimeError):
+    """Says that too many requests wait; the engine goes on."""
+
+
+@dataclass(eq=False)
+class Served:
+    """Holds a request on its way: its answers, and whoever wants to hear of them."""
+
+    request_id: str
+    prompt: str | None
+    ids: list[int]
+    answers: list[Answer]
+    growing: list[Growing]
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether all answers are complete."""
+        return all(growing.finish is not None for growing in self.growing)
+
+    def output(self) -> RequestOutput:
+        """Returns the request's answers as they are now."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.ids,
+            [growing.output() for growing in self.growing],
+            max(answer.cached for answer in self.answers),
+            self.metrics,
+            self.finished,
+        )
+
+
+class Engine:
+    """Decodes many requests side by side; each joins when there is room and leaves when it is done.
+
+    A request gives the same bits whatever runs beside it, in whatever slot, and whether or not
+    others have read the beginning of its prompt. One thread may use it; see AsyncEngine and LLM.
+
+    Attributes:
+        policy: the policy that decodes.
+        sizes: the static sizes.
+        scheduler: what waits, is being read and decodes.
+        programs: the compiled programs.
+        error: what the engine has failed of, if it has.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        policy: Policy | str = "dense",
+        *,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        max_waiting: int | None = None,
+        kv_cache_tokens: int | None = None,
+        memory_utilization: float = 0.9,
+        page_size: int = 16,
+        enable_prefix_caching: bool = True,
+        per_request: Sequence[str] = (),
+        layer_stats: bool = False,
+        steps_per_program: int | None = None,
+        ladder: Sequence[tuple[int, int]] | None = None,
+        record: str | os.PathLike[str] | None = None,
+        prepare: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Allocates the memory and compiles the programs.
+
+        Args:
+            params: the model.
+            policy: the policy, or its expression. Those that evict tokens or keep K and V in host
+                memory are refused.
+            max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
+                CPU. A step costs what so many rows cost, whether they are there or not, where
+                weights are read once for all: on a GPU next to nothing.
+            max_model_len: the most tokens of prompt and answer together; None is the model's
+                maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
+            max_waiting: the most requests that may wait, beside those with a slot; None is any
+                number.
+            kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
+                `memory_utilization` allows, and on a CPU no more than all slots can use.
+            memory_utilization: the share of the device's memory that model, K and V and the
+                policy's state may take; what is left is for the programs.
+            page_size: the number of tokens per page.
+            enable_prefix_caching: whether requests share what others have read of the same prompt,
+                where the policy's state allows that.
+            per_request: the names of the hyper-parameters that requests may set, among those that
+                the policy lists in `per_row`, and "dense". Each makes the step a little slower.
+            layer_stats: whether outputs hold the shares attended and read of each layer and step.
+            steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
+            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
+            record: a file for a log of all plans (jsparse.engine.plan_log).
+            prepare: whether all programs that greedy requests need are compiled now, several at a
+                time; else each when it is first needed.
+            clock: returns the time in seconds.
+
+        Raises:
+            ValueError: an argument is out of its range, the policy cannot be served, or memory does
+                not suffice.
+        """
+        keep_compilations()
+        if max_waiting is not None:
+            whole_number("max_waiting", max_waiting, 0)
+        spec = setup.cache_spec(
+            params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
+        )
+        policy = setup.servable(as_policy(policy), spec, per_request)
+        self.sizes = setup.sizes_of(
+            *(params, policy, spec),
+            kv_cache_tokens=kv_cache_tokens,
+            memory_utilization=memory_utilization,
+            steps_per_program=steps_per_program,
+            ladder=ladder,
+            max_model_len=max_model_len,
+        )
+        spec = spec._replace(pool_pages=self.sizes.num_groups * spec.num_kv_heads)
+        root = f"{params.name} {policy} {spec.dtype} {self.sizes.ladder}"
+        self.params, self.policy, self.spec = params, policy, spec
+        self._shares = enable_prefix_caching and policy.shares is not None
+        periods = tuple(every for every in (policy.correct_every, policy.period) if every)
+        self.scheduler = Scheduler(
+            self.sizes, Rules(root if self._shares else None, policy.window, periods)
+        )
+        knobs = tuple(sorted(set(per_request)))
+        self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
+        self.programs = Programs(
+            *(params, policy, spec, self.sizes),
+            knobs=knobs,
+            layer_stats=layer_stats,
+            sampling=row_sampling([neutral()], params.config.vocab_size),
+        )
+        if prepare:
+            self.programs.prepare()
+        self._live: dict[int, tuple[Served, Answer, Growing]] = {}
+        self._requests: dict[str, Served] = {}
+        self._numbers, self._names = itertools.count(), itertools.count()
+        self._flying: deque[Flight] = deque()
+        self._max_waiting = max_waiting
+        self.error: BaseException | None = None
+        self._log = self._begin_log(record)
+        self._runner = Runner(
+            *(self.programs, policy, spec, params.config.vocab_size, knobs),
+            lambda number: self._live[number][2].request,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Returns whether nothing is left to do."""
+        return self.scheduler.idle and not self._flying
+
+    def check(self, request: Request) -> None:
+        """Raises what `add` would raise.
+
+        Raises:
+            EngineError: the engine has failed.
+            EngineFull: as many requests wait as may wait.
+            ValueError: the request cannot be served.
+        """
+        if self.error is not None:
+            raise EngineError(f"the engine has failed: {self.error}") from self.error
+        for name in request.sampling.policy:
+            if name not in self._per_request:
+                raise ValueError(
+                    f"policy={{{name!r}: …}}: must be among per_request={self._per_request} of the "
+                    "engine"
+                )
+        self.scheduler.require_room(len(request.ids), request.sampling.max_tokens)
+        waiting = len(self.scheduler.waiting) + request.sampling.n
+        if self._max_waiting is not None and waiting > self._max_waiting + self._free_slots:
+            raise EngineFull(
+                f"{len(self.scheduler.waiting)} requests wait: must be at most "
+                f"max_waiting={self._max_waiting}"
+            )
+
+    def add(
+        self, request: Request, *, request_id: str | None = None, prompt: str | None = None
+    ) -> str:
+        """Adds a request; returns its name.
+
+        Args:
+            request: the request, checked by `jsparse.request.requests`.
+            request_id: its name, which no live request may have; None makes one.
+            prompt: the prompt as it was given, for the output.
+
+        Raises:
+            EngineError, EngineFull, ValueError: as `check` says.
+        """
+        self.check(request)
+        if request_id is None:
+            request_id = f"request-{next(self._names)}"
+        if request_id in self._requests:
+            raise ValueError(f"request_id={request_id!r}: must not be that of a live request")
+        now, served = self._clock(), Served(request_id, prompt, request.ids, [], [], None)  # pyright: ignore
+        served.metrics = RequestMetrics(now)
+        for index in range(request.sampling.n):
+            # each answer draws from a stream of its own
+            own = replace(request, stream=request.stream + (index << 20))
+            answer = Answer(next(self._numbers), own.ids, own.sampling.max_tokens, now)
+            growing = Growing(own, index, self.params.tokenizer)
+            self.scheduler.add(answer)
+            self._live[answer.number] = served, answer, growing
+            served.answers.append(answer)
+            served.growing.append(growing)
+            if self._log is not None:
+                self._log.asked(answer.number, own)
+        self._requests[request_id] = served
+        return request_id
+
+    def abort(self, request_id: str) -> Served | None:
+        """Ends a request in whatever phase; returns it, or None if it has ended already."""
+        served = self._requests.get(request_id)
+        if served is None:
+            return None
+        for answer, growing in zip(served.answers, served.growing, strict=True):
+            if growing.finish is None:
+                growing.finish = "abort"
+                self._stop(answer)
+        self._forget(served)
+        return served
+
+    def step(self) -> list[Served]:
+        """Dispatches the next plan and reads results that have had time to arrive.
+
+        Returns:
+            The requests that got tokens; those that are `finished` are no longer the engine's.
+
+        Raises:
+            EngineError: the device or a program failed; all requests are lost, and the engine is.
+        """
+        if self.error is not None:
+            raise EngineError(f"the engine has failed: {self.error}") from self.error
+        try:
+            return self._step()
+        except Exception as error:
+            self._fail(error)
+            raise EngineError(f"the engine has failed: {error}") from error
+
+    def close(self) -> None:
+        """Waits for running programs and closes the log."""
+        self._runner.settle()
+        if self._log is not None:
+            self._log.close()
+
+    def _step(self) -> list[Served]:
+        plan = self.scheduler.plan()
+        if not plan.empty:
+            if self._log is not None:
+                self._log.planned(plan)
+            if plan.chunk is not None:
+                metrics = self._live[plan.chunk.answer][0].metrics
+                metrics.scheduled = metrics.scheduled or self._clock()
+            self._flying += self._runner.run(plan)
+        heard: dict[int, Served] = {}
+        lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
+        while sum(flight.steps for flight in self._flying) > lag:
+            for served in self._take(self._flying.popleft()):
+                heard[id(served)] = served
+        return list(heard.values())
+
+    def _take(self, flight: Flight) -> list[Served]:
+        """Reads one program's results; returns the requests that they are for."""
+        packed, now, heard = np.asarray(flight.packed), self._clock(), []
+        for number, row, steps in flight.rows:
+            served, answer, growing = self._live.get(number, (None, None, None))
+            if served is None or answer is None or growing is None or growing.finish is not None:
+                continue  # it ended while this was on its way
+            for nth in range(steps):
+                if growing.finish is None:
+                    growing.take(unpack(packed[nth, row], self.spec.num_layers, self._layer_stats))
+            served.metrics.first_token = served.metrics.first_token or now
+            served.metrics.last_token = now
+            heard.append(served)
+            if growing.finish is not None:
+                self._stop(answer)
+                if self._log is not None:
+                    self._log.answered(number, growing)
+                if served.finished:
+                    self._forget(served)
+        return heard
+
+    def _stop(self, answer: Answer) -> None:
+        self.scheduler.stop(answer)
+
+    def _forget(self, served: Served) -> None:
+        self._requests.pop(served.request_id, None)
+        for answer in served.answers:
+            self._live.pop(answer.number, None)
+
+    @property
+    def _free_slots(self) -> int:
+        busy = len(self.scheduler.reading) + len(self.scheduler.decoding)
+        return self.sizes.num_slots - busy
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        for served in self._requests.values():
+            for growing in served.growing:
+                growing.finish = growing.finish or "error"
+        self._live.clear()
+        self._requests.clear()
+        self._flying.clear()
+        if self._log is not None:
+            self._log.close()
+
+    def _begin_log(self, file: str | os.PathLike[str] | None) -> plan_log.PlanLog | None:
+        if file is None:
+            return None
+        engine = {
+            "model": self.params.name,
+            "policy": self.policy.name,
+            "dtype": str(self.spec.dtype),
+            "sizes": self.sizes._asdict(),
+            "per_request": self._per_request,
+            "layer_stats": self._layer_stats,
+        }
+        return plan_log.PlanLog(file, engine)

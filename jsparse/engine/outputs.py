@@ -1,0 +1,200 @@
+"""Collects what requests get: tokens as they arrive, text when someone wants to see it."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.request import Request
+from jsparse.text_stream import TextStream
+
+
+class TokenResult(NamedTuple):
+    """Holds one token and what is known of its step.
+
+    Attributes:
+        token, logprob: the token and its log-probability under the model's own softmax.
+        attended, read: the shares of the positions so far that were attended and read.
+        layers: these two shares for each layer, [2, L]; None unless the engine keeps them.
+        top: the likeliest tokens and their log-probabilities; None unless asked for.
+    """
+
+    token: int
+    logprob: float
+    attended: float
+    read: float
+    layers: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """Holds one answer to a prompt.
+
+    Attributes:
+        index: the number of the answer, of those that the request asked for.
+        text: the text, without special tokens and, unless it was to stay, the stop string.
+        token_ids: the ids, including the end token if one came.
+        logprobs: the ids' natural log-probabilities under the model's own softmax; None unless
+            asked for.
+        top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless asked
+            for.
+        finish_reason: "stop" (end token or stop string), "length", "abort", or None while it grows.
+        attended_fraction: tokens attended over positions so far, averaged over decode steps, layers
+            and KV heads; None before the first decode step.
+        read_fraction: the same for tokens whose K and V were read.
+        layer_stats: the shares attended and read in each layer of each decode step, [steps, 2, L];
+            None unless the engine keeps them.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    attended_fraction: float | None = None
+    read_fraction: float | None = None
+    layer_stats: np.ndarray | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Holds when things happened to a request, in seconds of the engine's clock.
+
+    Attributes:
+        arrived: when it was added.
+        scheduled: when its first chunk was dispatched; None before.
+        first_token, last_token: when the host knew these tokens; None before.
+    """
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Returns the seconds from the request to its first token."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+
+@dataclass
+class RequestOutput:
+    """Holds the answers to one prompt.
+
+    Attributes:
+        request_id: the request's name.
+        prompt: the prompt as it was given, if it was text.
+        prompt_token_ids: the prompt's ids.
+        outputs: the answers, as many as `n` asked for.
+        num_cached_tokens: the prompt tokens that were not computed, since another request, or
+            another of these answers, had read them; the most of any answer.
+        metrics: when things happened.
+        finished: whether all answers are complete.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool
+
+
+class Growing:
+    """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
+
+    Text is made when it is asked for, and for stop strings after every token. One thread may `take`
+    while another asks for the `output`.
+    """
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        """Begins an answer without tokens."""
+        options = request.sampling
+        self.request, self.index = request, index
+        self.finish: str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._top: list[dict[int, float]] = []
+        self._layers: list[np.ndarray] = []
+        self._attended = self._read = 0.0
+        self._stream = TextStream(
+            tokenizer,
+            tuple(options.stop),
+            include_stop=options.include_stop_str_in_output,
+            least=options.min_tokens,
+        )
+        self._unread: list[int] = []
+        self._lock = threading.Lock()
+
+    def take(self, result: TokenResult) -> None:
+        """Takes in the next token, unless the answer has ended."""
+        with self._lock:
+            if self.finish is None:
+                self._take(result)
+
+    def _take(self, result: TokenResult) -> None:
+        options = self.request.sampling
+        self.token_ids.append(result.token)
+        self.logprobs.append(result.logprob)
+        if len(self.token_ids) > 1:  # the first comes from the prompt, not from a decode step
+            self._attended += result.attended
+            self._read += result.read
+            if result.layers is not None:
+                self._layers.append(result.layers)
+        if options.logprobs:
+            assert result.top is not None
+            ids, logprobs = (each[: options.logprobs].tolist() for each in result.top)
+            self._top.append(dict(zip(ids, logprobs, strict=True)))
+        if result.token in self.request.ends:
+            self.finish = "stop"
+            return
+        self._unread.append(result.token)
+        if options.stop:
+            self._advance()
+        if self._stream.stopped:
+            self.finish = "stop"
+        elif len(self.token_ids) == options.max_tokens:
+            self.finish = "length"
+
+    def output(self) -> CompletionOutput:
+        """Returns the answer as it is now; while it grows, the text that is certain."""
+        with self._lock:
+            self._advance()
+            steps = len(self.token_ids) - 1
+            asked = self.request.sampling.logprobs
+            return CompletionOutput(
+                index=self.index,
+                text=self._stream.shown,
+                token_ids=list(self.token_ids),
+                logprobs=None if asked is None else list(self.logprobs),
+                top_logprobs=list(self._top) if asked else None,
+                finish_reason=self.finish,
+                attended_fraction=self._attended / steps if steps > 0 else None,
+                read_fraction=self._read / steps if steps > 0 else None,
+                layer_stats=np.stack(self._layers) if self._layers else None,
+            )
+
+    def _advance(self) -> None:
+        unread, self._unread = self._unread, []
+        if unread:
+            self._stream.push(*unread)
+        if self.finish:
+            self._stream.finish()
+
+
+def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
+    """Returns one step's results of one row of `Results.packed`."""
+    floats = row.view(np.float32)
+    at = 4 + (2 * num_layers if layer_stats else 0)
+    half = (len(row) - at) // 2
+    return TokenResult(
+        int(row[0]),
+        *(float(x) for x in floats[1:4]),
+        layers=floats[4:at].reshape(2, num_layers) if layer_stats else None,
+        top=(row[at : at + half], floats[at + half :]) if half else None,
+    )

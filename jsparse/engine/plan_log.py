@@ -1,0 +1,102 @@
+"""Writes down what an engine was asked and what it planned, and runs it again, bit for bit.
+
+A log is a file of JSON lines: one on the engine, then one per answer asked for, per plan, and per
+answer that ended. Plans hold no results, so a replay repeats what the device did, without the
+scheduler and without the time that it was.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsparse.engine.outputs import Growing
+from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.request import Request, SamplingParams
+
+
+class PlanLog:
+    """Writes a log; closed with the engine."""
+
+    def __init__(self, file: str | os.PathLike[str], engine: Mapping[str, Any]) -> None:
+        """Begins a log with what there is to know of the engine."""
+        self._file = Path(file).open("w", encoding="utf-8")
+        self._write(engine=engine)
+
+    def asked(self, number: int, request: Request) -> None:
+        """Writes what an answer is asked for."""
+        self._write(
+            answer=number,
+            ids=request.ids,
+            sampling=dataclasses.asdict(request.sampling),
+            ends=sorted(request.ends),
+            stream=request.stream,
+        )
+
+    def planned(self, plan: Plan) -> None:
+        """Writes a plan."""
+        self._write(ended=plan.ended, chunk=plan.chunk, steps=plan.steps, rows=plan.rows)
+
+    def answered(self, number: int, growing: Growing) -> None:
+        """Writes an answer that has ended."""
+        self._write(got=number, tokens=growing.token_ids, logprobs=growing.logprobs)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, **line: Any) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+class Recorded(NamedTuple):
+    """Holds a log that has been read.
+
+    Attributes:
+        engine: what there was to know of the engine.
+        requests: what each answer was asked for.
+        plans: the plans in their order.
+        got: the tokens and log-probabilities of each answer.
+    """
+
+    engine: dict[str, Any]
+    requests: dict[int, Request]
+    plans: list[Plan]
+    got: dict[int, tuple[list[int], list[float]]]
+
+
+def read(file: str | os.PathLike[str]) -> Recorded:
+    """Reads a log.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    recorded = Recorded({}, {}, [], {})
+    with open(file, encoding="utf-8") as lines:
+        for nth, text in enumerate(lines):
+            try:
+                _take(recorded, json.loads(text))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{file}, line {nth + 1}: must be of a plan log: {error!r}"
+                ) from None
+    return recorded
+
+
+def _take(recorded: Recorded, line: dict[str, Any]) -> None:
+    if "engine" in line:
+        recorded.engine.update(line["engine"])
+    elif "answer" in line:
+        sampling = SamplingParams(**line["sampling"])
+        recorded.requests[line["answer"]] = Request(
+            line["ids"], sampling, frozenset(line["ends"]), line["stream"]
+        )
+    elif "got" in line:
+        recorded.got[line["got"]] = line["tokens"], line["logprobs"]
+    else:
+        chunk = None if line["chunk"] is None else Chunk(*line["chunk"])
+        rows = [Decode(*row) for row in line["rows"]]
+        recorded.plans.append(Plan(line["ended"], chunk, line["steps"], rows))

@@ -1,0 +1,350 @@
+"""Defines the engine's few programs, and compiles them ahead of the first request.
+
+A program is compiled for the shapes of its arguments and for nothing that a request brings: no
+request ever waits for a compilation but the first that samples, or that asks for likely tokens.
+Compiled programs refuse other shapes, so none is traced again.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.engine.scheduler import Sizes
+from jsparse.engine.slots import (
+    Reading,
+    Slots,
+    no_knob,
+    pools_of,
+    start_reading,
+    start_slots,
+    view,
+)
+from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import to_logits
+from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
+from jsparse.policy import Policy
+from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.constants import constants
+from jsparse.runtime.correct import correct
+from jsparse.runtime.decode_step import StepStats, decode_step
+from jsparse.runtime.prefill import PrefillCarry, prefill_chunk
+from jsparse.runtime.sampling import RowSampling, greedy, sampled, top_logprobs
+from jsparse.runtime.session import maintain
+from jsparse.shapes import Rows
+
+# programs that compile at a time
+COMPILERS = 4
+# How tokens are chosen: all rows take the likeliest; each by its own options; and with the
+# likeliest tokens beside the chosen one.
+Choice = Literal["greedy", "sampled", "top"]
+CHOICES: tuple[Choice, ...] = ("greedy", "sampled", "top")
+
+
+class Results(NamedTuple):
+    """Holds what n steps chose for each row, as one array, since each transfer costs time.
+
+    Attributes:
+        packed: per step and row: the token; the bits of its log-probability and of the shares
+            attended and read; and where asked for the shares of each layer, and the likeliest
+            tokens and their log-probabilities. `unpack` takes them apart.
+    """
+
+    packed: Int32[Array, "n B w"]
+
+
+class Programs:
+    """Holds the programs of one engine, by name and static arguments.
+
+    Attributes:
+        compiled: the number of programs that have been compiled.
+        seconds: the time that took, where requests waited for it.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        policy: Policy,
+        spec: CacheSpec,
+        sizes: Sizes,
+        *,
+        knobs: tuple[str, ...] = (),
+        layer_stats: bool = False,
+        sampling: RowSampling,
+    ) -> None:
+        """Prepares programs; `sampling` has the shapes of the options of one row."""
+        self._decoder, self._weights = params.decoder, params.weights
+        self._policy, self._spec, self._sizes = policy, spec, sizes
+        self._constants = constants(params, policy)
+        self._knobs, self._layer_stats, self._sampling = knobs, layer_stats, sampling
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self.compiled, self.seconds = 0, 0.0
+        model = {"weights": self._weights, "constants": self._constants}
+        self._jitted = {
+            "start": (jax.jit(self._start), {}),
+            "begin": (jax.jit(self._begin), {}),
+            "read": (jax.jit(self._read, static_argnames="last", donate_argnums=(0, 1)), model),
+            "join": (jax.jit(self._join, static_argnames="choice", donate_argnums=0), model),
+            "decode": (
+                jax.jit(self._decode, static_argnames=("count", "choice"), donate_argnums=0),
+                model,
+            ),
+            "correct": (jax.jit(self._correct, donate_argnums=0), model),
+            "maintain": (jax.jit(self._maintain, donate_argnums=0), model),
+        }
+
+    def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
+        """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
+        key = (name, size, *static.values())
+        if key not in self._made:
+            began = time.perf_counter()
+            self._compile(key, name, arrays, static)
+            self.seconds += time.perf_counter() - began
+        return self._made[key](*arrays, **self._jitted[name][1])
+
+    def prepare(self, choices: Iterable[Choice] = ("greedy",)) -> None:
+        """Compiles all programs that requests of these kinds need, several at a time."""
+        slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
+        number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
+        knobs = {name: no_knob(name, 1) for name in self._knobs}
+        wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = [
+            ("start", 0, (), {}),
+            ("begin", 0, (), {}),
+        ]
+        full = {size for _, size in self._sizes.ladder}
+        for size in full | set(self._sizes.tails):
+            tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
+            for last in (True, False) if size in full else (True,):
+                arrays = (slots, reading, tokens, row, number, number)
+                wanted.append(("read", size, arrays, {"last": last}))
+        for choice in choices:
+            arrays = (slots, reading, number, row, number, self._sampling, knobs)
+            wanted.append(("join", 0, arrays, {"choice": choice}))
+            for count in sorted({1, self._sizes.steps}):
+                static = {"count": count, "choice": choice}
+                wanted.append(("decode", 0, (slots, self._counts()), static))
+        for name, every in (
+            ("correct", self._policy.correct_every),
+            ("maintain", self._policy.period),
+        ):
+            if every:
+                wanted.append((name, 0, (slots, number), {}))
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            jobs = [
+                pool.submit(self._compile, (name, size, *static.values()), name, arrays, static)
+                for name, size, arrays, static in wanted
+            ]
+            for job in jobs:
+                job.result()
+
+    def temporary_bytes(self) -> int:
+        """Returns the most bytes that a program compiled so far needs while it runs."""
+        found = (made.memory_analysis() for made in self._made.values())  # pyright: ignore
+        return max((each.temp_size_in_bytes for each in found if each is not None), default=0)
+
+    def _compile(self, key: Any, name: str, arrays: tuple, static: dict[str, Any]) -> None:
+        jitted, model = self._jitted[name]
+        self._made[key] = jitted.lower(*arrays, **model, **static).compile()
+        self.compiled += 1
+
+    def _counts(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self._spec.batch,), jnp.int32)
+
+    def _lent(self, constants: Any, knobs: dict[str, Array] | None) -> Lent:
+        return Lent(constants, knobs or None)
+
+    def _view(self, slots: Slots, active: Bool[Array, "B"] | None = None):
+        """Returns the cache; rows that are not active are empty there, and cost nothing."""
+        lengths = slots.lengths if active is None else jnp.where(active, slots.lengths, 0)
+        return view(slots.pools, slots.groups, lengths, self._spec.num_kv_heads)
+
+    def _start(self) -> Slots:
+        return start_slots(self._policy, self._spec, self._sampling, self._knobs)
+
+    def _begin(self) -> Reading:
+        return start_reading(self._decoder, self._policy, self._spec)
+
+    def _read(
+        self,
+        slots: Slots,
+        reading: Reading,
+        tokens: Int32[Array, "1 T"],
+        groups: Int32[Array, "M"],
+        start: Int32[Array, ""],
+        valid: Int32[Array, ""],
+        *,
+        last: bool,
+        weights: Any,
+        constants: Any,
+    ) -> tuple[Slots, Reading]:
+        """Reads a chunk of a prompt, from the position `start` on, into its groups."""
+        note_trace()
+        policy, spec = self._policy, self._spec
+        carry = prefill_chunk(
+            *(self._decoder, policy, weights, tokens, valid[None]),
+            PrefillCarry(
+                view(slots.pools, groups[None], start[None], spec.num_kv_heads),
+                with_row_arrays(policy, spec, slots.state, reading.rows),
+                *(reading.last_hidden, reading.windows),
+            ),
+            self._lent(constants, None),
+            last=last,
+        )
+        own = row_arrays(policy, spec, slots.state)
+        state = with_row_arrays(policy, spec, carry.state, own)
+        rows = row_arrays(policy, spec, carry.state)
+        return (
+            slots._replace(pools=pools_of(carry.cache), state=state),
+            Reading(rows, carry.last_hidden, carry.windows),
+        )
+
+    def _join(
+        self,
+        slots: Slots,
+        reading: Reading,
+        slot: Int32[Array, ""],
+        groups: Int32[Array, "M"],
+        length: Int32[Array, ""],
+        sampling: RowSampling,
+        knobs: dict[str, Array],
+        *,
+        choice: Choice,
+        weights: Any,
+        constants: Any,
+    ) -> tuple[Slots, Results]:
+        """Puts a prompt that has been read into a slot, and chooses its first token."""
+        note_trace()
+        policy, spec, rows = self._policy, self._spec, slot[None]
+        logits = to_logits(self._decoder, weights, reading.last_hidden)
+        token, sampling, packed = self._choose(choice, sampling, jnp.int32(0), logits, None)
+        part = (
+            view(slots.pools, groups[None], length[None], spec.num_kv_heads),
+            with_row_arrays(policy, spec, slots.state, reading.rows),
+        )
+        _, state = put_rows(policy, spec, self._view(slots), slots.state, part, rows)
+
+        def put(all_rows: Any, one: Any) -> Any:
+            return jax.tree.map(lambda x, new: x.at[rows].set(new), all_rows, one)
+
+        slots = slots._replace(
+            state=state,
+            groups=put(slots.groups, groups[None]),
+            lengths=put(slots.lengths, length[None]),
+            tokens=put(slots.tokens, token),
+            recent=put(slots.recent, jnp.zeros_like(slots.recent[:1])),
+            made=put(slots.made, jnp.ones(1, jnp.int32)),
+            sampling=put(slots.sampling, sampling),
+            knobs=put(slots.knobs, knobs),
+        )
+        return slots, Results(packed[None])
+
+    def _decode(
+        self,
+        slots: Slots,
+        counts: Rows,
+        *,
+        count: int,
+        choice: Choice,
+        weights: Any,
+        constants: Any,
+    ) -> tuple[Slots, Results]:
+        """Runs `count` steps; row b takes part in the first `counts[b]` of them."""
+        note_trace()
+
+        def step(slots: Slots, nth: Int32[Array, ""]) -> tuple[Slots, Int32[Array, "B w"]]:
+            active = nth < counts
+            cache = lend(self._view(slots, active), self._lent(constants, slots.knobs))
+            logits, cache, state, stats = decode_step(
+                *(self._decoder, self._policy, weights, slots.tokens, cache, slots.state, active)
+            )
+            chosen, sampling, packed = self._choose(
+                choice, slots.sampling, slots.made, logits, stats
+            )
+            recent = jnp.concatenate([slots.recent, slots.tokens[:, None]], axis=1)[:, 1:]
+            return slots._replace(
+                pools=pools_of(cache),
+                state=state,
+                lengths=slots.lengths + active,
+                tokens=jnp.where(active, chosen, slots.tokens),
+                recent=jnp.where(active[:, None], recent, slots.recent),
+                made=slots.made + active,
+                sampling=sampling,
+            ), packed
+
+        if count == 1:
+            slots, packed = step(slots, jnp.int32(0))
+            return slots, Results(packed[None])
+        slots, packed = jax.lax.scan(step, slots, jnp.arange(count, dtype=jnp.int32))
+        return slots, Results(packed)
+
+    def _correct(
+        self, slots: Slots, slot: Int32[Array, ""], *, weights: Any, constants: Any
+    ) -> Slots:
+        """Recomputes the newest tokens of one row."""
+        note_trace()
+        recent = jnp.take(slots.recent, slot[None], axis=0)
+
+        def work(cache, state):
+            return correct(
+                *(self._decoder, self._policy, weights, recent, cache, state),
+                self._lent(constants, self._row_of(slots.knobs, slot)),
+            )
+
+        return self._on_row(slots, slot, work)
+
+    def _maintain(
+        self, slots: Slots, slot: Int32[Array, ""], *, weights: Any, constants: Any
+    ) -> Slots:
+        """Runs the policy's maintenance on one row."""
+        note_trace()
+        knobs = self._row_of(slots.knobs, slot)
+        return self._on_row(
+            slots,
+            slot,
+            lambda cache, state: maintain(self._policy, cache, state, self._lent(constants, knobs)),
+        )
+
+    def _on_row(self, slots: Slots, slot: Int32[Array, ""], work: Callable[..., Any]) -> Slots:
+        policy, spec, cache = self._policy, self._spec, self._view(slots)
+        part = work(*take_rows(policy, spec, cache, slots.state, slot[None]))
+        cache, state = put_rows(policy, spec, cache, slots.state, part, slot[None])
+        return slots._replace(pools=pools_of(cache), state=state)
+
+    def _row_of(self, knobs: dict[str, Array], slot: Int32[Array, ""]) -> dict[str, Array]:
+        return {name: jnp.take(rows, slot[None]) for name, rows in knobs.items()}
+
+    def _choose(
+        self,
+        choice: Choice,
+        sampling: RowSampling,
+        nth: Array,
+        logits: Float32[Array, "B V"],
+        stats: StepStats | None,
+    ) -> tuple[Rows, RowSampling, Int32[Array, "B w"]]:
+        """Chooses token number `nth` of each row; returns it and what the host wants to know."""
+        if choice == "greedy":
+            tokens, logprobs, _ = greedy((), nth, logits)
+        else:
+            tokens, logprobs, sampling = sampled(sampling, nth, logits)
+        batch = tokens.shape[0]
+        if stats is None:
+            none = jnp.zeros((self._spec.num_layers, batch), jnp.float32)
+            stats = StepStats(none, none)
+        means = stats.over_layers()
+        floats = [logprobs, means.attended, means.read]
+        if self._layer_stats:
+            floats += [*stats.attended, *stats.read]
+        columns = [tokens[:, None], _bits(jnp.stack(floats, axis=1))]
+        if choice == "top":
+            top = top_logprobs(logits)
+            columns += [top.ids, _bits(top.logprobs)]
+        return tokens, sampling, jnp.concatenate(columns, axis=1)
+
+
+def _bits(x: Float32[Array, "B n"]) -> Int32[Array, "B n"]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

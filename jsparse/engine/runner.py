@@ -1,0 +1,146 @@
+"""Carries plans out on the device: dispatches programs, and never waits for their results."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array
+
+from jsparse.cache import CacheSpec
+from jsparse.engine.programs import CHOICES, Choice, Programs
+from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.engine.slots import Reading, Slots
+from jsparse.policy import Policy
+from jsparse.request import OFF, Request, SamplingParams
+from jsparse.runtime.prefill import settle
+from jsparse.runtime.sampling import RowSampling, row_sampling
+
+
+class Flight(NamedTuple):
+    """Holds the results of one program, on their way to the host.
+
+    Attributes:
+        packed: as in `Results`.
+        rows: the answers whose results they are, with their rows in `packed` and their steps.
+    """
+
+    packed: Array
+    rows: list[tuple[int, int, int]]
+
+    @property
+    def steps(self) -> int:
+        """Returns the number of steps of the program."""
+        return self.packed.shape[0]
+
+
+def choice_of(request: Request) -> Choice:
+    """Returns the cheapest way of choosing that gives a request what it asks for."""
+    if request.sampling.logprobs:
+        return "top"
+    return "greedy" if request.sampling.greedy else "sampled"
+
+
+class Runner:
+    """Holds what lives on the device, and carries out plans in their order."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        policy: Policy,
+        spec: CacheSpec,
+        vocab_size: int,
+        knobs: Sequence[str],
+        request_of: Callable[[int], Request],
+    ) -> None:
+        """Allocates the slots; `request_of` tells what the answers of plans' numbers ask for."""
+        self._programs, self._policy, self._vocab = programs, policy, vocab_size
+        self._request_of, self._knobs = request_of, tuple(knobs)
+        self._scratch = spec.pages // spec.num_kv_heads - 1
+        self._num_pages, self._batch = spec.num_pages, spec.batch
+        self._neutral = row_sampling([neutral()], vocab_size)
+        self._slots: Slots = programs.run("start")
+        self._readings: dict[int, Reading] = {}
+
+    def run(self, plan: Plan) -> list[Flight]:
+        """Dispatches a plan; returns what will come of it."""
+        flights = []
+        for number in plan.ended:
+            self._readings.pop(number, None)
+        if plan.chunk is not None:
+            flights += self._read(plan.chunk)
+        if plan.rows:
+            flights.append(self._decode(plan.steps, plan.rows))
+            self._service(plan.rows)
+        for flight in flights:
+            flight.packed.copy_to_host_async()
+        return flights
+
+    def settle(self) -> None:
+        """Waits for running programs: a process that exits during one is aborted."""
+        settle(self._slots, list(self._readings.values()))
+
+    def _read(self, chunk: Chunk) -> list[Flight]:
+        request = self._request_of(chunk.answer)
+        if chunk.fresh:
+            self._readings[chunk.answer] = self._programs.run("begin")
+        tokens = np.zeros((1, chunk.size), np.int32)
+        tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
+        groups = np.full(self._num_pages, self._scratch, np.int32)
+        groups[: len(chunk.groups)] = chunk.groups
+        self._slots, reading = self._programs.run(
+            *("read", self._slots, self._readings.pop(chunk.answer), tokens, groups),
+            *(np.int32(chunk.start), np.int32(chunk.valid)),
+            size=chunk.size,
+            last=chunk.last,
+        )
+        if not chunk.last:
+            self._readings[chunk.answer] = reading
+            return []
+        choice = choice_of(request)
+        self._slots, results = self._programs.run(
+            *("join", self._slots, reading, np.int32(chunk.slot), groups),
+            np.int32(chunk.start + chunk.valid),
+            self._neutral if choice == "greedy" else self._sampling(request),
+            knob_row(request, self._knobs),
+            choice=choice,
+        )
+        return [Flight(results.packed, [(chunk.answer, 0, 1)])]
+
+    def _decode(self, steps: int, rows: list[Decode]) -> Flight:
+        counts = np.zeros(self._batch, np.int32)
+        for row in rows:
+            counts[row.slot] = row.steps
+        wanted = {choice_of(self._request_of(row.answer)) for row in rows}
+        self._slots, results = self._programs.run(
+            "decode", self._slots, counts, count=steps, choice=max(wanted, key=CHOICES.index)
+        )
+        return Flight(results.packed, [(row.answer, row.slot, row.steps) for row in rows])
+
+    def _service(self, rows: list[Decode]) -> None:
+        """Corrects and maintains the rows that are due, one by one."""
+        for row in rows:
+            for name, every in (
+                ("correct", self._policy.correct_every),
+                ("maintain", self._policy.period),
+            ):
+                if every and row.age % every == 0:
+                    self._slots = self._programs.run(name, self._slots, np.int32(row.slot))
+
+    def _sampling(self, request: Request) -> RowSampling:
+        return row_sampling([request], self._vocab)
+
+
+def neutral() -> Request:
+    """Returns a request that takes the likeliest token."""
+    return Request([], SamplingParams(**OFF), frozenset(), 0)
+
+
+def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the hyper-parameters of `names` that a request sets, one row each; others are NaN."""
+    own = request.sampling.policy
+    return {
+        name: np.array([own.get(name, False)])
+        if name == "dense"
+        else np.array([own.get(name, np.nan)], np.float32)
+        for name in names
+    }

@@ -1,0 +1,368 @@
+"""Decides what the device does next: whose prompt is read, who decodes, who gets which memory.
+
+It knows no jax and no time but what it is told, so that it can be tested by many simulated events.
+A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_log).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from jsparse.engine.blocks import Block, BlockPool, block_keys
+
+# A request that has waited a second counts as this many tokens shorter: about what an 8B model
+# reads in a second, so that the shortest goes first and none waits forever.
+TOKENS_PER_SECOND = 20_000
+# prompts that may be partly read at a time; each has state of its own on the device
+MOST_READING = 4
+
+
+class Sizes(NamedTuple):
+    """Holds the static sizes of an engine.
+
+    Attributes:
+        num_slots: the most requests that decode together, B.
+        max_model_len: the most tokens of prompt and answer together.
+        page_size: the number of tokens per page.
+        num_groups: the number of groups of pages, of which the last is scratch.
+        ladder: the sizes of prompt chunks, as (position, size) pairs: the size counts from that
+            position on. Chunks begin where position alone says, so that what another request has
+            read of the same prompt is, bit for bit, what would be read again.
+        tails: the sizes that a prompt's last chunk may be padded to, beside those of the ladder.
+        block_tokens: the number of tokens per block that requests share.
+        steps: the most decode steps per program.
+    """
+
+    num_slots: int
+    max_model_len: int
+    page_size: int
+    num_groups: int
+    ladder: tuple[tuple[int, int], ...]
+    tails: tuple[int, ...]
+    block_tokens: int
+    steps: int
+
+    def chunk_size(self, position: int) -> int:
+        """Returns the size of the chunk that begins at a position."""
+        return next(size for first, size in reversed(self.ladder) if position >= first)
+
+    def chunk_start(self, position: int) -> int:
+        """Returns the last start of a chunk at or before a position."""
+        first, size = next(step for step in reversed(self.ladder) if position >= step[0])
+        return first + (position - first) // size * size
+
+    def padded(self, tokens: int, position: int) -> int:
+        """Returns the size to which a chunk of `tokens` at a position is padded."""
+        most = self.chunk_size(position)
+        sizes = {size for _, size in self.ladder} | set(self.tails)
+        return min(size for size in sizes if tokens <= size <= most)
+
+    def groups_for(self, tokens: int) -> int:
+        """Returns the number of groups that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+
+class Rules(NamedTuple):
+    """Holds what the scheduler must know of a policy.
+
+    Attributes:
+        root: what K and V depend on beside the tokens; None if nothing may be shared.
+        window: the last tokens of a prompt that must be read by the request itself.
+        periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
+    """
+
+    root: str | None
+    window: int
+    periods: tuple[int, ...]
+
+
+class Phase(Enum):
+    """Says where an answer is on its way."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Answer:
+    """Holds one answer to one prompt, as the scheduler sees it.
+
+    Attributes:
+        number: what plans call it.
+        ids: the prompt.
+        max_tokens: the number of tokens after which it ends.
+        born: when it came, in seconds.
+        keys: the keys of the prompt's blocks.
+        phase, slot: where it is.
+        read: the number of the prompt's tokens that are, or are planned to be, in the cache.
+        cached: the number of tokens that were taken over from other requests.
+        sent: the number of its tokens that have been planned.
+        stopped: whether it wants no more tokens.
+        blocks: the blocks that it holds, from the prompt's beginning on.
+        own: the groups behind them.
+    """
+
+    number: int
+    ids: Sequence[int]
+    max_tokens: int
+    born: float
+    keys: list[bytes] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    slot: int = -1
+    read: int = 0
+    cached: int = 0
+    sent: int = 0
+    stopped: bool = False
+    blocks: list[Block] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[int]:
+        """Returns its groups, in the order of its tokens."""
+        return [*(group for block in self.blocks for group in block.groups), *self.own]
+
+    @property
+    def rank(self) -> float:
+        """Returns what the order of reading goes by, the smallest first.
+
+        All waiting requests age alike, so that the time it is now does not matter.
+        """
+        return len(self.ids) - self.read + self.born * TOKENS_PER_SECOND
+
+
+class Chunk(NamedTuple):
+    """Says which tokens of which prompt to read.
+
+    Attributes:
+        answer: the number of the answer.
+        slot: the slot that it will decode in.
+        fresh: whether it begins here, with a state of rows that have seen nothing.
+        start, valid, size: the tokens: from `start` on, `valid` of them, padded to `size`.
+        last: whether the prompt ends here: the first token is chosen and the answer decodes.
+        groups: the answer's groups.
+    """
+
+    answer: int
+    slot: int
+    fresh: bool
+    start: int
+    valid: int
+    size: int
+    last: bool
+    groups: list[int]
+
+
+class Decode(NamedTuple):
+    """Says that a row decodes `steps` steps of the program; it has decoded `age` steps then."""
+
+    answer: int
+    slot: int
+    steps: int
+    age: int
+
+
+class Plan(NamedTuple):
+    """Says what the device does next: a chunk, then one program of `steps` decode steps.
+
+    `ended` are the answers whose prompts were partly read and will not be read on.
+    """
+
+    ended: list[int]
+    chunk: Chunk | None
+    steps: int
+    rows: list[Decode]
+
+    @property
+    def empty(self) -> bool:
+        """Returns whether there is nothing to do."""
+        return not (self.ended or self.chunk or self.rows)
+
+
+class Scheduler:
+    """Holds all answers that have not ended, and plans.
+
+    Attributes:
+        pool: the memory.
+        waiting, reading, decoding: the answers by phase; waiting ones as a heap.
+    """
+
+    def __init__(self, sizes: Sizes, rules: Rules) -> None:
+        """Prepares a scheduler without requests."""
+        self.sizes, self.rules = sizes, rules
+        self.pool = BlockPool(sizes.num_groups)
+        self.waiting: list[tuple[float, int, Answer]] = []
+        self.reading: list[Answer] = []
+        self.decoding: list[Answer] = []
+        self._slots = list(range(sizes.num_slots - 1, -1, -1))
+        self._partly: set[Answer] = set()
+        self._some_stopped = False
+
+    @property
+    def idle(self) -> bool:
+        """Returns whether there is no answer to work on."""
+        return not (self.waiting or self.reading or self.decoding)
+
+    def add(self, answer: Answer) -> None:
+        """Takes in an answer.
+
+        Raises:
+            ValueError: it could never fit.
+        """
+        self.require_room(len(answer.ids), answer.max_tokens)
+        if self.rules.root is not None:
+            answer.keys = block_keys(answer.ids, self.sizes.block_tokens, self.rules.root)
+        heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
+
+    def require_room(self, prompt: int, max_tokens: int) -> None:
+        """Raises ValueError unless a prompt and an answer of these sizes can be served at all."""
+        sizes, tokens = self.sizes, prompt + max_tokens
+        if tokens > sizes.max_model_len:
+            raise ValueError(
+                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must be at most "
+                f"max_model_len={sizes.max_model_len}"
+            )
+        if sizes.groups_for(tokens) > self.pool.size:
+            raise ValueError(
+                f"prompt of {prompt} tokens + max_tokens={max_tokens} is {tokens}: must fit in the "
+                f"{self.pool.size * sizes.page_size} tokens of K and V that the engine holds"
+            )
+
+    def stop(self, answer: Answer) -> None:
+        """Wants no more tokens of an answer, in whatever phase; the next plan lets go of it."""
+        answer.stopped = self._some_stopped = True
+
+    def plan(self) -> Plan:
+        """Returns what to do next, as if it were done at once: plans run in their order."""
+        ended = self._let_go()
+        self._admit()
+        chunk = self._chunk()
+        steps = self._steps()
+        rows = []
+        for answer in self.decoding:
+            count = min(steps, answer.max_tokens - answer.sent)
+            if count > 0:
+                answer.sent += count
+                rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
+        return Plan(ended, chunk, steps if rows else 0, rows)
+
+    def _let_go(self) -> list[int]:
+        """Frees what answers held that have been stopped or have all their tokens planned.
+
+        Returns the numbers of those that were being read.
+        """
+        if self._some_stopped:
+            self._some_stopped = False
+            for _, _, answer in self.waiting:
+                if answer.stopped:
+                    answer.phase = Phase.ENDED
+            self.waiting = [entry for entry in self.waiting if not entry[2].stopped]
+            heapq.heapify(self.waiting)
+        unread = [answer.number for answer in self._partly if answer.stopped]
+        for answer in [*self.reading, *self.decoding]:
+            if answer.stopped or answer.sent == answer.max_tokens:
+                self._end(answer)
+        return sorted(unread)
+
+    def _end(self, answer: Answer) -> None:
+        (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
+        self._partly.discard(answer)
+        self._slots.append(answer.slot)
+        self.pool.drop(answer.blocks)
+        self.pool.give_back(answer.own)
+        answer.blocks, answer.own, answer.phase = [], [], Phase.ENDED
+
+    def _admit(self) -> None:
+        """Gives slots and memory to those who wait, the shortest first, while there are any.
+
+        All that an answer may need is taken at once, so that none is ever thrown out.
+        """
+        while self.waiting and self._slots:
+            answer = self.waiting[0][2]
+            shared = answer.keys[: self._shareable(answer)]
+            wanted = self.sizes.groups_for(len(answer.ids) + answer.max_tokens)
+            wanted -= len(shared) * self._block_groups
+            if wanted > self.pool.available - self.pool.idle(shared):
+                return
+            heapq.heappop(self.waiting)
+            answer.blocks = self.pool.hold(shared)
+            answer.own = self.pool.take(wanted)
+            answer.read = answer.cached = len(shared) * self.sizes.block_tokens
+            answer.slot, answer.phase = self._slots.pop(), Phase.READING
+            self.reading.append(answer)
+
+    def _chunk(self) -> Chunk | None:
+        """Plans the next chunk: of the prompt of which least is left, the oldest a bit earlier."""
+        full = len(self._partly) >= MOST_READING
+        allowed = [answer for answer in self.reading if not full or answer in self._partly]
+        if not allowed:
+            return None
+        answer = min(allowed, key=lambda answer: (answer.rank, answer.number))
+        fresh = self._take_over(answer) or answer not in self._partly
+        start, most = answer.read, self.sizes.chunk_size(answer.read)
+        valid = min(most, len(answer.ids) - start)
+        size, last = self.sizes.padded(valid, start), start + valid == len(answer.ids)
+        answer.read += valid
+        self._partly.add(answer)
+        if valid == most:
+            self._share(answer)
+        if last:
+            self._partly.discard(answer)
+            self.reading.remove(answer)
+            self.decoding.append(answer)
+            answer.phase, answer.sent = Phase.DECODING, 1
+        return Chunk(
+            answer.number, answer.slot, fresh, start, valid, size, last, list(answer.groups)
+        )
+
+    def _shareable(self, answer: Answer) -> int:
+        """Returns the number of leading blocks of a prompt that the pool has and it may use."""
+        sizes = self.sizes
+        most = len(answer.ids) - max(1, self.rules.window)
+        known = self.pool.known(answer.keys) * sizes.block_tokens
+        return sizes.chunk_start(max(0, min(most, known))) // sizes.block_tokens
+
+    def _take_over(self, answer: Answer) -> bool:
+        """Uses what others have read of the prompt since; returns whether there was any."""
+        blocks = self._shareable(answer)
+        if blocks * self.sizes.block_tokens <= answer.read:
+            return False
+        held = len(answer.blocks)
+        groups = (blocks - held) * self._block_groups
+        answer.blocks += self.pool.hold(answer.keys[held:blocks])
+        self.pool.give_back(answer.own[:groups])
+        answer.own = answer.own[groups:]
+        answer.cached += blocks * self.sizes.block_tokens - answer.read
+        answer.read = blocks * self.sizes.block_tokens
+        return True
+
+    def _share(self, answer: Answer) -> None:
+        """Lets others use the whole blocks of what has been read."""
+        for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
+            groups = answer.own[: self._block_groups]
+            answer.own = answer.own[self._block_groups :]
+            answer.blocks.append(self.pool.share(key, groups))
+
+    @property
+    def _block_groups(self) -> int:
+        return self.sizes.block_tokens // self.sizes.page_size
+
+    def _steps(self) -> int:
+        """Returns the number of steps of the next program.
+
+        It is the most where nobody waits for its end: no prompt, and no row that is due for
+        service before.
+        """
+        most = self.sizes.steps
+        if self.waiting or self.reading:
+            return 1
+        left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        due = [
+            period - (answer.sent - 1) % period
+            for answer in self.decoding
+            for period in self.rules.periods
+        ]
+        return most if max(left, default=0) >= most and min(due, default=most) >= most else 1

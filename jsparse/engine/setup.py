@@ -1,0 +1,186 @@
+"""Chooses an engine's sizes, and says what it cannot serve."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jsparse import memory
+from jsparse.cache import CacheSpec
+from jsparse.engine.scheduler import Sizes
+from jsparse.models.checkpoint import Params
+from jsparse.owners import owners
+from jsparse.policy import Policy, resolved, whole_number
+from jsparse.runtime import capacity, prefill
+from jsparse.runtime.constants import require_constants
+from jsparse.runtime.session import STEPS_PER_PROGRAM
+
+# Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B
+# model on an H200, at any position. Without flash attention scores are stored: chunks are smaller.
+LADDER = ((0, 2048), (16384, 1024), (65536, 512))
+PLAIN_LADDER = ((0, 512),)
+TAILS = (64, 256)
+BLOCK_TOKENS = 512
+
+
+def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Policy:
+    """Returns the policy that runs in an engine of these sizes.
+
+    A fallback is left out: it speaks for a whole batch, so that a row would depend on the others.
+
+    Raises:
+        ValueError: it cannot be served, or does not let requests set one of `per_request`.
+    """
+    policy = resolved(policy, spec)
+    reasons = {
+        "evicts tokens, so that heads need different memory": policy.evicts,
+        "reworks the cache after the prompt": policy.after_prompt is not None,
+        "keeps K and V in host memory": policy.offload is not None,
+        "needs other fields of the cache": bool(policy.fields),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"policy={policy}: must keep all K and V in the engine's pages, but {reason}; "
+                "jsparse.generate takes it"
+            )
+    allowed = {"dense", *policy.per_row}
+    for name in per_request:
+        if name not in allowed:
+            raise ValueError(
+                f"per_request={tuple(per_request)}: must be among {sorted(allowed)}, which "
+                f"{policy} lets rows set"
+            )
+    owners(policy, spec)
+    return policy._replace(fallback=None)
+
+
+def cache_spec(
+    params: Params, *, max_num_seqs: int | None, max_model_len: int | None, page_size: int
+) -> CacheSpec:
+    """Returns the sizes of an engine's rows; `Engine` says what None means.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    config = params.config
+    longest = config.max_position_embeddings
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+        if value is not None:
+            whole_number(name, value, 1)
+    if not isinstance(page_size, int) or page_size not in capacity.PAGE_SIZES:
+        raise ValueError(f"page_size={page_size!r}: must be one of {capacity.PAGE_SIZES}")
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len}: must be at most {longest}, the model's maximum"
+        )
+    tokens = max_model_len or (longest if on_gpu else min(longest, 2048))
+    return CacheSpec(
+        num_layers=config.num_layers,
+        batch=max_num_seqs or (64 if on_gpu else 8),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        num_pages=-(-tokens // page_size),
+        dtype=jnp.dtype(params.dtype),
+    )
+
+
+def sizes_of(
+    params: Params,
+    policy: Policy,
+    spec: CacheSpec,
+    *,
+    kv_cache_tokens: int | None,
+    memory_utilization: float,
+    steps_per_program: int | None,
+    ladder: Sequence[tuple[int, int]] | None,
+    max_model_len: int | None,
+) -> Sizes:
+    """Returns an engine's sizes; `Engine` says what None means.
+
+    Raises:
+        ValueError: an argument is out of its range, the policy or the model is not to be had
+            together, or memory does not suffice.
+    """
+    require_constants(params, policy)
+    if steps_per_program is not None:
+        whole_number("steps_per_program", steps_per_program, 1)
+    on_gpu = jax.default_backend() == "gpu"
+    flash = prefill.has_flash(spec.head_dim, spec.dtype)
+    rungs = tuple(
+        (int(at), int(size)) for at, size in ladder or (LADDER if flash else PLAIN_LADDER)
+    )
+    block = min(BLOCK_TOKENS, *(size for _, size in rungs), rungs[0][1])
+    _require_ladder(rungs, block, spec.page_size)
+    return Sizes(
+        num_slots=spec.batch,
+        max_model_len=max_model_len or spec.capacity,
+        page_size=spec.page_size,
+        num_groups=_num_groups(spec, policy, kv_cache_tokens, memory_utilization),
+        ladder=rungs,
+        tails=tuple(size for size in TAILS if size < rungs[0][1]),
+        block_tokens=block,
+        steps=steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1),
+    )
+
+
+def _num_groups(
+    spec: CacheSpec, policy: Policy, kv_cache_tokens: int | None, memory_utilization: float
+) -> int:
+    """Returns the number of groups, the scratch group included."""
+    if (
+        isinstance(memory_utilization, bool)
+        or not isinstance(memory_utilization, int | float)
+        or not 0 < memory_utilization <= 1
+    ):
+        raise ValueError(
+            f"memory_utilization={memory_utilization!r}: must be a number above 0 and at most 1"
+        )
+
+    def needs(groups: int) -> int:
+        return capacity.device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+
+    few, more = 64, 128
+    per_group = (needs(more) - needs(few)) / (more - few)
+    rows = needs(few) - few * per_group
+    there = _usable_bytes(memory_utilization) - rows
+    most = max(0, int(there // per_group))
+    if kv_cache_tokens is None:
+        # no more than all slots can use: what is shared counts once
+        wanted = min(most, spec.batch * spec.num_pages + 1)
+    else:
+        whole_number("kv_cache_tokens", kv_cache_tokens, 1)
+        wanted = -(-kv_cache_tokens // spec.page_size) + 1
+    if wanted > most or wanted < 2:
+        tokens = (max(wanted, 2) - 1) * spec.page_size
+        raise ValueError(
+            f"K and V of {tokens} tokens and the state of {policy} take "
+            f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
+            f"{memory.size(max(0, there + rows))} that memory_utilization={memory_utilization} "
+            "leaves beside the model"
+        )
+    return wanted
+
+
+def _usable_bytes(utilization: float) -> float:
+    """Returns the bytes that an engine may still take of the device's memory."""
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return utilization * stats["bytes_limit"] - stats["bytes_in_use"]
+    return utilization * memory.available_bytes()
+
+
+def _require_ladder(ladder: tuple[tuple[int, int], ...], block: int, page_size: int) -> None:
+    positions = [at for at, _ in ladder]
+    if not ladder or positions[0] != 0 or positions != sorted(set(positions)):
+        raise ValueError(f"ladder={ladder}: positions must begin at 0 and rise")
+    for at, size in ladder:
+        below = next((own for first, own in reversed(ladder) if first < at), size)
+        if size < 1 or size % block or size % page_size or at % size or at % below:
+            raise ValueError(
+                f"ladder={ladder}: sizes must be multiples of {block} and of "
+                f"page_size={page_size}, and positions multiples of the sizes beside them"
+            )

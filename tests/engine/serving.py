@@ -1,0 +1,53 @@
+"""Makes small engines of a tiny model, and compares what requests get."""
+
+from typing import Any
+
+from tiny import tiny_params
+
+import jsparse
+from jsparse.engine.llm import LLM
+
+# chunks of two sizes, so that a prompt's chunks begin where position says
+LADDER = ((0, 16), (32, 8))
+PAGE = 8
+
+
+def tiny_llm(policy: Any = "dense", *, params: Any = None, **options: Any) -> LLM:
+    """An LLM of four slots over the tiny model; programs are compiled when they are needed."""
+    given = {
+        "max_num_seqs": 4,
+        "max_model_len": 96,
+        "kv_cache_tokens": 192,
+        "page_size": PAGE,
+        "ladder": LADDER,
+        "prepare": False,
+    }
+    return LLM(params or tiny_params(num_layers=2), policy, **given | options)
+
+
+def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
+    """Options of a request that takes the likeliest tokens and reports their log-probabilities."""
+    return jsparse.SamplingParams(
+        **{"temperature": 0, "max_tokens": tokens, "logprobs": 0} | options
+    )
+
+
+def bits(out: jsparse.RequestOutput) -> list[tuple[list[int], list[float] | None]]:
+    """What must not depend on what runs beside a request."""
+    return [(answer.token_ids, answer.logprobs) for answer in out.outputs]
+
+
+def assert_at_rest(llm: LLM) -> None:
+    """All memory is free or cached, no slot is held, nothing is left of any request."""
+    engine = llm.engine
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler.plan()
+    assert scheduler.idle
+    assert engine.idle
+    assert pool.available == pool.size
+    assert engine._free_slots == engine.sizes.num_slots
+    assert not engine._live
+    assert not engine._requests
+    assert not engine._runner._readings
+
+
