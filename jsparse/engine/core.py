@@ -268,10 +268,8 @@ class Engine:
             raise EngineError(f"the engine has failed: {error}") from error
 
     def close(self) -> None:
-        """Waits for running programs and closes the log."""
+        """Waits for running programs: a process that exits during one is aborted."""
         self._runner.settle()
-        if self._log is not None:
-            self._log.close()
 
     def _step(self) -> list[Served]:
         plan = self.scheduler.plan()
@@ -331,8 +329,6 @@ class Engine:
         self._live.clear()
         self._requests.clear()
         self._flying.clear()
-        if self._log is not None:
-            self._log.close()
 
     def _begin_log(self, file: str | os.PathLike[str] | None) -> plan_log.PlanLog | None:
         if file is None:

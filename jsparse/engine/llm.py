@@ -114,7 +114,7 @@ class LLM:
         return self.generate(list(talks), sampling_params, **options)
 
     def close(self) -> None:
-        """Waits for the device, and closes the log of plans if there is one."""
+        """Waits for the device."""
         self.engine.close()
 
     def _run(

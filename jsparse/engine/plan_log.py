@@ -18,11 +18,12 @@ from jsparse.request import Request, SamplingParams
 
 
 class PlanLog:
-    """Writes a log; closed with the engine."""
+    """Writes a log, line by line: what there was before a crash is there after it."""
 
     def __init__(self, file: str | os.PathLike[str], engine: Mapping[str, Any]) -> None:
         """Begins a log with what there is to know of the engine."""
-        self._file = Path(file).open("w", encoding="utf-8")
+        self._path = Path(file)
+        self._path.write_text("", encoding="utf-8")
         self._write(engine=engine)
 
     def asked(self, number: int, request: Request) -> None:
@@ -43,13 +44,9 @@ class PlanLog:
         """Writes an answer that has ended."""
         self._write(got=number, tokens=growing.token_ids, logprobs=growing.logprobs)
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
     def _write(self, **line: Any) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Recorded(NamedTuple):

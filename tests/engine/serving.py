@@ -49,5 +49,3 @@ def assert_at_rest(llm: LLM) -> None:
     assert not engine._live
     assert not engine._requests
     assert not engine._runner._readings
-
-

@@ -1,0 +1,70 @@
+"""Tests who owns which memory."""
+
+import pytest
+
+from jsparse.engine.blocks import BlockPool, block_keys
+
+
+def test_groups_are_handed_out_once_and_come_back():
+    pool = BlockPool(6)
+    taken = pool.take(3)
+    assert len({*taken, *pool.take(2)}) == 5
+    assert pool.available == 0
+    pool.give_back(taken)
+    assert pool.available == 3
+    assert sorted(pool.take(3)) == sorted(taken)
+
+
+def test_the_scratch_group_is_never_handed_out():
+    assert sorted(BlockPool(6).take(5)) == [0, 1, 2, 3, 4]
+
+
+def test_more_than_there_is_is_an_error():
+    pool = BlockPool(6)
+    with pytest.raises(ValueError, match=r"count=6: must be at most 5, those available"):
+        pool.take(6)
+    assert pool.available == 5
+
+
+def test_a_block_is_kept_until_memory_is_needed_the_end_of_a_chain_first():
+    pool = BlockPool(7)
+    keys = [b"a", b"b", b"c"]
+    groups = [pool.take(2) for _ in keys]
+    blocks = [pool.share(key, own) for key, own in zip(keys, groups, strict=True)]
+    pool.drop(blocks)
+    assert pool.available == pool.cached == 6
+    assert pool.known(keys) == 3
+    assert sorted(pool.take(1)) == sorted(groups[2])[:1] or pool.known(keys) == 2
+    assert pool.known(keys) == 2
+    pool.take(3)
+    assert pool.known(keys) == 1
+
+
+def test_what_is_held_is_not_given_up():
+    pool = BlockPool(5)
+    block = pool.share(b"a", pool.take(2))
+    (again,) = pool.hold([b"a"])
+    assert again is block
+    pool.drop([block])
+    assert pool.available == 2
+    pool.drop([block])
+    assert pool.available == 4
+
+
+def test_of_two_who_read_the_same_one_keeps_it():
+    pool = BlockPool(5)
+    first, second = pool.take(2), pool.take(2)
+    block = pool.share(b"a", first)
+    assert pool.share(b"a", second) is block
+    assert block.holders == 2
+    assert pool.available == 2
+
+
+def test_a_key_depends_on_everything_before_and_on_the_root():
+    ids = list(range(24))
+    keys = block_keys(ids, 8, "root")
+    assert len(keys) == len(set(keys)) == 3
+    assert block_keys(ids[:23], 8, "root") == keys[:2]
+    assert block_keys([1, *ids[1:]], 8, "root")[2] != keys[2]
+    assert block_keys(ids, 8, "other") != keys
+    assert block_keys(ids[:7], 8, "root") == []

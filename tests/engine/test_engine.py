@@ -1,0 +1,349 @@
+"""Tests what requests get of an engine, whatever joins, leaves, is aborted or fails beside them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from serving import assert_at_rest, bits, greedy, tiny_llm
+from tiny import random_prompts, tiny_params
+
+import jsparse
+from jsparse import SamplingParams
+from jsparse.engine import plan_log
+from jsparse.engine.replay import replay
+from jsparse.request import requests
+from jsparse.runtime.compilation import traces
+
+PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """An engine of a policy that hands sets on, serves rows apart and takes several steps."""
+    return tiny_llm(
+        "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)",
+        steps_per_program=3,
+        per_request=["dense"],
+        layer_stats=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return tiny_llm(steps_per_program=3)
+
+
+def mixed(nth, **options):
+    """Options of all kinds, different for each request."""
+    kinds = (
+        {"temperature": 0.8, "seed": nth},
+        {"temperature": 1.3, "top_k": 5, "seed": 2**40 + nth, "logprobs": 4},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3},
+        {"temperature": 0, "logit_bias": {3: 4.5, 7: -100}, "logprobs": 2},
+        {"temperature": 0},
+    )
+    return SamplingParams(
+        **{"max_tokens": 4 + 3 * nth, "logprobs": 0, "seed": nth} | kinds[nth % 6] | options
+    )
+
+
+def test_programs_of_several_steps_give_what_generate_gives(llm):
+    outs = llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
+    for nth, (prompt, out) in enumerate(zip(PROMPTS, outs, strict=True)):
+        options = dataclasses.replace(mixed(nth), logprobs=0)
+        made = jsparse.generate(
+            llm.engine.params,
+            prompt,
+            sampling=options,
+            policy=llm.engine.policy,
+            page_size=8,
+            max_length=96,
+        )
+        (answer,) = out.outputs
+        assert answer.token_ids == made.token_ids, nth
+        assert answer.finish_reason == made.finish_reason
+        assert answer.logprobs == pytest.approx(made.logprobs, abs=1e-4)
+        assert answer.attended_fraction == pytest.approx(made.stats.attended_fraction, rel=1e-4)
+        assert answer.read_fraction == pytest.approx(made.stats.read_fraction, rel=1e-4)
+    assert_at_rest(llm)
+
+
+def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm):
+    options = [mixed(nth) for nth in range(6)]
+    crowd = llm.generate(PROMPTS, options)
+    for prompt, own, out in zip(PROMPTS, options, crowd, strict=True):
+        (alone,) = llm.generate([prompt], [own])
+        assert bits(alone) == bits(out)
+        assert alone.outputs[0].top_logprobs == out.outputs[0].top_logprobs
+
+
+def test_nothing_is_traced_once_every_kind_has_come(llm):
+    llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
+    before, programs = traces(), llm.engine.programs.compiled
+    others = random_prompts((2, 44, 17, 8, 30, 1, 29), seed=9)
+    llm.generate(others, [mixed(nth) for nth in (3, 4, 1, 0, 2, 5, 1)])
+    assert (traces(), llm.engine.programs.compiled) == (before, programs)
+
+
+def test_likeliest_tokens_are_those_of_the_model(dense):
+    (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
+    (answer,) = out.outputs
+    for nth in range(5):
+        text = [*PROMPTS[0], *answer.token_ids[:nth]]
+        last = np.asarray(jsparse.logits(dense.engine.params, [text])[0][-1], np.float64)
+        expected = last - np.log(np.exp(last).sum())
+        top = answer.top_logprobs[nth]
+        assert list(top) == np.argsort(-expected, kind="stable")[:20].tolist()
+        assert list(top.values()) == pytest.approx(expected[list(top)].tolist(), abs=1e-4)
+        assert answer.logprobs[nth] == top[answer.token_ids[nth]]
+
+
+def test_shares_of_each_layer_have_the_mean_that_is_reported(llm):
+    (out,) = llm.generate([PROMPTS[1]], greedy(9))
+    (answer,) = out.outputs
+    assert answer.layer_stats.shape == (8, 2, 2)
+    attended, read = answer.layer_stats.mean(axis=(0, 2))
+    assert answer.attended_fraction == pytest.approx(attended)
+    assert answer.read_fraction == pytest.approx(read)
+    # the first layer is full attention, the second picks three tokens
+    assert answer.layer_stats[:, 0, 0] == pytest.approx(1)
+    assert (answer.layer_stats[:, 0, 1] < 1).all()
+
+
+def test_rows_may_set_what_the_engine_lets_them(llm, dense):
+    (sparse, full) = llm.generate([PROMPTS[3]] * 2, [greedy(8), greedy(8, policy={"dense": True})])
+    (exact,) = dense.generate([PROMPTS[3]], greedy(8))
+    assert full.outputs[0].token_ids == exact.outputs[0].token_ids
+    assert full.outputs[0].attended_fraction == pytest.approx(1)
+    assert sparse.outputs[0].attended_fraction < 0.9
+
+
+def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(dense):
+    options = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=8, logprobs=0)
+    (out,) = dense.generate([PROMPTS[3]], options)
+    texts = [tuple(answer.token_ids) for answer in out.outputs]
+    assert [answer.index for answer in out.outputs] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    # two of three read the prompt's first 40 tokens nowhere
+    assert out.num_cached_tokens == 40
+    again, *_ = dense.generate([PROMPTS[3], *PROMPTS], [options, *[greedy(3)] * 6])
+    assert bits(again) == bits(out)
+    single = dataclasses.replace(options, n=1)
+    (first,) = dense.generate([PROMPTS[3]], single)
+    assert tuple(first.outputs[0].token_ids) == texts[0]
+
+
+def test_end_tokens_and_lengths_end_answers(dense):
+    (out,) = dense.generate([PROMPTS[0]], greedy(12))
+    ids = out.outputs[0].token_ids
+    assert (out.outputs[0].finish_reason, len(ids)) == ("length", 12)
+    end = ids[6]
+    (cut,) = dense.generate([PROMPTS[0]], greedy(12, stop_token_ids=[end]))
+    assert cut.outputs[0].token_ids == ids[: ids.index(end) + 1]
+    assert cut.outputs[0].finish_reason == "stop"
+    (one,) = dense.generate([PROMPTS[0]], greedy(1))
+    assert one.outputs[0].token_ids == ids[:1]
+    assert one.outputs[0].attended_fraction is None
+    assert_at_rest(dense)
+
+
+def asked(llm, prompt, options):
+    (made,) = requests(llm.engine.params, [prompt], options, llm.engine.policy)
+    return made
+
+
+def until(llm, reached, most=200):
+    """Steps until something is so; the requests that were heard of."""
+    heard = []
+    for _ in range(most):
+        if reached():
+            return heard
+        heard += llm.engine.step()
+    raise AssertionError("never came about")
+
+
+@pytest.mark.parametrize("phase", ["waiting", "reading", "decoding", "in flight", "ended"])
+def test_abort_in_every_phase(dense, phase):
+    """Whoever is aborted frees what it held; the others go on as if it had never been."""
+    engine, scheduler = dense.engine, dense.engine.scheduler
+    (alone,) = dense.generate([PROMPTS[1]], greedy(12))
+    engine.add(asked(dense, PROMPTS[1], greedy(12)), request_id="other")
+    engine.add(asked(dense, PROMPTS[3][::-1], greedy(20)), request_id="gone")
+    number = max(engine._live)
+    held = engine._live[number][1]
+    heard = []
+    if phase == "reading":
+        heard = until(dense, lambda: held in scheduler.reading and held.read > 0)
+    elif phase == "decoding":
+        heard = until(dense, lambda: len(engine._live[number][2].token_ids) > 3)
+    elif phase == "in flight":
+        heard = until(dense, lambda: held.sent > 3 and bool(engine._flying))
+    elif phase == "ended":
+        heard = until(dense, lambda: "gone" not in engine._requests)
+    gone = engine.abort("gone")
+    if phase == "ended":
+        assert gone is None
+    else:
+        assert gone.output().outputs[0].finish_reason == "abort"
+        assert gone.finished
+    heard += until(dense, lambda: engine.idle)
+    (other,) = {id(s): s for s in heard if s.finished and s.request_id == "other"}.values()
+    assert bits(other.output()) == bits(alone)
+    assert engine.abort("gone") is None
+    assert_at_rest(dense)
+
+
+def test_a_prompt_that_is_not_text_after_all_leaves_nothing_behind(dense):
+    with pytest.raises(ValueError, match=r"prompt\[1\] has token id 300"):
+        dense.generate([PROMPTS[0], [300]], greedy(3))
+    with pytest.raises(ValueError, match="must be at most max_model_len=96"):
+        dense.generate([PROMPTS[0], list(range(95))], greedy(3))
+    assert_at_rest(dense)
+
+
+def test_who_interrupts_finds_the_engine_ready(dense):
+    def interrupt(output):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dense.generate(PROMPTS, greedy(9), on_output=interrupt)
+    while not dense.engine.idle:
+        dense.engine.step()
+    assert_at_rest(dense)
+    assert len(dense.generate(PROMPTS, greedy(2))) == 6
+
+
+def test_outputs_come_as_they_finish(dense):
+    order = []
+    outs = dense.generate(
+        PROMPTS[:3], [greedy(9), greedy(2), greedy(5)], on_output=lambda out: order.append(out)
+    )
+    assert [len(out.outputs[0].token_ids) for out in order] == [2, 5, 9]
+    assert {id(out) for out in outs} == {id(out) for out in order}
+    metrics = outs[0].metrics
+    assert metrics.arrived <= metrics.scheduled <= metrics.first_token < metrics.last_token
+    assert metrics.time_to_first_token > 0
+
+
+@pytest.mark.parametrize("where", ["dispatch", "results"])
+def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeypatch):
+    llm = tiny_llm()
+    llm.generate([PROMPTS[0]], greedy(3))
+    engine = llm.engine
+    served = []
+    for prompt in PROMPTS[:3]:
+        engine.add(asked(llm, prompt, greedy(9)))
+        served.append(engine._requests[next(reversed(engine._requests))])
+    for _ in range(3):
+        engine.step()
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+    if where == "dispatch":
+        monkeypatch.setattr(engine.programs, "run", fail)
+    else:
+        monkeypatch.setattr("jsparse.engine.core.unpack", fail)
+    with pytest.raises(jsparse.EngineError, match="the engine has failed: INTERNAL: injected"):
+        for _ in range(20):
+            engine.step()
+    assert [one.output().outputs[0].finish_reason for one in served] == ["error"] * 3
+    with pytest.raises(jsparse.EngineError, match="the engine has failed"):
+        llm.generate([PROMPTS[0]], greedy(3))
+    assert not engine._live
+    assert not engine._requests
+
+
+def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
+    file = tmp_path / "plans.jsonl"
+    llm = tiny_llm(
+        "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+        record=file,
+        steps_per_program=2,
+        layer_stats=True,
+    )
+    outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in range(4)])
+    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], greedy(9)))
+    llm.engine.step()
+    llm.engine.abort(gone)
+    while not llm.engine.idle:
+        llm.engine.step()
+    got = plan_log.read(file).got
+    assert [got[nth] for nth in range(4)] == [
+        (out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outs
+    ]
+    again = replay(tiny_params(num_layers=2), file)
+    assert {nth: again[nth] for nth in got} == got
+
+
+def test_a_log_of_another_model_and_what_is_no_log(tmp_path):
+    file = tmp_path / "plans.jsonl"
+    tiny_llm(record=file)
+    other = tiny_params(num_layers=2)
+    with pytest.raises(ValueError, match=r"params is 'other' .*must be 'tiny'"):
+        replay(dataclasses.replace(other, name="other"), file)
+    file.write_text('{"engine": {}}\n{"what": 1}\n')
+    with pytest.raises(ValueError, match=r"plans.jsonl, line 2: must be of a plan log"):
+        plan_log.read(file)
+
+
+def test_too_many_waiting_are_refused_and_the_rest_goes_on():
+    llm = tiny_llm(max_waiting=2, max_num_seqs=1)
+    options = greedy(3)
+    for prompt in PROMPTS[:3]:
+        llm.engine.add(asked(llm, prompt, options))
+    with pytest.raises(jsparse.EngineFull, match="3 requests wait: must be at most max_waiting=2"):
+        llm.engine.add(asked(llm, PROMPTS[3], options))
+    heard = until(llm, lambda: llm.engine.idle)
+    assert len({one.request_id for one in heard if one.finished}) == 3
+    assert_at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0: must be an integer of at least 1"),
+        ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
+        ({"max_waiting": -1}, "max_waiting=-1: must be an integer of at least 0"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens=0: must be an integer of at least 1"),
+        ({"memory_utilization": 1.5}, "memory_utilization=1.5: must be a number above 0"),
+        ({"page_size": 12}, "page_size=12: must be one of"),
+        ({"steps_per_program": 0}, "steps_per_program=0: must be an integer of at least 1"),
+        ({"ladder": ((0, 12),)}, r"ladder=\(\(0, 12\),\): sizes must be multiples"),
+        ({"ladder": ((8, 16),)}, r"positions must begin at 0 and rise"),
+        ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
+        ({"kv_cache_tokens": 2**50}, "must fit in the .* that memory_utilization=0.9 leaves"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_llm(**options)
+
+
+def test_a_pool_too_small_for_one_request():
+    llm = tiny_llm(kv_cache_tokens=32)
+    with pytest.raises(ValueError, match=r"is 44: must fit in the 32 tokens of K and V"):
+        llm.generate([PROMPTS[3]], greedy(3))
+    assert len(llm.generate([PROMPTS[0]], greedy(3))) == 1
+
+
+def test_requests_that_ask_for_what_the_engine_does_not_give(dense):
+    with pytest.raises(ValueError, match=r"policy=\{'dense': …\}: must be among per_request="):
+        dense.generate([PROMPTS[0]], greedy(3, policy={"dense": True}))
+    dense.engine.add(asked(dense, PROMPTS[0], greedy(3)), request_id="a")
+    with pytest.raises(ValueError, match="request_id='a': must not be that of a live request"):
+        dense.engine.add(asked(dense, PROMPTS[0], greedy(3)), request_id="a")
+    until(dense, lambda: dense.engine.idle)
+
+
+def test_all_programs_can_be_compiled_ahead():
+    """What follows compiles nothing, whatever it brings."""
+    llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
+    before = llm.engine.programs.compiled
+    assert before <= 21
+    assert llm.engine.programs.temporary_bytes() > 0
+    llm.generate(PROMPTS, greedy(5))
+    assert llm.engine.programs.compiled == before
+    assert llm.engine.programs.seconds == 0
