@@ -89,3 +89,15 @@ def test_the_readmes_code_runs():
 def test_examples_run(example):
     ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
     assert re.search(r"attended +\d+ ?%", ran.stdout)
+
+
+@pytest.mark.slow
+def test_the_code_on_serving_runs():
+    code, streaming = blocks(ROOT / "docs" / "serving.md", "python")
+    body = "".join(f"    {line}\n" for line in streaming.splitlines())
+    wrapped = f"import asyncio\nasync def main():\n{body}\nasyncio.run(main())\n"
+    for source in (code, f"import jsparse\n{wrapped}"):
+        ran = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.strip()

@@ -1,4 +1,4 @@
-"""Defines `jsparse`: generate, chat, eval, info, policies, calibrate-channels, train-gates.
+"""Defines `jsparse`: generate, chat, eval, info, policies, bench, calibrate-channels, train-gates.
 
 jax and the modules that need it are imported inside the commands, so that `--help` and errors in
 options appear at once.
@@ -10,6 +10,7 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
+from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels
 from jsparse.cli.chat import chat
 from jsparse.cli.console import print_error, quiet_jax, show_renamings
@@ -79,3 +80,5 @@ for _name, _command in {
     "calibrate-channels": calibrate_channels,
 }.items():
     app.command(_name)(_command)
+
+app.add_typer(bench, name="bench")

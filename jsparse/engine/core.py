@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from jsparse.engine import plan_log, setup
@@ -31,6 +32,21 @@ class EngineError(RuntimeError):
 
 class EngineFull(RuntimeError):
     """Says that too many requests wait; the engine goes on."""
+
+
+@dataclass
+class Counters:
+    """Counts what an engine has done.
+
+    Attributes:
+        read_tokens: the prompt tokens that were computed.
+        decode_steps: the decode steps.
+        row_steps: the sum over decode steps of the rows that took part.
+    """
+
+    read_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
 
 
 @dataclass(eq=False)
@@ -73,6 +89,7 @@ class Engine:
         sizes: the static sizes.
         scheduler: what waits, is being read and decodes.
         programs: the compiled programs.
+        counters: what has been done so far.
         error: what the engine has failed of, if it has.
     """
 
@@ -93,7 +110,7 @@ class Engine:
         steps_per_program: int | None = None,
         ladder: Sequence[tuple[int, int]] | None = None,
         record: str | os.PathLike[str] | None = None,
-        prepare: bool = True,
+        prepare: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocates the memory and compiles the programs.
@@ -123,7 +140,7 @@ class Engine:
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs that greedy requests need are compiled now, several at a
-                time; else each when it is first needed.
+                time, or each when it is first needed; None is now on a GPU.
             clock: returns the time in seconds.
 
         Raises:
@@ -161,13 +178,14 @@ class Engine:
             layer_stats=layer_stats,
             sampling=row_sampling([neutral()], params.config.vocab_size),
         )
-        if prepare:
+        if prepare or (prepare is None and jax.default_backend() == "gpu"):
             self.programs.prepare()
         self._live: dict[int, tuple[Served, Answer, Growing]] = {}
         self._requests: dict[str, Served] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._flying: deque[Flight] = deque()
         self._max_waiting = max_waiting
+        self.counters = Counters()
         self.error: BaseException | None = None
         self._log = self._begin_log(record)
         self._runner = Runner(
@@ -279,6 +297,9 @@ class Engine:
             if plan.chunk is not None:
                 metrics = self._live[plan.chunk.answer][0].metrics
                 metrics.scheduled = metrics.scheduled or self._clock()
+                self.counters.read_tokens += plan.chunk.valid
+            self.counters.decode_steps += plan.steps
+            self.counters.row_steps += sum(row.steps for row in plan.rows)
             self._flying += self._runner.run(plan)
         heard: dict[int, Served] = {}
         lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
@@ -297,8 +318,7 @@ class Engine:
             for nth in range(steps):
                 if growing.finish is None:
                     growing.take(unpack(packed[nth, row], self.spec.num_layers, self._layer_stats))
-            served.metrics.first_token = served.metrics.first_token or now
-            served.metrics.last_token = now
+                    served.metrics.token_times.append(now)
             heard.append(served)
             if growing.finish is not None:
                 self._stop(answer)

@@ -67,18 +67,17 @@ class RequestMetrics:
     Attributes:
         arrived: when it was added.
         scheduled: when its first chunk was dispatched; None before.
-        first_token, last_token: when the host knew these tokens; None before.
+        token_times: when the host knew each token, of all answers.
     """
 
     arrived: float
     scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+    token_times: list[float] = field(default_factory=list)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Returns the seconds from the request to its first token."""
-        return None if self.first_token is None else self.first_token - self.arrived
+        """Returns the seconds from the request to its first token, if there is one."""
+        return self.token_times[0] - self.arrived if self.token_times else None
 
 
 @dataclass

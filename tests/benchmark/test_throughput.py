@@ -1,0 +1,99 @@
+"""Tests workloads and what is measured of them."""
+
+import json
+
+import pytest
+from serving import tiny_llm
+from tiny import tiny_params
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse.benchmark.throughput import Asked, measure, random_workload, run
+from jsparse.cli.app import app
+
+SIZES = {"num_prompts": 5, "input_len": 6, "output_len": 3}
+
+
+def test_lengths_prefixes_and_arrivals_are_what_was_asked_for():
+    made = random_workload(
+        50, num_prompts=200, input_len=(4, 32), output_len=3, shared_prefix=7, request_rate=10.0
+    )
+    assert {tuple(each.ids[:7]) for each in made} == {tuple(made[0].ids[:7])}
+    lengths = [len(each.ids) - 7 for each in made]
+    assert min(lengths) == 4
+    assert max(lengths) == 32
+    # half of them lie below the geometric mean
+    assert 70 < sum(length < 11 for length in lengths) < 130
+    assert {each.tokens for each in made} == {3}
+    arrivals = [each.arrival for each in made]
+    assert arrivals == sorted(arrivals)
+    assert 14 < arrivals[-1] < 27
+    assert made == random_workload(
+        50, num_prompts=200, input_len=(4, 32), output_len=3, shared_prefix=7, request_rate=10.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prompts": 0}, "num_prompts=0: must be an integer of at least 1"),
+        ({"input_len": 0}, "input_len=0: must be an integer of at least 1"),
+        ({"output_len": (5, 4)}, "output_len=4: must be an integer of at least 5"),
+        ({"shared_prefix": -1}, "shared_prefix=-1: must be an integer of at least 0"),
+        ({"request_rate": 0}, "request_rate=0: must be a number above 0"),
+    ],
+)
+def test_workloads_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        random_workload(50, **SIZES | options)
+
+
+def test_counts_add_up():
+    engine = tiny_llm(steps_per_program=2).engine
+    workload = random_workload(
+        300, num_prompts=6, input_len=(3, 9), output_len=(2, 12), shared_prefix=16
+    )
+    measured = measure(engine, workload)
+    new = sum(each.tokens for each in workload)
+    assert measured["output_tokens"] == new
+    # all but the first of each answer come from decode steps
+    rows = measured["rows_per_step"] * measured["decode_steps"]
+    assert rows == pytest.approx(new - 6)
+    prompt = sum(len(each.ids) for each in workload)
+    assert measured["prompt_tokens"] == prompt
+    assert measured["computed_prompt_tokens"] == prompt - 5 * 16
+    assert measured["output_tokens_per_second"] == pytest.approx(new / measured["seconds"])
+    assert 0 < measured["ttft_p50_ms"] <= measured["ttft_p99_ms"]
+    assert measured["attended_fraction"] == pytest.approx(1)
+    again = measure(engine, workload)
+    assert again["computed_prompt_tokens"] == prompt - 6 * 16
+
+
+def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
+    engine = tiny_llm().engine
+    workload = [Asked([1, 2, 3], 2, arrival=0.3), Asked([4, 5], 4), Asked([6], 3, arrival=0.1)]
+    outs = run(engine, workload)
+    assert [len(out.outputs[0].token_ids) for out in outs] == [2, 4, 3]
+    times = [out.metrics.arrived for out in outs]
+    assert times[1] < times[2] < times[0]
+    assert times[0] - times[1] >= 0.25
+
+
+def test_the_command_prints_what_it_measured(tmp_path):
+    jsparse.save(tiny_params(num_layers=2), tmp_path / "model")
+    given = ["bench", "throughput", str(tmp_path / "model"), "--num-prompts", "3", "--json"]
+    given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]
+    result = CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["requests"] == 3
+    assert printed["output_tokens"] == 9
+    assert printed["policy"] == "streaming(sink=1, recent=2)"
+    assert printed["attended_fraction"] < 1
+
+
+@pytest.mark.parametrize("length", ["x", "1:2:3", ""])
+def test_the_command_refuses_lengths_that_are_none(length):
+    result = CliRunner().invoke(app, ["bench", "throughput", "smollm2", "--input-len", length])
+    assert result.exit_code == 2
+    assert f"--input-len '{length}': must be a number, or LEAST:MOST" in result.output

@@ -1,0 +1,268 @@
+"""Tests requests that come, go and hang up while others decode."""
+
+import asyncio
+import dataclasses
+import threading
+from functools import cache
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from serving import LADDER, PAGE
+from tiny import VOCAB, random_prompts, tiny_params
+
+import jsparse
+from jsparse import SamplingParams
+from jsparse.models.checkpoint import Params
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.compilation import traces
+
+PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
+
+
+@cache
+def with_words() -> Params:
+    """The tiny model, each of whose tokens is a word."""
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return dataclasses.replace(tiny_params(num_layers=2), tokenizer=Tokenizer(core))
+
+
+def an_engine(policy="dense", **options):
+    given = {
+        "max_num_seqs": 4,
+        "max_model_len": 96,
+        "kv_cache_tokens": 192,
+        "page_size": PAGE,
+        "ladder": LADDER,
+        "prepare": False,
+    }
+    return jsparse.AsyncEngine(with_words(), policy, **given | options)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = an_engine(steps_per_program=2)
+    yield made
+    made.close()
+
+
+def options(tokens=8, **more):
+    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "logprobs": 0} | more)
+
+
+async def last(engine, prompt, asked, name=None):
+    """The last output of a request."""
+    return [out async for out in engine.generate(prompt, asked, name)][-1]
+
+
+def at_rest(engine):
+    """Waits until the thread has nothing to do, then counts what is held."""
+    inner = engine.engine
+    for _ in range(1000):
+        if not engine._inbox and inner.idle and not inner._requests:
+            break
+        threading.Event().wait(0.01)
+    inner.scheduler.plan()
+    pool = inner.scheduler.pool
+    return (
+        pool.available == pool.size
+        and inner._free_slots == inner.sizes.num_slots
+        and not (inner._live or inner._requests or inner._runner._readings or engine._listeners)
+    )
+
+
+def test_text_grows_and_the_last_output_is_finished(engine):
+    async def run():
+        return [out async for out in engine.generate("w3 w14 w15 w92", options(12))]
+
+    outs = asyncio.run(run())
+    texts = [out.outputs[0].text for out in outs]
+    assert all(b.startswith(a) for a, b in pairwise(texts))
+    assert [out.finished for out in outs] == [False] * (len(outs) - 1) + [True]
+    assert len(outs) > 3
+    assert texts[-1].split() == [f"w{token}" for token in outs[-1].outputs[0].token_ids]
+    assert outs[-1].prompt == "w3 w14 w15 w92"
+    assert outs[-1].prompt_token_ids == [3, 14, 15, 92]
+    assert at_rest(engine)
+
+
+def test_stop_strings_end_answers(engine):
+    ids = asyncio.run(last(engine, PROMPTS[0], options(10))).outputs[0].token_ids
+    stop = f"w{ids[3]}"
+    first = [f"w{token}".startswith(stop) for token in ids].index(True)
+    out = asyncio.run(last(engine, PROMPTS[0], options(10, stop=stop))).outputs[0]
+    assert out.finish_reason == "stop"
+    assert out.token_ids == ids[: first + 1]
+    assert stop not in out.text.split()
+    kept = options(10, stop=stop, include_stop_str_in_output=True)
+    assert asyncio.run(last(engine, PROMPTS[0], kept)).outputs[0].text.endswith(stop)
+
+
+def test_who_hangs_up_frees_what_was_held(engine):
+    async def run():
+        stream = engine.generate(PROMPTS[1], options(40))
+        async for out in stream:
+            if len(out.outputs[0].token_ids) > 3:
+                break
+        await stream.aclose()
+        return await last(engine, PROMPTS[0], options(6))
+
+    out = asyncio.run(run())
+    assert out.outputs[0].finish_reason == "length"
+    assert at_rest(engine)
+
+
+def test_abort_ends_the_generator_with_what_there_is(engine):
+    async def run():
+        outs = []
+        async for out in engine.generate(PROMPTS[1], options(60), "mine"):
+            outs.append(out)
+            if len(out.outputs[0].token_ids) > 3:
+                await engine.abort("mine")
+        return outs
+
+    final = asyncio.run(run())[-1]
+    assert final.finished
+    assert final.outputs[0].finish_reason == "abort"
+    assert 3 < len(final.outputs[0].token_ids) < 60
+    assert at_rest(engine)
+
+
+def test_bad_requests_fail_alone(engine):
+    async def run():
+        good = asyncio.create_task(last(engine, PROMPTS[0], options(6)))
+        for prompt, asked, message in (
+            ([VOCAB], None, "token id 300"),
+            (PROMPTS[:2], None, "prompt holds 2 prompts: must be one"),
+            (PROMPTS[3], options(90), "must be at most max_model_len=96"),
+            ("w1", options(stop_token_ids=[VOCAB]), "stop_token_ids=300"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await last(engine, prompt, asked)
+        return await good
+
+    assert asyncio.run(run()).outputs[0].finish_reason == "length"
+    assert at_rest(engine)
+
+
+def test_an_error_of_the_device_reaches_everyone(monkeypatch):
+    engine = an_engine()
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+    async def run():
+        asked = [last(engine, prompt, options(40)) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(each) for each in asked]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(engine.engine._runner, "run", fail)
+        got = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(jsparse.EngineError, match="has failed: INTERNAL: injected"):
+            await last(engine, PROMPTS[0], options(2))
+        return got
+
+    got = asyncio.run(run())
+    assert all(isinstance(each, jsparse.EngineError) for each in got)
+    engine.close()
+    assert not engine._thread.is_alive()
+
+
+def test_closing_ends_who_is_still_waiting():
+    async def run():
+        async with an_engine() as engine:
+            task = asyncio.create_task(last(engine, PROMPTS[1], options(70)))
+            await asyncio.sleep(0.01)
+        with pytest.raises(jsparse.EngineError, match="has been closed"):
+            await task
+        return engine
+
+    assert not asyncio.run(run())._thread.is_alive()
+
+
+def kinds():
+    """Forty requests of all kinds, some of which begin alike."""
+    rng = np.random.default_rng(3)
+    beginnings = random_prompts((32, 16), seed=7)
+    made = []
+    for nth in range(40):
+        own = rng.integers(VOCAB, size=rng.integers(1, 30)).tolist()
+        prompt = [*beginnings[nth % 2], *own] if nth % 4 < 2 else own
+        more = (
+            {},
+            {"temperature": 1.0, "seed": nth},
+            {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+            {"stop": f"w{nth * 7 % VOCAB}"},
+            {"temperature": 0.8, "top_k": 9, "logprobs": 3, "seed": nth},
+            {"temperature": 1.2, "n": 2, "seed": nth},
+        )[nth % 6]
+        made.append((prompt, options(int(rng.integers(1, 24)), **more)))
+    return made
+
+
+def result(out):
+    return [(one.text, one.token_ids, one.logprobs, one.top_logprobs) for one in out.outputs]
+
+
+def serve_many(count):
+    """Requests of random lengths and options, a fifth aborted at random, a twentieth bad.
+
+    Each other one ends with what it has alone; afterwards nothing is left of any.
+    """
+    engine, asked = an_engine(max_waiting=2000, steps_per_program=2), kinds()
+
+    async def alone():
+        return [result(await last(engine, *one)) for one in asked]
+
+    expected = asyncio.run(alone())
+    before = traces(), engine.engine.programs.compiled
+    rng = np.random.default_rng(8)
+    ends = {"ended": 0, "aborted": 0, "bad": 0}
+
+    async def one(nth):
+        await asyncio.sleep(float(rng.uniform(0, count / 400)))
+        fate, which = rng.uniform(), int(rng.integers(len(asked)))
+        prompt, own = asked[which]
+        if fate < 0.05:
+            with pytest.raises(ValueError, match=r"must be"):
+                await last(engine, prompt if nth % 2 else [-1], options(96))
+            ends["bad"] += 1
+        elif fate < 0.25:
+            seen = 0
+            stream = engine.generate(prompt, own, f"r{nth}")
+            most = int(rng.integers(0, 12))
+            if nth % 2:
+                hang_up = asyncio.create_task(stream.__anext__())
+                await asyncio.sleep(float(rng.uniform(0, 0.2)))
+                await engine.abort(f"r{nth}")
+                await hang_up
+            async for _ in stream:
+                seen += 1
+                if seen > most:
+                    break
+            await stream.aclose()
+            ends["aborted"] += 1
+        else:
+            out = await last(engine, prompt, own)
+            assert result(out) == expected[which]
+            ends["ended"] += 1
+
+    async def all_of_them():
+        await asyncio.gather(*map(one, range(count)))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(all_of_them())
+    assert sum(ends.values()) == count
+    assert min(ends.values()) > 0
+    assert at_rest(engine)
+    assert (traces(), engine.engine.programs.compiled) == before
+    engine.close()
+
+
+def test_a_thousand_requests():
+    serve_many(1000)
