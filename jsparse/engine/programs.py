@@ -142,11 +142,6 @@ class Programs:
             for job in jobs:
                 job.result()
 
-    def temporary_bytes(self) -> int:
-        """Returns the most bytes that a program compiled so far needs while it runs."""
-        found = (made.memory_analysis() for made in self._made.values())  # pyright: ignore
-        return max((each.temp_size_in_bytes for each in found if each is not None), default=0)
-
     def _compile(self, key: Any, name: str, arrays: tuple, static: dict[str, Any]) -> None:
         jitted, model = self._jitted[name]
         self._made[key] = jitted.lower(*arrays, **model, **static).compile()

@@ -345,7 +345,6 @@ def test_all_programs_can_be_compiled_ahead():
     llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
     before = llm.engine.programs.compiled
     assert before <= 21
-    assert llm.engine.programs.temporary_bytes() > 0
     llm.generate(PROMPTS, greedy(5))
     assert llm.engine.programs.compiled == before
     assert llm.engine.programs.seconds == 0
