@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jsparse.engine.scheduler import MOST_READING, Answer, Phase, Rules, Scheduler, Sizes
 
 SIZES = Sizes(
-    num_slots=3,
+    num_slots=6,
     max_model_len=64,
     page_size=4,
-    num_groups=33,
+    num_groups=49,
     ladder=((0, 16), (32, 8)),
     tails=(4,),
     block_tokens=8,
@@ -35,14 +35,14 @@ class Serving(RuleBasedStateMachine):
         self.asked, self.clock = [], 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots = {}, Counter(), {}
-        # the tokens that groups of blocks hold
+        # the tokens that groups hold, and whether a whole chunk wrote them
         self.written = {}
 
     @rule(
         size=st.integers(1, 55),
         tokens=st.integers(1, 9),
         alphabet=st.integers(1, 2),
-        seconds=st.floats(0, 0.01),
+        seconds=st.floats(0, 0.002),
     )
     def add(self, size, tokens, alphabet, seconds):
         self.clock += seconds
@@ -89,11 +89,14 @@ class Serving(RuleBasedStateMachine):
         # what it did not read itself is there: another has written these very tokens
         for at in range(0, chunk.start, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
-            assert self.written[group] == asked.ids[: at + SIZES.page_size]
+            tokens, whole = self.written[group]
+            assert tokens == asked.ids[: at + SIZES.page_size]
+            assert whole
         end = chunk.start + chunk.valid
         for at in range(chunk.start, end, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
-            self.written[group] = asked.ids[: min(end, at + SIZES.page_size)]
+            whole = chunk.valid == SIZES.chunk_size(chunk.start)
+            self.written[group] = asked.ids[: min(end, at + SIZES.page_size)], whole
         for group in chunk.groups[-(-end // SIZES.page_size) :]:
             self.written.pop(group, None)
         self.read[chunk.answer] = end
@@ -139,7 +142,7 @@ def run_events(examples, steps):
 
 
 def test_random_events():
-    run_events(20, 50)
+    run_events(50, 60)
 
 
 @pytest.mark.slow
@@ -212,6 +215,48 @@ def test_what_others_have_read_is_not_read_again():
         read[chunk.answer] += chunk.valid
     # 39 may be taken over, so that two are left for the window, and a chunk begins at 32
     assert sorted(read.values()) == [9, 9, 41]
+
+
+def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
+    """With a state that has seen nothing: it has not seen what lies between."""
+    scheduler = Scheduler(SIZES, RULES)
+    prompt = list(range(55))
+    scheduler.add(answer(0, prompt, 1))
+    scheduler.plan()
+    scheduler.add(answer(1, [*prompt[:40], 100, 101], 1))
+    chunks = [plan.chunk for plan in served(scheduler)[1] if plan.chunk is not None]
+    assert [(chunk.answer, chunk.start, chunk.fresh) for chunk in chunks] == [
+        (1, 16, True),
+        (1, 32, False),
+        (1, 40, False),
+        (0, 40, True),
+        (0, 48, False),
+    ]
+
+
+def test_no_more_than_a_few_prompts_are_partly_read():
+    scheduler = Scheduler(SIZES._replace(num_groups=97), RULES)
+    for number in range(MOST_READING + 1):
+        # each has waited for longer than those before
+        ids = range(100 * number, 100 * number + 50)
+        scheduler.add(answer(number, ids, 1, born=-0.01 * number))
+        chunk = scheduler.plan().chunk
+        assert chunk is not None
+        assert chunk.answer == min(number, MOST_READING - 1)
+
+
+def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():
+    scheduler = Scheduler(SIZES._replace(num_groups=13), RULES)
+    prompt = list(range(17))
+    scheduler.add(answer(0, prompt, 1))
+    served(scheduler)
+    assert scheduler.pool.cached == 4
+    scheduler.add(answer(1, range(100, 110), 6))
+    scheduler.plan()
+    scheduler.add(answer(2, [*prompt, *range(200, 220)], 3))
+    scheduler.plan()
+    assert [held.number for held in scheduler.reading] == []
+    assert served(scheduler)[0] == [2]
 
 
 def test_the_window_of_a_prompt_is_always_read():
