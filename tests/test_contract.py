@@ -334,11 +334,11 @@ METHODS = {
     "token lists, listed logits and summary": (echo(), SlowEcho),
     "eviction after the prompt": (prompt_ends(), SlowPromptEnds),
 }
-# run by default: page bounds, token lists and eviction have slow models beside policies as well
+# run by default: page bounds, token lists and eviction have slow models beside policies as well,
+# and test_shrinking_frees_pages_and_heads_differ takes that of maintenance
 OWN = (
     "page mass, inheritance and correction",
     "summary, token logits and window",
-    "maintenance, bias and positions",
     "token lists, listed logits and summary",
 )
 PROMPTS = random_prompts(LENGTHS)

@@ -90,6 +90,7 @@ def test_rows_that_are_fetched_first_give_the_same(expression, options):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_without_its_flushes_a_row_reads_what_is_not_there(monkeypatch):
     """So the test above does go past the tail."""
     store = HostMemory.store

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import TABLE, outermost
+from policy_table import METHODS, TABLE, outermost
 from tiny import (
     assert_close,
     forced_logits,
@@ -218,7 +218,7 @@ FIRST = [next(x for x in TABLE if outermost(x) == method) for method in STATEFUL
 
 
 EVICTORS = [x for x in TABLE if parse(x).evicts]
-OTHERS = [x for x in TABLE if x not in EVICTORS]
+OTHERS = [x for x in METHODS if x not in EVICTORS]
 
 
 @pytest.mark.parametrize("expression", EVICTORS)
