@@ -5,9 +5,15 @@ With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their 
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+if sys.dont_write_bytecode:
+    # Beside no source, but neither by each worker and each command that tests start anew.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(ROOT / ".pytest_cache" / "pycache")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # not there under python -B
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # One cache of compiled programs for all workers and for the next run; jax reads these on import.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JSPARSE_CACHE_DIR", str(ROOT / ".pytest_cache" / "jsparse"))

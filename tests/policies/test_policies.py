@@ -159,7 +159,7 @@ def test_a_row_does_not_depend_on_its_batch(expression):
 def test_a_shared_pool_of_used_pages_gives_the_same(expression):
     """Its table is scrambled, and other rows have written to its pages and given them back.
 
-    Of all others, tests/runtime/test_rows.py and tests/policies/test_eviction_rows.py show it.
+    Of all others, tests/runtime/test_rows.py and tests/engine show it.
     """
     identity, _ = table_logits(expression)
     pooled = pooled_logits(params(), parse(expression), PROMPTS, FORCED, page_size=PAGE)

@@ -65,14 +65,11 @@ PROGRAMS = {
     **{
         as_policy(expression): [1, 1, 8, 8, 8, 1, 1, 1]
         for expression in (
-            "quest(budget=8)",
             "twilight(quest(budget=24), p=0.8)",
-            "tidal(budget=8, first=0, again=5)",
             "lychee_decode(((1, 1), (0, 1)), value=16)",
-            "double_sparsity(budget=8)",
         )
     },
-    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), echo(), even_ids(), page_bound())},
+    **{toy: [1, 1, 8, 8, 8, 1, 1, 1] for toy in (bypass(), echo(), even_ids())},
 }
 
 
