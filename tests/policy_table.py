@@ -2,10 +2,10 @@
 
 A new method adds its expressions here and nothing else. By default the first expression of each
 method is traced, and those of MECHANISMS run through the battery. The slow tests take all of TABLE
-through its cheap half, and through the other half METHODS: the first expression of each method, and
-those of FURTHER, which do what no other does. Budgets are small against the battery's prompts of 9
-to 37 tokens and pages of 8, so that each expression really leaves something out; and their periods
-against its 20 steps.
+through its cheap half, and METHODS through what takes programs of its own: the first expression of
+each method, and those of FURTHER, which do what no other does. Budgets are small against the
+battery's prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something
+out; and their periods against its 20 steps.
 """
 
 import ast

@@ -41,7 +41,22 @@ PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)
 # Models whose q and k of each pair are scaled by s and 1/s. Methods that compare keys with keys are
 # not among those here: cosines and distances of keys are others then.
 KEYS_WITH_KEYS = "r_kv", "lychee_cluster", "cluster_kv", "arkvale"
-SCALE_FREE = [x for x in METHODS if not any(name in x for name in KEYS_WITH_KEYS)]
+# Nor are those that choose by position alone, or leave the choice to the policy they wrap.
+NO_KEYS = (
+    "dense()",
+    "streaming",
+    "all_pages",
+    "duo",
+    "keep",
+    "dense_layers",
+    "retrieval",
+    "offloaded",
+)
+SCALE_FREE = [
+    x
+    for x in METHODS
+    if not any(name in x for name in KEYS_WITH_KEYS) and not x.startswith(NO_KEYS)
+]
 
 
 @cache

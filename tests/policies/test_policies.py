@@ -41,7 +41,14 @@ FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 MAX_LENGTH = 64
 every_method = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
-every_mechanism = pytest.mark.parametrize("expression", slow_except(METHODS, *MECHANISMS))
+# For the tests of which the engine has its own over all of TABLE, as test_rows.py has of what evicts
+SOME = (
+    *MECHANISMS,
+    "double_sparsity(budget=8)",
+    "lfps(budget=0.2, bypass=True)",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+)
+every_mechanism = pytest.mark.parametrize("expression", slow_except(SOME, *MECHANISMS))
 
 
 def params():
@@ -98,7 +105,7 @@ def alone(expression, prompt, forced):
     )
 
 
-@every_mechanism
+@pytest.mark.parametrize("expression", slow_except(METHODS, *MECHANISMS))
 def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
@@ -183,18 +190,12 @@ def primed(policy: Policy, batch: int = 2):
     return carry.cache, carry.state
 
 
-JITTED = (
-    *MECHANISMS,
-    "double_sparsity(budget=8)",
-    "lfps(budget=0.2, bypass=True)",
-    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
-)
 step = jax.jit(
     decode_step, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state")
 )
 
 
-@pytest.mark.parametrize("expression", slow_except(JITTED, JITTED[0]))
+@pytest.mark.parametrize("expression", slow_except(SOME, SOME[0]))
 def test_jit_equals_eager(expression):
     """The program is the one that `alone` runs, so that nothing is compiled for this."""
     p, policy = params(), parse(expression)
@@ -212,7 +213,7 @@ def test_jit_equals_eager(expression):
     assert_close(jitted, eager, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", slow_except((*METHODS, *TOYS), *MECHANISMS[::2]), ids=str)
+@pytest.mark.parametrize("policy", slow_except((*SOME, *TOYS), *MECHANISMS[::2]), ids=str)
 def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)
