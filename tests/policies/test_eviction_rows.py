@@ -330,11 +330,11 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
 
 def test_short_heads_give_their_pages_back():
     """After the prompt a layer's pool has the pages that its heads' lengths need, and no more."""
-    crowd = Crowd(parse(SMALL), layers=1)
+    crowd = Crowd(parse("hard_kv(budget=12, floor=7, cap=30, period=6, window=4, sink=2)"))
     crowd.join(0, random_prompts([45])[0])
     crowd.check_pages()
     lengths = np.asarray([layer.lengths[0] for layer in crowd.cache.layers])
-    assert (lengths.sum(-1) == 20).all()
+    assert (lengths.sum(-1) == 24).all()
     assert (lengths[:, 0] != lengths[:, 1]).any()
 
 

@@ -42,16 +42,7 @@ PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)
 # not among those here: cosines and distances of keys are others then.
 KEYS_WITH_KEYS = "r_kv", "lychee_cluster", "cluster_kv", "arkvale"
 # Nor are those that choose by position alone, or leave the choice to the policy they wrap.
-NO_KEYS = (
-    "dense()",
-    "streaming",
-    "all_pages",
-    "duo",
-    "keep",
-    "dense_layers",
-    "retrieval",
-    "offloaded",
-)
+NO_KEYS = "dense", "streaming", "all_pages", "duo", "keep", "retrieval_heads", "offloaded"
 SCALE_FREE = [
     x
     for x in METHODS

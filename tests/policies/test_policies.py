@@ -41,7 +41,7 @@ FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 MAX_LENGTH = 64
 every_method = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
-# For the tests of which the engine has its own over all of TABLE, as test_rows.py has of what evicts
+# what the engine's tests do over all of TABLE, and test_rows.py for what evicts, runs over these
 SOME = (
     *MECHANISMS,
     "double_sparsity(budget=8)",
