@@ -334,11 +334,11 @@ METHODS = {
     "token lists, listed logits and summary": (echo(), SlowEcho),
     "eviction after the prompt": (prompt_ends(), SlowPromptEnds),
 }
-# run by default: page bounds, token lists and eviction have slow models beside policies as well
+# run by default: page bounds, token lists and eviction have slow models beside policies as well,
+# and test_shrinking_frees_pages_and_heads_differ takes that of maintenance
 OWN = (
     "page mass, inheritance and correction",
     "summary, token logits and window",
-    "maintenance, bias and positions",
     "token lists, listed logits and summary",
 )
 PROMPTS = random_prompts(LENGTHS)
@@ -390,7 +390,7 @@ def test_slow_model_equals_the_engine_when_dense():
     assert_close(dense_logits(model_of())[:, 1], np.asarray(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_except(METHODS, "summary, token logits and window"))
+@pytest.mark.parametrize("name", slow_except(OWN, "summary, token logits and window"))
 def test_pieces_of_the_prompt_and_the_batch_do_not_matter(name):
     (policy, _), params = METHODS[name], model_of(name)
     expected, _ = slow_logits(name)
@@ -727,11 +727,8 @@ def knob_logits(policies, layers=2):
 
 PER_ROW = [
     ("oracle_top_p(p={})", "p", 0.5, 0.7, 0.9),
-    ("oracle_top_p(p={}, granularity='page')", "p", 0.5, 0.7, 0.9),
-    ("oracle_top_k(budget={})", "budget", 3, 16, 9),
     ("oracle_top_k(budget={}, granularity='page')", "budget", 9, 24, 16),
     ("twilight(all_pages(), p={})", "p", 0.5, 0.7, 0.9),
-    ("twilight(oracle_top_p(p=0.8), p={}, prune='bits')", "p", 0.5, 0.7, 0.9),
     ("keep(twilight(quest(budget=16), p={}, prune='token'), sink=1, recent=2)", "p", 0.5, 0.7, 0.9),
     ("lychee_decode(((1, 1), (0, 0)), rule='top_p', value={}, recent=2)", "value", 0.3, 0.6, 0.8),
     (
@@ -778,9 +775,6 @@ def test_rows_set_their_own_values(case):
             even_ids(),
             even_ids(within=31),
             inherit(),
-            "quest(budget=8)",
-            "tidal(budget=4, first=0, again=5)",
-            "double_sparsity(budget=4)",
             "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
             "keep(streaming(sink=1, recent=4), sink=2, recent=6)",
             "twilight(all_pages(), p=0.7, dense_below=32)",

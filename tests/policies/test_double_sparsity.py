@@ -209,8 +209,14 @@ def test_few_channels_rank_otherwise_than_all():
     assert not np.array_equal(*ids)
 
 
-@pytest.mark.parametrize("calibrated", slow_except([False, True], False))
-@pytest.mark.parametrize("chunk", slow_except((16, 32, 512), 16))
+@pytest.mark.parametrize(
+    ("chunk", "calibrated"),
+    [
+        (16, False),
+        pytest.param(512, False, marks=pytest.mark.slow),
+        pytest.param(32, True, marks=pytest.mark.slow),
+    ],
+)
 def test_neither_chunks_nor_batch_change_the_state(chunk, calibrated, file):
     policy = double_sparsity(channels=6, calibration=file if calibrated else None)
     cache, state = primed(policy, chunk=chunk)

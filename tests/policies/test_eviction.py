@@ -134,10 +134,15 @@ def hard_kv(metric, budgets, *, merge=True, patience=0, recent=WINDOW):
     return expression, method
 
 
+# every score and every way of counting; h2o's, which is tracked, with both kinds of counts
 PAIRS = [
-    (metric, budgets)
-    for metric in SCORES
-    for budgets in ("joint", "uniform", "n_star", "calibrated")
+    ("attention", "joint"),
+    ("attention", "uniform"),
+    ("attention", "n_star"),
+    ("snapkv", "calibrated"),
+    ("r_kv", "joint"),
+    ("h2o", "joint"),
+    ("h2o", "calibrated"),
 ]
 
 
@@ -147,8 +152,7 @@ def test_hard_kv_equals_the_slow_model(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patience", [1, 2])
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize(("patience", "merge"), [(1, False), (2, True)])
 def test_patience_equals_the_slow_model(patience, merge):
     assert_equals_the_slow_model(*hard_kv("attention", "joint", merge=merge, patience=patience))
 
@@ -167,7 +171,7 @@ def test_dropping_without_merging_equals_the_slow_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "heads",
-    [(4, 4), (4, 1), (16, 1)],
+    [(4, 4), (16, 1)],
     ids=lambda heads: f"{heads[0]}-{heads[1]}",
 )
 def test_groups_of_every_size_equal_the_slow_model(heads):
@@ -221,6 +225,6 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("expression", slow_except(METHODS, *list(METHODS)[2:]))
+@pytest.mark.parametrize("expression", slow_except(METHODS, list(METHODS)[-1]))
 def test_each_method_equals_the_slow_model(expression):
     assert_equals_the_slow_model(expression, METHODS[expression])

@@ -54,7 +54,7 @@ def decode(policy, params, prompts, steps, **options):
     return made
 
 
-@pytest.mark.parametrize("expression", slow_except(EVERY, EVERY[0]))
+@pytest.mark.parametrize("expression", slow_except((*EVERY[:4], EVERY[-1]), EVERY[0]))
 def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     """Just before each compression, when they hold the most."""
     policy, held_at, steps = parse(expression), [], 27
@@ -197,7 +197,7 @@ PROMPTS, FORCED = random_prompts((37, 9, 50)), random_tokens(3, 20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expression", EVERY)
+@pytest.mark.parametrize("expression", EVERY[1:4])
 def test_a_ragged_batch_gives_what_its_rows_give(expression):
     run = partial(engine_logits, tiny_params(2), expression, page_size=PAGE, max_length=80)
     together = run(PROMPTS, FORCED)

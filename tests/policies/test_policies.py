@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import MECHANISMS, TABLE, at_dense, marked, outermost
+from policy_table import MECHANISMS, METHODS, TABLE, at_dense, marked, outermost
 from tiny import (
     VOCAB,
     assert_close,
@@ -40,8 +40,15 @@ PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 20)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids())
 MAX_LENGTH = 64
-every_method = pytest.mark.parametrize("expression", marked(TABLE))
-every_mechanism = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
+every_method = pytest.mark.parametrize("expression", slow_except(TABLE, *MECHANISMS))
+# what the engine's tests do over all of TABLE, and test_rows.py for what evicts, runs over these
+SOME = (
+    *MECHANISMS,
+    "double_sparsity(budget=8)",
+    "lfps(budget=0.2, bypass=True)",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+)
+every_mechanism = pytest.mark.parametrize("expression", slow_except(SOME, *MECHANISMS))
 
 
 def params():
@@ -98,7 +105,7 @@ def alone(expression, prompt, forced):
     )
 
 
-@every_mechanism
+@pytest.mark.parametrize("expression", slow_except(METHODS, *MECHANISMS))
 def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
@@ -155,11 +162,12 @@ def test_a_row_does_not_depend_on_its_batch(expression):
     assert_close(logits[:, 0], together[:8, 1], rtol=2e-5)
 
 
-@every_mechanism
+@pytest.mark.parametrize("expression", MECHANISMS)
 def test_a_shared_pool_of_used_pages_gives_the_same(expression):
-    """Its table is scrambled, and other rows have written to its pages and given them back."""
-    if parse(expression).offload is not None:
-        pytest.skip("host memory takes no shared pool")
+    """Its table is scrambled, and other rows have written to its pages and given them back.
+
+    Of all others, tests/runtime/test_rows.py and tests/engine show it.
+    """
     identity, _ = table_logits(expression)
     pooled = pooled_logits(params(), parse(expression), PROMPTS, FORCED, page_size=PAGE)
     assert_close(pooled, identity, rtol=1e-6)
@@ -187,7 +195,7 @@ step = jax.jit(
 )
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, MECHANISMS[0]))
+@pytest.mark.parametrize("expression", slow_except(SOME, SOME[0]))
 def test_jit_equals_eager(expression):
     """The program is the one that `alone` runs, so that nothing is compiled for this."""
     p, policy = params(), parse(expression)
@@ -205,7 +213,7 @@ def test_jit_equals_eager(expression):
     assert_close(jitted, eager, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *MECHANISMS[::2]), ids=str)
+@pytest.mark.parametrize("policy", slow_except((*SOME, *TOYS), *MECHANISMS[::2]), ids=str)
 def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from one_layer import OneLayer
 
 import jsparse
@@ -60,7 +61,7 @@ def pages_of(layer: OneLayer, budget: int, extremes, score) -> list[set[int]]:
     return found
 
 
-@pytest.mark.parametrize("budget", [1, 16, 31, 40])
+@pytest.mark.parametrize("budget", slow_except([1, 16, 31, 40], 1, 40))
 @pytest.mark.parametrize("length", [41, 45, 48])
 @pytest.mark.parametrize("bounds_dtype", EXTREMES)
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Tests that requests may join and leave a running batch, whose pages the host hands out."""
+"""Tests that requests may join and leave a running batch, whose pages the host hands out.
+
+They are those of policies that the engine does not serve: toys, and methods that drop tokens. What
+it serves, tests/engine/test_policies_in_the_engine.py tests.
+"""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -8,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import TABLE
+from policy_table import METHODS
 from tiny import lent, random_prompts, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
@@ -176,14 +180,14 @@ def in_the_crowd(policy):
     return Slots(policy, range(GROUPS)).run(REQUESTS, order=(0, 1, 2, 3))
 
 
-SOME = (
-    "quest(budget=16)",
-    "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=4)",
-    "hard_kv(budget=8, floor=7, cap=12, period=6, window=4, sink=2)",
+EVICTORS = [expression for expression in METHODS if parse(expression).evicts]
+HARD_KV = next(expression for expression in EVICTORS if expression.startswith("hard_kv"))
+every_policy = pytest.mark.parametrize(
+    "policy", slow_except((*EVICTORS, *TOYS), HARD_KV, shrink()), ids=str
 )
 
 
-@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME, shrink()), ids=str)
+@every_policy
 def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
     """Bit for bit, in another slot and over other pages."""
     policy = as_policy(policy)
@@ -195,7 +199,7 @@ def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
         np.testing.assert_array_equal(crowd[nth], alone)
 
 
-@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), "dense()"), ids=str)
+@every_policy
 def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
     policy = as_policy(policy)
     for asked, logits in zip(REQUESTS, in_the_crowd(policy), strict=True):
@@ -238,14 +242,9 @@ def may_share(policy):
     return all(np.array_equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
-@pytest.mark.parametrize("expression", slow_except(TABLE, SOME[0]))
-def test_what_a_policy_says_it_shares_can_be_shared(expression):
-    policy = parse(expression)
-    if policy.shares is None:
-        pytest.skip("shares nothing")
-    if policy.shares == "keys":
-        # queries of the window are not shared: no more of them than both rows read themselves
-        policy = policy._replace(window=min(map(len, SUFFIXES)))
+def test_what_a_policy_says_it_shares_can_be_shared():
+    policy = parse("quest(budget=16)")
+    assert policy.shares == "pages"
     assert may_share(policy)
 
 

@@ -7,6 +7,7 @@ import pytest
 from encoders import smollm2, spent, words
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import slow_except
 
 from jsparse.evaluation.tasks import TASKS, parse
 from jsparse.evaluation.tasks.sample import Sample, filled, largest, score_all, score_any
@@ -29,7 +30,7 @@ def task(request):
     return parse(request.param)[0]
 
 
-@pytest.mark.parametrize("length", [1024, 2048, 8192])
+@pytest.mark.parametrize("length", slow_except([1024, 2048, 8192], 1024, 8192))
 @pytest.mark.parametrize("encode", [smollm2, words])
 def test_the_budget_is_used_and_kept(task, encode, length):
     for index in range(3):
