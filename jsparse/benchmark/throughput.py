@@ -50,7 +50,7 @@ def random_workload(
     Args:
         vocab_size: the number of token ids to draw from.
         num_prompts: the number of requests.
-        input_len: the number of tokens per prompt, behind the shared ones; a pair (least, most)
+        input_len: the number of tokens per prompt, after the shared prefix; a pair (least, most)
             draws log-uniformly.
         output_len: the number of tokens per answer, likewise.
         shared_prefix: the number of tokens with which all prompts begin.
@@ -78,7 +78,10 @@ def random_workload(
 
 
 def run(engine: Engine, workload: Sequence[Asked]) -> list[RequestOutput]:
-    """Serves a workload, each request when its time has come; outputs in the order of requests."""
+    """Serves a workload, each request when its time has come; outputs in the order of requests.
+
+    The engine's clock must be `time.perf_counter`.
+    """
     options = [
         SamplingParams(temperature=0, max_tokens=each.tokens, ignore_eos=True) for each in workload
     ]
@@ -90,13 +93,15 @@ def run(engine: Engine, workload: Sequence[Asked]) -> list[RequestOutput]:
         )
     ]
     waiting.sort(reverse=True)
+    for _, _, request in waiting:
+        engine.check(request)
     done: dict[str, RequestOutput] = {}
     began = time.perf_counter()
     while len(done) < len(workload):
         now = time.perf_counter() - began
         while waiting and waiting[-1][0] <= now:
-            _, nth, request = waiting.pop()
-            engine.add(request, request_id=f"{nth}")
+            arrival, nth, request = waiting.pop()
+            engine.add(request, request_id=f"{nth}", arrived=began + arrival)
         if engine.idle and waiting:
             time.sleep(waiting[-1][0] - now)
         for served in engine.step():

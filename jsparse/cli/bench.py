@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
 
-bench = typer.Typer(no_args_is_help=True, help="Measure the engine.", add_completion=False)
+bench = typer.Typer(no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
 
 
@@ -79,8 +79,9 @@ def throughput(
         params,
         chosen,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len or longest,
+        max_model_len=longest if max_model_len is None else max_model_len,
         enable_prefix_caching=prefix_caching,
+        prepare=True,
     )
     measured = {"model": model, "policy": engine.policy.name} | measure(engine, workload)
     if as_json:

@@ -1,32 +1,36 @@
 """Defines AsyncEngine: an Engine in a thread of its own, for programs that run on asyncio."""
 
 import asyncio
+import atexit
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from jsparse import prompts
-from jsparse.engine.core import Engine, EngineError, EngineFull, Served
+from jsparse.engine.core import Engine, EngineError, Served
 from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, load
 from jsparse.policy import Policy
-from jsparse.request import SamplingParams, requests
+from jsparse.request import Request, SamplingParams, requests
 
 MAX_WAITING = 1024
 
 
 class _Listener:
-    """Passes a request's outputs to the coroutine that waits for them; it may skip stale ones."""
+    """Passes a request's news to its coroutine; a slow one skips outdated outputs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.news = asyncio.Event()
         self.served: Served | None = None
         self.error: BaseException | None = None
+        self.aborted = False
 
 
 class AsyncEngine:
@@ -36,8 +40,8 @@ class AsyncEngine:
             async for out in engine.generate("Gravity is", jsparse.SamplingParams(max_tokens=64)):
                 print(out.outputs[0].text)
 
-    The engine's thread sleeps while there is nothing to do. Prompts are turned into ids, and ids
-    into text, outside of it.
+    The engine's thread sleeps while there is nothing to do. Prompts are turned into ids outside of
+    it, and so are ids into text unless they must be searched for stop strings.
 
     Attributes:
         engine: the engine; only its thread may use it.
@@ -68,6 +72,9 @@ class AsyncEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="jsparse-engine", daemon=True)
         self._thread.start()
+        # a process that exits while a program runs is aborted
+        this = weakref.ref(self)
+        atexit.register(lambda: (engine := this()) and engine.close())
 
     async def generate(
         self,
@@ -91,18 +98,20 @@ class AsyncEngine:
             EngineError: the engine has failed.
         """
         params, options = self.engine.params, sampling_params or SamplingParams()
-        rows, alone = await asyncio.to_thread(prompts.encode, params, prompt)
-        if not alone:
-            raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
-        # a stream of random numbers of its own for each request whose options name no seed
-        (request,) = requests(params, rows, options, self.engine.policy, seed=self._seed)
-        if options.seed is None:
-            request = replace(request, stream=next(self._streams) % 2**20)
-        name = request_id or f"request-{next(self._names)}"
+        name = f"request-{next(self._names)}" if request_id is None else request_id
         listener = _Listener(asyncio.get_running_loop())
-        text = prompt if isinstance(prompt, str) else None
-        self._tell(lambda: self._add(request, name, text, listener))
+        if self._listeners.setdefault(name, listener) is not listener:
+            raise ValueError(f"request_id={name!r}: must not be that of a live request")
         try:
+            rows, alone = await asyncio.to_thread(prompts.encode, params, prompt)
+            if not alone:
+                raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
+            (request,) = requests(params, rows, options, self.engine.policy, seed=self._seed)
+            if options.seed is None:
+                # a stream of random numbers of its own
+                request = replace(request, stream=next(self._streams) % 2**20)
+            text = prompt if isinstance(prompt, str) else None
+            self._tell(lambda: self._add(request, name, text, listener))
             while True:
                 await listener.news.wait()
                 listener.news.clear()
@@ -114,14 +123,15 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._tell(lambda: self._abort(name, listener))
+            with suppress(EngineError):
+                self._tell(lambda: self._leave(name, listener))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request in whatever phase; its generator yields what there is and ends."""
-        self._tell(lambda: self._abort(request_id, None))
+        self._tell(lambda: self._abort(request_id))
 
     def close(self) -> None:
-        """Ends all requests and the thread."""
+        """Ends all requests and the thread; whatever comes later gets an EngineError."""
         with self._awake:
             self._closing = True
             self._awake.notify()
@@ -135,75 +145,96 @@ class AsyncEngine:
 
     def _tell(self, what: Callable[[], None]) -> None:
         with self._awake:
+            if self._closing:
+                raise EngineError("the engine has been closed")
             self._inbox.append(what)
             self._awake.notify()
 
     def _work(self) -> None:
         """Runs in the engine's thread."""
-        engine = self.engine
-        while True:
+        error: BaseException = EngineError("the engine has been closed")
+        try:
+            while self._turn():
+                pass
+        except BaseException as unforeseen:
+            error = EngineError(f"the engine's thread has failed: {unforeseen!r}")
+            raise
+        finally:
             with self._awake:
-                while not (self._inbox or self._closing or self._busy):
-                    self._awake.wait()
-                told = list(self._inbox)
-                self._inbox.clear()
-                if self._closing and not told:
-                    break
-            for what in told:
-                what()
-            if self._busy:
-                try:
-                    self._spread(engine.step())
-                except EngineError as error:
-                    self._fail(error)
-        self._fail(EngineError("the engine has been closed"))
-        engine.close()
+                self._closing = True
+            self._fail(error)
+            if self.engine.error is None:
+                self.engine.settle()
+
+    def _turn(self) -> bool:
+        """Does what it was told and a step of the engine; returns whether there is more to come."""
+        with self._awake:
+            while not (self._inbox or self._closing or self._busy):
+                self._awake.wait()
+            told = list(self._inbox)
+            self._inbox.clear()
+            if self._closing:
+                return False
+        for what in told:
+            what()
+        if self._busy:
+            try:
+                self._spread(self.engine.step())
+            except EngineError as error:
+                self._fail(error)
+        return True
 
     @property
     def _busy(self) -> bool:
         return self.engine.error is None and not self.engine.idle
 
-    def _add(self, request: Any, name: str, text: str | None, listener: _Listener) -> None:
+    def _add(self, request: Request, name: str, text: str | None, listener: _Listener) -> None:
         try:
             self.engine.add(request, request_id=name, prompt=text)
-        except (ValueError, EngineError, EngineFull) as error:
+        except Exception as error:
             listener.error = error
             self._wake([listener])
-        else:
-            self._listeners[name] = listener
-
-    def _abort(self, name: str, listener: _Listener | None) -> None:
-        heard = self._listeners.get(name)
-        if heard is None or (listener is not None and heard is not listener):
             return
-        del self._listeners[name]
+        if listener.aborted:
+            self._abort(name)
+
+    def _abort(self, name: str) -> None:
+        listener = self._listeners.get(name)
+        if listener is None:
+            return
+        listener.aborted = True
         served = self.engine.abort(name)
         if served is not None:
-            heard.served = served
-            self._wake([heard])
+            listener.served = served
+            self._wake([listener])
+
+    def _leave(self, name: str, listener: _Listener) -> None:
+        """Forgets a request whose coroutine has ended, and aborts it if it has not ended."""
+        if self._listeners.get(name) is listener:
+            self.engine.abort(name)
+            del self._listeners[name]
 
     def _spread(self, news: list[Served]) -> None:
-        """Tells who waits that there is more: one call per step, not one per token."""
+        """Wakes the coroutines whose requests have new tokens."""
         heard = []
         for served in news:
             listener = self._listeners.get(served.request_id)
             if listener is not None:
                 listener.served = served
                 heard.append(listener)
-                if served.finished:
-                    del self._listeners[served.request_id]
         self._wake(heard)
 
-    def _fail(self, error: EngineError) -> None:
-        listeners, self._listeners = list(self._listeners.values()), {}
+    def _fail(self, error: BaseException) -> None:
+        listeners = list(self._listeners.values())
         for listener in listeners:
             listener.error = error
         self._wake(listeners)
 
     def _wake(self, listeners: list[_Listener]) -> None:
+        """Wakes coroutines by one call per event loop, not one per token."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Listener]] = {}
         for listener in listeners:
             by_loop.setdefault(listener.loop, []).append(listener)
         for loop, heard in by_loop.items():
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed, and with it who waited
                 loop.call_soon_threadsafe(lambda heard=heard: [each.news.set() for each in heard])

@@ -73,7 +73,8 @@ class BlockPool:
             self._idle_groups -= len(block.groups)
             self._free.extend(reversed(block.groups))
         cut = len(self._free) - count
-        taken, self._free = self._free[cut:], self._free[:cut]
+        taken = self._free[cut:]
+        del self._free[cut:]
         return taken[::-1]
 
     def give_back(self, groups: Iterable[int]) -> None:
@@ -104,12 +105,11 @@ class BlockPool:
     def share(self, key: bytes, groups: Sequence[int]) -> Block:
         """Makes a block of groups that one request has held alone, and now holds as a block.
 
-        Where another request was first, its block is held and the groups are given back: both hold
-        the same bits.
+        Raises:
+            ValueError: there is a block of this key.
         """
         if key in self._blocks:
-            self.give_back(groups)
-            return self.hold([key])[0]
+            raise ValueError(f"key={key!r}: must be of no block in the pool")
         block = self._blocks[key] = Block(key, tuple(groups), holders=1)
         return block
 

@@ -22,7 +22,7 @@ from jsparse.request import Request
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import row_sampling
 
-# programs of one step that the device may be ahead of the host
+# steps and chunks that may have been dispatched without their results having been read
 LAG = 2
 
 
@@ -51,7 +51,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Served:
-    """Holds a request on its way: its answers, and whoever wants to hear of them."""
+    """Holds a request and its answers."""
 
     request_id: str
     prompt: str | None
@@ -67,14 +67,16 @@ class Served:
 
     def output(self) -> RequestOutput:
         """Returns the request's answers as they are now."""
+        # what another thread adds in the meantime is in all of it or in none
+        made = [growing.output() for growing in self.growing]
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.ids,
-            [growing.output() for growing in self.growing],
+            made,
             max(answer.cached for answer in self.answers),
             self.metrics,
-            self.finished,
+            all(answer.finish_reason is not None for answer in made),
         )
 
 
@@ -90,7 +92,7 @@ class Engine:
         scheduler: what waits, is being read and decodes.
         programs: the compiled programs.
         counters: what has been done so far.
-        error: what the engine has failed of, if it has.
+        error: the error that made the engine fail, or None.
     """
 
     def __init__(
@@ -120,15 +122,14 @@ class Engine:
             policy: the policy, or its expression. Those that evict tokens or keep K and V in host
                 memory are refused.
             max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
-                CPU. A step costs what so many rows cost, whether they are there or not, where
-                weights are read once for all: on a GPU next to nothing.
+                CPU. A step computes this many rows whether or not they hold requests.
             max_model_len: the most tokens of prompt and answer together; None is the model's
                 maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
             max_waiting: the most requests that may wait, beside those with a slot; None is any
                 number.
             kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `memory_utilization` allows, and on a CPU no more than all slots can use.
-            memory_utilization: the share of the device's memory that model, K and V and the
+                `memory_utilization` allows, but no more than all slots can use.
+            memory_utilization: the share of the memory that jax may use that model, K and V and the
                 policy's state may take; what is left is for the programs.
             page_size: the number of tokens per page.
             enable_prefix_caching: whether requests share what others have read of the same prompt,
@@ -139,8 +140,8 @@ class Engine:
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
-            prepare: whether all programs that greedy requests need are compiled now, several at a
-                time, or each when it is first needed; None is now on a GPU.
+            prepare: whether all programs but those that return likely tokens are compiled now,
+                several at a time, or each when it is first needed; None is now on a GPU.
             clock: returns the time in seconds.
 
         Raises:
@@ -153,6 +154,10 @@ class Engine:
         spec = setup.cache_spec(
             params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
         )
+        if not isinstance(enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching={enable_prefix_caching!r}: must be true or false"
+            )
         policy = setup.servable(as_policy(policy), spec, per_request)
         self.sizes = setup.sizes_of(
             *(params, policy, spec),
@@ -163,15 +168,16 @@ class Engine:
             max_model_len=max_model_len,
         )
         spec = spec._replace(pool_pages=self.sizes.num_groups * spec.num_kv_heads)
-        root = f"{params.name} {policy} {spec.dtype} {self.sizes.ladder}"
         self.params, self.policy, self.spec = params, policy, spec
-        self._shares = enable_prefix_caching and policy.shares is not None
+        # a state that must be built anew from shared K and V is not: nothing replays its prefill
+        shares = enable_prefix_caching and policy.shares == "pages"
         periods = tuple(every for every in (policy.correct_every, policy.period) if every)
         self.scheduler = Scheduler(
-            self.sizes, Rules(root if self._shares else None, policy.window, periods)
+            self.sizes, Rules(policy.name if shares else None, policy.window, periods)
         )
         knobs = tuple(sorted(set(per_request)))
         self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
+        self._log = self._begin_log(record)
         self.programs = Programs(
             *(params, policy, spec, self.sizes),
             knobs=knobs,
@@ -187,7 +193,6 @@ class Engine:
         self._max_waiting = max_waiting
         self.counters = Counters()
         self.error: BaseException | None = None
-        self._log = self._begin_log(record)
         self._runner = Runner(
             *(self.programs, policy, spec, params.config.vocab_size, knobs),
             lambda number: self._live[number][2].request,
@@ -223,7 +228,12 @@ class Engine:
             )
 
     def add(
-        self, request: Request, *, request_id: str | None = None, prompt: str | None = None
+        self,
+        request: Request,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        arrived: float | None = None,
     ) -> str:
         """Adds a request; returns its name.
 
@@ -231,29 +241,31 @@ class Engine:
             request: the request, checked by `jsparse.request.requests`.
             request_id: its name, which no live request may have; None makes one.
             prompt: the prompt as it was given, for the output.
+            arrived: when it came, by the engine's clock; None is now.
 
         Raises:
             EngineError, EngineFull, ValueError: as `check` says.
         """
         self.check(request)
         if request_id is None:
-            request_id = f"request-{next(self._names)}"
+            free = (name for nth in self._names if (name := f"{nth}") not in self._requests)
+            request_id = next(free)
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: must not be that of a live request")
-        now, served = self._clock(), Served(request_id, prompt, request.ids, [], [], None)  # pyright: ignore
-        served.metrics = RequestMetrics(now)
+        now = self._clock() if arrived is None else arrived
+        served = Served(request_id, prompt, request.ids, [], [], RequestMetrics(now))
         for index in range(request.sampling.n):
             # each answer draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
             answer = Answer(next(self._numbers), own.ids, own.sampling.max_tokens, now)
-            growing = Growing(own, index, self.params.tokenizer)
-            self.scheduler.add(answer)
-            self._live[answer.number] = served, answer, growing
-            served.answers.append(answer)
-            served.growing.append(growing)
             if self._log is not None:
                 self._log.asked(answer.number, own)
+            served.answers.append(answer)
+            served.growing.append(Growing(own, index, self.params.tokenizer))
         self._requests[request_id] = served
+        for answer, growing in zip(served.answers, served.growing, strict=True):
+            self._live[answer.number] = served, answer, growing
+            self.scheduler.add(answer)
         return request_id
 
     def abort(self, request_id: str) -> Served | None:
@@ -262,9 +274,8 @@ class Engine:
         if served is None:
             return None
         for answer, growing in zip(served.answers, served.growing, strict=True):
-            if growing.finish is None:
-                growing.finish = "abort"
-                self._stop(answer)
+            growing.end("abort")
+            self.scheduler.stop(answer)
         self._forget(served)
         return served
 
@@ -284,8 +295,12 @@ class Engine:
         except Exception as error:
             self._fail(error)
             raise EngineError(f"the engine has failed: {error}") from error
+        except BaseException as error:
+            # what has been planned may not have been dispatched
+            self._fail(error)
+            raise
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
         self._runner.settle()
 
@@ -303,7 +318,9 @@ class Engine:
             self._flying += self._runner.run(plan)
         heard: dict[int, Served] = {}
         lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
-        while sum(flight.steps for flight in self._flying) > lag:
+        while self._flying and (
+            sum(flight.steps for flight in self._flying) > lag or self._flying[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        ):
             for served in self._take(self._flying.popleft()):
                 heard[id(served)] = served
         return list(heard.values())
@@ -321,15 +338,12 @@ class Engine:
                     served.metrics.token_times.append(now)
             heard.append(served)
             if growing.finish is not None:
-                self._stop(answer)
+                self.scheduler.stop(answer)
                 if self._log is not None:
                     self._log.answered(number, growing)
                 if served.finished:
                     self._forget(served)
         return heard
-
-    def _stop(self, answer: Answer) -> None:
-        self.scheduler.stop(answer)
 
     def _forget(self, served: Served) -> None:
         self._requests.pop(served.request_id, None)
@@ -343,9 +357,6 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
-        for served in self._requests.values():
-            for growing in served.growing:
-                growing.finish = growing.finish or "error"
         self._live.clear()
         self._requests.clear()
         self._flying.clear()

@@ -1,7 +1,10 @@
 """Defines LLM: prompts in, answers out, as many at a time as there is room for."""
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jsparse import prompts as prompt_ids
@@ -75,6 +78,7 @@ class LLM:
         Raises:
             ValueError: an argument is out of its range; no prompt has been answered then.
             EngineError: the engine has failed.
+            EngineFull: there are more prompts than may wait.
         """
         rows, alone = prompt_ids.encode(self.engine.params, prompts)
         texts = [
@@ -113,31 +117,45 @@ class LLM:
             )
         return self.generate(list(talks), sampling_params, **options)
 
-    def close(self) -> None:
-        """Waits for the device."""
-        self.engine.close()
-
     def _run(
         self,
         asked: Sequence[Request],
         texts: Sequence[str | None],
         on_output: Callable[[RequestOutput], Any] | None,
     ) -> list[RequestOutput]:
-        engine = self.engine
-        names = [
-            engine.add(request, prompt=text) for request, text in zip(asked, texts, strict=True)
-        ]
+        engine, names = self.engine, []
         done: dict[str, RequestOutput] = {}
         try:
+            for request, text in zip(asked, texts, strict=True):
+                names.append(engine.add(request, prompt=text))
             while len(done) < len(names):
-                for served in engine.step():
+                with _interrupts_wait():
+                    news = engine.step()
+                for served in news:
                     if served.finished:
                         done[served.request_id] = output = served.output()
                         if on_output is not None:
                             on_output(output)
-        except BaseException:
+        finally:
             # whoever interrupts finds the engine ready for the next prompts
             for name in names:
                 engine.abort(name)
-            raise
+            if engine.error is None:
+                engine.settle()
         return [done[name] for name in names]
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back until the end: in a step it would part a plan from what it dispatches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])

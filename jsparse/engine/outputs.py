@@ -1,4 +1,4 @@
-"""Collects what requests get: tokens as they arrive, text when someone wants to see it."""
+"""Collects the tokens of requests as they arrive, and decodes their text on demand."""
 
 import threading
 from dataclasses import dataclass, field
@@ -159,6 +159,11 @@ class Growing:
             self.finish = "stop"
         elif len(self.token_ids) == options.max_tokens:
             self.finish = "length"
+
+    def end(self, reason: str) -> None:
+        """Ends the answer, unless it has ended."""
+        with self._lock:
+            self.finish = self.finish or reason
 
     def output(self) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain."""

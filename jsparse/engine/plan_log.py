@@ -18,7 +18,7 @@ from jsparse.request import Request, SamplingParams
 
 
 class PlanLog:
-    """Writes a log, line by line: what there was before a crash is there after it."""
+    """Writes a log, line by line: a crash loses no complete line."""
 
     def __init__(self, file: str | os.PathLike[str], engine: Mapping[str, Any]) -> None:
         """Begins a log with what there is to know of the engine."""
@@ -72,14 +72,14 @@ def read(file: str | os.PathLike[str]) -> Recorded:
         ValueError: it is not one.
     """
     recorded = Recorded({}, {}, [], {})
-    with open(file, encoding="utf-8") as lines:
-        for nth, text in enumerate(lines):
-            try:
-                _take(recorded, json.loads(text))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{file}, line {nth + 1}: must be of a plan log: {error!r}"
-                ) from None
+    # what follows the last line break was being written when the process ended
+    for nth, text in enumerate(Path(file).read_text(encoding="utf-8").split("\n")[:-1]):
+        try:
+            _take(recorded, json.loads(text))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}, line {nth + 1}: must be of a plan log: {error!r}") from None
+    if not recorded.engine:
+        raise ValueError(f"{file}: must begin with what there is to know of the engine")
     return recorded
 
 

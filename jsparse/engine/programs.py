@@ -107,7 +107,7 @@ class Programs:
             self.seconds += time.perf_counter() - began
         return self._made[key](*arrays, **self._jitted[name][1])
 
-    def prepare(self, choices: Iterable[Choice] = ("greedy",)) -> None:
+    def prepare(self, choices: Iterable[Choice] = ("greedy", "sampled")) -> None:
         """Compiles all programs that requests of these kinds need, several at a time."""
         slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
         number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
@@ -150,9 +150,6 @@ class Programs:
     def _counts(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._spec.batch,), jnp.int32)
 
-    def _lent(self, constants: Any, knobs: dict[str, Array] | None) -> Lent:
-        return Lent(constants, knobs or None)
-
     def _view(self, slots: Slots, active: Bool[Array, "B"] | None = None):
         """Returns the cache; rows that are not active are empty there, and cost nothing."""
         lengths = slots.lengths if active is None else jnp.where(active, slots.lengths, 0)
@@ -176,8 +173,11 @@ class Programs:
         last: bool,
         weights: Any,
         constants: Any,
-    ) -> tuple[Slots, Reading]:
-        """Reads a chunk of a prompt, from the position `start` on, into its groups."""
+    ) -> tuple[Slots, Reading, Int32[Array, ""]]:
+        """Reads a chunk of a prompt, from the position `start` on, into its groups.
+
+        The last result is the position where the next chunk begins.
+        """
         note_trace()
         policy, spec = self._policy, self._spec
         carry = prefill_chunk(
@@ -187,7 +187,7 @@ class Programs:
                 with_row_arrays(policy, spec, slots.state, reading.rows),
                 *(reading.last_hidden, reading.windows),
             ),
-            self._lent(constants, None),
+            Lent(constants),
             last=last,
         )
         own = row_arrays(policy, spec, slots.state)
@@ -196,6 +196,7 @@ class Programs:
         return (
             slots._replace(pools=pools_of(carry.cache), state=state),
             Reading(rows, carry.last_hidden, carry.windows),
+            start + valid,
         )
 
     def _join(
@@ -253,13 +254,14 @@ class Programs:
 
         def step(slots: Slots, nth: Int32[Array, ""]) -> tuple[Slots, Int32[Array, "B w"]]:
             active = nth < counts
-            cache = lend(self._view(slots, active), self._lent(constants, slots.knobs))
+            cache = lend(self._view(slots, active), Lent(constants, slots.knobs or None))
             logits, cache, state, stats = decode_step(
                 *(self._decoder, self._policy, weights, slots.tokens, cache, slots.state, active)
             )
             chosen, sampling, packed = self._choose(
-                choice, slots.sampling, slots.made, logits, stats
+                choice, _of_active(slots.sampling, active), slots.made, logits, stats
             )
+            sampling = slots.sampling._replace(seen=sampling.seen, counts=sampling.counts)
             recent = jnp.concatenate([slots.recent, slots.tokens[:, None]], axis=1)[:, 1:]
             return slots._replace(
                 pools=pools_of(cache),
@@ -287,7 +289,7 @@ class Programs:
         def work(cache, state):
             return correct(
                 *(self._decoder, self._policy, weights, recent, cache, state),
-                self._lent(constants, self._row_of(slots.knobs, slot)),
+                Lent(constants, self._row_of(slots.knobs, slot)),
             )
 
         return self._on_row(slots, slot, work)
@@ -301,7 +303,7 @@ class Programs:
         return self._on_row(
             slots,
             slot,
-            lambda cache, state: maintain(self._policy, cache, state, self._lent(constants, knobs)),
+            lambda cache, state: maintain(self._policy, cache, state, Lent(constants, knobs)),
         )
 
     def _on_row(self, slots: Slots, slot: Int32[Array, ""], work: Callable[..., Any]) -> Slots:
@@ -310,8 +312,8 @@ class Programs:
         cache, state = put_rows(policy, spec, cache, slots.state, part, slot[None])
         return slots._replace(pools=pools_of(cache), state=state)
 
-    def _row_of(self, knobs: dict[str, Array], slot: Int32[Array, ""]) -> dict[str, Array]:
-        return {name: jnp.take(rows, slot[None]) for name, rows in knobs.items()}
+    def _row_of(self, knobs: dict[str, Array], slot: Int32[Array, ""]) -> dict[str, Array] | None:
+        return {name: jnp.take(rows, slot[None]) for name, rows in knobs.items()} or None
 
     def _choose(
         self,
@@ -339,6 +341,25 @@ class Programs:
             top = top_logprobs(logits)
             columns += [top.ids, _bits(top.logprobs)]
         return tokens, sampling, jnp.concatenate(columns, axis=1)
+
+
+def _of_active(sampling: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
+    """Returns the options without those of inactive rows, for whom nothing need be computed."""
+    off = {
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "min_tokens": 0,
+    }
+    rows = {
+        name: jnp.where(active, own := getattr(sampling, name), jnp.asarray(value, own.dtype))
+        for name, value in off.items()
+    }
+    bias = jnp.where(active[:, None], sampling.bias_values, 0)
+    return sampling._replace(**rows, bias_values=bias)
 
 
 def _bits(x: Float32[Array, "B n"]) -> Int32[Array, "B n"]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -20,17 +21,14 @@ class Flight(NamedTuple):
     """Holds the results of one program, on their way to the host.
 
     Attributes:
-        packed: as in `Results`.
+        packed: as in `Results`; of a chunk that is not the last, a number that says it is done.
         rows: the answers whose results they are, with their rows in `packed` and their steps.
+        steps: the number of steps of the program.
     """
 
     packed: Array
     rows: list[tuple[int, int, int]]
-
-    @property
-    def steps(self) -> int:
-        """Returns the number of steps of the program."""
-        return self.packed.shape[0]
+    steps: int = 1
 
 
 def choice_of(request: Request) -> Choice:
@@ -57,7 +55,7 @@ class Runner:
         self._request_of, self._knobs = request_of, tuple(knobs)
         self._scratch = spec.pages // spec.num_kv_heads - 1
         self._num_pages, self._batch = spec.num_pages, spec.batch
-        self._neutral = row_sampling([neutral()], vocab_size)
+        self._neutral = jax.device_put(row_sampling([neutral()], vocab_size))
         self._slots: Slots = programs.run("start")
         self._readings: dict[int, Reading] = {}
 
@@ -87,7 +85,7 @@ class Runner:
         tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
         groups = np.full(self._num_pages, self._scratch, np.int32)
         groups[: len(chunk.groups)] = chunk.groups
-        self._slots, reading = self._programs.run(
+        self._slots, reading, done = self._programs.run(
             *("read", self._slots, self._readings.pop(chunk.answer), tokens, groups),
             *(np.int32(chunk.start), np.int32(chunk.valid)),
             size=chunk.size,
@@ -95,7 +93,7 @@ class Runner:
         )
         if not chunk.last:
             self._readings[chunk.answer] = reading
-            return []
+            return [Flight(done, [])]
         choice = choice_of(request)
         self._slots, results = self._programs.run(
             *("join", self._slots, reading, np.int32(chunk.slot), groups),
@@ -114,7 +112,7 @@ class Runner:
         self._slots, results = self._programs.run(
             "decode", self._slots, counts, count=steps, choice=max(wanted, key=CHOICES.index)
         )
-        return Flight(results.packed, [(row.answer, row.slot, row.steps) for row in rows])
+        return Flight(results.packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""

@@ -1,6 +1,6 @@
 """Decides what the device does next: whose prompt is read, who decodes, who gets which memory.
 
-It knows no jax and no time but what it is told, so that it can be tested by many simulated events.
+It uses neither jax nor a clock, so that it can be tested by many simulated events.
 A plan is plain numbers: a log of plans replays a session (jsparse.engine.plan_log).
 """
 
@@ -232,7 +232,7 @@ class Scheduler:
             )
 
     def stop(self, answer: Answer) -> None:
-        """Wants no more tokens of an answer, in whatever phase; the next plan lets go of it."""
+        """Stops an answer in any phase; the next plan lets go of it."""
         answer.stopped = self._some_stopped = True
 
     def plan(self) -> Plan:
@@ -340,8 +340,10 @@ class Scheduler:
         return True
 
     def _share(self, answer: Answer) -> None:
-        """Lets others use the whole blocks of what has been read."""
+        """Lets others use the whole blocks of what has been read, unless they have their own."""
         for key in answer.keys[len(answer.blocks) : answer.read // self.sizes.block_tokens]:
+            if self.pool.known([key]):
+                return
             groups = answer.own[: self._block_groups]
             answer.own = answer.own[self._block_groups :]
             answer.blocks.append(self.pool.share(key, groups))
@@ -353,13 +355,13 @@ class Scheduler:
     def _steps(self) -> int:
         """Returns the number of steps of the next program.
 
-        It is the most where nobody waits for its end: no prompt, and no row that is due for
-        service before.
+        It is the most where nobody waits for its end: no prompt that is being read, no row that is
+        due for service before, and nobody who gets the slot or the memory of a row that ends.
         """
         most = self.sizes.steps
-        if self.waiting or self.reading:
-            return 1
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
+        if self.reading or (self.waiting and min(left, default=0) < most):
+            return 1
         due = [
             period - (answer.sent - 1) % period
             for answer in self.decoding

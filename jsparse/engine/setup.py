@@ -31,6 +31,8 @@ def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Pol
     Raises:
         ValueError: it cannot be served, or does not let requests set one of `per_request`.
     """
+    if isinstance(per_request, str) or not isinstance(per_request, Sequence):
+        raise ValueError(f"per_request={per_request!r}: must be a list of names")
     policy = resolved(policy, spec)
     reasons = {
         "evicts tokens, so that heads need different memory": policy.evicts,
@@ -102,18 +104,19 @@ def sizes_of(
     """Returns an engine's sizes; `Engine` says what None means.
 
     Raises:
-        ValueError: an argument is out of its range, the policy or the model is not to be had
-            together, or memory does not suffice.
+        ValueError: an argument is out of its range, the policy needs what the model lacks, or
+            memory does not suffice.
     """
     require_constants(params, policy)
     if steps_per_program is not None:
         whole_number("steps_per_program", steps_per_program, 1)
     on_gpu = jax.default_backend() == "gpu"
     flash = prefill.has_flash(spec.head_dim, spec.dtype)
-    rungs = tuple(
-        (int(at), int(size)) for at, size in ladder or (LADDER if flash else PLAIN_LADDER)
-    )
-    block = min(BLOCK_TOKENS, *(size for _, size in rungs), rungs[0][1])
+    try:
+        rungs = tuple((at, size) for at, size in ladder or (LADDER if flash else PLAIN_LADDER))
+    except (TypeError, ValueError):
+        raise ValueError(f"ladder={ladder!r}: must be (position, size) pairs") from None
+    block = min(BLOCK_TOKENS, min(size for _, size in rungs))
     _require_ladder(rungs, block, spec.page_size)
     return Sizes(
         num_slots=spec.batch,

@@ -14,7 +14,7 @@ from serving import LADDER, PAGE
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
-from jsparse import SamplingParams
+from jsparse import SamplingParams, prompts
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.compilation import traces
@@ -266,3 +266,64 @@ def serve_many(count):
 
 def test_a_thousand_requests():
     serve_many(1000)
+
+
+def test_who_comes_after_the_end_is_told():
+    engine = an_engine()
+    engine.close()
+    with pytest.raises(jsparse.EngineError, match="has been closed"):
+        asyncio.run(last(engine, PROMPTS[0], options(2)))
+    engine.close()
+
+
+def test_what_nobody_foresaw_reaches_everyone(monkeypatch):
+    engine = an_engine()
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    async def run():
+        asked = asyncio.create_task(last(engine, PROMPTS[1], options(70)))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(engine.engine, "add", fail)
+        with pytest.raises(OSError, match="disk full"):
+            await last(engine, PROMPTS[0], options(2))
+        assert (await asked).outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_takes_nobody_along(monkeypatch):
+    engine = an_engine()
+    monkeypatch.setattr(engine, "_spread", lambda news: 1 / 0)
+    with pytest.raises(jsparse.EngineError, match="thread has failed: ZeroDivisionError"):
+        asyncio.run(last(engine, PROMPTS[1], options(70)))
+    engine.close()
+    with pytest.raises(jsparse.EngineError, match="has been closed"):
+        asyncio.run(last(engine, PROMPTS[1], options(70)))
+
+
+def test_an_abort_that_comes_before_the_prompt_is_ids_counts(engine, monkeypatch):
+    held, encode = threading.Event(), prompts.encode
+
+    def slow(*given):
+        held.wait()
+        return encode(*given)
+
+    monkeypatch.setattr(prompts, "encode", slow)
+
+    async def run():
+        task = asyncio.create_task(last(engine, PROMPTS[1], options(60), "early"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ValueError, match="request_id='early': must not be that of a live"):
+            await last(engine, PROMPTS[1], options(60), "early")
+        await engine.abort("early")
+        await asyncio.sleep(0.05)
+        held.set()
+        return await task
+
+    out = asyncio.run(run()).outputs[0]
+    assert (out.finish_reason, len(out.token_ids) < 5) == ("abort", True)
+    assert at_rest(engine)

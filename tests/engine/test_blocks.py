@@ -51,13 +51,11 @@ def test_what_is_held_is_not_given_up():
     assert pool.available == 4
 
 
-def test_of_two_who_read_the_same_one_keeps_it():
+def test_two_blocks_of_one_key_are_an_error():
     pool = BlockPool(5)
-    first, second = pool.take(2), pool.take(2)
-    block = pool.share(b"a", first)
-    assert pool.share(b"a", second) is block
-    assert block.holders == 2
-    assert pool.available == 2
+    pool.share(b"a", pool.take(2))
+    with pytest.raises(ValueError, match=r"key=b'a': must be of no block in the pool"):
+        pool.share(b"a", pool.take(2))
 
 
 def test_a_key_depends_on_everything_before_and_on_the_root():
