@@ -3,7 +3,6 @@
 With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their annotations.
 """
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -20,14 +19,12 @@ os.environ.setdefault("JSPARSE_CACHE_DIR", str(ROOT / ".pytest_cache" / "jsparse
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Several processes share a GPU, if there is one. On a CPU, most of a test's time is compilation:
-# LLVM need not optimise, and XLA need not look for the most concurrent schedule; its other passes
-# stay as users have them.
+# LLVM need not optimise, while XLA's own passes stay as users have them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        " --xla_cpu_enable_concurrency_optimized_scheduler=false",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     )
 
 import jax
@@ -86,9 +83,6 @@ ARRAY_MODULES = (
 )
 if os.environ.get("JSPARSE_CHECK_TYPES"):
     install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
-
-# Tracing makes many objects that live on, which it takes long to look through again and again.
-gc.set_threshold(200_000, 10, 10)
 
 MAPS, MOST_MAPS = Path("/proc/self/maps"), 30000
 
