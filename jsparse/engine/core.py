@@ -36,13 +36,7 @@ class EngineFull(RuntimeError):
 
 @dataclass
 class Counters:
-    """Counts what an engine has done.
-
-    Attributes:
-        read_tokens: the prompt tokens that were computed.
-        decode_steps: the decode steps.
-        row_steps: the sum over decode steps of the rows that took part.
-    """
+    """Counts prompt tokens computed, decode steps, and the rows that took part in these, summed."""
 
     read_tokens: int = 0
     decode_steps: int = 0
@@ -63,7 +57,7 @@ class Served:
     @property
     def finished(self) -> bool:
         """Returns whether all answers are complete."""
-        return all(growing.finish is not None for growing in self.growing)
+        return None not in (growing.finish for growing in self.growing)
 
     def output(self) -> RequestOutput:
         """Returns the request's answers as they are now."""
@@ -169,11 +163,11 @@ class Engine:
         )
         spec = spec._replace(pool_pages=self.sizes.num_groups * spec.num_kv_heads)
         self.params, self.policy, self.spec = params, policy, spec
-        # a state that must be built anew from shared K and V is not: nothing replays its prefill
-        shares = enable_prefix_caching and policy.shares == "pages"
+        shares = enable_prefix_caching and policy.shares is not None
         periods = tuple(every for every in (policy.correct_every, policy.period) if every)
         self.scheduler = Scheduler(
-            self.sizes, Rules(policy.name if shares else None, policy.window, periods)
+            self.sizes,
+            Rules(policy.name if shares else None, policy.window, policy.shares == "keys", periods),
         )
         knobs = tuple(sorted(set(per_request)))
         self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
@@ -312,7 +306,8 @@ class Engine:
             if plan.chunk is not None:
                 metrics = self._live[plan.chunk.answer][0].metrics
                 metrics.scheduled = metrics.scheduled or self._clock()
-                self.counters.read_tokens += plan.chunk.valid
+                if not plan.chunk.replay:
+                    self.counters.read_tokens += plan.chunk.valid
             self.counters.decode_steps += plan.steps
             self.counters.row_steps += sum(row.steps for row in plan.rows)
             self._flying += self._runner.run(plan)

@@ -192,7 +192,7 @@ class Growing:
 
 
 def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
-    """Returns one step's results of one row of `Results.packed`."""
+    """Returns one step's results of one row of `programs.Packed`."""
     floats = row.view(np.float32)
     at = 4 + (2 * num_layers if layer_stats else 0)
     half = (len(row) - at) // 2

@@ -50,14 +50,7 @@ class PlanLog:
 
 
 class Recorded(NamedTuple):
-    """Holds a log that has been read.
-
-    Attributes:
-        engine: what there was to know of the engine.
-        requests: what each answer was asked for.
-        plans: the plans in their order.
-        got: the tokens and log-probabilities of each answer.
-    """
+    """Holds a log that has been read: requests, and what they got, by the answers' numbers."""
 
     engine: dict[str, Any]
     requests: dict[int, Request]

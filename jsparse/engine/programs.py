@@ -8,13 +8,13 @@ Compiled programs refuse other shapes, so none is traced again.
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.cache import CacheSpec, Lent, lend, read_slots
 from jsparse.engine.scheduler import Sizes
 from jsparse.engine.slots import (
     Reading,
@@ -28,7 +28,7 @@ from jsparse.engine.slots import (
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
-from jsparse.policy import Policy
+from jsparse.policy import Policy, PrefillView
 from jsparse.runtime.compilation import note_trace
 from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
@@ -43,27 +43,17 @@ COMPILERS = 4
 # How tokens are chosen: all rows take the likeliest; each by its own options; and with the
 # likeliest tokens beside the chosen one.
 Choice = Literal["greedy", "sampled", "top"]
+# What n steps chose for each row, as one array, since each transfer costs time: the token; the bits
+# of its log-probability and of the shares attended and read; and where asked for the shares of each
+# layer, and the likeliest tokens and their log-probabilities. `outputs.unpack` takes it apart.
+Packed = Int32[Array, "n B w"]
 CHOICES: tuple[Choice, ...] = ("greedy", "sampled", "top")
-
-
-class Results(NamedTuple):
-    """Holds what n steps chose for each row, as one array, since each transfer costs time.
-
-    Attributes:
-        packed: per step and row: the token; the bits of its log-probability and of the shares
-            attended and read; and where asked for the shares of each layer, and the likeliest
-            tokens and their log-probabilities. `unpack` takes them apart.
-    """
-
-    packed: Int32[Array, "n B w"]
 
 
 class Programs:
     """Holds the programs of one engine, by name and static arguments.
 
-    Attributes:
-        compiled: the number of programs that have been compiled.
-        seconds: the time that took, where requests waited for it.
+    `compiled` counts them; `seconds` is the time for which requests waited for one.
     """
 
     def __init__(
@@ -89,6 +79,7 @@ class Programs:
             "start": (jax.jit(self._start), {}),
             "begin": (jax.jit(self._begin), {}),
             "read": (jax.jit(self._read, static_argnames="last", donate_argnums=(0, 1)), model),
+            "replay": (jax.jit(self._replay, donate_argnums=(0, 1)), model),
             "join": (jax.jit(self._join, static_argnames="choice", donate_argnums=0), model),
             "decode": (
                 jax.jit(self._decode, static_argnames=("count", "choice"), donate_argnums=0),
@@ -112,6 +103,7 @@ class Programs:
         slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
         number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
         knobs = {name: no_knob(name, 1) for name in self._knobs}
+        counts = jnp.zeros(self._spec.batch, jnp.int32)
         wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = [
             ("start", 0, (), {}),
             ("begin", 0, (), {}),
@@ -119,15 +111,17 @@ class Programs:
         full = {size for _, size in self._sizes.ladder}
         for size in full | set(self._sizes.tails):
             tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
+            arrays = (slots, reading, tokens, row, number, number)
             for last in (True, False) if size in full else (True,):
-                arrays = (slots, reading, tokens, row, number, number)
                 wanted.append(("read", size, arrays, {"last": last}))
+            if self._policy.shares == "keys" and size in full:
+                wanted.append(("replay", size, arrays, {}))
         for choice in choices:
             arrays = (slots, reading, number, row, number, self._sampling, knobs)
             wanted.append(("join", 0, arrays, {"choice": choice}))
             for count in sorted({1, self._sizes.steps}):
                 static = {"count": count, "choice": choice}
-                wanted.append(("decode", 0, (slots, self._counts()), static))
+                wanted.append(("decode", 0, (slots, counts), static))
         for name, every in (
             ("correct", self._policy.correct_every),
             ("maintain", self._policy.period),
@@ -146,9 +140,6 @@ class Programs:
         jitted, model = self._jitted[name]
         self._made[key] = jitted.lower(*arrays, **model, **static).compile()
         self.compiled += 1
-
-    def _counts(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self._spec.batch,), jnp.int32)
 
     def _view(self, slots: Slots, active: Bool[Array, "B"] | None = None):
         """Returns the cache; rows that are not active are empty there, and cost nothing."""
@@ -199,6 +190,45 @@ class Programs:
             start + valid,
         )
 
+    def _replay(
+        self,
+        slots: Slots,
+        reading: Reading,
+        tokens: Int32[Array, "1 T"],
+        groups: Int32[Array, "M"],
+        start: Int32[Array, ""],
+        valid: Int32[Array, ""],
+        *,
+        weights: Any,
+        constants: Any,
+    ) -> tuple[Slots, Reading, Int32[Array, ""]]:
+        """Shows the policy a chunk whose K and V other requests have computed; as `_read`."""
+        note_trace()
+        policy, spec = self._policy, self._spec
+        after = (start + valid)[None]
+        cache = view(slots.pools, groups[None], after, spec.num_kv_heads)
+        cache = lend(cache._replace(positions=start[None]), Lent(constants))
+        state = with_row_arrays(policy, spec, slots.state, reading.rows)
+        at = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        by_head = jnp.broadcast_to(at, (1, spec.num_kv_heads, at.size))
+        for layer, held in enumerate(cache.layers):
+            k, v = (read_slots(pool, held, by_head).swapaxes(1, 2) for pool in (held.k, held.v))
+            # queries are not shared: those of the window come with the chunks behind
+            window = (
+                reading.windows[layer]
+                if reading.windows
+                else jnp.zeros((1, 0, spec.num_heads, spec.head_dim), spec.dtype)
+            )
+            seen = jnp.minimum(after, policy.window)
+            part = PrefillView(
+                *(tokens, at[None], k, v, valid[None], cache, window, seen), last=False
+            )
+            state = policy.prefill(state, layer, part)
+        rows = row_arrays(policy, spec, state)
+        own = row_arrays(policy, spec, slots.state)
+        state = with_row_arrays(policy, spec, state, own)
+        return slots._replace(state=state), reading._replace(rows=rows), start + valid
+
     def _join(
         self,
         slots: Slots,
@@ -212,7 +242,7 @@ class Programs:
         choice: Choice,
         weights: Any,
         constants: Any,
-    ) -> tuple[Slots, Results]:
+    ) -> tuple[Slots, Packed]:
         """Puts a prompt that has been read into a slot, and chooses its first token."""
         note_trace()
         policy, spec, rows = self._policy, self._spec, slot[None]
@@ -237,7 +267,7 @@ class Programs:
             sampling=put(slots.sampling, sampling),
             knobs=put(slots.knobs, knobs),
         )
-        return slots, Results(packed[None])
+        return slots, packed[None]
 
     def _decode(
         self,
@@ -248,7 +278,7 @@ class Programs:
         choice: Choice,
         weights: Any,
         constants: Any,
-    ) -> tuple[Slots, Results]:
+    ) -> tuple[Slots, Packed]:
         """Runs `count` steps; row b takes part in the first `counts[b]` of them."""
         note_trace()
 
@@ -275,9 +305,9 @@ class Programs:
 
         if count == 1:
             slots, packed = step(slots, jnp.int32(0))
-            return slots, Results(packed[None])
+            return slots, packed[None]
         slots, packed = jax.lax.scan(step, slots, jnp.arange(count, dtype=jnp.int32))
-        return slots, Results(packed)
+        return slots, packed
 
     def _correct(
         self, slots: Slots, slot: Int32[Array, ""], *, weights: Any, constants: Any

@@ -21,7 +21,7 @@ class Flight(NamedTuple):
     """Holds the results of one program, on their way to the host.
 
     Attributes:
-        packed: as in `Results`; of a chunk that is not the last, a number that says it is done.
+        packed: as in `programs.Packed`; of a chunk that is not the last, any number.
         rows: the answers whose results they are, with their rows in `packed` and their steps.
         steps: the number of steps of the program.
     """
@@ -85,34 +85,35 @@ class Runner:
         tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
         groups = np.full(self._num_pages, self._scratch, np.int32)
         groups[: len(chunk.groups)] = chunk.groups
+        name, static = ("replay", {}) if chunk.replay else ("read", {"last": chunk.last})
         self._slots, reading, done = self._programs.run(
-            *("read", self._slots, self._readings.pop(chunk.answer), tokens, groups),
+            *(name, self._slots, self._readings.pop(chunk.answer), tokens, groups),
             *(np.int32(chunk.start), np.int32(chunk.valid)),
             size=chunk.size,
-            last=chunk.last,
+            **static,
         )
         if not chunk.last:
             self._readings[chunk.answer] = reading
             return [Flight(done, [])]
         choice = choice_of(request)
-        self._slots, results = self._programs.run(
+        self._slots, packed = self._programs.run(
             *("join", self._slots, reading, np.int32(chunk.slot), groups),
             np.int32(chunk.start + chunk.valid),
             self._neutral if choice == "greedy" else self._sampling(request),
             knob_row(request, self._knobs),
             choice=choice,
         )
-        return [Flight(results.packed, [(chunk.answer, 0, 1)])]
+        return [Flight(packed, [(chunk.answer, 0, 1)])]
 
     def _decode(self, steps: int, rows: list[Decode]) -> Flight:
         counts = np.zeros(self._batch, np.int32)
         for row in rows:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}
-        self._slots, results = self._programs.run(
+        self._slots, packed = self._programs.run(
             "decode", self._slots, counts, count=steps, choice=max(wanted, key=CHOICES.index)
         )
-        return Flight(results.packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
+        return Flight(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""

@@ -70,21 +70,17 @@ class Rules(NamedTuple):
     Attributes:
         root: what K and V depend on beside the tokens; None if nothing may be shared.
         window: the last tokens of a prompt that must be read by the request itself.
+        replays: whether a row's state must be built anew from K and V that are shared.
         periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
     """
 
     root: str | None
     window: int
+    replays: bool
     periods: tuple[int, ...]
 
 
-class Phase(Enum):
-    """Says where an answer is on its way."""
-
-    WAITING = "waiting"
-    READING = "reading"
-    DECODING = "decoding"
-    ENDED = "ended"
+Phase = Enum("Phase", ["WAITING", "READING", "DECODING", "ENDED"])
 
 
 @dataclass(eq=False)
@@ -98,7 +94,9 @@ class Answer:
         born: when it came, in seconds.
         keys: the keys of the prompt's blocks.
         phase, slot: where it is.
-        read: the number of the prompt's tokens that are, or are planned to be, in the cache.
+        read: the number of the prompt's tokens that its state has seen, or will have by plan.
+        known: the number of those whose K and V are there; more than `read` while what was taken
+            over is replayed.
         cached: the number of tokens that were taken over from other requests.
         sent: the number of its tokens that have been planned.
         stopped: whether it wants no more tokens.
@@ -114,6 +112,7 @@ class Answer:
     phase: Phase = Phase.WAITING
     slot: int = -1
     read: int = 0
+    known: int = 0
     cached: int = 0
     sent: int = 0
     stopped: bool = False
@@ -141,6 +140,7 @@ class Chunk(NamedTuple):
         answer: the number of the answer.
         slot: the slot that it will decode in.
         fresh: whether it begins here, with a state of rows that have seen nothing.
+        replay: whether K and V are there, and only the policy's state is to be built from them.
         start, valid, size: the tokens: from `start` on, `valid` of them, padded to `size`.
         last: whether the prompt ends here: the first token is chosen and the answer decodes.
         groups: the answer's groups.
@@ -149,6 +149,7 @@ class Chunk(NamedTuple):
     answer: int
     slot: int
     fresh: bool
+    replay: bool
     start: int
     valid: int
     size: int
@@ -183,12 +184,7 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """Holds all answers that have not ended, and plans.
-
-    Attributes:
-        pool: the memory.
-        waiting, reading, decoding: the answers by phase; waiting ones as a heap.
-    """
+    """Holds all answers that have not ended, by phase (those that wait as a heap), and plans."""
 
     def __init__(self, sizes: Sizes, rules: Rules) -> None:
         """Prepares a scheduler without requests."""
@@ -290,7 +286,8 @@ class Scheduler:
             heapq.heappop(self.waiting)
             answer.blocks = self.pool.hold(shared)
             answer.own = self.pool.take(wanted)
-            answer.read = answer.cached = len(shared) * self.sizes.block_tokens
+            answer.known = answer.cached = len(shared) * self.sizes.block_tokens
+            answer.read = 0 if self.rules.replays else answer.known
             answer.slot, answer.phase = self._slots.pop(), Phase.READING
             self.reading.append(answer)
 
@@ -302,20 +299,24 @@ class Scheduler:
             return None
         answer = min(allowed, key=lambda answer: (answer.rank, answer.number))
         fresh = self._take_over(answer) or answer not in self._partly
+        replay = answer.read < answer.known
         start, most = answer.read, self.sizes.chunk_size(answer.read)
         valid = min(most, len(answer.ids) - start)
         size, last = self.sizes.padded(valid, start), start + valid == len(answer.ids)
         answer.read += valid
         self._partly.add(answer)
-        if valid == most:
-            self._share(answer)
+        if not replay:
+            answer.known = answer.read
+            if valid == most:
+                self._share(answer)
         if last:
             self._partly.discard(answer)
             self.reading.remove(answer)
             self.decoding.append(answer)
             answer.phase, answer.sent = Phase.DECODING, 1
         return Chunk(
-            answer.number, answer.slot, fresh, start, valid, size, last, list(answer.groups)
+            *(answer.number, answer.slot, fresh, replay, start, valid, size, last),
+            list(answer.groups),
         )
 
     def _shareable(self, answer: Answer) -> int:
@@ -326,17 +327,25 @@ class Scheduler:
         return sizes.chunk_start(max(0, min(most, known))) // sizes.block_tokens
 
     def _take_over(self, answer: Answer) -> bool:
-        """Uses what others have read of the prompt since; returns whether there was any."""
+        """Uses what others have read of the prompt since.
+
+        Returns whether the state must begin anew: it has not seen what lies between, unless that
+        is replayed.
+        """
         blocks = self._shareable(answer)
-        if blocks * self.sizes.block_tokens <= answer.read:
+        tokens = blocks * self.sizes.block_tokens
+        if tokens <= answer.known:
             return False
         held = len(answer.blocks)
         groups = (blocks - held) * self._block_groups
         answer.blocks += self.pool.hold(answer.keys[held:blocks])
         self.pool.give_back(answer.own[:groups])
         answer.own = answer.own[groups:]
-        answer.cached += blocks * self.sizes.block_tokens - answer.read
-        answer.read = blocks * self.sizes.block_tokens
+        answer.cached += tokens - answer.known
+        answer.known = tokens
+        if self.rules.replays:
+            return False
+        answer.read = tokens
         return True
 
     def _share(self, answer: Answer) -> None:

@@ -19,7 +19,7 @@ SIZES = Sizes(
     block_tokens=8,
     steps=8,
 )
-RULES = Rules(root="root", window=2, periods=(3,))
+RULES = Rules(root="root", window=2, replays=False, periods=(3,))
 
 
 def answer(number, prompt, tokens, born=0.0):
@@ -29,9 +29,11 @@ def answer(number, prompt, tokens, born=0.0):
 class Serving(RuleBasedStateMachine):
     """Adds, stops and plans at random; a model of the device follows each plan."""
 
+    replays = False
+
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(SIZES, RULES)
+        self.scheduler = Scheduler(SIZES, RULES._replace(replays=self.replays))
         self.asked, self.clock = [], 0.0
         # what a device would hold: per answer, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots = {}, Counter(), {}
@@ -93,12 +95,19 @@ class Serving(RuleBasedStateMachine):
             assert tokens == asked.ids[: at + SIZES.page_size]
             assert whole
         end = chunk.start + chunk.valid
+        assert not chunk.replay or (self.replays and not chunk.last)
+        if self.replays:
+            assert chunk.fresh == (chunk.start == 0)
         for at in range(chunk.start, end, SIZES.page_size):
             group = chunk.groups[at // SIZES.page_size]
+            if chunk.replay:
+                assert self.written[group] == (asked.ids[: at + SIZES.page_size], True)
+                continue
             whole = chunk.valid == SIZES.chunk_size(chunk.start)
             self.written[group] = asked.ids[: min(end, at + SIZES.page_size)], whole
-        for group in chunk.groups[-(-end // SIZES.page_size) :]:
-            self.written.pop(group, None)
+        if not chunk.replay:
+            for group in chunk.groups[-(-end // SIZES.page_size) :]:
+                self.written.pop(group, None)
         self.read[chunk.answer] = end
         assert chunk.last == (end == len(asked.ids))
         if chunk.last:
@@ -136,18 +145,26 @@ class Serving(RuleBasedStateMachine):
                 assert self.steps[asked.number] == asked.max_tokens
 
 
-def run_events(examples, steps):
-    Serving.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
-    Serving.TestCase("runTest").runTest()
+class Replaying(Serving):
+    """The same, where states are built anew from what is shared."""
+
+    replays = True
 
 
-def test_random_events():
-    run_events(50, 60)
+def run_events(machine, examples, steps):
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps)
+    machine.TestCase("runTest").runTest()
+
+
+@pytest.mark.parametrize("machine", [Serving, Replaying])
+def test_random_events(machine):
+    run_events(machine, 50, 60)
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_random_events():
-    run_events(200, 500)
+@pytest.mark.parametrize("machine", [Serving, Replaying])
+def test_a_hundred_thousand_random_events(machine):
+    run_events(machine, 100, 500)
 
 
 def served(scheduler, plans=1000):
