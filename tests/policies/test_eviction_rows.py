@@ -104,7 +104,11 @@ def test_long_answers_fit_in_a_small_cache():
             logits, cache, state, shares = decode_step(
                 params.decoder, policy, params.weights, tokens, cache, state
             )
-            return (jnp.argmax(logits, -1).astype(jnp.int32), cache, state), shares.attended
+            return (
+                jnp.argmax(logits, -1).astype(jnp.int32),
+                cache,
+                state,
+            ), shares.over_layers().attended
 
         (tokens, cache, state), shares = jax.lax.scan(one, (tokens, cache, state), length=period)
         longest = jnp.max(cache.layers[0].lengths)

@@ -99,7 +99,7 @@ def decode(policy, *, pool_pages=None, scramble=False, page_size=8, forced=FORCE
             params.decoder, policy, params.weights, jnp.asarray(forced[:, i]), cache, state
         )
         logits.append(np.asarray(out))
-        stats.append(jax.tree.map(np.asarray, shares))
+        stats.append(jax.tree.map(np.asarray, shares.over_layers()))
     return np.stack(logits), stats, cache
 
 

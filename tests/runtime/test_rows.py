@@ -135,7 +135,7 @@ class Slots:
         )
         self.cache = kv_cache.lend(cache, kv_cache.NOTHING)
         assert np.isfinite(logits).all()
-        assert (np.asarray(shares.attended)[~active] == 0).all()
+        assert (np.asarray(shares.attended)[:, ~active] == 0).all()
         for slot, held in enumerate(self.slots):
             if held is not None:
                 held["logits"].append(np.asarray(logits[slot]))
