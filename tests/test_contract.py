@@ -474,7 +474,7 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     longest = max(
         len(rule.row.k[layer][h]) for rule in rules[:1] for layer in range(2) for h in range(2)
     )
-    assert float(stats.attended[0]) <= longest / (LENGTHS[0] + STEPS - 1)
+    assert float(stats.over_layers().attended[0]) <= longest / (LENGTHS[0] + STEPS - 1)
 
 
 def test_correction_and_stats_see_the_lengths_that_policies_expect():

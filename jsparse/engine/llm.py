@@ -132,7 +132,7 @@ class LLM:
                 with _interrupts_wait():
                     news = engine.step()
                 for served in news:
-                    if served.finished:
+                    if served.finished and served.request_id in names:
                         done[served.request_id] = output = served.output()
                         if on_output is not None:
                             on_output(output)

@@ -268,8 +268,8 @@ def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
         steps_per_program=2,
         layer_stats=True,
     )
-    outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in range(4)])
-    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], greedy(9)))
+    outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
+    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3)))
     llm.engine.step()
     llm.engine.abort(gone)
     while not llm.engine.idle:
@@ -324,6 +324,8 @@ def test_names_that_are_made_up_are_not_those_that_were_given(dense):
 
 def test_ctrl_c_waits_for_the_end_of_a_step(dense, monkeypatch):
     step = dense.engine.step
+    # a process in the background may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted():
         signal.raise_signal(signal.SIGINT)
@@ -333,6 +335,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(dense, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         dense.generate(PROMPTS, greedy(9))
     monkeypatch.undo()
+    signal.signal(signal.SIGINT, before)
     assert dense.engine.error is None
     (out,) = dense.generate([PROMPTS[3]], greedy(9))
     (again,) = dense.generate([PROMPTS[3]], greedy(9))
