@@ -248,7 +248,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
 
 
 def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
-    """Reads a prompt of random ids and generates. The times of reading include compilation."""
+    """Reads a prompt of random ids and generates. Rates of reading leave XLA's compiling out."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -264,16 +264,18 @@ def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
     params = Params(weights, longer, None, {}, "random", constants=boundary_constants())
     spec = sizes(longer, tokens + -(-new // 16) * 16)
     ids = np.random.default_rng(0).integers(config.vocab_size, size=tokens).tolist()
-    moments: list[tuple[int, float]] = []
+    compiling: list[float] = []
+
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiling.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
     began = time.perf_counter()
     session = Session(params, parse(expression), spec)
-
-    def report(_: str, done: int, __: int) -> None:
-        moments.append((done, time.perf_counter() - began))
-
-    session.read([ids], report)
+    session.read([ids])
     jax.block_until_ready(session.held)
-    read = time.perf_counter() - began
+    read, compiled = time.perf_counter() - began, sum(compiling)
     times = []
     for result in session.steps(greedy, (), limits=[new]):
         result.tokens.block_until_ready()
@@ -286,7 +288,8 @@ def prompt(config, tokens: int, new: int, expression: str) -> dict[str, Any]:
         "new": new,
         "policy": expression,
         "read_seconds": read,
-        "tokens_per_second": tokens / read,
+        "compile_seconds": compiled,
+        "tokens_per_second": tokens / (read - compiled),
         "step_seconds": spread(late) if late else None,
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
         "cache_bytes": spec.nbytes,
@@ -332,6 +335,7 @@ def line(row: dict[str, Any]) -> str:
     if "read_seconds" in row:
         step, peak = row["step_seconds"], (row["peak_bytes"] or 0) / 1e9
         text = f"{row['tokens']:8} {name:34} read in {row['read_seconds']:.1f} s, "
+        text += f"{row['compile_seconds']:.1f} of them compiling, "
         text += f"{row['tokens_per_second']:.0f} tokens/s, peak {peak:.1f} GB, "
         text += f"K and V {row['cache_bytes'] / 1e9:.1f} GB"
         return text + (f", step {step['median'] * 1e3:.2f} ms" if step else "")
