@@ -2,22 +2,24 @@
 
 Llama 3.1 8B's shape, random bf16 weights, random prompts. Workloads:
 
-    queued      64 prompts of 30,720 tokens at once, 256 new each; beside it the same in static
-                batches of generate's session, as many rows as fit
-    document    64 questions of 128 tokens on one document of 30,720, 256 new; with the prefix cache
-                and, on a few questions, without
+    start       seconds until all programs are there, and from the compilation cache
+    queued      64 prompts of 30,720 tokens at once, 256 new each; the same again, from the prefix
+                cache; beside it static batches of generate's session, as many rows as fit
+    document    64 questions of 128 tokens on one document of 30,720, 256 new; beside it fewer
+                questions, each on a document of its own
     ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048; beside it static
                 batches of 64 in their order
     arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
     beside      prompts of 128K that arrive beside prompts of 1K
     chunks      one prompt of 32,768 read in chunks of each size: tokens per second
-    start       seconds to compile all programs, without and with the compilation cache
 
 Counts are divided by --shorten, so that a run of all fits in minutes; the report says by how much.
 
     python -m bench.engine_speed queued document --policies dense --json build/engine.json
 """
 
+import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +31,10 @@ from bench.lib.subprocesses import write_report
 
 TWILIGHT = "twilight(quest(budget=7680, bounds_dtype='uint8'), p=0.95)"
 POLICIES = ("dense", TWILIGHT)
-PARTS = ("queued", "document", "ragged", "arrivals", "beside", "chunks", "start")
 DOCUMENT, QUESTION, NEW, LONG = 30_720, 128, 256, 131_072
-CHUNKS = (512, 1024, 2048, 4096, 8192)
+# the engine's max_model_len in most parts
+SERVED = 32_768 + 256
+CHUNKS = (512, 1024, 2048, 8192)
 
 
 class Bench:
@@ -44,22 +47,23 @@ class Bench:
     def __init__(self, params: Any, shorten: int, slots: int) -> None:
         """Prepares to measure a model with engines of `slots` slots."""
         self.params, self.shorten, self._slots = params, shorten, slots
-        self._engine: Any = None
+        self._held: tuple[Any, Any] = None, None
 
-    def engine(self, policy: str, max_model_len: int, **options: Any) -> Any:
-        """Returns a new engine; the one before is let go first."""
+    def engine(self, policy: str, max_model_len: int | None = None, **options: Any) -> Any:
+        """Returns an engine, the last one if it is the same; else that is let go first."""
         from jsparse.engine.core import Engine
 
-        self._engine = None
-        self._engine = Engine(
-            self.params,
-            policy,
-            max_num_seqs=self._slots,
-            max_model_len=max_model_len,
-            prepare=True,
-            **options,
-        )
-        return self._engine
+        asked = (policy, max_model_len or SERVED, *options.items())
+        if self._held[0] != asked:
+            self.release()
+            options = {"prepare": True, "max_num_seqs": self._slots} | options
+            self._held = asked, Engine(self.params, policy, max_model_len=asked[1], **options)
+        return self._held[1]
+
+    def release(self) -> None:
+        """Lets the engine's memory go."""
+        self._held = None, None
+        gc.collect()
 
     def count(self, requests: int) -> int:
         """Returns the number of requests that this run makes instead of `requests`."""
@@ -71,100 +75,120 @@ class Bench:
 
         return random_workload(self.params.config.vocab_size, **options)
 
-    def static(self, workload: Any, policy: str, rows: int) -> float:
-        """Returns the seconds of static batches of `rows`, once compiled."""
-        import jsparse
-
-        def run(batch: Any) -> float:
-            options = [
-                jsparse.SamplingParams(temperature=0, max_tokens=each.tokens, ignore_eos=True)
-                for each in batch
-            ]
-            longest = max(len(each.ids) + each.tokens for each in workload)
-            began = time.perf_counter()
-            jsparse.generate(
-                self.params,
-                [each.ids for each in batch],
-                sampling=options,
-                policy=policy,
-                max_length=longest,
-            )
-            return time.perf_counter() - began
-
-        self._engine = None  # frees its memory
+    def static(self, policy: str, workload: Any, rows: int) -> dict[str, Any]:
+        """Times static batches of `rows`, as `generate` runs them, without compiling."""
+        self.release()
         batches = [workload[at : at + rows] for at in range(0, len(workload), rows)]
         for batch in {len(batch): batch for batch in batches}.values():
-            run(batch)
-        return sum(map(run, batches))
+            self._batch(policy, batch, warm=True)
+        made = [self._batch(policy, batch) for batch in batches]
+        return {
+            "static_rows": rows,
+            "static_seconds": sum(seconds for seconds, _ in made),
+            "static_ms_per_step": statistics.median(step for _, step in made),
+        }
+
+    def _batch(self, policy: str, batch: Any, *, warm: bool = False) -> tuple[float, float]:
+        """Returns a batch's seconds, and the milliseconds per step of its programs' median.
+
+        To warm up it reads two chunks, which is all that is compiled, and decodes a little.
+        """
+        from jsparse.policies.expressions import parse
+        from jsparse.runtime import capacity, prefill
+        from jsparse.runtime.sampling import greedy
+        from jsparse.runtime.session import Session
+
+        rows, limits = [each.ids for each in batch], [each.tokens for each in batch]
+        spec = capacity.cache_spec(self.params, rows, limits, None, 16)
+        session = Session(self.params, parse(policy), spec)
+        if warm:
+            few = 2 * prefill.chunk_tokens(self.params.decoder, len(rows))
+            rows = [ids[:few] for ids in rows]
+            limits = [min(limit, 18) for limit in limits]
+        began = time.perf_counter()
+        session.read(rows)
+        moments, tokens = [], []
+        for result in session.steps(greedy, (), limits=limits):
+            made = result.tokens.block_until_ready() if len(moments) > 1 else result.tokens
+            moments.append(time.perf_counter())
+            tokens.append(len(made))
+        steps = [
+            1e3 * (after - before) / count
+            for before, after, count in zip(moments[1:], moments[2:], tokens[2:], strict=False)
+            if count == max(tokens)
+        ]
+        return moments[-1] - began, statistics.median(steps) if steps else float("nan")
 
 
-def queued(bench: Bench, policy: str) -> dict[str, Any]:
-    """Measures requests that all come at once, and of equal lengths."""
+# what a part has measured, and what is to be run in static batches: requests and rows
+Measured = tuple[dict[str, Any], tuple[Any, int] | None]
+
+
+def queued(bench: Bench, policy: str) -> Measured:
+    """Measures requests that all come at once, and of equal lengths.
+
+    They come a second time, when the cache has their prompts: then all rows decode together.
+    """
     from jsparse.benchmark.throughput import measure
 
     workload = bench.workload(num_prompts=bench.count(64), input_len=DOCUMENT, output_len=NEW)
-    engine = bench.engine(policy, DOCUMENT + NEW, enable_prefix_caching=False)
+    engine = bench.engine(policy)
     rows = engine.scheduler.pool.size // engine.sizes.groups_for(DOCUMENT + NEW)
-    measured = measure(engine, workload)
-    del engine
-    rows = min(rows, len(workload))
-    return measured | {"static_rows": rows, "static_seconds": bench.static(workload, policy, rows)}
+    measured = measure(engine, workload) | {"again": measure(engine, workload)}
+    return measured, (workload, min(rows, len(workload)))
 
 
-def document(bench: Bench, policy: str) -> dict[str, Any]:
-    """Measures many questions on one document."""
+def document(bench: Bench, policy: str) -> Measured:
+    """Measures many questions on one document, and fewer on a document each."""
     from jsparse.benchmark.throughput import measure
 
-    def questions(count: int) -> Any:
-        return bench.workload(
-            num_prompts=count, input_len=QUESTION, output_len=NEW, shared_prefix=DOCUMENT
-        )
-
-    engine = bench.engine(policy, DOCUMENT + QUESTION + NEW)
-    measured = measure(engine, questions(64))
-    del engine
-    few = bench.count(64)
-    engine = bench.engine(policy, DOCUMENT + QUESTION + NEW, enable_prefix_caching=False)
-    apart = measure(engine, questions(few))
-    return measured | {"without_cache": apart, "without_cache_questions": few}
+    options = {"input_len": QUESTION, "output_len": NEW, "shared_prefix": DOCUMENT}
+    engine = bench.engine(policy)
+    measured = measure(engine, bench.workload(num_prompts=64, seed=5, **options))
+    few = bench.count(32)
+    apart = [
+        bench.workload(num_prompts=1, seed=seed, **options)[0] for seed in range(100, 100 + few)
+    ]
+    return measured | {"apart": measure(engine, apart)}, None
 
 
-def ragged(bench: Bench, policy: str) -> dict[str, Any]:
+def ragged(bench: Bench, policy: str) -> Measured:
     """Measures answers of very different lengths."""
     from jsparse.benchmark.throughput import measure
 
     workload = bench.workload(
         num_prompts=bench.count(256), input_len=2048, output_len=(32, 2048), seed=1
     )
-    engine = bench.engine(policy, 4096, enable_prefix_caching=False)
-    measured, rows = measure(engine, workload), engine.sizes.num_slots
-    del engine
-    return measured | {"static_rows": rows, "static_seconds": bench.static(workload, policy, rows)}
+    engine = bench.engine(policy)
+    return measure(engine, workload), (workload, engine.sizes.num_slots)
 
 
-def arrivals(bench: Bench, policy: str) -> dict[str, Any]:
+def arrivals(bench: Bench, policy: str) -> Measured:
     """Measures delays where requests come at random times."""
     from jsparse.benchmark.throughput import measure
 
-    engine = bench.engine(policy, 32768 + 256, enable_prefix_caching=False)
-    one = bench.workload(num_prompts=1, input_len=8192, output_len=1)
-    measure(engine, one)
-    alone = measure(engine, bench.workload(num_prompts=1, input_len=8192, output_len=1, seed=2))
+    engine = bench.engine(policy)
+    alone = [
+        measure(engine, bench.workload(num_prompts=1, input_len=8192, output_len=1, seed=seed))
+        for seed in (11, 12, 13)
+    ]
+    seconds = statistics.median(each["seconds"] for each in alone)
     # the mean of the lengths below is 9.2K tokens
-    rate = 0.6 * 8192 / alone["seconds"] / 9160
+    rate = 0.6 * 8192 / seconds / 9160
     workload = bench.workload(
         num_prompts=bench.count(128), input_len=(1024, 32768), output_len=256, request_rate=rate
     )
-    return measure(engine, workload) | {"request_rate": rate, "alone_8k_seconds": alone["seconds"]}
+    measured = measure(engine, workload)
+    return measured | {"request_rate": rate, "alone_8k_seconds": seconds}, None
 
 
-def beside(bench: Bench, policy: str) -> dict[str, Any]:
+def beside(bench: Bench, policy: str) -> Measured:
     """Measures short prompts that arrive while long ones are read."""
     from dataclasses import replace
 
     from jsparse.benchmark.throughput import Asked, run
 
-    engine = bench.engine(policy, LONG + 128, enable_prefix_caching=False)
+    engine = bench.engine(policy, LONG + 128)
     long = bench.workload(num_prompts=2, input_len=LONG - 1024, output_len=64)
     short = bench.workload(
         num_prompts=bench.count(64), input_len=1024, output_len=64, request_rate=4.0, seed=3
@@ -177,42 +201,56 @@ def beside(bench: Bench, policy: str) -> dict[str, Any]:
         "short_ttft_p50_ms": waits[len(waits) // 2],
         "short_ttft_p99_ms": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
         "long_ttft_ms": [1e3 * (out.metrics.time_to_first_token or 0) for out in outs[:2]],
-    }
+    }, None
 
 
-def chunks(bench: Bench, policy: str) -> dict[str, Any]:
+def chunks(bench: Bench, policy: str) -> Measured:
     """Measures how fast one prompt is read in chunks of each size."""
     from jsparse.benchmark.throughput import measure
 
     measured = {}
     for size in CHUNKS:
-        engine = bench.engine(policy, 32768 + 64, ladder=((0, size),), enable_prefix_caching=False)
+        engine = bench.engine(
+            *(policy, 32768 + 64),
+            ladder=((0, size),),
+            max_num_seqs=2,
+            prepare=False,
+            enable_prefix_caching=False,
+        )
         seconds = [
             measure(engine, bench.workload(num_prompts=1, input_len=32768, output_len=1, seed=seed))
             for seed in range(4)
         ]
-        # the first has the tokenizer's and the allocator's first calls
-        measured[size] = 32768 / sorted(each["seconds"] for each in seconds[1:])[1]
+        # the first compiles
+        measured[size] = 32768 / statistics.median(each["seconds"] for each in seconds[1:])
+    return {"tokens_per_second": measured}, None
+
+
+def start(bench: Bench, policy: str) -> Measured:
+    """Measures how long an engine takes to be ready, and again from the compilation cache."""
+    from jsparse.runtime.compilation import cache_folder
+
+    kept = sum(1 for _ in (cache_folder() / "jax").glob("*"))
+    measured: dict[str, Any] = {"kept_compilations": kept}
+    for name in ("first_seconds", "again_seconds"):
+        bench.release()
+        began = time.perf_counter()
+        engine = bench.engine(policy)
+        measured |= {name: time.perf_counter() - began, "programs": engine.programs.compiled}
         del engine
-    return {"tokens_per_second": measured}
+    return measured, None
 
 
-def start(bench: Bench, policy: str) -> dict[str, Any]:
-    """Measures how long an engine takes to be ready."""
-    began = time.perf_counter()
-    engine = bench.engine(policy, 32768)
-    return {"seconds": time.perf_counter() - began, "programs": engine.programs.compiled}
-
-
-MEASURES: dict[str, Callable[[Bench, str], dict[str, Any]]] = {
+MEASURES: dict[str, Callable[[Bench, str], Measured]] = {
+    "start": start,
     "queued": queued,
     "document": document,
     "ragged": ragged,
     "arrivals": arrivals,
     "beside": beside,
     "chunks": chunks,
-    "start": start,
 }
+PARTS = tuple(MEASURES)
 
 
 def main() -> None:
@@ -230,14 +268,31 @@ def main() -> None:
     report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
     bench = Bench(random_model(), args.shorten, args.slots)
     for policy in args.policies:
+        static = []
         for part in args.parts:
-            row = {"part": part, "policy": policy} | MEASURES[part](bench, policy)
+            row: dict[str, Any] = {"part": part, "policy": policy}
+            began = time.perf_counter()
+            measured, batches = MEASURES[part](bench, policy)
+            row |= measured | {"wall_seconds": time.perf_counter() - began}
+            static += [(row, *batches)] if batches else []
             report["rows"].append(row)
-            shown = {name: value for name, value in row.items() if isinstance(value, float)}
-            print(
-                part, policy, {name: round(value, 3) for name, value in shown.items()}, flush=True
-            )
+            show(row)
             write_report(args.json, report)
+        # these need the engine's memory
+        for row, workload, rows in static:
+            made = bench.static(policy, workload, rows)
+            row |= made
+            show({"part": row["part"], "policy": policy} | made)
+            write_report(args.json, report)
+
+
+def show(row: dict[str, Any]) -> None:
+    """Prints the numbers of a row."""
+    numbers = {name: round(value, 3) for name, value in row.items() if isinstance(value, float)}
+    print(row["part"], row["policy"], numbers, flush=True)
+    for name in ("again", "apart"):
+        if name in row:
+            show({"part": f"{row['part']}, {name}", "policy": row["policy"]} | row[name])
 
 
 def random_model() -> Any:

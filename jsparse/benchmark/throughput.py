@@ -115,7 +115,8 @@ def measure(engine: Engine, workload: Sequence[Asked]) -> dict[str, Any]:
 
     TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the
     host sees them, TPOT the mean time per token behind the first. `host_ms_per_step` is the time
-    that the engine's thread computes, without waiting, per decode step.
+    that the engine's thread computes, without waiting, per decode step; `decode_ms_per_step` is the
+    time per step once the last prompt has been read.
     """
     before = vars(engine.counters).copy()
     cpu, began = time.thread_time(), time.perf_counter()
@@ -141,6 +142,7 @@ def measure(engine: Engine, workload: Sequence[Asked]) -> dict[str, Any]:
         "decode_steps": done["decode_steps"],
         "rows_per_step": done["row_steps"] / steps,
         "host_ms_per_step": 1e3 * cpu / steps,
+        "decode_ms_per_step": _undisturbed_ms(max(times, key=lambda each: each[0])),
         "attended_fraction": _mean([out.outputs[0].attended_fraction for out in outs]),
         **_percentiles("ttft", ttft),
         **_percentiles("itl", itl),
@@ -156,6 +158,14 @@ def _lengths(
     whole_number(name, most, least)
     drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
     return np.clip(drawn.astype(int), least, most).tolist()
+
+
+def _undisturbed_ms(times: Sequence[float]) -> float | None:
+    """Returns the time per token of an answer, without the program that ran beside its prompt."""
+    moments, tokens = np.unique(times, return_counts=True)
+    if len(moments) < 3:
+        return None
+    return 1e3 * float((moments[-1] - moments[1]) / tokens[2:].sum())
 
 
 def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:

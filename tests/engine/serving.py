@@ -10,19 +10,20 @@ from jsparse.engine.llm import LLM
 # chunks of two sizes, so that a prompt's chunks begin where position says
 LADDER = ((0, 16), (32, 8))
 PAGE = 8
+# four slots; programs are compiled when they are needed
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 96,
+    "kv_cache_tokens": 192,
+    "page_size": PAGE,
+    "ladder": LADDER,
+    "prepare": False,
+}
 
 
 def tiny_llm(policy: Any = "dense", *, params: Any = None, **options: Any) -> LLM:
-    """An LLM of four slots over the tiny model; programs are compiled when they are needed."""
-    given = {
-        "max_num_seqs": 4,
-        "max_model_len": 96,
-        "kv_cache_tokens": 192,
-        "page_size": PAGE,
-        "ladder": LADDER,
-        "prepare": False,
-    }
-    return LLM(params or tiny_params(num_layers=2), policy, **given | options)
+    """A small LLM over the tiny model."""
+    return LLM(params or tiny_params(num_layers=2), policy, **SMALL | options)
 
 
 def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from serving import LADDER, PAGE
+from serving import SMALL
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
@@ -33,15 +33,7 @@ def with_words() -> Params:
 
 
 def an_engine(policy="dense", **options):
-    given = {
-        "max_num_seqs": 4,
-        "max_model_len": 96,
-        "kv_cache_tokens": 192,
-        "page_size": PAGE,
-        "ladder": LADDER,
-        "prepare": False,
-    }
-    return jsparse.AsyncEngine(with_words(), policy, **given | options)
+    return jsparse.AsyncEngine(with_words(), policy, **SMALL | options)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,50 @@
+"""On a GPU, too, what a request gets does not depend on what runs beside it."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import pytest
+from serving import bits
+from tiny import random_prompts
+
+import jsparse
+from bench.lib.smollm2 import SMOLLM2
+from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import random_weights
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (700, 33, 1500, 512, 90, 1024, 1300, 260, 5, 801)
+
+
+@cache
+def model() -> Params:
+    """SmolLM2's shape with a few layers, random weights in bfloat16."""
+    config = replace(SMOLLM2, num_layers=4)
+    return Params(random_weights(config, jnp.bfloat16), config, None, {}, "random")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dense",
+        "quest(budget=256)",
+        "twilight(quest(budget=512), p=0.9)",
+        "lfps(budget=0.1)",
+        "lychee_cluster(budget=256)",
+    ],
+)
+def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy):
+    """Bit for bit, greedy rows beside sampled ones, and prompts that others have read."""
+    llm = jsparse.LLM(model(), policy, max_num_seqs=4, max_model_len=2048, kv_cache_tokens=8192)
+    prompts = random_prompts(LENGTHS, seed=5)
+    options = [
+        jsparse.SamplingParams(
+            temperature=0.8 * (nth % 3 == 2), max_tokens=40 + nth, logprobs=0, seed=nth
+        )
+        for nth in range(len(prompts))
+    ]
+    crowd = llm.generate(prompts, options)
+    for nth in (0, 1, 2, 5, 6, 9):
+        (alone,) = llm.generate([prompts[nth]], [options[nth]])
+        assert bits(alone) == bits(crowd[nth]), nth
