@@ -7,6 +7,7 @@ const ROWS = 8; // requests listed
 
 const $ = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+const length = (share) => `${100 * share}%`; // of a bar
 const number = (value) =>
   value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
 
@@ -204,11 +205,11 @@ function draw(live) {
   const bound = live.dense_bound_tokens_per_second;
   const most = Math.max(live.tokens_per_second, bound || 0) || 1;
   $("rate").textContent = number(live.tokens_per_second);
-  $("rate-bar").style.width = percent(live.tokens_per_second / most);
+  $("rate-bar").style.width = length(live.tokens_per_second / most);
   $("bound").textContent = bound === null ? "not known" : number(bound);
-  $("bound-bar").style.width = percent((bound || 0) / most);
+  $("bound-bar").style.width = length((bound || 0) / most);
   $("cache").textContent = percent(live.kv_cache_usage);
-  $("cache-bar").style.width = percent(live.kv_cache_usage);
+  $("cache-bar").style.width = length(live.kv_cache_usage);
   const asked = live.prefix_cache_queries;
   $("prefix").textContent = asked ? percent(live.prefix_cache_hits / asked) : "none asked for";
   drawRequests(live);
@@ -225,7 +226,7 @@ function drawLayers(shares) {
   while (bars.children.length < shares.length) bars.append(document.createElement("i"));
   while (bars.children.length > shares.length) bars.lastChild.remove();
   shares.forEach((share, layer) => {
-    bars.children[layer].style.height = percent(share);
+    bars.children[layer].style.height = length(share);
     bars.children[layer].title = `layer ${layer}: ${percent(share)}`;
   });
   const mean = shares.reduce((sum, share) => sum + share, 0) / shares.length;
