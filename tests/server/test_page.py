@@ -8,6 +8,7 @@ import json
 import math
 import os
 import queue
+import re
 import threading
 import time
 from pathlib import Path
@@ -21,19 +22,20 @@ except ModuleNotFoundError:
 
 PAGE = Path(__file__).parents[2] / "jsparse" / "server" / "page"
 SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+TYPES = {
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+    ".css": "text/css",
+    ".js": "text/javascript",
+}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 SHIFT = 8
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
-]
 
-
-def live(rate=41.5, bound=18.2, layers=24, requests=3):
+def live(rate=41.5, bound=18.2, layers=30, requests=3):
     shares = [
         0.06 + 0.9 * math.exp(-layer / 2) + 0.04 * (layer % 5 == 3) for layer in range(layers)
     ]
@@ -49,10 +51,10 @@ def live(rate=41.5, bound=18.2, layers=24, requests=3):
         "attended_by_layer": shares if layers else None,
         "requests": [
             {
-                "id": f"chatcmpl-{nth:02}",
+                "id": f"chatcmpl-5f0c41d7e2{nth:02}",
                 "phase": phases[nth % 3],
                 "prompt_tokens": 31072 >> nth,
-                "tokens": 212 >> nth,
+                "tokens": 0 if nth % 3 else 212,
             }
             for nth in range(requests)
         ],
@@ -129,6 +131,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(content)
 
@@ -153,6 +156,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def chromium():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (apt-get install chromium) and websockets")
     made = Browser()
     yield made
     made.close()
@@ -173,6 +178,21 @@ def page(chromium, server):
     chromium.call("Page.navigate", url="about:blank")
 
 
+def test_the_page_is_self_contained_and_short():
+    files = sorted(PAGE.iterdir())
+    texts = {file.name: file.read_text() for file in files}
+    assert set(texts) == {"icon.svg", "index.html", "page.js", "style.css"}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 600
+    addresses = re.findall(r"(?:https?:)?//[\w.]+", "".join(texts.values()))
+    assert set(addresses) <= {"http://www.w3.org"}  # the name of SVG's namespace
+    assert not re.search(r"<style|<script(?! src)|\sstyle=|\son\w+=", texts["index.html"])
+    assert "innerHTML" not in texts["page.js"]
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', texts["index.html"])
+    assert set(loaded) == set(texts) - {"index.html"}
+    used = set(re.findall(r'\$\("([^"]+)"\)', texts["page.js"]))
+    assert used <= set(re.findall(r'\sid="([^"]+)"', texts["index.html"]))
+
+
 def say(page, text):
     page.run("document.getElementById('text').focus()")
     page.type(text)
@@ -190,11 +210,12 @@ def quiet(page, server):
     """Nothing was logged as an error, and nothing was asked of another host."""
     page.run("1")
     assert page.errors == []
-    others = [url for url in page.requests if not url.startswith((server.url, "data:"))]
+    others = [url for url in page.requests if not url.startswith(server.url)]
     assert others == []
     assert any(url.endswith("page.js") for url in page.requests)
 
 
+@pytest.mark.browser
 def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     assert page.run("document.activeElement.id") == "text"
     page.type("Who was")
@@ -229,6 +250,7 @@ def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
     quiet(page, server)
 
 
+@pytest.mark.browser
 def test_stop_ends_the_request_and_keeps_what_came(page, server):
     say(page, "Count")
     server.pieces.put("1 2 3")
@@ -252,6 +274,7 @@ def test_stop_ends_the_request_and_keeps_what_came(page, server):
     quiet(page, server)
 
 
+@pytest.mark.browser
 def test_escape_stops_and_a_new_chat_forgets(page, server):
     say(page, "Count")
     server.pieces.put("1")
@@ -272,6 +295,23 @@ def test_escape_stops_and_a_new_chat_forgets(page, server):
     quiet(page, server)
 
 
+@pytest.mark.browser
+def test_a_new_chat_may_begin_while_an_answer_streams(page, server):
+    say(page, "Count")
+    server.pieces.put("1")
+    answer_is(page, "1")
+    page.run("document.getElementById('new').click()")
+    assert page.run("document.activeElement.id") == "text"
+    page.type("Again")
+    page.press("Enter")
+    page.until("document.querySelectorAll('article').length === 2")
+    assert not page.run("document.getElementById('stop').hidden")
+    while len(server.seen) < 2:
+        time.sleep(0.02)
+    assert [each["content"] for each in server.seen[1][1]["messages"]] == ["Again"]
+
+
+@pytest.mark.browser
 def test_errors_are_said_and_the_question_comes_back(page, server):
     say(page, "Much too long")
     server.pieces.put((400, "prompt of 9000 tokens: at most 2048"))
@@ -291,6 +331,7 @@ def test_errors_are_said_and_the_question_comes_back(page, server):
     answer_is(page, "half")
 
 
+@pytest.mark.browser
 def test_settings_are_sent_and_checked(page, server):
     page.run("document.getElementById('settings').open = true")
     for name, value in (("temperature", "0.3"), ("max-tokens", "0")):
@@ -307,6 +348,7 @@ def test_settings_are_sent_and_checked(page, server):
     assert (server.seen[0][1]["temperature"], server.seen[0][1]["max_tokens"]) == (0.3, 7)
 
 
+@pytest.mark.browser
 def test_a_model_without_a_chat_template_continues_the_text(page, server):
     say(page, "Gravity is")
     server.pieces.put((400, "the model has no chat template"))
@@ -322,6 +364,7 @@ def test_a_model_without_a_chat_template_continues_the_text(page, server):
     assert server.seen[2][1]["prompt"] == "Gravity is\na force\nthat"
 
 
+@pytest.mark.browser
 def test_live_figures_change(page, server):
     page.until("!document.getElementById('live').hidden")
     assert page.text("#policy") == "quest(budget=1024)"
@@ -332,7 +375,7 @@ def test_live_figures_change(page, server):
     )
     assert page.text("#cache") == "44 %"
     assert page.text("#prefix") == "75 %"
-    assert page.run("document.querySelectorAll('#layers i').length") == 24
+    assert page.run("document.querySelectorAll('#layers i').length") == 30
     first, second = page.run(
         "[...document.querySelectorAll('#layers i')].map(i => i.offsetHeight)"
     )[:2]
@@ -340,7 +383,7 @@ def test_live_figures_change(page, server):
     assert "layer 0 96 %, layer 1 61 %" in page.run("document.getElementById('layers').ariaLabel")
     assert (
         page.run("document.querySelector('tbody tr').innerText")
-        == "chatcmpl-00\tdecoding\t31,072\t212"
+        == "41d7e200\tdecoding\t31,072\t212"
     )
     server.states.put(live(rate=1234.5, bound=None, layers=0, requests=11))
     page.until("document.getElementById('rate').textContent === '1,235'")
@@ -354,6 +397,7 @@ def test_live_figures_change(page, server):
     quiet(page, server)
 
 
+@pytest.mark.browser
 def test_a_lost_connection_is_told_and_taken_up_again(page, server):
     page.until("!document.getElementById('live').hidden")
     server.states.put(None)
@@ -365,6 +409,7 @@ def test_a_lost_connection_is_told_and_taken_up_again(page, server):
     assert server.listeners == 2
 
 
+@pytest.mark.browser
 def test_a_key_is_asked_for_and_used(chromium, server):
     server.key = "secret"
     chromium.look(1280, 800)
@@ -388,6 +433,7 @@ def test_a_key_is_asked_for_and_used(chromium, server):
     chromium.call("Page.navigate", url="about:blank")
 
 
+@pytest.mark.browser
 def test_everything_can_be_reached_by_tab(page, server):
     page.run("document.getElementById('settings').open = true")
     page.run("document.getElementById('text').focus()")
@@ -411,6 +457,7 @@ Only the second mentions the harvest: it was late, and half of the barley was lo
 LONG_WORD = "https://example.org/" + "a" * 300
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("device", "size"), [("desktop", (1280, 800)), ("phone", (390, 844))])
 def test_looks(page, server, scheme, device, size):

@@ -4,6 +4,7 @@
 const KEY = "jsparse-api-key";
 const LONGEST_WAIT = 15; // seconds between attempts to connect again
 const ROWS = 8; // requests listed
+const ID_LENGTH = 8; // characters shown of their names, from the end
 
 const $ = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
@@ -117,8 +118,9 @@ async function send() {
   }
   problem("");
   const controller = new AbortController();
+  const chat = messages;
   setAnswering(controller);
-  messages.push({ role: "user", content });
+  chat.push({ role: "user", content });
   const question = show("user", content);
   $("text").value = "";
   const article = show("assistant", "");
@@ -139,18 +141,16 @@ async function send() {
     else problem(error.message);
   }
   article.removeAttribute("aria-busy");
-  if (messages.length) {
-    if (answer || controller.signal.aborted) {
-      messages.push({ role: "assistant", content: answer });
-    } else if (!$("problem").hidden) { // nothing came: the question goes back into its field
-      messages.pop();
-      question.remove();
-      article.remove();
-      $("text").value ||= content;
-      $("empty").hidden = messages.length > 0;
-    }
+  if (answer || controller.signal.aborted) {
+    chat.push({ role: "assistant", content: answer });
+  } else if (!$("problem").hidden) { // nothing came: the question goes back into its field
+    chat.pop();
+    question.remove();
+    article.remove();
+    $("text").value ||= content;
+    $("empty").hidden = chat.length > 0;
   }
-  setAnswering(null);
+  if (answering === controller) setAnswering(null);
 }
 
 // Sends the conversation and hands on the pieces of the answer; returns why it ended.
@@ -183,6 +183,7 @@ async function stream(signal, onPiece) {
 
 function newChat() {
   if (answering) answering.abort();
+  setAnswering(null);
   messages = [];
   document.querySelectorAll("article").forEach((each) => each.remove());
   $("empty").hidden = false;
@@ -219,7 +220,7 @@ function drawLayers(shares) {
   const known = Boolean(shares && shares.length);
   $("layers").hidden = $("layers-ends").hidden = !known;
   if (!known) {
-    $("attended-mean").textContent = "– nothing decodes";
+    $("attended-mean").textContent = "nothing decodes";
     return;
   }
   const bars = $("layers");
@@ -230,7 +231,7 @@ function drawLayers(shares) {
     bars.children[layer].title = `layer ${layer}: ${percent(share)}`;
   });
   const mean = shares.reduce((sum, share) => sum + share, 0) / shares.length;
-  $("attended-mean").textContent = `– ${percent(mean)} on average`;
+  $("attended-mean").textContent = `${percent(mean)} on average`;
   $("last-layer").textContent = `layer ${shares.length - 1}`;
   bars.setAttribute(
     "aria-label",
@@ -239,14 +240,16 @@ function drawLayers(shares) {
 }
 
 function drawRequests(live) {
-  $("counts").textContent = `– ${live.running} running, ${live.waiting} waiting`;
+  $("counts").textContent = `${live.running} running, ${live.waiting} waiting`;
   const rows = live.requests.slice(0, ROWS).map((each) => {
     const row = document.createElement("tr");
-    for (const value of [each.id, each.phase, number(each.prompt_tokens), number(each.tokens)]) {
+    const id = each.id.slice(-ID_LENGTH);
+    for (const value of [id, each.phase, number(each.prompt_tokens), number(each.tokens)]) {
       const cell = document.createElement("td");
-      cell.textContent = cell.title = value;
+      cell.textContent = value;
       row.append(cell);
     }
+    row.title = each.id;
     row.children[2].className = row.children[3].className = "number";
     return row;
   });
