@@ -49,11 +49,21 @@ def words_below(vocab_size: int) -> Words:
     return lambda rng, count: rng.integers(vocab_size, size=count).tolist()
 
 
+def drawn_with(
+    tokenizer: Tokenizer, draw: Callable[[Words], list[Question]], as_text: bool
+) -> list[Question]:
+    """Returns what `draw` makes of a tokenizer's words, as text if a chat is to take it."""
+    drawn = draw(words_of(tokenizer))
+    if not as_text:
+        return drawn
+    return [Question(tokenizer.decode(each.prompt), each.tokens) for each in drawn]
+
+
 def random_questions(
     rng: np.random.Generator,
     words: Words,
-    count: int,
     *,
+    count: int,
     input_len: int,
     output_len: int,
     range_ratio: float,
@@ -80,8 +90,8 @@ def random_questions(
 def prefix_questions(
     rng: np.random.Generator,
     words: Words,
-    count: int,
     *,
+    count: int,
     num_prefixes: int,
     prefix_len: int,
     suffix_len: int,

@@ -6,6 +6,7 @@ clock is the event loop's.
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +158,39 @@ async def drive(
 
     tasks = [one(body, began + arrival) for body, arrival in zip(bodies, arrivals, strict=True)]
     return list(await asyncio.gather(*tasks))
+
+
+async def measure(
+    server: httpx.AsyncClient,
+    endpoint: str,
+    bodies: Sequence[Mapping[str, Any]],
+    arrivals: Sequence[float],
+    *,
+    num_warmups: int = 0,
+    max_concurrency: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Answer]:
+    """Sends the first `num_warmups` requests and waits for their answers, then drives them all.
+
+    `on_progress` is called with the number of answers that are complete, and that of all.
+
+    Raises:
+        ServerError: a warm-up failed.
+    """
+    first = bodies[:num_warmups]
+    warm = drive(server, endpoint, first, [0.0] * len(first), max_concurrency=max_concurrency)
+    for answer in await warm:
+        if answer.error:
+            raise ServerError(f"a warm-up request failed: {answer.error}")
+    numbers = itertools.count(1)
+    return await drive(
+        server,
+        endpoint,
+        bodies,
+        arrivals,
+        max_concurrency=max_concurrency,
+        on_answer=lambda answer: on_progress(next(numbers), len(bodies)),
+    )
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Defines `jsparse bench serve`: measures a server that runs."""
 
 import asyncio
+import functools
 import json
 import math
 import time
@@ -17,7 +18,7 @@ from typer import Option
 from jsparse.cli.console import Bars
 
 if TYPE_CHECKING:
-    from jsparse.benchmark.serve import Answer, Question
+    from jsparse.benchmark.serve import Answer
 
 RANDOM_PROMPTS = 100
 SHOWN_ERRORS = 10
@@ -136,127 +137,110 @@ def serve(
     """
     try:
         from jsparse.benchmark import questions as made
-        from jsparse.benchmark import serve as driver
+        from jsparse.benchmark.serve import ENDPOINTS, body_of, client, first_model, measure
     except ModuleNotFoundError as error:
         raise ValueError(
             f"jsparse bench serve needs {error.name}: run `pip install 'jsparse[server]'`"
         ) from None
     import numpy as np
 
-    from jsparse.benchmark.latency import DETAILS, figures
+    from jsparse.benchmark.latency import figures
     from jsparse.benchmark.workload import arrivals
     from jsparse.policy import whole_number
 
-    address = _address(base_url)
-    goals, percentiles = _goals(goodput or []), _percentiles(metric_percentiles)
-    for option, value in {
-        "--num-prompts": num_prompts,
-        "--max-concurrency": max_concurrency,
-    }.items():
+    address, goals = _address(base_url), _goals(goodput or [])
+    percentiles = _percentiles(metric_percentiles)
+    for option, value in (("--num-prompts", num_prompts), ("--max-concurrency", max_concurrency)):
         if value is not None:
             whole_number(option, value, 1)
     whole_number("--num-warmups", num_warmups, 0)
     whole_number("--seed", seed, 0)
-    if not timeout > 0:
-        raise ValueError(f"--timeout {timeout!r}: must be a number above 0")
+    _above_zero("--timeout", timeout)
+    _above_zero("--request-rate", request_rate)
+    _above_zero("--burstiness", burstiness)
+    if math.isinf(burstiness):
+        raise ValueError(f"--burstiness {burstiness!r}: must be finite")
     if (dataset_path is not None) != (dataset_name == "custom"):
         raise ValueError("--dataset-path and --dataset-name custom belong together: give both")
-    if vocab_size is not None and (endpoint != driver.ENDPOINTS[0] or tokenizer is not None):
+    as_text = endpoint != ENDPOINTS[0]
+    if vocab_size is not None and (as_text or tokenizer is not None):
         raise ValueError("--vocab-size goes with /v1/completions and without --tokenizer")
-    if not request_rate > 0:
-        raise ValueError(f"--request-rate {request_rate!r}: must be a number above 0")
-    if not 0 < burstiness < math.inf:
-        raise ValueError(f"--burstiness {burstiness!r}: must be a finite number above 0")
+
+    # prompts and times are drawn apart, so that neither depends on the other's options
+    of_prompts, of_times = (np.random.default_rng([seed, nth]) for nth in range(2))
     count = num_prompts or RANDOM_PROMPTS
-
-    def questions(model: str) -> "list[Question]":
-        rng = np.random.default_rng(seed)
-        if dataset_path is not None:
-            return made.questions_of(dataset_path, num_prompts, custom_output_len)
-        source = None if vocab_size is not None else made.tokenizer_of(tokenizer or model)
-        words = made.words_of(source) if source else made.words_below(vocab_size or 0)
-        if dataset_name == "random":
-            drawn = made.random_questions(
-                rng,
-                words,
-                count,
-                input_len=random_input_len,
-                output_len=random_output_len,
-                range_ratio=random_range_ratio,
-                prefix_len=random_prefix_len,
-            )
-        else:
-            drawn = made.prefix_questions(
-                rng,
-                words,
-                count,
-                num_prefixes=prefix_repetition_num_prefixes,
-                prefix_len=prefix_repetition_prefix_len,
-                suffix_len=prefix_repetition_suffix_len,
-                output_len=prefix_repetition_output_len,
-            )
-        if source is None or endpoint == driver.ENDPOINTS[0]:
-            return drawn
-        return [driver.Question(source.decode(each.prompt), each.tokens) for each in drawn]
-
+    draw = functools.partial(
+        made.random_questions,
+        of_prompts,
+        count=count,
+        input_len=random_input_len,
+        output_len=random_output_len,
+        range_ratio=random_range_ratio,
+        prefix_len=random_prefix_len,
+    )
+    if dataset_name == "prefix_repetition":
+        draw = functools.partial(
+            made.prefix_questions,
+            of_prompts,
+            count=count,
+            num_prefixes=prefix_repetition_num_prefixes,
+            prefix_len=prefix_repetition_prefix_len,
+            suffix_len=prefix_repetition_suffix_len,
+            output_len=prefix_repetition_output_len,
+        )
+    to_the_end = dataset_path is None if ignore_eos is None else ignore_eos
     options = {} if temperature is None else {"temperature": temperature}
-    to_the_end = dataset_name != "custom" if ignore_eos is None else ignore_eos
     bars = Bars()
 
-    async def measured() -> "tuple[str, list[Answer]]":
-        async with driver.client(address, api_key=api_key, timeout=timeout) as server:
-            listed = await driver.first_model(server)
+    async def run() -> "tuple[str, list[Answer]]":
+        async with client(address, api_key=api_key, timeout=timeout) as server:
+            listed = await first_model(server)
             name = model or listed
-            bodies = [
-                driver.body_of(each, endpoint, name, ignore_eos=to_the_end, options=options)
-                for each in questions(name)
-            ]
-            first = bodies[:num_warmups]
-            for answer in await driver.drive(server, endpoint, first, [0.0] * len(first)):
-                if answer.error:
-                    raise driver.ServerError(f"a warm-up request failed: {answer.error}")
-            rng = np.random.default_rng([seed, 1])  # so that prompts do not depend on the rate
-            due = arrivals(rng, len(bodies), request_rate, burstiness)
-            done = Counter()
-
-            def show(answer: "Answer") -> None:
-                done["answers"] += 1
-                bars.generate("answers", done["answers"], len(bodies))
-
-            answers = await driver.drive(
-                server, endpoint, bodies, due, max_concurrency=max_concurrency, on_answer=show
+            if dataset_path is not None:
+                asked = made.questions_of(dataset_path, num_prompts, custom_output_len)
+            elif vocab_size is not None:
+                asked = draw(made.words_below(vocab_size))
+            else:
+                asked = made.drawn_with(made.tokenizer_of(tokenizer or name), draw, as_text)
+            answers = await measure(
+                server,
+                endpoint,
+                [
+                    body_of(each, endpoint, name, ignore_eos=to_the_end, options=options)
+                    for each in asked
+                ],
+                arrivals(of_times, len(asked), request_rate, burstiness),
+                num_warmups=num_warmups,
+                max_concurrency=max_concurrency,
+                on_progress=functools.partial(bars.generate, "answers"),
             )
             return name, answers
 
     try:
-        asked, answers = asyncio.run(measured())
+        name, answers = asyncio.run(run())
     finally:
         bars.close()
-    date = time.strftime("%Y%m%d-%H%M%S")
-    backend = "openai" if endpoint == driver.ENDPOINTS[0] else "openai-chat"
+    backend = "openai-chat" if as_text else "openai"
     result = {
-        "date": date,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": backend,
         "backend": backend,
         "label": label,
-        "model_id": asked,
-        "tokenizer_id": None if dataset_path or vocab_size is not None else tokenizer or asked,
+        "model_id": name,
+        "tokenizer_id": None if dataset_path or vocab_size is not None else tokenizer or name,
         "num_prompts": len(answers),
         "request_rate": "inf" if math.isinf(request_rate) else request_rate,
         "burstiness": burstiness,
         "max_concurrency": max_concurrency,
     }
-    result |= figures(
-        answers, percentiles=percentiles, goodput=goals, queued=max_concurrency is not None
-    )
+    queued = max_concurrency is not None
+    result |= figures(answers, percentiles=percentiles, goodput=goals, queued=queued)
     if not save_detailed:
-        result = {name: value for name, value in result.items() if name not in DETAILS}
+        result = _without_details(result)
     if save_result or save_detailed or result_filename is not None:
-        limit = "" if max_concurrency is None else f"-concurrency{max_concurrency}"
-        last = asked.rstrip("/").split("/")[-1]
-        file = result_filename or f"{label or backend}-{request_rate}qps{limit}-{last}-{date}.json"
         result_dir.mkdir(parents=True, exist_ok=True)
-        (result_dir / file).write_text(json.dumps(result) + "\n", encoding="utf-8")
+        file = result_dir / (result_filename or _file_name(result))
+        file.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
     else:
@@ -264,6 +248,26 @@ def serve(
     _print_failures(answers)
     if not result["completed"]:
         raise typer.Exit(1)
+
+
+def _without_details(result: dict[str, Any]) -> dict[str, Any]:
+    from jsparse.benchmark.latency import DETAILS
+
+    return {name: value for name, value in result.items() if name not in DETAILS}
+
+
+def _file_name(result: dict[str, Any]) -> str:
+    """Returns the name that `vllm bench serve` would give a result's file."""
+    limit = result["max_concurrency"]
+    concurrency = "" if limit is None else f"-concurrency{limit}"
+    model = result["model_id"].rstrip("/").split("/")[-1]
+    label = result["label"] or result["backend"]
+    return f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
+
+
+def _above_zero(option: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{option} {value!r}: must be a number above 0")
 
 
 def _print(result: dict[str, Any], percentiles: Sequence[float]) -> None:

@@ -179,6 +179,12 @@ def test_a_stream_is_timed_piece_by_piece():
     assert (answer.text, answer.prompt_tokens, answer.output_tokens) == ("abc", 7, 5)
 
 
+def test_the_last_piece_may_say_why_it_ended():
+    script = [(1, piece("a")), (1, piece("b", "length")), (0, usage(7, 2)), (0, DONE)]
+    answer = in_virtual_time(ask(scripted(script), COMPLETIONS, BODY))
+    assert (answer.times, answer.ended) == ([1.0, 2.0], 2.0)
+
+
 def test_a_chat_is_timed_from_its_first_content():
     def delta(finish=None, **given):
         return {"choices": [{"index": 0, "delta": given, "finish_reason": finish}]}
@@ -292,14 +298,14 @@ def test_arrivals_are_gamma(burstiness, spread):
 def test_random_prompts_vary_within_their_range():
     rng, words = np.random.default_rng(0), words_below(50)
     made = random_questions(
-        rng, words, 400, input_len=10, output_len=4, range_ratio=0.5, prefix_len=3
+        rng, words, count=400, input_len=10, output_len=4, range_ratio=0.5, prefix_len=3
     )
     assert len({tuple(each.prompt[:3]) for each in made}) == 1
     assert {len(each.prompt) - 3 for each in made} == set(range(5, 16))
     assert {each.tokens for each in made} == {2, 3, 4, 5, 6}
     assert max(max(each.prompt) for each in made) == 49
     fixed = random_questions(
-        rng, words, 9, input_len=10, output_len=4, range_ratio=0.0, prefix_len=0
+        rng, words, count=9, input_len=10, output_len=4, range_ratio=0.0, prefix_len=0
     )
     assert {(len(each.prompt), each.tokens) for each in fixed} == {(10, 4)}
 
@@ -308,7 +314,7 @@ def test_prefixes_are_shared_alike():
     made = prefix_questions(
         np.random.default_rng(0),
         words_below(1000),
-        12,
+        count=12,
         num_prefixes=3,
         prefix_len=8,
         suffix_len=2,
@@ -516,7 +522,8 @@ def test_servers_that_are_none(fake):
         (["--seed", "-1"], "--seed=-1: must be"),
         (["--timeout", "0"], "--timeout 0.0: must be a number above 0"),
         (["--request-rate", "0"], "--request-rate 0.0: must be a number above 0"),
-        (["--burstiness", "inf"], "--burstiness inf: must be a finite number above 0"),
+        (["--burstiness", "0"], "--burstiness 0.0: must be a number above 0"),
+        (["--burstiness", "inf"], "--burstiness inf: must be finite"),
         (["--goodput", "ttft"], "--goodput 'ttft': must be one of ttft, tpot, e2el, a colon"),
         (["--goodput", "itl:5"], "--goodput 'itl:5': must be one of"),
         (["--goodput", "ttft:5 tpot:-1"], "--goodput 'tpot:-1': must be one of"),

@@ -309,6 +309,12 @@ def test_a_new_chat_may_begin_while_an_answer_streams(page, server):
     while len(server.seen) < 2:
         time.sleep(0.02)
     assert [each["content"] for each in server.seen[1][1]["messages"]] == ["Again"]
+    for _ in range(200):  # the server notices that nobody reads the first when it writes
+        server.pieces.put("2")
+        if server.gone.wait(0.02):
+            break
+    assert server.gone.is_set()
+    assert page.run("document.querySelector('article.assistant p').textContent").strip("2") == ""
 
 
 @pytest.mark.browser
@@ -321,6 +327,8 @@ def test_errors_are_said_and_the_question_comes_back(page, server):
     assert page.run("document.querySelectorAll('article').length") == 0
     page.press("Enter")
     server.pieces.put("so")
+    answer_is(page, "so")
+    assert [each["role"] for each in server.seen[1][1]["messages"]] == ["user"]
     server.pieces.put({"error": {"message": "the engine failed"}})
     page.until("document.getElementById('problem').textContent === 'the engine failed'")
     server.pieces.put("HANG UP")
