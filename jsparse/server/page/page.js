@@ -86,6 +86,7 @@ function remark(article, text) {
   note.className = "note";
   note.textContent = text;
   article.append(note);
+  note.scrollIntoView({ block: "nearest" });
 }
 
 function problem(text) {
@@ -156,14 +157,7 @@ async function send() {
 // Sends the conversation and hands on the pieces of the answer; returns why it ended.
 async function stream(signal, onPiece) {
   const [path, body] = request();
-  let response;
-  try {
-    response = await ask(path, { method: "POST", body: JSON.stringify(body), signal });
-  } catch (error) {
-    if (continues || !/chat template/i.test(error.message)) throw error;
-    continues = true;
-    return stream(signal, onPiece);
-  }
+  const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal });
   let reason = null;
   const pieces = events(response);
   for (;;) {
@@ -196,6 +190,7 @@ function newChat() {
 async function loadModel() {
   const listed = await (await ask("v1/models")).json();
   model = listed.data[0].id;
+  continues = listed.data[0].chat_template === false;
   $("model").textContent = model;
   $("policy").textContent = listed.data[0].policy || "";
   document.title = `${model} · jsparse`;
