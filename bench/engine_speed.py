@@ -71,7 +71,7 @@ class Bench:
 
     def workload(self, **options: Any) -> Any:
         """Returns random requests."""
-        from jsparse.benchmark.throughput import random_workload
+        from jsparse.benchmark.workload import random_workload
 
         return random_workload(self.params.config.vocab_size, **options)
 
@@ -186,7 +186,8 @@ def beside(bench: Bench, policy: str) -> Measured:
     """Measures short prompts that arrive while long ones are read."""
     from dataclasses import replace
 
-    from jsparse.benchmark.throughput import Asked, run
+    from jsparse.benchmark.throughput import run
+    from jsparse.benchmark.workload import Asked
 
     engine = bench.engine(policy, LONG + 128)
     long = bench.workload(num_prompts=2, input_len=LONG - 1024, output_len=64)

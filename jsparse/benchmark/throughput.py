@@ -6,75 +6,17 @@ tokens and answers have the length that is asked for, whatever the model would s
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from jsparse.benchmark.workload import Asked
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.policy import whole_number
 from jsparse.request import SamplingParams, requests
 
 PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Holds one request of a workload.
-
-    Attributes:
-        ids: the prompt.
-        tokens: the number of tokens to generate.
-        arrival: when it comes, in seconds from the beginning.
-    """
-
-    ids: list[int]
-    tokens: int
-    arrival: float = 0.0
-
-
-def random_workload(
-    vocab_size: int,
-    *,
-    num_prompts: int,
-    input_len: int | tuple[int, int],
-    output_len: int | tuple[int, int],
-    shared_prefix: int = 0,
-    request_rate: float | None = None,
-    seed: int = 0,
-) -> list[Asked]:
-    """Returns requests with random prompts.
-
-    Args:
-        vocab_size: the number of token ids to draw from.
-        num_prompts: the number of requests.
-        input_len: the number of tokens per prompt, after the shared prefix; a pair (least, most)
-            draws log-uniformly.
-        output_len: the number of tokens per answer, likewise.
-        shared_prefix: the number of tokens with which all prompts begin.
-        request_rate: requests per second, with exponential times between them; None is all at once.
-        seed: the random seed.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
-    whole_number("num_prompts", num_prompts, 1)
-    whole_number("shared_prefix", shared_prefix, 0)
-    if request_rate is not None and not request_rate > 0:
-        raise ValueError(f"request_rate={request_rate!r}: must be a number above 0")
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(vocab_size, size=shared_prefix).tolist()
-    inputs = _lengths(rng, "input_len", input_len, num_prompts)
-    outputs = _lengths(rng, "output_len", output_len, num_prompts)
-    waits = np.zeros(num_prompts)
-    if request_rate is not None:
-        waits = rng.exponential(1 / request_rate, num_prompts)
-    return [
-        Asked(prefix + rng.integers(vocab_size, size=own).tolist(), new, arrival)
-        for own, new, arrival in zip(inputs, outputs, np.cumsum(waits).tolist(), strict=True)
-    ]
 
 
 def run(engine: Engine, workload: Sequence[Asked]) -> list[RequestOutput]:
@@ -148,16 +90,6 @@ def measure(engine: Engine, workload: Sequence[Asked]) -> dict[str, Any]:
         **_percentiles("itl", itl),
         **_percentiles("tpot", tpot),
     }
-
-
-def _lengths(
-    rng: np.random.Generator, name: str, given: int | tuple[int, int], count: int
-) -> list[int]:
-    least, most = given if isinstance(given, tuple) else (given, given)
-    whole_number(name, least, 1)
-    whole_number(name, most, least)
-    drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
-    return np.clip(drawn.astype(int), least, most).tolist()
 
 
 def _undisturbed_ms(times: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
+from jsparse.cli.bench_serve import serve
 from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
 
 bench = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -16,7 +17,10 @@ LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
 
 @bench.callback()
 def _only_a_group() -> None:
-    """Measure the engine."""
+    """Measure the engine, or a server."""
+
+
+bench.command()(serve)
 
 
 @bench.command()
@@ -57,7 +61,8 @@ def throughput(
 
     Example: jsparse bench throughput smollm2 --policy "quest(budget=256)" --input-len 512:2048
     """
-    from jsparse.benchmark.throughput import measure, random_workload
+    from jsparse.benchmark.throughput import measure
+    from jsparse.benchmark.workload import random_workload
     from jsparse.engine.core import Engine
     from jsparse.models.checkpoint import load
     from jsparse.policies.own_code import resolve

@@ -8,7 +8,8 @@ from tiny import tiny_params
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse.benchmark.throughput import Asked, measure, random_workload, run
+from jsparse.benchmark.throughput import measure, run
+from jsparse.benchmark.workload import Asked, random_workload
 from jsparse.cli.app import app
 
 SIZES = {"num_prompts": 5, "input_len": 6, "output_len": 3}

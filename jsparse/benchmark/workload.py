@@ -1,0 +1,91 @@
+"""Draws workloads: the lengths of prompts and answers, and the times at which they come."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jsparse.policy import whole_number
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Holds one request of a workload.
+
+    Attributes:
+        ids: the prompt.
+        tokens: the number of tokens to generate.
+        arrival: when it comes, in seconds from the beginning.
+    """
+
+    ids: list[int]
+    tokens: int
+    arrival: float = 0.0
+
+
+def random_workload(
+    vocab_size: int,
+    *,
+    num_prompts: int,
+    input_len: int | tuple[int, int],
+    output_len: int | tuple[int, int],
+    shared_prefix: int = 0,
+    request_rate: float | None = None,
+    seed: int = 0,
+) -> list[Asked]:
+    """Returns requests with random prompts.
+
+    Args:
+        vocab_size: the number of token ids to draw from.
+        num_prompts: the number of requests.
+        input_len: the number of tokens per prompt, after the shared prefix; a pair (least, most)
+            draws log-uniformly.
+        output_len: the number of tokens per answer, likewise.
+        shared_prefix: the number of tokens with which all prompts begin.
+        request_rate: requests per second, with exponential times between them; None is all at once.
+        seed: the random seed.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    whole_number("num_prompts", num_prompts, 1)
+    whole_number("shared_prefix", shared_prefix, 0)
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(vocab_size, size=shared_prefix).tolist()
+    inputs = _log_uniform(rng, "input_len", input_len, num_prompts)
+    outputs = _log_uniform(rng, "output_len", output_len, num_prompts)
+    times = arrivals(rng, num_prompts, math.inf if request_rate is None else request_rate)
+    return [
+        Asked(prefix + rng.integers(vocab_size, size=own).tolist(), new, arrival)
+        for own, new, arrival in zip(inputs, outputs, times, strict=True)
+    ]
+
+
+def arrivals(
+    rng: np.random.Generator, count: int, request_rate: float, burstiness: float = 1.0
+) -> list[float]:
+    """Returns the times at which requests come, in seconds from the beginning.
+
+    The times between them follow a gamma distribution with the mean 1 / request_rate. At a
+    burstiness of 1 that is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
+
+    Raises:
+        ValueError: request_rate or burstiness is not above 0. An infinite rate is all at once.
+    """
+    if not request_rate > 0:
+        raise ValueError(f"request_rate={request_rate!r}: must be a number above 0")
+    if not 0 < burstiness < math.inf:
+        raise ValueError(f"burstiness={burstiness!r}: must be a finite number above 0")
+    if math.isinf(request_rate):
+        return [0.0] * count
+    return np.cumsum(rng.gamma(burstiness, 1 / (request_rate * burstiness), count)).tolist()
+
+
+def _log_uniform(
+    rng: np.random.Generator, name: str, given: int | tuple[int, int], count: int
+) -> list[int]:
+    least, most = given if isinstance(given, tuple) else (given, given)
+    whole_number(name, least, 1)
+    whole_number(name, most, least)
+    drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
+    return np.clip(drawn.astype(int), least, most).tolist()

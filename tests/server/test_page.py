@@ -1,0 +1,514 @@
+"""Tests the page in a browser, against a server that does what a test tells it.
+
+With JSPARSE_SCREENSHOTS=docs/images/server it takes the screenshots of the docs again.
+"""
+
+import http.server
+import json
+import math
+import os
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+try:
+    from browser import CHROMIUM, Browser
+except ModuleNotFoundError:
+    CHROMIUM = None
+
+PAGE = Path(__file__).parents[2] / "jsparse" / "server" / "page"
+SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
+TYPES = {
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+    ".css": "text/css",
+    ".js": "text/javascript",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SHIFT = 8
+
+
+def live(rate=41.5, bound=18.2, layers=30, requests=3):
+    shares = [
+        0.06 + 0.9 * math.exp(-layer / 2) + 0.04 * (layer % 5 == 3) for layer in range(layers)
+    ]
+    phases = ["decoding", "reading", "waiting"]
+    return {
+        "running": 2,
+        "waiting": 1,
+        "kv_cache_usage": 0.437,
+        "prefix_cache_hits": 6144,
+        "prefix_cache_queries": 8192,
+        "tokens_per_second": rate,
+        "dense_bound_tokens_per_second": bound,
+        "attended_by_layer": shares if layers else None,
+        "requests": [
+            {
+                "id": f"chatcmpl-5f0c41d7e2{nth:02}",
+                "phase": phases[nth % 3],
+                "prompt_tokens": 31072 >> nth,
+                "tokens": 0 if nth % 3 else 212,
+            }
+            for nth in range(requests)
+        ],
+    }
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves the page, one model, and what the test puts into queues: pieces and live states.
+
+    A piece is a text, a pair of status and error message, a dictionary that is sent as an event,
+    "END" or "HANG UP".
+    """
+
+    def log_message(self, format, *args):
+        pass
+
+    def do_GET(self):
+        if not self.path.startswith(("/v1", "/live")):
+            return self.reply_file(PAGE / (self.path.strip("/") or "index.html"))
+        if not self.allowed():
+            return self.reply(401, {"error": {"message": "Unauthorized"}})
+        if self.path == "/v1/models":
+            return self.reply(200, {"data": [self.server.model]})
+        self.begin()
+        self.server.listeners += 1
+        while (state := self.server.states.get()) is not None:
+            self.event(state)
+        self.close_connection = True
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, body))
+        if not self.allowed():
+            return self.reply(401, {"error": {"message": "Unauthorized"}})
+        first = self.server.pieces.get()
+        if isinstance(first, tuple):
+            return self.reply(first[0], {"error": {"message": first[1]}})
+        self.begin()
+        piece = first
+        try:
+            while piece not in ("END", "HANG UP"):
+                chat = "chat" in self.path
+                choice = {"delta": {"content": piece}} if chat else {"text": piece}
+                self.event(piece if isinstance(piece, dict) else {"choices": [choice]})
+                piece = self.server.pieces.get()
+            if piece == "END":
+                self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            self.server.gone.set()
+        self.close_connection = True
+
+    def allowed(self):
+        key = self.server.key
+        return key is None or self.headers.get("Authorization") == f"Bearer {key}"
+
+    def begin(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+
+    def event(self, data):
+        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
+
+    def reply_file(self, file):
+        if not file.is_file():
+            return self.reply(404, {"error": {"message": "none"}})
+        self.reply(200, file.read_bytes(), TYPES[file.suffix])
+
+    def reply(self, status, body, kind="application/json"):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def server():
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    made.daemon_threads = True
+    made.states, made.pieces, made.gone = queue.Queue(), queue.Queue(), threading.Event()
+    made.seen, made.key, made.listeners = [], None, 0
+    made.model = {"id": "SmolLM2-135M", "policy": "quest(budget=1024)", "chat_template": True}
+    made.url = f"http://127.0.0.1:{made.server_port}/"
+    made.handle_error = lambda *_: None  # readers that hang up
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.states.put(None)
+    made.pieces.put("HANG UP")
+    made.shutdown()
+    thread.join()
+    made.socket.close()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (apt-get install chromium) and websockets")
+    made = Browser()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(chromium, server):
+    """The page, open, with a first live state."""
+    chromium.look(1280, 800)
+    chromium.call("Network.clearBrowserCache")
+    chromium.requests.clear()
+    chromium.errors.clear()
+    server.states.put(live())
+    chromium.open(server.url)
+    chromium.run("sessionStorage.clear()")
+    chromium.until("document.getElementById('model').textContent === 'SmolLM2-135M'")
+    yield chromium
+    chromium.call("Page.navigate", url="about:blank")
+
+
+def test_the_page_is_self_contained_and_short():
+    files = sorted(PAGE.iterdir())
+    texts = {file.name: file.read_text() for file in files}
+    assert set(texts) == {"icon.svg", "index.html", "page.js", "style.css"}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 600
+    addresses = re.findall(r"(?:https?:)?//[\w.]+", "".join(texts.values()))
+    assert set(addresses) <= {"http://www.w3.org"}  # the name of SVG's namespace
+    assert not re.search(r"<style|<script(?! src)|\sstyle=|\son\w+=", texts["index.html"])
+    assert "innerHTML" not in texts["page.js"]
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', texts["index.html"])
+    assert set(loaded) == set(texts) - {"index.html"}
+    used = set(re.findall(r'\$\("([^"]+)"\)', texts["page.js"]))
+    assert used <= set(re.findall(r'\sid="([^"]+)"', texts["index.html"]))
+
+
+def say(page, text):
+    page.run("document.getElementById('text').focus()")
+    page.type(text)
+    page.press("Enter")
+
+
+def answer_is(page, text):
+    page.until(
+        "[...document.querySelectorAll('article.assistant p')].at(-1)?.textContent === "
+        + json.dumps(text)
+    )
+
+
+def quiet(page, server):
+    """Nothing was logged as an error, and nothing was asked of another host."""
+    page.run("1")
+    assert page.errors == []
+    others = [url for url in page.requests if not url.startswith(server.url)]
+    assert others == []
+    assert any(url.endswith("page.js") for url in page.requests)
+
+
+@pytest.mark.browser
+def test_an_answer_streams_and_the_chat_goes_on_by_keyboard(page, server):
+    assert page.run("document.activeElement.id") == "text"
+    page.type("Who was")
+    page.press("Enter", SHIFT)
+    page.type("Turing?")
+    assert page.run("document.getElementById('text').value") == "Who was\nTuring?"
+    assert server.seen == []
+    page.press("Enter")
+    server.pieces.put("A <b>mathema")
+    answer_is(page, "A <b>mathema")  # before the answer is complete, and as text
+    assert page.run("document.querySelector('article.assistant').ariaBusy") == "true"
+    assert page.run("document.getElementById('send').hidden")
+    server.pieces.put("tician.")
+    answer_is(page, "A <b>mathematician.")
+    server.pieces.put({"choices": [{"delta": {}, "finish_reason": "length"}]})
+    server.pieces.put("END")
+    page.until("!document.getElementById('send').hidden")
+    assert "Cut at the most new tokens" in page.text("article.assistant .note")
+    say(page, "When?")
+    server.pieces.put("1912")
+    server.pieces.put("END")
+    answer_is(page, "1912")
+    path, body = server.seen[1]
+    assert path == "/v1/chat/completions"
+    assert [(each["role"], each["content"]) for each in body["messages"]] == [
+        ("user", "Who was\nTuring?"),
+        ("assistant", "A <b>mathematician."),
+        ("user", "When?"),
+    ]
+    assert (body["stream"], body["max_tokens"], body["model"]) == (True, 512, "SmolLM2-135M")
+    assert "temperature" not in body
+    quiet(page, server)
+
+
+@pytest.mark.browser
+def test_stop_ends_the_request_and_keeps_what_came(page, server):
+    say(page, "Count")
+    server.pieces.put("1 2 3")
+    answer_is(page, "1 2 3")
+    page.run("document.getElementById('stop').focus()")
+    page.press("Enter")
+    page.until("document.querySelector('article .note')?.textContent === 'Stopped.'")
+    assert page.run("document.activeElement.id") == "text"
+    for _ in range(200):  # the server notices when it writes
+        server.pieces.put("4")
+        if server.gone.wait(0.02):
+            break
+    assert server.gone.is_set()
+    while not server.pieces.empty():
+        server.pieces.get_nowait()
+    say(page, "Go on")
+    server.pieces.put("4")
+    server.pieces.put("END")
+    answer_is(page, "4")
+    assert server.seen[1][1]["messages"][1]["content"] == "1 2 3"
+    quiet(page, server)
+
+
+@pytest.mark.browser
+def test_escape_stops_and_a_new_chat_forgets(page, server):
+    say(page, "Count")
+    server.pieces.put("1")
+    answer_is(page, "1")
+    page.press("Escape")
+    page.until("!document.getElementById('send').hidden")
+    server.pieces.put("HANG UP")
+    page.run("document.getElementById('new').click()")
+    assert page.run("document.querySelectorAll('article').length") == 0
+    time.sleep(0.1)
+    while not server.pieces.empty():
+        server.pieces.get_nowait()
+    say(page, "Again")
+    server.pieces.put("yes")
+    server.pieces.put("END")
+    answer_is(page, "yes")
+    assert len(server.seen[1][1]["messages"]) == 1
+    quiet(page, server)
+
+
+@pytest.mark.browser
+def test_a_new_chat_may_begin_while_an_answer_streams(page, server):
+    say(page, "Count")
+    server.pieces.put("1")
+    answer_is(page, "1")
+    page.run("document.getElementById('new').click()")
+    assert page.run("document.activeElement.id") == "text"
+    page.type("Again")
+    page.press("Enter")
+    page.until("document.querySelectorAll('article').length === 2")
+    assert not page.run("document.getElementById('stop').hidden")
+    while len(server.seen) < 2:
+        time.sleep(0.02)
+    assert [each["content"] for each in server.seen[1][1]["messages"]] == ["Again"]
+    for _ in range(200):  # the server notices that nobody reads the first when it writes
+        server.pieces.put("2")
+        if server.gone.wait(0.02):
+            break
+    assert server.gone.is_set()
+    assert page.run("document.querySelector('article.assistant p').textContent").strip("2") == ""
+
+
+@pytest.mark.browser
+def test_errors_are_said_and_the_question_comes_back(page, server):
+    say(page, "Much too long")
+    server.pieces.put((400, "prompt of 9000 tokens: at most 2048"))
+    page.until("!document.getElementById('problem').hidden")
+    assert page.text("#problem") == "prompt of 9000 tokens: at most 2048"
+    assert page.run("document.getElementById('text').value") == "Much too long"
+    assert page.run("document.querySelectorAll('article').length") == 0
+    page.press("Enter")
+    server.pieces.put("so")
+    answer_is(page, "so")
+    assert [each["role"] for each in server.seen[1][1]["messages"]] == ["user"]
+    server.pieces.put({"error": {"message": "the engine failed"}})
+    page.until("document.getElementById('problem').textContent === 'the engine failed'")
+    server.pieces.put("HANG UP")
+    say(page, "And?")
+    server.pieces.put("half")
+    server.pieces.put("HANG UP")
+    page.until("document.getElementById('problem').textContent.includes('connection was lost')")
+    answer_is(page, "half")
+
+
+@pytest.mark.browser
+def test_settings_are_sent_and_checked(page, server):
+    page.run("document.getElementById('settings').open = true")
+    for name, value in (("temperature", "0.3"), ("max-tokens", "0")):
+        page.run(f"document.getElementById('{name}').value = '{value}'")
+    say(page, "Hi")
+    time.sleep(0.2)
+    assert server.seen == []
+    assert page.run("document.activeElement.id") == "max-tokens"
+    page.run("document.getElementById('max-tokens').value = '7'")
+    page.run("document.getElementById('text').focus()")
+    page.press("Enter")
+    server.pieces.put("END")
+    page.until("!document.getElementById('send').hidden")
+    assert (server.seen[0][1]["temperature"], server.seen[0][1]["max_tokens"]) == (0.3, 7)
+
+
+@pytest.mark.browser
+def test_a_model_without_a_chat_template_continues_the_text(page, server):
+    server.model["chat_template"] = False
+    page.open(server.url)
+    page.until("document.getElementById('model').textContent === 'SmolLM2-135M'")
+    say(page, "Gravity is")
+    server.pieces.put("a force")
+    answer_is(page, "a force")
+    server.pieces.put("END")
+    page.until("!document.getElementById('send').hidden")
+    say(page, "that")
+    server.pieces.put(" pulls")
+    answer_is(page, " pulls")
+    server.pieces.put("END")
+    assert [path for path, _ in server.seen] == ["/v1/completions"] * 2
+    assert server.seen[1][1]["prompt"] == "Gravity is\na force\nthat"
+
+
+@pytest.mark.browser
+def test_live_figures_change(page, server):
+    page.until("!document.getElementById('live').hidden")
+    assert page.text("#policy") == "quest(budget=1024)"
+    assert (page.text("#rate"), page.text("#bound")) == ("41.5", "18.2")
+    assert page.run("document.getElementById('rate-bar').style.width") == "100%"
+    assert page.run("document.getElementById('bound-bar').offsetWidth") == pytest.approx(
+        18.2 / 41.5 * page.run("document.querySelector('.bar').offsetWidth"), abs=3
+    )
+    assert page.text("#cache") == "44 %"
+    assert page.text("#prefix") == "75 %"
+    assert page.run("document.querySelectorAll('#layers i').length") == 30
+    first, second = page.run(
+        "[...document.querySelectorAll('#layers i')].map(i => i.offsetHeight)"
+    )[:2]
+    assert first > second > 0
+    assert "layer 0 96 %, layer 1 61 %" in page.run("document.getElementById('layers').ariaLabel")
+    assert (
+        page.run("document.querySelector('tbody tr').innerText")
+        == "41d7e200\tdecoding\t31,072\t212"
+    )
+    server.states.put(live(rate=1234.5, bound=None, layers=0, requests=11))
+    page.until("document.getElementById('rate').textContent === '1,235'")
+    assert page.text("#bound") == "not known"
+    assert page.run("document.getElementById('layers').hidden")
+    assert page.run("document.querySelectorAll('tbody tr').length") == 8
+    assert page.text("#more-requests") == "and 3 more"
+    server.states.put(live(layers=12))
+    page.until("document.querySelectorAll('#layers i').length === 12")
+    assert not page.run("document.getElementById('layers').hidden")
+    quiet(page, server)
+
+
+@pytest.mark.browser
+def test_a_lost_connection_is_told_and_taken_up_again(page, server):
+    page.until("!document.getElementById('live').hidden")
+    server.states.put(None)
+    page.until("document.getElementById('live').hidden")
+    assert page.text("#connection") == "The connection to the server was lost. Trying again in 1 s."
+    server.states.put(live(rate=7.0))
+    page.until("document.getElementById('rate').textContent === '7'")
+    assert page.text("#connection") == ""
+    assert server.listeners == 2
+
+
+@pytest.mark.browser
+def test_a_key_is_asked_for_and_used(chromium, server):
+    server.key = "secret"
+    chromium.look(1280, 800)
+    chromium.open(server.url)
+    chromium.run("sessionStorage.clear()")
+    chromium.until("document.getElementById('connection').textContent.includes('wants an API key')")
+    say(chromium, "Hi")
+    chromium.until("document.getElementById('problem').textContent.includes('wants an API key')")
+    chromium.run("document.getElementById('settings').open = true")
+    chromium.run("document.getElementById('key').focus()")
+    chromium.type("secret")
+    chromium.press("Tab")
+    server.states.put(live())
+    chromium.until("document.getElementById('rate').textContent === '41.5'")
+    say(chromium, "")
+    server.pieces.put("Hello")
+    answer_is(chromium, "Hello")
+    server.pieces.put("END")
+    chromium.until("!document.getElementById('send').hidden")
+    chromium.run("sessionStorage.clear()")
+    chromium.call("Page.navigate", url="about:blank")
+
+
+@pytest.mark.browser
+def test_everything_can_be_reached_by_tab(page, server):
+    page.run("document.getElementById('settings').open = true")
+    page.run("document.getElementById('text').focus()")
+    reached = []
+    for _ in range(6):
+        page.press("Tab")
+        reached.append(page.run("document.activeElement.id || document.activeElement.tagName"))
+    assert reached == ["send", "new", "SUMMARY", "temperature", "max-tokens", "key"]
+    unnamed = page.run(
+        "[...document.querySelectorAll('input, textarea')].filter(e => !e.labels.length).length"
+    )
+    assert unnamed == 0
+
+
+QUESTION = "Summarise the three letters above. Which of them mentions the harvest?"
+ANSWER = """The first letter, of March 1851, reports the loss of the mill and asks for a loan.
+The second declines it, and offers instead to buy the lower meadow.
+The third accepts, and closes with news of the family.
+
+Only the second mentions the harvest: it was late, and half of the barley was lost to rain."""
+LONG_WORD = "https://example.org/" + "a" * 300
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("device", "size"), [("desktop", (1280, 800)), ("phone", (390, 844))])
+def test_looks(page, server, scheme, device, size):
+    page.look(*size, scheme)
+    page.until("!document.getElementById('live').hidden")
+    say(page, QUESTION)
+    server.pieces.put(ANSWER)
+    answer_is(page, ANSWER)
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        time.sleep(0.3)
+        page.shoot(Path(SHOTS, f"{device}_{scheme}.png"), whole=device == "phone")
+    server.pieces.put(LONG_WORD)
+    answer_is(page, ANSWER + LONG_WORD)
+    server.pieces.put("END")
+    page.run("document.getElementById('settings').open = true")
+    root = "document.documentElement"
+    assert page.run(f"{root}.scrollWidth <= {root}.clientWidth")
+    assert page.run(f"{root}.clientWidth") <= size[0]
+    red = page.run("parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
+    assert (red > 200) == (scheme == "light")
+    assert contrast(page, "#policy") > 4.5
+    assert contrast(page, "article.user p") > 4.5
+    beside = page.run(
+        "document.querySelector('aside').getBoundingClientRect().left > "
+        "document.getElementById('chat').getBoundingClientRect().left"
+    )
+    assert beside == (device == "desktop")
+    quiet(page, server)
+
+
+def contrast(page, selector):
+    """The contrast of a text with the page's ground, as WCAG defines it."""
+    colours = page.run(
+        f"[document.querySelector('{selector}'), document.body].map((e, n) => "
+        "getComputedStyle(e)[n ? 'backgroundColor' : 'color'].match(/\\d+/g).map(Number))"
+    )
+
+    def luminance(colour):
+        parts = [c / 255 for c in colour[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(luminance(colour) for colour in colours)
+    return (high + 0.05) / (low + 0.05)
