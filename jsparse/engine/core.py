@@ -36,11 +36,15 @@ class EngineFull(RuntimeError):
 
 @dataclass
 class Counters:
-    """Counts prompt tokens computed, decode steps, and the rows that took part in these, summed."""
+    """Counts prompt tokens computed, decode steps, the rows in these, tokens, and host seconds."""
 
     read_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
+    new_tokens: int = 0
+    plan_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    results_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -59,10 +63,10 @@ class Served:
         """Returns whether all answers are complete."""
         return None not in (growing.finish for growing in self.growing)
 
-    def output(self) -> RequestOutput:
-        """Returns the request's answers as they are now."""
+    def output(self, *, new: bool = False) -> RequestOutput:
+        """Returns the request's answers as they are now, or what is `new` since the last output."""
         # what another thread adds in the meantime is in all of it or in none
-        made = [growing.output() for growing in self.growing]
+        made = [growing.output(new=new) for growing in self.growing]
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -214,11 +218,15 @@ class Engine:
                     "engine"
                 )
         self.scheduler.require_room(len(request.ids), request.sampling.max_tokens)
-        waiting = len(self.scheduler.waiting) + request.sampling.n
-        if self._max_waiting is not None and waiting > self._max_waiting + self._free_slots:
+        n, most = request.sampling.n, self._max_waiting
+        if most is not None and n > most + self.sizes.num_slots:
+            raise ValueError(
+                f"n={n}: must be at most {most + self.sizes.num_slots}, max_waiting and the slots"
+            )
+        if most is not None and len(self.scheduler.waiting) + n > most + self._free_slots:
             raise EngineFull(
                 f"{len(self.scheduler.waiting)} requests wait: must be at most "
-                f"max_waiting={self._max_waiting}"
+                f"max_waiting={most}"
             )
 
     def add(
@@ -228,8 +236,8 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         arrived: float | None = None,
-    ) -> str:
-        """Adds a request; returns its name.
+    ) -> Served:
+        """Adds a request and returns it.
 
         Args:
             request: the request, checked by `jsparse.request.requests`.
@@ -260,7 +268,7 @@ class Engine:
         for answer, growing in zip(served.answers, served.growing, strict=True):
             self._live[answer.number] = served, answer, growing
             self.scheduler.add(answer)
-        return request_id
+        return served
 
     def abort(self, request_id: str) -> Served | None:
         """Ends a request in whatever phase; returns it, or None if it has ended already."""
@@ -299,7 +307,9 @@ class Engine:
         self._runner.settle()
 
     def _step(self) -> list[Served]:
+        begun = self._clock()
         plan = self.scheduler.plan()
+        planned = self._clock()
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
@@ -311,6 +321,7 @@ class Engine:
             self.counters.decode_steps += plan.steps
             self.counters.row_steps += sum(row.steps for row in plan.rows)
             self._flying += self._runner.run(plan)
+        dispatched = self._clock()
         heard: dict[int, Served] = {}
         lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
         while self._flying and (
@@ -318,6 +329,9 @@ class Engine:
         ):
             for served in self._take(self._flying.popleft()):
                 heard[id(served)] = served
+        self.counters.plan_seconds += planned - begun
+        self.counters.dispatch_seconds += dispatched - planned
+        self.counters.results_seconds += self._clock() - dispatched
         return list(heard.values())
 
     def _take(self, flight: Flight) -> list[Served]:
@@ -331,6 +345,7 @@ class Engine:
                 if growing.finish is None:
                     growing.take(unpack(packed[nth, row], self.spec.num_layers, self._layer_stats))
                     served.metrics.token_times.append(now)
+                    self.counters.new_tokens += 1
             heard.append(served)
             if growing.finish is not None:
                 self.scheduler.stop(answer)

@@ -127,7 +127,7 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for request, text in zip(asked, texts, strict=True):
-                names.append(engine.add(request, prompt=text))
+                names.append(engine.add(request, prompt=text).request_id)
             while len(done) < len(names):
                 with _interrupts_wait():
                     news = engine.step()
