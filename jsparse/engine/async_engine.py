@@ -147,6 +147,11 @@ class AsyncEngine:
         """Ends a request in whatever phase; its generator yields what there is and ends."""
         self._tell(lambda: self._abort(request_id))
 
+    @property
+    def alive(self) -> bool:
+        """Returns whether requests are taken: it has neither failed nor been closed."""
+        return self.engine.error is None and not self._closing
+
     def close(self) -> None:
         """Ends all requests and the thread; whatever comes later gets an EngineError."""
         with self._awake:

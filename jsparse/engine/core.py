@@ -225,8 +225,7 @@ class Engine:
             )
         if most is not None and len(self.scheduler.waiting) + n > most + self._free_slots:
             raise EngineFull(
-                f"{len(self.scheduler.waiting)} requests wait: must be at most "
-                f"max_waiting={most}"
+                f"{len(self.scheduler.waiting)} requests wait: must be at most max_waiting={most}"
             )
 
     def add(
