@@ -20,7 +20,7 @@ from jsparse.server.protocol import (
 from jsparse.server.service import Asked, Service, usage
 from jsparse.server.sse import DONE, EventStream, event, merged, unless_gone
 
-# what clients call the arguments that errors name
+# the fields of requests, by what the engine's errors call them
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
 COMPLETION_NAMES = NAMES | {"prompt": "prompt", "text": "prompt", "logprobs": "logprobs"}
 CHAT_NAMES = NAMES | {
@@ -182,7 +182,7 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
         options = request.sampling(request.most, service.temperature)
         asked = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:
-        raise as_api_error(error, COMPLETION_NAMES) from error
+        raise as_api_error(error, service.knobs | COMPLETION_NAMES) from error
     return Completions(service, request, asked, texts)
 
 
@@ -193,7 +193,7 @@ async def _chat(service: Service, request: ChatRequest) -> Answers:
         options = request.sampling(most, service.temperature)
         asked = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
-        raise as_api_error(error, CHAT_NAMES) from error
+        raise as_api_error(error, service.knobs | CHAT_NAMES) from error
     return Chats(service, request, asked, [])
 
 

@@ -64,7 +64,7 @@ def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
 
     Args:
         error: the error. A ValueError's message begins with the name of an argument.
-        names: what clients call the arguments that they may set, by the name in messages.
+        names: the fields of the request, by what messages call them.
     """
     if isinstance(error, ApiError):
         return error
@@ -73,9 +73,8 @@ def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
     if isinstance(error, ValueError):
         word = re.match(r"\w*", str(error))
         assert word is not None
-        param = names.get(word[0])
-        message = str(error) if param in (None, word[0]) else param + str(error)[word.end() :]
-        return ApiError(400, message, param=param, code=_code(message))
+        code = "context_length_exceeded" if "max_model_len" in str(error) else None
+        return ApiError(400, str(error), param=names.get(word[0]), code=code)
     # what is unforeseen stays in the log: it may tell of files
     return ApiError(500, "the engine has failed", code="engine_error")
 
@@ -90,7 +89,3 @@ def shown(value: Any) -> str:
     """Returns a value as messages show it: its beginning, if it is long."""
     text = repr(value[:MOST_SHOWN] if isinstance(value, str | list) else value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
-
-
-def _code(message: str) -> str | None:
-    return "context_length_exceeded" if "max_model_len" in message else None

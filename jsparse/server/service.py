@@ -170,6 +170,11 @@ class Service:
         return max(1, min(sizes.max_model_len, pool.size * sizes.page_size) - len(ids))
 
     @property
+    def knobs(self) -> dict[str, str]:
+        """Returns the field in which requests set each of the policy's hyper-parameters."""
+        return dict.fromkeys(("dense", *self.ready.engine.policy.per_row), "policy")
+
+    @property
     def temperature(self) -> float | None:
         """Returns the temperature of requests that name none; None is the model's own."""
         return None if "temperature" in self.ready.engine.params.generation_defaults else 1.0
