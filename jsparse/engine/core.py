@@ -68,10 +68,7 @@ class Served:
         # what another thread adds in the meantime is in all of it or in none
         made = [growing.output(new=new) for growing in self.growing]
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.ids,
-            made,
+            *(self.request_id, self.prompt, self.ids, made),
             max(answer.cached for answer in self.answers),
             self.metrics,
             all(answer.finish_reason is not None for answer in made),
@@ -175,7 +172,7 @@ class Engine:
         )
         knobs = tuple(sorted(set(per_request)))
         self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
-        self._log = self._begin_log(record)
+        self._log = None if record is None else self._begin_log(record)
         self.programs = Programs(
             *(params, policy, spec, self.sizes),
             knobs=knobs,
@@ -188,8 +185,7 @@ class Engine:
         self._requests: dict[str, Served] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._flying: deque[Flight] = deque()
-        self._max_waiting = max_waiting
-        self.counters = Counters()
+        self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(
             *(self.programs, policy, spec, params.config.vocab_size, knobs),
@@ -306,9 +302,7 @@ class Engine:
         self._runner.settle()
 
     def _step(self) -> list[Served]:
-        begun = self._clock()
-        plan = self.scheduler.plan()
-        planned = self._clock()
+        begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
@@ -370,9 +364,7 @@ class Engine:
         self._requests.clear()
         self._flying.clear()
 
-    def _begin_log(self, file: str | os.PathLike[str] | None) -> plan_log.PlanLog | None:
-        if file is None:
-            return None
+    def _begin_log(self, file: str | os.PathLike[str]) -> plan_log.PlanLog:
         engine = {
             "model": self.params.name,
             "policy": self.policy.name,

@@ -122,10 +122,7 @@ class Growing:
         self._layers: list[np.ndarray] = []
         self._attended = self._read = 0.0
         self._stream = TextStream(
-            tokenizer,
-            tuple(options.stop),
-            include_stop=options.include_stop_str_in_output,
-            least=options.min_tokens,
+            tokenizer, tuple(options.stop), options.include_stop_str_in_output, options.min_tokens
         )
         self._unread: list[int] = []
         self._told = 0, 0  # tokens and characters that outputs have had
@@ -210,7 +207,7 @@ def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
     return TokenResult(
         int(row[0]),
         *(float(x) for x in floats[1:4]),
-        # a copy, or a long answer would hold whole programs' results
+        # copied: a view would keep all rows' results as long as this answer
         layers=floats[4:at].reshape(2, num_layers).copy() if layer_stats else None,
         top=(row[at : at + half], floats[at + half :]) if half else None,
     )
