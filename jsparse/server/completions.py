@@ -1,6 +1,5 @@
 """Answers /v1/completions and /v1/chat/completions."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from jsparse.server.protocol import (
     ChatRequest,
     CompletionRequest,
 )
-from jsparse.server.service import Asked, Service, usage
+from jsparse.server.service import Asked, Service, all_of, usage
 from jsparse.server.sse import DONE, EventStream, event, merged, unless_gone
 
 # the fields of requests, by what the engine's errors call them
@@ -58,7 +57,7 @@ class Answers:
 
     async def whole(self) -> Response:
         """Returns all answers when they are finished."""
-        outputs = await asyncio.gather(*(each.whole() for each in self.asked))
+        outputs = await all_of([each.whole() for each in self.asked])
         choices = [
             self.choice(answer, nth)
             | {"index": self._index(nth, answer), "finish_reason": answer.finish_reason}

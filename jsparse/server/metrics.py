@@ -73,7 +73,7 @@ class Metrics:
         """Counts a request that has ended, or whose client has left."""
         times = list(served.metrics.token_times)
         for growing in served.growing:
-            answer = growing.output()
+            answer = growing.output(new=True)
             self._success.labels(self._model, answer.finish_reason or "abort").inc()
             if answer.attended_fraction is not None and answer.read_fraction is not None:
                 self._attended.observe(answer.attended_fraction)

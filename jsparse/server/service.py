@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -193,8 +193,7 @@ class Service:
             for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
         ]
         try:
-            for each in made:
-                await each.begin()
+            await all_of([each.begin() for each in made])
         except BaseException:
             for each in made:
                 await each.close()
@@ -256,6 +255,15 @@ class Asked:
                 self._begun = True
                 self._service.metrics.begun(served)
             yield served
+
+
+async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns all results; raises the first error when nothing runs any more."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # pyright: ignore[reportReturnType]
 
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:

@@ -418,13 +418,14 @@ def test_before_and_after(monkeypatch):
         assert httpx.get(f"{url}/version").status_code == 200
         got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
         assert got.status_code == 503 and "being loaded" in got.json()["error"]["message"]
-        service.begin(an_engine())
+        engine = an_engine()
+        service.begin(engine)
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
 
         def fail(*_, **__):
             raise OSError("the device is gone: /secret/path")
 
-        monkeypatch.setattr(service.engine.engine._runner, "run", fail)
+        monkeypatch.setattr(engine.engine._runner, "run", fail)
         got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
         assert got.status_code == 500 and "secret" not in got.text
         assert httpx.get(f"{url}/health").status_code == 503
