@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -56,6 +57,7 @@ def make_app(service: Service, page: Path = PAGE) -> FastAPI:
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientGone, _nobody)
+    app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(Exception, _unforeseen)
     _add_answers(app, service)
     _add_state(app, service)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import logging
 import socket
 import threading
 
@@ -353,6 +354,20 @@ def test_who_hangs_up_frees_the_slot(url, service, stream):
     before = service.engine.engine.counters.new_tokens
     assert at_rest(service)
     assert service.engine.engine.counters.new_tokens - before < 90
+
+
+def test_who_hangs_up_within_the_body_is_no_error(url, service, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    data = _post(json.dumps({"prompt": WORDS}))
+    with socket.create_connection(_address(url)) as raw:
+        raw.sendall(data[:-5])
+        wait = threading.Event()
+        for _ in range(500):
+            if service.inside:
+                break
+            wait.wait(0.01)
+    assert at_rest(service)
+    assert not caplog.records
 
 
 def test_a_slow_reader_stalls_nobody(client, url, service):
