@@ -38,7 +38,7 @@ FLOORS = (
         "conversation",
     ),
     ("above runtime", "evaluation", "train", "engine", "channel_calibration", "model_info"),
-    ("benchmark", "benchmark"),
+    ("server and benchmark", "server", "benchmark"),
     ("cli", "cli", "__main__"),
 )
 # models stand apart: of what is below they use this one module, which knows nothing of caches

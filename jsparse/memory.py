@@ -4,12 +4,16 @@ import jax
 import psutil
 
 
-def available_bytes() -> int:
-    """Returns the bytes free on the default device, or in the host's memory on a CPU."""
+def available_bytes(utilization: float = 1.0) -> int:
+    """Returns the bytes free on the default device, or in the host's memory on a CPU.
+
+    With less than full `utilization` the rest of the device's memory, or of what is free on a host,
+    is left alone.
+    """
     stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return psutil.virtual_memory().available
+        return int(utilization * stats["bytes_limit"]) - stats["bytes_in_use"]
+    return int(utilization * psutil.virtual_memory().available)
 
 
 def size(nbytes: float) -> str:

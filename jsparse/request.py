@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jsparse import prompts
@@ -256,6 +257,17 @@ def knobs(asked: Sequence[Request]) -> dict[str, Array] | None:
         else jnp.asarray(row, jnp.float32)
         for name, row in rows.items()
     } or None
+
+
+def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the hyper-parameters of `names` that a request sets, one row each; others are NaN."""
+    own = request.sampling.policy
+    return {
+        name: np.array([own.get(name, False)])
+        if name == "dense"
+        else np.array([own.get(name, np.nan)], np.float32)
+        for name in names
+    }
 
 
 def end_tokens(params: Params) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Defines `jsparse`: generate, chat, eval, info, policies, bench, calibrate-channels, train-gates.
+"""Defines the command `jsparse`: generate, chat, serve, eval, info, policies, bench and others.
 
 jax and the modules that need it are imported inside the commands, so that `--help` and errors in
 options appear at once.
@@ -17,6 +17,7 @@ from jsparse.cli.console import print_error, quiet_jax, show_renamings
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
+from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
 
 
@@ -73,6 +74,7 @@ def _options(
 for _name, _command in {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "info": info,
     "policies": policies,
     "eval": evaluate,

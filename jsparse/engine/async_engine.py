@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,24 @@ class AsyncEngine:
             EngineFull: too many requests wait.
             EngineError: the engine has failed.
         """
+        async with aclosing(self.follow(prompt, sampling_params, request_id)) as news:
+            async for served in news:
+                output = served.output()
+                if served.metrics.token_times or output.finished:
+                    yield output
+                if output.finished:
+                    return
+
+    async def follow(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Served]:
+        """Does what `generate` does, and leaves it to the caller when to ask for an output.
+
+        The request is yielded as soon as it has been taken in, and whenever there is more of it.
+        """
         params, options = self.engine.params, sampling_params or SamplingParams()
         name = f"request-{next(self._names)}" if request_id is None else request_id
         listener = _Listener(asyncio.get_running_loop())
@@ -112,16 +130,15 @@ class AsyncEngine:
                 request = replace(request, stream=next(self._streams) % 2**20)
             text = prompt if isinstance(prompt, str) else None
             self._tell(lambda: self._add(request, name, text, listener))
-            while True:
+            finished = False
+            while not finished:
                 await listener.news.wait()
                 listener.news.clear()
                 if listener.error is not None:
                     raise listener.error
                 assert listener.served is not None
-                output = listener.served.output()
-                yield output
-                if output.finished:
-                    return
+                finished = listener.served.finished
+                yield listener.served
         finally:
             with suppress(EngineError):
                 self._tell(lambda: self._leave(name, listener))
@@ -129,6 +146,11 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """Ends a request in whatever phase; its generator yields what there is and ends."""
         self._tell(lambda: self._abort(request_id))
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether requests are taken: it has neither failed nor been closed."""
+        return self.engine.error is None and not self._closing
 
     def close(self) -> None:
         """Ends all requests and the thread; whatever comes later gets an EngineError."""
@@ -190,11 +212,10 @@ class AsyncEngine:
 
     def _add(self, request: Request, name: str, text: str | None, listener: _Listener) -> None:
         try:
-            self.engine.add(request, request_id=name, prompt=text)
+            listener.served = self.engine.add(request, request_id=name, prompt=text)
         except Exception as error:
             listener.error = error
-            self._wake([listener])
-            return
+        self._wake([listener])
         if listener.aborted:
             self._abort(name)
 

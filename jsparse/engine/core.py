@@ -36,11 +36,15 @@ class EngineFull(RuntimeError):
 
 @dataclass
 class Counters:
-    """Counts prompt tokens computed, decode steps, and the rows that took part in these, summed."""
+    """Counts prompt tokens computed, decode steps, the rows in these, tokens, and host seconds."""
 
     read_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
+    new_tokens: int = 0
+    plan_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    results_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -59,15 +63,12 @@ class Served:
         """Returns whether all answers are complete."""
         return None not in (growing.finish for growing in self.growing)
 
-    def output(self) -> RequestOutput:
-        """Returns the request's answers as they are now."""
+    def output(self, *, new: bool = False) -> RequestOutput:
+        """Returns the request's answers as they are now, or what is `new` since the last output."""
         # what another thread adds in the meantime is in all of it or in none
-        made = [growing.output() for growing in self.growing]
+        made = [growing.output(new=new) for growing in self.growing]
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.ids,
-            made,
+            *(self.request_id, self.prompt, self.ids, made),
             max(answer.cached for answer in self.answers),
             self.metrics,
             all(answer.finish_reason is not None for answer in made),
@@ -171,7 +172,7 @@ class Engine:
         )
         knobs = tuple(sorted(set(per_request)))
         self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
-        self._log = self._begin_log(record)
+        self._log = None if record is None else self._begin_log(record)
         self.programs = Programs(
             *(params, policy, spec, self.sizes),
             knobs=knobs,
@@ -184,8 +185,7 @@ class Engine:
         self._requests: dict[str, Served] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._flying: deque[Flight] = deque()
-        self._max_waiting = max_waiting
-        self.counters = Counters()
+        self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(
             *(self.programs, policy, spec, params.config.vocab_size, knobs),
@@ -214,11 +214,14 @@ class Engine:
                     "engine"
                 )
         self.scheduler.require_room(len(request.ids), request.sampling.max_tokens)
-        waiting = len(self.scheduler.waiting) + request.sampling.n
-        if self._max_waiting is not None and waiting > self._max_waiting + self._free_slots:
+        n, most = request.sampling.n, self._max_waiting
+        if most is not None and n > most + self.sizes.num_slots:
+            raise ValueError(
+                f"n={n}: must be at most {most + self.sizes.num_slots}, max_waiting and the slots"
+            )
+        if most is not None and len(self.scheduler.waiting) + n > most + self._free_slots:
             raise EngineFull(
-                f"{len(self.scheduler.waiting)} requests wait: must be at most "
-                f"max_waiting={self._max_waiting}"
+                f"{len(self.scheduler.waiting)} requests wait: must be at most max_waiting={most}"
             )
 
     def add(
@@ -228,8 +231,8 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         arrived: float | None = None,
-    ) -> str:
-        """Adds a request; returns its name.
+    ) -> Served:
+        """Adds a request and returns it.
 
         Args:
             request: the request, checked by `jsparse.request.requests`.
@@ -260,7 +263,7 @@ class Engine:
         for answer, growing in zip(served.answers, served.growing, strict=True):
             self._live[answer.number] = served, answer, growing
             self.scheduler.add(answer)
-        return request_id
+        return served
 
     def abort(self, request_id: str) -> Served | None:
         """Ends a request in whatever phase; returns it, or None if it has ended already."""
@@ -299,7 +302,7 @@ class Engine:
         self._runner.settle()
 
     def _step(self) -> list[Served]:
-        plan = self.scheduler.plan()
+        begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             if self._log is not None:
                 self._log.planned(plan)
@@ -311,6 +314,7 @@ class Engine:
             self.counters.decode_steps += plan.steps
             self.counters.row_steps += sum(row.steps for row in plan.rows)
             self._flying += self._runner.run(plan)
+        dispatched = self._clock()
         heard: dict[int, Served] = {}
         lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
         while self._flying and (
@@ -318,6 +322,9 @@ class Engine:
         ):
             for served in self._take(self._flying.popleft()):
                 heard[id(served)] = served
+        self.counters.plan_seconds += planned - begun
+        self.counters.dispatch_seconds += dispatched - planned
+        self.counters.results_seconds += self._clock() - dispatched
         return list(heard.values())
 
     def _take(self, flight: Flight) -> list[Served]:
@@ -331,6 +338,7 @@ class Engine:
                 if growing.finish is None:
                     growing.take(unpack(packed[nth, row], self.spec.num_layers, self._layer_stats))
                     served.metrics.token_times.append(now)
+                    self.counters.new_tokens += 1
             heard.append(served)
             if growing.finish is not None:
                 self.scheduler.stop(answer)
@@ -356,9 +364,7 @@ class Engine:
         self._requests.clear()
         self._flying.clear()
 
-    def _begin_log(self, file: str | os.PathLike[str] | None) -> plan_log.PlanLog | None:
-        if file is None:
-            return None
+    def _begin_log(self, file: str | os.PathLike[str]) -> plan_log.PlanLog:
         engine = {
             "model": self.params.name,
             "policy": self.policy.name,

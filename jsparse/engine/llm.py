@@ -1,10 +1,7 @@
 """Defines LLM: prompts in, answers out, as many at a time as there is room for."""
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jsparse import prompts as prompt_ids
@@ -13,6 +10,7 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, load
 from jsparse.policy import Policy
 from jsparse.request import Request, SamplingParams, requests
+from jsparse.runtime.interrupts import interrupts_wait
 
 
 class LLM:
@@ -127,9 +125,10 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for request, text in zip(asked, texts, strict=True):
-                names.append(engine.add(request, prompt=text))
+                names.append(engine.add(request, prompt=text).request_id)
             while len(done) < len(names):
-                with _interrupts_wait():
+                # an interrupt within a step would part a plan from what it dispatches
+                with interrupts_wait():
                     news = engine.step()
                 for served in news:
                     if served.finished and served.request_id in names:
@@ -143,19 +142,3 @@ class LLM:
             if engine.error is None:
                 engine.settle()
         return [done[name] for name in names]
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Holds Ctrl-C back until the end: in a step it would part a plan from what it dispatches."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])

@@ -122,12 +122,10 @@ class Growing:
         self._layers: list[np.ndarray] = []
         self._attended = self._read = 0.0
         self._stream = TextStream(
-            tokenizer,
-            tuple(options.stop),
-            include_stop=options.include_stop_str_in_output,
-            least=options.min_tokens,
+            tokenizer, tuple(options.stop), options.include_stop_str_in_output, options.min_tokens
         )
         self._unread: list[int] = []
+        self._told = 0, 0  # tokens and characters that outputs have had
         self._lock = threading.Lock()
 
     def take(self, result: TokenResult) -> None:
@@ -165,22 +163,32 @@ class Growing:
         with self._lock:
             self.finish = self.finish or reason
 
-    def output(self) -> CompletionOutput:
-        """Returns the answer as it is now; while it grows, the text that is certain."""
+    @property
+    def layers(self) -> np.ndarray | None:
+        """Returns the newest decode step's shares attended and read in each layer, if kept."""
+        return self._layers[-1] if self._layers else None
+
+    def output(self, *, new: bool = False) -> CompletionOutput:
+        """Returns the answer as it is now; while it grows, the text that is certain.
+
+        With `new`, its tokens and text are those that no output has had.
+        """
         with self._lock:
             self._advance()
-            steps = len(self.token_ids) - 1
-            asked = self.request.sampling.logprobs
+            steps, text = len(self.token_ids) - 1, self._stream.shown
+            asked, (token, char) = self.request.sampling.logprobs, self._told if new else (0, 0)
+            self._told = len(self.token_ids), len(text)
+            layers = self._layers[max(0, token - 1) :]
             return CompletionOutput(
                 index=self.index,
-                text=self._stream.shown,
-                token_ids=list(self.token_ids),
-                logprobs=None if asked is None else list(self.logprobs),
-                top_logprobs=list(self._top) if asked else None,
+                text=text[char:],
+                token_ids=self.token_ids[token:],
+                logprobs=None if asked is None else self.logprobs[token:],
+                top_logprobs=self._top[token:] if asked else None,
                 finish_reason=self.finish,
                 attended_fraction=self._attended / steps if steps > 0 else None,
                 read_fraction=self._read / steps if steps > 0 else None,
-                layer_stats=np.stack(self._layers) if self._layers else None,
+                layer_stats=np.stack(layers) if layers else None,
             )
 
     def _advance(self) -> None:
@@ -199,6 +207,7 @@ def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
     return TokenResult(
         int(row[0]),
         *(float(x) for x in floats[1:4]),
-        layers=floats[4:at].reshape(2, num_layers) if layer_stats else None,
+        # copied: a view would keep all rows' results as long as this answer
+        layers=floats[4:at].reshape(2, num_layers).copy() if layer_stats else None,
         top=(row[at : at + half], floats[at + half :]) if half else None,
     )

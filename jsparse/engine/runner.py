@@ -12,7 +12,7 @@ from jsparse.engine.programs import CHOICES, Choice, Programs
 from jsparse.engine.scheduler import Chunk, Decode, Plan
 from jsparse.engine.slots import Reading, Slots
 from jsparse.policy import Policy
-from jsparse.request import OFF, Request, SamplingParams
+from jsparse.request import OFF, Request, SamplingParams, knob_row
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.sampling import RowSampling, row_sampling
 
@@ -132,14 +132,3 @@ class Runner:
 def neutral() -> Request:
     """Returns a request that takes the likeliest token."""
     return Request([], SamplingParams(**OFF), frozenset(), 0)
-
-
-def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns the hyper-parameters of `names` that a request sets, one row each; others are NaN."""
-    own = request.sampling.policy
-    return {
-        name: np.array([own.get(name, False)])
-        if name == "dense"
-        else np.array([own.get(name, np.nan)], np.float32)
-        for name in names
-    }

@@ -149,7 +149,7 @@ def _num_groups(
     few, more = 64, 128
     per_group = (needs(more) - needs(few)) / (more - few)
     rows = needs(few) - few * per_group
-    there = _usable_bytes(memory_utilization) - rows
+    there = memory.available_bytes(memory_utilization) - rows
     most = max(0, int(there // per_group))
     if kv_cache_tokens is None:
         # no more than all slots can use: what is shared counts once
@@ -166,14 +166,6 @@ def _num_groups(
             "leaves beside the model"
         )
     return wanted
-
-
-def _usable_bytes(utilization: float) -> float:
-    """Returns the bytes that an engine may still take of the device's memory."""
-    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return utilization * stats["bytes_limit"] - stats["bytes_in_use"]
-    return utilization * memory.available_bytes()
 
 
 def _require_ladder(ladder: tuple[tuple[int, int], ...], block: int, page_size: int) -> None:

@@ -83,6 +83,35 @@ def test_text_grows_and_the_last_output_is_finished(engine):
     assert at_rest(engine)
 
 
+def test_what_is_new_adds_up(engine):
+    asked = options(12, logprobs=2, n=2, temperature=1.0, seed=4)
+
+    async def run():
+        texts, ids, logprobs, tops = ["", ""], [[], []], [[], []], [[], []]
+        news = engine.follow("w3 w14", asked)
+        first = await anext(news)
+        assert not first.metrics.token_times  # it is told that it has been taken in
+        async for served in news:
+            for nth, answer in enumerate(served.output(new=True).outputs):
+                texts[nth] += answer.text
+                ids[nth] += answer.token_ids
+                logprobs[nth] += answer.logprobs
+                tops[nth] += answer.top_logprobs
+        whole = served.output()
+        return list(zip(texts, ids, logprobs, tops, strict=True)), whole
+
+    parts, whole = asyncio.run(run())
+    assert parts == result(whole) == result(asyncio.run(last(engine, "w3 w14", asked)))
+    assert at_rest(engine)
+
+
+def test_more_answers_than_could_ever_wait_are_refused():
+    engine = an_engine(max_waiting=1)
+    with pytest.raises(ValueError, match="n=6: must be at most 5, max_waiting and the slots"):
+        asyncio.run(last(engine, PROMPTS[0], options(2, n=6, temperature=1.0)))
+    engine.close()
+
+
 def test_stop_strings_end_answers(engine):
     ids = asyncio.run(last(engine, PROMPTS[0], options(10))).outputs[0].token_ids
     stop = f"w{ids[3]}"

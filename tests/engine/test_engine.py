@@ -269,7 +269,7 @@ def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
         layer_stats=True,
     )
     outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
-    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3)))
+    gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
     llm.engine.step()
     llm.engine.abort(gone)
     while not llm.engine.idle:

@@ -1,0 +1,113 @@
+"""Defines the command `jsparse serve`."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+
+if TYPE_CHECKING:
+    from jsparse.engine.async_engine import AsyncEngine
+
+
+def serve(
+    model: Annotated[str, Argument(help=MODEL_HELP)],
+    policy: Annotated[
+        str, Option(help="Policy that chooses the tokens each step reads (see `jsparse policies`).")
+    ] = "dense",
+    host: Annotated[str, Option(help="Address to listen at; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen at; 0 is any that is free.")] = 8000,
+    max_model_len: Annotated[
+        int | None,
+        Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(help="Share of the memory that model, K and V and the policy's state may take."),
+    ] = 0.9,
+    enable_prefix_caching: Annotated[
+        bool, Option(help="Whether requests share what others have read of the same prompt.")
+    ] = True,
+    api_key: Annotated[
+        str | None,
+        Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, Option(help="Name of the model for clients; the default is MODEL.")
+    ] = None,
+    max_waiting: Annotated[
+        int, Option(help="Most requests that wait; one more is refused with 429.")
+    ] = 1024,
+    per_request: Annotated[
+        list[str] | None,
+        Option(
+            help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
+            "Repeatable."
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="Random seed of requests that name none.")] = 0,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Requests join and leave one running batch. SIGTERM finishes those that have begun.
+
+    Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
+    """
+    try:
+        from jsparse.server import run
+        from jsparse.server.service import Options
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("jsparse"):
+            raise
+        raise ValueError(
+            f"jsparse serve needs the package {error.name}: pip install 'jsparse[server]'"
+        ) from None
+    from jsparse.policies.own_code import resolve
+
+    _require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
+    _require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
+    _require("--seed", seed, 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+    # the key stays out of the message
+    if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
+        raise ValueError("--api-key: must be one or more visible ASCII characters")
+    chosen = resolve(policy)
+    listening = run.listen(host, port)
+    address, at = listening.getsockname()[:2]
+
+    def make_engine() -> "AsyncEngine":
+        from jsparse.engine.async_engine import AsyncEngine
+        from jsparse.models.checkpoint import load
+
+        return AsyncEngine(
+            load(model, dtype=dtype, revision=revision),
+            chosen,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            max_waiting=max_waiting,
+            per_request=tuple(per_request or ()),
+            layer_stats=True,
+            prepare=True,
+            seed=seed,
+        )
+
+    def on_ready(engine: "AsyncEngine") -> None:
+        where = f"[{address}]" if ":" in address else address
+        name, run_by = options.name, engine.engine.policy.name
+        print(f"jsparse serves {name} with {run_by} at http://{where}:{at}", flush=True)
+
+    options = Options(served_model_name or model, api_key, max_waiting)
+    run.serve(options, make_engine, listening, on_ready=on_ready)
+
+
+def _require(option: str, value: int, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{option} {value}: must be {rule}")

@@ -1,0 +1,213 @@
+"""Answers /v1/completions and /v1/chat/completions."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.server.errors import as_api_error, json_response
+from jsparse.server.protocol import (
+    SAME,
+    ChatRequest,
+    CompletionRequest,
+)
+from jsparse.server.service import Asked, Service, all_of, usage
+from jsparse.server.sse import DONE, EventStream, event, merged, unless_gone
+
+# the fields of requests, by what the engine's errors call them
+NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
+COMPLETION_NAMES = NAMES | {"prompt": "prompt", "text": "prompt", "logprobs": "logprobs"}
+CHAT_NAMES = NAMES | {
+    word: "messages" for word in ("prompt", "messages", "message", "chat_template", "text")
+}
+
+
+@dataclass
+class Answers:
+    """Shows the answers to a request's prompts as clients expect them.
+
+    Subclasses say how a choice looks.
+
+    Attributes:
+        service: the server.
+        request: what was asked.
+        asked: the prompts, in the engine.
+        texts: the prompts' texts, to be echoed.
+    """
+
+    service: Service
+    request: Any
+    asked: list[Asked]
+    texts: list[str]
+
+    whole_kind = piece_kind = ""
+
+    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
+        """Returns a whole answer."""
+        raise NotImplementedError
+
+    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
+        """Returns what is new of an answer of which `shown` characters are known, or None."""
+        raise NotImplementedError
+
+    async def whole(self) -> Response:
+        """Returns all answers when they are finished."""
+        outputs = await all_of([each.whole() for each in self.asked])
+        choices = [
+            self.choice(answer, nth)
+            | {"index": self._index(nth, answer), "finish_reason": answer.finish_reason}
+            for nth, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        new = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        body = self._frame(self.whole_kind, choices) | {"usage": usage(outputs, new)}
+        return json_response(body)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yields the answers piece by piece."""
+        last: dict[int, RequestOutput] = {}
+        shown: dict[int, int] = {}
+        new = 0
+        extra = {"usage": None} if self.request.with_usage else {}
+        async with aclosing(merged([each.deltas() for each in self.asked])) as deltas:
+            async for nth, output in deltas:
+                last[nth] = output
+                choices = []
+                for answer in output.outputs:
+                    new += len(answer.token_ids)
+                    index = self._index(nth, answer)
+                    if not self._tells(answer, first=index not in shown):
+                        continue
+                    choices.append(
+                        self.piece(answer, nth, shown.get(index))
+                        | {"index": index, "finish_reason": answer.finish_reason}
+                    )
+                    shown[index] = shown.get(index, 0) + len(answer.text)
+                if choices:
+                    yield event(self._frame(self.piece_kind, choices) | extra)
+        if self.request.with_usage:
+            total = usage([last[nth] for nth in sorted(last)], new)
+            yield event(self._frame(self.piece_kind, []) | {"usage": total})
+        yield DONE
+
+    async def close(self) -> None:
+        """Leaves the engine."""
+        for each in self.asked:
+            await each.close()
+
+    def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
+        """Returns whether a piece is worth sending: an answer that ended before tells nothing."""
+        return bool(
+            answer.text or (answer.token_ids and (answer.logprobs or answer.finish_reason or first))
+        )
+
+    def _index(self, prompt: int, answer: CompletionOutput) -> int:
+        return prompt * self.request.n + answer.index
+
+    def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.asked[0].name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.service.options.name,
+            "choices": choices,
+        }
+
+
+class Completions(Answers):
+    """Shows answers as /v1/completions does."""
+
+    whole_kind = piece_kind = "text_completion"
+
+    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
+        return self.piece(answer, prompt, None)
+
+    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
+        echoed = self.texts[prompt] if self.request.echo and shown is None else ""
+        logprobs = None
+        if answer.logprobs is not None:
+            logprobs = self.service.texts.completion_logprobs(answer, shown or 0)
+        return {"text": echoed + answer.text, "logprobs": logprobs}
+
+
+class Chats(Answers):
+    """Shows answers as /v1/chat/completions does."""
+
+    whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(answer)}
+
+    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
+        delta = {"role": "assistant"} if shown is None else {}
+        return {"delta": delta | {"content": answer.text}, "logprobs": self._logprobs(answer)}
+
+    def _logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:
+        if answer.logprobs is None:
+            return None
+        return self.service.texts.chat_logprobs(answer)
+
+
+async def complete(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/completions."""
+    with service.arriving():
+        request = await service.body(CompletionRequest, http)
+        answers = await unless_gone(http.receive, _complete(service, request))
+    return await _answered(answers, http)
+
+
+async def chat(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/chat/completions."""
+    with service.arriving():
+        request = await service.body(ChatRequest, http)
+        answers = await unless_gone(http.receive, _chat(service, request))
+    return await _answered(answers, http)
+
+
+async def _complete(service: Service, request: CompletionRequest) -> Answers:
+    try:
+        rows = await service.encode(request.prompt)
+        one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+        given = [request.prompt] if one else request.prompt
+        texts = []
+        if request.echo:
+            texts = await service.texts.encode(_echoed, service, given)
+        options = request.sampling(request.most, service.temperature)
+        asked = await service.ask("cmpl", rows, [options] * len(rows))
+    except Exception as error:
+        raise as_api_error(error, service.knobs | COMPLETION_NAMES) from error
+    return Completions(service, request, asked, texts)
+
+
+async def _chat(service: Service, request: ChatRequest) -> Answers:
+    try:
+        rows = await service.encode(request.chat)
+        most = request.most or service.room(rows[0])
+        options = request.sampling(most, service.temperature)
+        asked = await service.ask("chatcmpl", rows, [options])
+    except Exception as error:
+        raise as_api_error(error, service.knobs | CHAT_NAMES) from error
+    return Chats(service, request, asked, [])
+
+
+async def _answered(answers: Answers, http: HttpRequest) -> Response:
+    if answers.request.stream:
+        return EventStream(answers.events(), answers.close)
+    try:
+        return await unless_gone(http.receive, answers.whole())
+    finally:
+        await answers.close()
+
+
+def _echoed(service: Service, prompts: Sequence[Any]) -> list[str]:
+    tokenizer = service.texts.tokenizer
+    return [
+        prompt if isinstance(prompt, str) else tokenizer.decode(prompt) if tokenizer else ""
+        for prompt in prompts
+    ]

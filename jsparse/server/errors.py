@@ -1,0 +1,91 @@
+"""Defines ApiError, and how errors look to clients: in OpenAI's shape."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from jsparse.engine.core import EngineFull
+
+MOST_SHOWN = 80
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """Is answered with its status and message.
+
+    Attributes:
+        status: the HTTP status.
+        message: what is wrong, with the argument's name, its value and the rule.
+        param: the argument's name, or None.
+        code: a word for programs, or None.
+        headers: further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Returns the error as clients see it."""
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = KINDS.get(self.status, other)
+        shown = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": shown}
+
+    @property
+    def response(self) -> Response:
+        """Returns the answer."""
+        return json_response(self.body, self.status, self.headers)
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns an answer of JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+def as_api_error(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Returns the answer to what the engine raised.
+
+    Args:
+        error: the error. A ValueError's message begins with the name of an argument.
+        names: the fields of the request, by what messages call them.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineFull):
+        return full(str(error))
+    if isinstance(error, ValueError):
+        word = re.match(r"\w*", str(error))
+        assert word is not None
+        code = "context_length_exceeded" if "max_model_len" in str(error) else None
+        return ApiError(400, str(error), param=names.get(word[0]), code=code)
+    # what is unforeseen stays in the log: it may tell of files
+    return ApiError(500, "the engine has failed", code="engine_error")
+
+
+def full(message: str) -> ApiError:
+    """Returns the refusal of a request that would have to wait too long."""
+    wait = {"Retry-After": str(RETRY_SECONDS)}
+    return ApiError(429, message, code="too_many_requests", headers=wait)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as messages show it: its beginning, if it is long."""
+    text = repr(value[:MOST_SHOWN] if isinstance(value, str | list) else value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

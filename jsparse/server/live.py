@@ -1,0 +1,101 @@
+"""Makes what /live shows: who runs, how fast, and what the policy attends to."""
+
+import time
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from jsparse.server.metrics import kv_cache_usage
+from jsparse.server.service import Asked, Service
+
+INTERVAL = 0.5
+# speed is that of the last so many seconds
+SPEED_SECONDS = 4
+# bytes per second of the devices' memory, as NVIDIA's data sheets have them
+BANDWIDTH = {
+    "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA L4": 0.3e12,
+    "NVIDIA L40S": 0.864e12,
+}
+
+
+class Live:
+    """Shows a service as it is now."""
+
+    def __init__(self, service: Service) -> None:
+        """Prepares to look at a service that is ready."""
+        self._service, self._engine = service, service.ready.engine
+        leaves = jax.tree.leaves(self._engine.params.weights)
+        self._weight_bytes = sum(leaf.nbytes for leaf in leaves)
+        spec = self._engine.spec
+        per_head = 2 * spec.num_layers * spec.head_dim * np.dtype(spec.dtype).itemsize
+        self._token_bytes = per_head * spec.num_kv_heads
+        self._bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def now(self) -> dict[str, Any]:
+        """Returns the picture of this moment."""
+        scheduler = self._engine.scheduler
+        decoding = list(scheduler.decoding)
+        return {
+            "running": len(scheduler.reading) + len(decoding),
+            "waiting": len(scheduler.waiting),
+            "kv_cache_usage": kv_cache_usage(self._engine),
+            "prefix_cache_hits": self._service.metrics.hit_tokens,
+            "prefix_cache_queries": self._service.metrics.query_tokens,
+            "tokens_per_second": self._speed(),
+            "dense_bound_tokens_per_second": self.dense_bound(
+                [len(answer.ids) + answer.sent for answer in decoding]
+            ),
+            "attended_by_layer": self._attended(),
+            "requests": [
+                {
+                    "id": asked.name,
+                    "phase": _phase(asked),
+                    "prompt_tokens": len(asked.served.ids),
+                    "tokens": sum(len(growing.token_ids) for growing in asked.served.growing),
+                }
+                for asked in list(self._service.live.values())
+            ],
+        }
+
+    def dense_bound(self, lengths: list[int]) -> float | None:
+        """Returns the most tokens per second that dense decoding of these rows could give.
+
+        A step reads the weights and all K and V once; None where the bandwidth is not known, or
+        nothing decodes.
+        """
+        if self._bandwidth is None or not lengths:
+            return None
+        step = self._weight_bytes + self._token_bytes * sum(lengths)
+        return len(lengths) * self._bandwidth / step
+
+    def _speed(self) -> float:
+        now, tokens = time.monotonic(), self._engine.counters.new_tokens
+        self._seen.append((now, tokens))
+        while self._seen[0][0] < now - SPEED_SECONDS:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return (tokens - before) / (now - since) if now > since else 0.0
+
+    def _attended(self) -> list[float] | None:
+        """Returns the share that the newest steps attended to in each layer, over all answers."""
+        newest = [
+            growing.layers
+            for asked in list(self._service.live.values())
+            for growing in asked.served.growing
+        ]
+        known = [layers[0] for layers in newest if layers is not None]
+        return np.mean(known, axis=0).tolist() if known else None
+
+
+def _phase(asked: Asked) -> str:
+    """Returns waiting, reading, decoding or ended: how far the last of the answers is."""
+    phases = [answer.phase for answer in asked.served.answers]
+    return min(phases, key=lambda phase: phase.value).name.lower()

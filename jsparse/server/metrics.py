@@ -1,0 +1,126 @@
+"""Collects what /metrics shows, under vLLM's names."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from jsparse.engine.core import Engine, Served
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
+
+
+class Metrics:
+    """Counts what requests got, and reads the engine's own counters when it is asked.
+
+    Attributes:
+        query_tokens: the prompt tokens looked for in the prefix cache.
+        hit_tokens: those of them that were found.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        """Prepares metrics that are all zero."""
+        self._engine, self._model = engine, model
+        self.query_tokens = self.hit_tokens = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        label = {"labelnames": ("model_name",), "registry": self._registry}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"jsparse:{name}", text, buckets=buckets, **label).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"jsparse:{name}", text, **label).labels(model)
+
+        self._prompt = counter("prompt_tokens", "Tokens of prompts whose answers have begun.")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first chunk.")
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between tokens, of requests for one answer."
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._attended = histogram(
+            "attended_fraction", "Tokens attended over positions so far, by answer.", SHARES
+        )
+        self._read = histogram(
+            "read_fraction", "Tokens read over positions so far, by answer.", SHARES
+        )
+        self._success = Counter(
+            "jsparse:request_success",
+            "Answers that have ended.",
+            labelnames=("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+
+    @property
+    def text(self) -> bytes:
+        """Returns everything in Prometheus' format."""
+        return generate_latest(self._registry)
+
+    def begun(self, served: Served) -> None:
+        """Counts a request that has its first token."""
+        metrics = served.metrics
+        self._prompt.inc(len(served.ids))
+        self.query_tokens += len(served.ids) * len(served.answers)
+        self.hit_tokens += sum(answer.cached for answer in served.answers)
+        self._ttft.observe(metrics.time_to_first_token or 0.0)
+        if metrics.scheduled is not None:
+            self._queue.observe(metrics.scheduled - metrics.arrived)
+
+    def left(self, served: Served) -> None:
+        """Counts a request that has ended, or whose client has left."""
+        times = list(served.metrics.token_times)
+        for growing in served.growing:
+            answer = growing.output(new=True)
+            self._success.labels(self._model, answer.finish_reason or "abort").inc()
+            if answer.attended_fraction is not None and answer.read_fraction is not None:
+                self._attended.observe(answer.attended_fraction)
+                self._read.observe(answer.read_fraction)
+        if served.finished and times:
+            self._e2e.observe(times[-1] - served.metrics.arrived)
+        if len(served.growing) == 1:
+            for before, after in pairwise(times):
+                self._itl.observe(after - before)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what the engine counts; the registry calls this."""
+        scheduler, counters = self._engine.scheduler, self._engine.counters
+        running = len(scheduler.reading) + len(scheduler.decoding)
+        for name, text, value in (
+            ("num_requests_running", "Answers that have a slot.", running),
+            ("num_requests_waiting", "Answers that wait for a slot.", len(scheduler.waiting)),
+            (
+                "kv_cache_usage_perc",
+                "Share of K and V in use; 1 is all.",
+                kv_cache_usage(self._engine),
+            ),
+        ):
+            gauge = GaugeMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text, value in (
+            ("prefix_cache_queries", "Tokens looked for in the prefix cache.", self.query_tokens),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
+            ("num_preemptions", "Requests thrown out: none ever is.", 0),
+            ("generation_tokens", "Tokens of answers.", counters.new_tokens),
+            ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
+            ("decode_steps", "Decode steps.", counters.decode_steps),
+            ("programs_compiled", "Programs compiled so far.", self._engine.programs.compiled),
+        ):
+            count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
+            count.add_metric([self._model], value)
+            yield count
+        host = CounterMetricFamily(
+            "jsparse:host_seconds", "Time of the engine's thread.", labels=["model_name", "part"]
+        )
+        for part in ("plan", "dispatch", "results"):
+            host.add_metric([self._model, part], getattr(counters, f"{part}_seconds"))
+        yield host
+
+
+def kv_cache_usage(engine: Engine) -> float:
+    """Returns the share of the memory for K and V that requests hold now."""
+    pool = engine.scheduler.pool
+    return 1 - pool.available / pool.size

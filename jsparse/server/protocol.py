@@ -1,0 +1,305 @@
+"""Defines what clients may send, and turns it into SamplingParams.
+
+Names are OpenAI's and, for what OpenAI lacks, vLLM's. What is unknown is refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from jsparse.request import SamplingParams
+from jsparse.server.errors import ApiError, shown
+
+# bounds on what the engine would work through for each token or each prompt
+MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS = 128, 16, 128, 1000
+
+# fields that other servers know
+REFUSED = {
+    "audio": "audio is not supported",
+    "best_of": "use n, which returns all answers",
+    "chat_template": "a template from a request is never run: the model's own is used",
+    "chat_template_kwargs": "the model's own template is used as it is",
+    "documents": "documents are not supported: write them into a message",
+    "function_call": "functions are not supported",
+    "functions": "functions are not supported",
+    "guided_json": "structured output is not supported",
+    "modalities": "answers are text alone",
+    "parallel_tool_calls": "tools are not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "response_format": "structured output is not supported",
+    "suffix": "text is continued, never filled in",
+    "tool_choice": "tools are not supported",
+    "tools": "tools are not supported",
+}
+ROLES = ("system", "user", "assistant")
+# SamplingParams' fields that requests set under the same name
+SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "n",
+    "seed",
+    "stop",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "policy",
+)
+
+
+def _prompt(given: Any) -> Any:
+    """Checks that a prompt is text, ids, or a list of either."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise ValueError("must be text, token ids, or a list of either")
+    kinds = {type(each) for each in given}
+    if kinds == {int}:
+        return given
+    if len(given) > MOST_PROMPTS:
+        raise ValueError(f"must hold at most {MOST_PROMPTS} prompts")
+    rows = [row for row in given if isinstance(row, list)]
+    if kinds != {str} and (kinds != {list} or {type(i) for row in rows for i in row} - {int}):
+        raise ValueError("must be text, token ids, or a list of either")
+    return given
+
+
+def _content(given: Any) -> Any:
+    """Returns a message's text, which may come in parts."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise ValueError("must be text, or a list of parts of type text")
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if (
+            kind != "text"
+            or not isinstance(part.get("text"), str)
+            or part.keys() - {"type", "text"}
+        ):
+            raise ValueError(
+                f"has a part of type {shown(kind)}: must be parts with type 'text' and a text; "
+                "images and audio are not supported"
+            )
+    return "".join(part["text"] for part in given)
+
+
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_PROMPT_SCHEMA = {
+    "anyOf": [{"type": "string"}, _IDS, _TEXTS, {"type": "array", "items": _IDS}],
+}
+Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+Content = Annotated[
+    str,
+    BeforeValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARS)]],
+    Field(max_length=MOST_STOPS),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]}),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class StreamOptions(_Body):
+    """Says what a stream holds beside the answers."""
+
+    include_usage: bool = False
+
+
+class _Sampled(_Body):
+    """Holds what both kinds of requests have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    n: int = 1
+    seed: int | None = None
+    stop: Stops = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_IDS)
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    policy: dict[str, bool | float] = Field(default_factory=dict)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def likely(self) -> int | None:
+        """Returns the number of likely tokens to report, or None."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> int | None:
+        """Returns the most tokens of an answer; None is as many as there is room for."""
+        raise NotImplementedError
+
+    def sampling(self, max_tokens: int, temperature: float | None) -> SamplingParams:
+        """Returns the options; `temperature` is the default."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in SAME}
+        if given["temperature"] is None:
+            given["temperature"] = temperature
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.likely)
+
+    @property
+    def with_usage(self) -> bool:
+        """Returns whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(_Sampled):
+    """Asks to continue prompts."""
+
+    prompt: Prompt
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def likely(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def most(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo=True: must be false where logprobs is given")
+        return self
+
+
+class Message(_Body):
+    """Holds one message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Content
+    type: Literal["text"] | None = None
+
+
+class ChatRequest(_Sampled):
+    """Asks to answer a chat."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """Returns the messages as templates take them."""
+        return chat_of(self.messages)
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs}: must have logprobs=true beside it")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """Asks for the ids of a text or a chat; exactly one of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: must be given, or else messages, but not both")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """Asks for the text of ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
+
+
+def chat_of(messages: list[Message]) -> list[dict[str, str]]:
+    """Returns messages as templates take them."""
+    return [{"role": each.role, "content": each.content} for each in messages]
+
+
+def parse[Body: _Body](kind: type[Body], data: bytes) -> Body:
+    """Returns the body of a request.
+
+    Raises:
+        ApiError: it is malformed; the message names the field, its value and the rule.
+    """
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    where, rule = _place(first["loc"]), first["msg"].removeprefix("Value error, ")
+    name = first["loc"][0] if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        rule = (
+            REFUSED.get(str(name), "unknown field") if len(first["loc"]) == 1 else "unknown field"
+        )
+        message = f"{where}: {rule}"
+    elif first["type"] == "missing":
+        message = f"{where}: must be given"
+    elif not where:  # the whole body, or a rule about several fields, which names them
+        message, word = rule, rule.split("=")[0].split(":")[0]
+        where = word if word in kind.model_fields else ""
+    else:
+        message = f"{where}={shown(first['input'])}: {rule}"
+    raise ApiError(400, message, param=where or None)
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """Returns the place of an error, such as messages[0].content."""
+    place = ""
+    for part in loc:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in ("bool", "float"):  # these are branches of a union
+            place += f".{part}" if place else part
+    return place

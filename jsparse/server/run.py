@@ -1,0 +1,124 @@
+"""Runs a server until it is told to end."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from jsparse.engine.async_engine import AsyncEngine
+from jsparse.server.app import make_app
+from jsparse.server.service import Options, Service
+
+POLL_SECONDS = 0.05
+log = logging.getLogger("jsparse.server")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens.
+
+    Raises:
+        OSError: it cannot be had; the message names host and port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"--host {host} --port {port}: {error}") from None
+
+
+def serve(
+    options: Options,
+    make_engine: Callable[[], AsyncEngine],
+    listening: socket.socket,
+    *,
+    on_ready: Callable[[AsyncEngine], None] = lambda engine: None,
+) -> None:
+    """Answers requests until SIGTERM or SIGINT; those that have begun are finished then.
+
+    /health tells meanwhile: the server listens before its model is loaded.
+
+    Args:
+        options: the server's options.
+        make_engine: loads the model and prepares the engine; runs in a thread.
+        listening: the socket, from `listen`.
+        on_ready: called when requests are answered.
+
+    Raises:
+        ValueError, OSError: what `make_engine` raised.
+    """
+    service = Service(options)
+    config = uvicorn.Config(
+        make_app(service), log_level="warning", timeout_keep_alive=65, server_header=False
+    )
+    server = _Server(config, service)
+    try:
+        asyncio.run(_run(server, service, make_engine, listening, on_ready))
+        if service.engine is None and server.failed is None:
+            os._exit(0)  # a thread loads the model, and nothing can stop it
+    finally:
+        service.close()
+    if server.failed is not None:
+        raise server.failed
+
+
+class _Server(uvicorn.Server):
+    """Finishes requests at the first signal, and ends at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self.failed: BaseException | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, between any two instructions."""
+        if self._service.draining:
+            self.should_exit = self.force_exit = True
+        self._service.draining = True
+
+
+async def _run(
+    server: _Server,
+    service: Service,
+    make_engine: Callable[[], AsyncEngine],
+    listening: socket.socket,
+    on_ready: Callable[[AsyncEngine], None],
+) -> None:
+    loading = threading.Thread(
+        target=_load,
+        args=(server, service, make_engine, on_ready, asyncio.get_running_loop()),
+        daemon=True,
+    )
+    loading.start()
+    ending = asyncio.create_task(_end_when_drained(server, service))
+    await server.serve([listening])
+    ending.cancel()
+
+
+def _load(
+    server: _Server,
+    service: Service,
+    make_engine: Callable[[], AsyncEngine],
+    on_ready: Callable[[AsyncEngine], None],
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """Runs in a thread."""
+
+    def ready(engine: AsyncEngine) -> None:
+        service.begin(engine)
+        on_ready(engine)
+
+    try:
+        loop.call_soon_threadsafe(ready, make_engine())
+    except BaseException as error:
+        server.failed, server.should_exit = error, True
+
+
+async def _end_when_drained(server: _Server, service: Service) -> None:
+    while not (service.draining and service.inside == 0):
+        await asyncio.sleep(POLL_SECONDS)
+    server.should_exit = True

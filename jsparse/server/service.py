@@ -1,0 +1,292 @@
+"""Defines Service, what a server holds, and Asked, one prompt on its way through the engine."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from jsparse import prompts
+from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
+from jsparse.engine.core import Served
+from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.request import SamplingParams
+from jsparse.server.errors import ApiError, full
+from jsparse.server.metrics import Metrics
+from jsparse.server.protocol import _Body, parse
+from jsparse.server.text import Texts
+
+# a body may have this many bytes per token that a prompt can have, and at least LEAST_BODY
+BYTES_PER_TOKEN, LEAST_BODY = 32, 2**20
+# larger bodies are parsed in a thread
+PARSED_AT_ONCE = 2**16
+BODY_SECONDS = 60
+
+
+@dataclass
+class Options:
+    """Holds the options of a server that are not the engine's.
+
+    Attributes:
+        name: what clients call the model.
+        api_key: the key that clients must send, or None.
+        max_waiting: the most requests that may wait.
+        max_body_bytes: the most bytes of a request's body; None is 32 for each token that a prompt
+            can have, and at least 1 MiB.
+    """
+
+    name: str
+    api_key: str | None = None
+    max_waiting: int = MAX_WAITING
+    max_body_bytes: int | None = None
+
+
+class Service:
+    """Holds the engine, once it is ready, and the requests that it works on.
+
+    Attributes:
+        options: the options.
+        engine: the engine; None while it is being prepared.
+        draining: whether no new requests are taken.
+        live: the prompts that the engine works on.
+        created: when the server began, in seconds since 1970.
+        inside: the number of HTTP requests that are being answered.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Prepares a service without an engine."""
+        self.options, self.draining = options, False
+        self.engine: AsyncEngine | None = None
+        self.live: dict[str, Asked] = {}
+        self.created = int(time.time())
+        self.inside = self._arriving = 0
+
+    def begin(self, engine: AsyncEngine) -> None:
+        """Takes in the engine: from now on requests are answered."""
+        self.texts = Texts(engine.engine.params.tokenizer)
+        self.metrics = Metrics(engine.engine, self.options.name)
+        self.engine = engine
+
+    def close(self) -> None:
+        """Ends the engine and all threads."""
+        if self.engine is not None:
+            self.engine.close()
+            self.texts.close()
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Returns why no request can be answered, or None."""
+        if self.engine is None:
+            return "the model is being loaded"
+        if not self.engine.alive:
+            return "the engine has failed"
+        return "the server is shutting down" if self.draining else None
+
+    @property
+    def ready(self) -> AsyncEngine:
+        """Returns the engine; raises ApiError if no request can be answered."""
+        if (reason := self.unhealthy) is not None:
+            raise ApiError(503, reason, code="unavailable")
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Returns whether the model takes chats."""
+        tokenizer = self.ready.engine.params.tokenizer
+        return tokenizer is not None and tokenizer.chat_template is not None
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Returns the most bytes of a request's body."""
+        most = self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN
+        return self.options.max_body_bytes or max(LEAST_BODY, most)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Counts a request until the engine has it: bodies and their tokens take memory, too.
+
+        Raises:
+            ApiError: as many arrive as may wait.
+        """
+        most = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
+        if self._arriving >= most:
+            raise full(f"{self._arriving} requests arrive: must be at most {most}")
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+
+    async def body[Body: _Body](self, kind: type[Body], request: HttpRequest) -> Body:
+        """Reads and checks the body of a request.
+
+        Raises:
+            ApiError: it is too large, too slow, malformed, or names another model.
+        """
+        most = self.max_body_bytes
+        sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if sort != "application/json":
+            # a foreign page in a browser cannot send this type without asking, which is refused
+            raise ApiError(415, f"Content-Type={sort!r}: must be 'application/json'")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                if int(request.headers.get("content-length") or 0) > most:
+                    raise _too_large(most)
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > most:
+                        raise _too_large(most)
+        except TimeoutError:
+            message = f"the body took over {BODY_SECONDS} s: must come sooner"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
+        if len(data) > PARSED_AT_ONCE:
+            asked = await self.texts.encode(parse, kind, bytes(data))
+        else:
+            asked = parse(kind, bytes(data))
+        name = getattr(asked, "model", None)
+        if name not in (None, self.options.name):
+            raise ApiError(
+                404,
+                f"model={name!r}: must be {self.options.name!r}, which this server has",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def encode(self, prompt: Any) -> list[list[int]]:
+        """Returns the ids of each prompt: text, messages, ids, or a list of any of these."""
+        rows, _ = await self.texts.encode(prompts.encode, self.ready.engine.params, prompt)
+        return rows
+
+    def room(self, ids: Sequence[int]) -> int:
+        """Returns the most tokens that an answer to this prompt can have, and at least 1."""
+        sizes, pool = self.ready.engine.sizes, self.ready.engine.scheduler.pool
+        return max(1, min(sizes.max_model_len, pool.size * sizes.page_size) - len(ids))
+
+    @property
+    def knobs(self) -> dict[str, str]:
+        """Returns the field in which requests set each of the policy's hyper-parameters."""
+        return dict.fromkeys(("dense", *self.ready.engine.policy.per_row), "policy")
+
+    @property
+    def temperature(self) -> float | None:
+        """Returns the temperature of requests that name none; None is the model's own."""
+        return None if "temperature" in self.ready.engine.params.generation_defaults else 1.0
+
+    async def ask(
+        self, kind: str, rows: Sequence[list[int]], options: Sequence[SamplingParams]
+    ) -> "list[Asked]":
+        """Hands prompts to the engine; returns when it has all of them.
+
+        Raises:
+            ValueError, EngineFull, EngineError: one was refused; none is worked on then.
+        """
+        name = f"{kind}-{secrets.token_hex(12)}"
+        made = [
+            Asked(self, f"{name}-{nth}" if nth else name, ids, own)
+            for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
+        ]
+        try:
+            await all_of([each.begin() for each in made])
+        except BaseException:
+            for each in made:
+                await each.close()
+            raise
+        return made
+
+
+class Asked:
+    """Holds one prompt that the engine works on, until it is closed.
+
+    Attributes:
+        name: the request's name.
+        served: what the engine knows of it.
+    """
+
+    served: Served
+
+    def __init__(
+        self, service: Service, name: str, ids: list[int], options: SamplingParams
+    ) -> None:
+        """Prepares to ask the engine."""
+        self._service, self.name = service, name
+        self._news = service.ready.follow(ids, options, name)
+        self._begun = False
+
+    async def begin(self) -> None:
+        """Hands the prompt to the engine; returns when it has it, or raises why it refuses."""
+        self.served = await anext(self._news)
+        self._service.live[self.name] = self
+
+    async def deltas(self) -> AsyncGenerator[RequestOutput]:
+        """Yields what is new, whenever there is; the last output is `finished`."""
+        async for served in self._followed():
+            output = await self._service.texts.output(served, new=True)
+            if output.finished or any(answer.token_ids for answer in output.outputs):
+                yield output
+            if output.finished:
+                return
+
+    async def whole(self) -> RequestOutput:
+        """Returns the output when it is finished."""
+        async for served in self._followed():
+            if served.finished:
+                break
+        return await self._service.texts.output(self.served, new=False)
+
+    async def close(self) -> None:
+        """Leaves the engine, which drops what it has not finished."""
+        if self._service.live.pop(self.name, None) is not None:
+            self._service.metrics.left(self.served)
+        await self._news.aclose()
+
+    async def _followed(self) -> AsyncGenerator[Served]:
+        if self.served.finished:
+            yield self.served
+            return
+        async for served in self._news:
+            if served.metrics.token_times and not self._begun:
+                self._begun = True
+                self._service.metrics.begun(served)
+            yield served
+
+
+async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns all results; raises the first error when nothing runs any more."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # pyright: ignore[reportReturnType]
+
+
+def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
+    """Returns what requests took, by the last output of each and the number of new tokens."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    answers = [answer for output in outputs for answer in output.outputs]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt + new_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs)
+        },
+        "jsparse": {"attended": _mean(answers, "attended"), "read": _mean(answers, "read")},
+    }
+
+
+def _mean(answers: Sequence[CompletionOutput], share: str) -> float | None:
+    known = [getattr(answer, f"{share}_fraction") for answer in answers]
+    known = [value for value in known if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body is too large: must have at most {most} bytes"
+    return ApiError(413, message, headers={"Connection": "close"})

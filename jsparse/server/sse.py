@@ -1,0 +1,129 @@
+"""Sends server-sent events, and notices clients that hang up."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from jsparse.server.errors import ApiError, as_api_error
+
+DONE = b"data: [DONE]\n\n"
+log = logging.getLogger("jsparse.server")
+
+
+class ClientGone(Exception):
+    """Says that the client has hung up: nobody waits for an answer."""
+
+
+def event(body: Any) -> bytes:
+    """Returns an event of JSON."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+async def unless_gone[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what the work returns; cancels it when the client hangs up.
+
+    Raises:
+        ClientGone: the client has hung up.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they are made, no faster than the client reads."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Prepares the answer.
+
+        Args:
+            events: makes the events; closed at the end.
+            close: frees what they are made of, whether or not any was sent.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await unless_gone(receive, self._send(send))
+        except ClientGone:
+            pass
+        finally:
+            if self._close is not None:
+                await self._close()
+
+    async def _send(self, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        async with aclosing(self._events) as events:
+            try:
+                async for piece in events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except Exception as error:
+                # the status has been sent: only an event can tell
+                if not isinstance(error, ApiError):
+                    log.error("a stream has failed: %r", error)
+                told = event(as_api_error(error, {}).body)
+                await send({"type": "http.response.body", "body": told, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merged[Item](streams: list[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
+    """Yields the items of all streams as they come, with the number of their stream."""
+    queue: asyncio.Queue[tuple[int, Item | None, BaseException | None]] = asyncio.Queue(1)
+
+    async def pump(nth: int, stream: AsyncGenerator[Item]) -> None:
+        error = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put((nth, item, None))
+        except Exception as failed:
+            error = failed
+        await queue.put((nth, None, error))
+
+    tasks = [asyncio.create_task(pump(nth, stream)) for nth, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            nth, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                left -= 1
+            else:
+                yield nth, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

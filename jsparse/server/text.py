@@ -1,0 +1,160 @@
+"""Turns text into ids and ids into text, in threads beside the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property, partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from jsparse.engine.core import Served
+from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.models.tokenizer import Tokenizer
+
+# a long prompt keeps a thread busy for a second; the tokenizer lets other threads run meanwhile
+ENCODERS = 2
+
+
+class Texts:
+    """Runs tokenizers in threads of their own.
+
+    Outputs are made by one thread, which takes all that have come since it last looked: under load
+    the event loop is woken once for many.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Starts the threads."""
+        self.tokenizer = tokenizer
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="jsparse-tokenise")
+        self._asked: SimpleQueue[tuple[asyncio.Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="jsparse-text", daemon=True)
+        self._thread.start()
+
+    async def encode[Result](self, function: Callable[..., Result], *given: Any) -> Result:
+        """Returns what a function that tokenises returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *given)
+
+    async def output(self, served: Served, *, new: bool) -> RequestOutput:
+        """Returns a request's output, or what is `new` in it."""
+        future = asyncio.get_running_loop().create_future()
+        self._asked.put((future, partial(served.output, new=new)))
+        return await future
+
+    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Returns a text's ids."""
+        encode = partial(self._known("prompt").encode, add_special_tokens=add_special_tokens)
+        return await self.encode(encode, text)
+
+    async def text(self, ids: list[int]) -> str:
+        """Returns the text of ids, special tokens included."""
+        decode = partial(self._known("tokens").decode, skip_special_tokens=False)
+        return await self.encode(decode, ids)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._asked.put(None)
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._thread.join()
+
+    def completion_logprobs(self, answer: CompletionOutput, offset: int) -> dict[str, Any]:
+        """Returns log-probabilities for /v1/completions; `offset` is where the text begins."""
+        assert answer.logprobs is not None
+        tokens = [self._name(token) for token in answer.token_ids]
+        offsets = []
+        for token in answer.token_ids:
+            offsets.append(offset)
+            offset += len(self._bytes(token).decode(errors="replace"))
+        top = None
+        if answer.top_logprobs is not None:
+            pairs = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True)
+            top = [
+                {self._name(own): value for own, value in ({token: logprob} | likely).items()}
+                for token, logprob, likely in pairs
+            ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": answer.logprobs,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any]:
+        """Returns log-probabilities as /v1/chat/completions shows them."""
+        assert answer.logprobs is not None
+        tops = answer.top_logprobs or [{} for _ in answer.token_ids]
+        return {
+            "content": [
+                self._token(token, logprob)
+                | {"top_logprobs": [self._token(*likely) for likely in top.items()]}
+                for token, logprob, top in zip(answer.token_ids, answer.logprobs, tops, strict=True)
+            ]
+        }
+
+    def _known(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{purpose}: needs a tokenizer, and the model has none")
+        return self.tokenizer
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token)
+        return {
+            "token": data.decode(errors="replace"),
+            "bytes": list(data),
+            "logprob": logprob,
+        }
+
+    def _name(self, token: int) -> str:
+        """Returns a token's text, or its bytes as OpenAI writes those that are no text."""
+        data = self._bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token: int) -> bytes:
+        known = self._token_bytes
+        if known is not None:
+            return known[token] if token < len(known) else b""
+        if self.tokenizer is None:
+            return f"token_id:{token}".encode()
+        return self.tokenizer.decode([token], skip_special_tokens=False).encode()
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes] | None:
+        """Returns the bytes of all tokens, where the tokenizer's spelling of them is known."""
+        with suppress(ValueError):
+            return self.tokenizer.token_bytes() if self.tokenizer else None
+        return None
+
+    def _work(self) -> None:
+        """Runs in the thread that makes outputs."""
+        _ = self._token_bytes  # takes a while, so not in the event loop
+        while (asked := self._asked.get()) is not None:
+            batch = [asked]
+            with suppress(Empty):
+                while (more := self._asked.get_nowait()) is not None:
+                    batch.append(more)
+                self._asked.put(None)
+            by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+            for future, make in batch:
+                by_loop.setdefault(future.get_loop(), []).append(_settled(future, make))
+            for loop, settled in by_loop.items():
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(_call_all, settled)
+
+
+def _settled(future: asyncio.Future, make: Callable[[], Any]) -> Callable[[], None]:
+    """Returns what gives the future its result, in the event loop."""
+    try:
+        made = make()
+    except Exception as error:
+        failed = error
+        return lambda: None if future.done() else future.set_exception(failed)
+    return lambda: None if future.done() else future.set_result(made)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -1,0 +1,96 @@
+"""Runs a server of a tiny model in a thread, for tests that talk to it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+import uvicorn
+from serving import LADDER, PAGE
+from tiny import VOCAB, tiny_params
+
+import jsparse
+from jsparse.models.checkpoint import Params
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.server.app import PAGE as FILES
+from jsparse.server.app import make_app
+from jsparse.server.run import listen
+from jsparse.server.service import Options, Service
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}w7{% endif %}"
+)
+
+
+def with_words() -> Params:
+    """The tiny model, each of whose tokens is a word, with a chat template."""
+    import dataclasses
+
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words = Tokenizer(core, chat_template=TEMPLATE)
+    return dataclasses.replace(tiny_params(num_layers=2), tokenizer=words)
+
+
+def an_engine(policy="twilight(all_pages(), p=0.9)", **options) -> jsparse.AsyncEngine:
+    """An engine of four slots over the tiny model."""
+    given = {
+        "max_num_seqs": 4,
+        "max_model_len": 96,
+        "kv_cache_tokens": 384,
+        "page_size": PAGE,
+        "ladder": LADDER,
+        "prepare": False,
+        "per_request": ("dense", "p"),
+        "layer_stats": True,
+        "max_waiting": 200,
+    }
+    return jsparse.AsyncEngine(with_words(), policy, **given | options)
+
+
+@contextmanager
+def serving(
+    service: Service, engine: jsparse.AsyncEngine | None, page: Path = FILES
+) -> Iterator[str]:
+    """Serves on any port of loopback; yields the address."""
+    if engine is not None:
+        service.begin(engine)
+    listening = listen("127.0.0.1", 0)
+    config = uvicorn.Config(make_app(service, page), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+
+
+def a_service(**options) -> Service:
+    """A service of the model called tiny."""
+    return Service(Options("tiny", **{"max_waiting": 200} | options))
+
+
+def at_rest(service: Service) -> bool:
+    """Waits until nothing is left to do; returns whether nothing is held."""
+    assert service.engine is not None
+    inner, wait = service.engine.engine, threading.Event()
+    for _ in range(1000):
+        if not (service.live or service.inside or service.engine._inbox) and inner.idle:
+            break
+        wait.wait(0.01)
+    inner.scheduler.plan()
+    pool = inner.scheduler.pool
+    return (
+        pool.available == pool.size
+        and inner._free_slots == inner.sizes.num_slots
+        and not (inner._live or inner._requests or service.engine._listeners)
+        and not (service.live or service.inside or service._arriving)
+    )

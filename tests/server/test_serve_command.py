@@ -1,0 +1,187 @@
+"""Tests the command `jsparse serve` in a process of its own."""
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import jsparse
+
+TINY = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "4"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "jsparse", "serve", *arguments]
+
+
+@contextmanager
+def served(*arguments, **environment):
+    """Starts a server on any port, waits until it is ready, yields the process and the address."""
+    process = subprocess.Popen(
+        command(*arguments, "--port", "0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, (line, process.stderr and process.stderr.read())
+        yield process, found[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port 70000: must be from 0 to 65535"),
+        (["--max-waiting", "-1"], "--max-waiting -1: must be at least 0"),
+        (["--seed", "-1"], "--seed -1: must be from 0"),
+        (["--api-key", "a b"], "--api-key: must be one or more visible ASCII characters"),
+        (["--policy", "nope"], "unknown policy 'nope'"),
+        (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 0"),
+    ],
+)
+def test_bad_options_are_refused_at_once(arguments, message, capsys):
+    from jsparse.cli.app import app
+
+    with pytest.raises(SystemExit) as ended:
+        app(["serve", TINY, "--port", "0", *arguments], prog_name="jsparse")
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and message in shown and len(shown.splitlines()) == 1
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    from jsparse.cli.app import app
+
+    for name in [name for name in sys.modules if name.startswith("jsparse.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("jsparse.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["serve", TINY], prog_name="jsparse")
+    assert ended.value.code == 2
+    assert "pip install 'jsparse[server]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-model-len", "100000"], "max_model_len=100000: must be at most 512"),
+        (["--per-request", "nope"], "per_request=('nope',): must be among"),
+        (["--policy", "hard_kv()"], "must keep all K and V"),
+        (["--gpu-memory-utilization", "2"], "memory_utilization=2.0"),
+    ],
+)
+def test_what_the_engine_refuses_ends_the_server(arguments, message):
+    ran = subprocess.run(
+        command(TINY, "--port", "0", *arguments), capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert ran.stderr.startswith("error: ") and message in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_term_under_load_loses_no_answer():
+    """Those that have begun are finished; who comes later is told."""
+    with served(TINY, *SMALL, JSPARSE_API_KEY="key") as (process, url):
+        begun: queue.Queue[int] = queue.Queue()
+        key = {"Authorization": "Bearer key"}
+        body = {"prompt": "the cat", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+        def ask(nth):
+            pieces = []
+            with (
+                httpx.Client(base_url=url, headers=key, timeout=120) as client,
+                client.stream("POST", "/v1/completions", json=body | {"stream": True}) as got,
+            ):
+                for line in got.iter_lines():
+                    if line and not pieces:
+                        begun.put(nth)
+                    pieces.append(line)
+            return got.status_code, pieces
+
+        with ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(ask, nth) for nth in range(12)]
+            for _ in range(4):
+                begun.get(timeout=60)
+            process.send_signal(signal.SIGTERM)
+            wait, codes = threading.Event(), set()
+            for _ in range(100):
+                try:
+                    codes.add(
+                        httpx.post(f"{url}/v1/completions", json=body, headers=key).status_code
+                    )
+                    codes.add(httpx.get(f"{url}/health").status_code)
+                except httpx.TransportError:
+                    break
+                if codes == {503}:
+                    break
+                wait.wait(0.01)
+            answers = [each.result() for each in asked]
+        assert codes - {200} == {503}
+        full = {tuple(_texts(pieces)) for status, pieces in answers if status == 200}
+        assert len([1 for status, _ in answers if status == 200]) >= 4
+        assert {status for status, _ in answers} <= {200, 503}
+        assert len({"".join(texts) for texts in full}) == 1
+        assert all(pieces[-2] == "data: [DONE]" for status, pieces in answers if status == 200)
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def _texts(pieces):
+    import json
+
+    events = [line.removeprefix("data: ") for line in pieces if line]
+    for each in events[:-1]:
+        yield json.loads(each)["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_the_answers_are_those_of_generate():
+    text = jsparse.generate(jsparse.load(TINY), "the cat", max_new_tokens=12, temperature=0.0).text
+    with served(TINY, *SMALL, "--served-model-name", "mine", "--policy", "quest(budget=64)") as (
+        process,
+        url,
+    ):
+        body = {"model": "mine", "prompt": "the cat", "max_tokens": 12, "temperature": 0}
+        got = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert got["choices"][0]["text"] == text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_a_term_while_the_model_is_loaded_ends_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        command("smollm2", "--port", str(port)), stderr=subprocess.PIPE, text=True
+    )
+    status, wait = None, threading.Event()
+    while status is None and process.poll() is None:
+        try:
+            status = httpx.get(f"http://127.0.0.1:{port}/health").status_code
+        except httpx.TransportError:
+            wait.wait(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert (status, process.returncode, said) == (503, 0, "")

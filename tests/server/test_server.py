@@ -1,0 +1,447 @@
+"""Tests the server by the clients that people use: openai's and httpx."""
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+from serving_http import a_service, an_engine, at_rest, serving
+
+WORDS = "w3 w14 w15 w92 w65"
+GREEDY = {"model": "tiny", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def service():
+    return a_service(api_key="open-sesame")
+
+
+@pytest.fixture(scope="module")
+def url(service, tmp_path_factory):
+    page = tmp_path_factory.mktemp("page")
+    (page / "index.html").write_text("<!doctype html><title>page</title>")
+    with serving(service, an_engine(), page) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key="open-sesame", max_retries=0, timeout=60
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(url):
+    key = {"Authorization": "Bearer open-sesame"}
+    with httpx.Client(base_url=url, headers=key, timeout=60) as made:
+        yield made
+
+
+def text_of(client, tokens=10, **options):
+    made = client.completions.create(prompt=WORDS, max_tokens=tokens, **GREEDY, **options)
+    return made.choices[0].text
+
+
+def test_a_completion(client, service):
+    made = client.completions.create(prompt=WORDS, max_tokens=10, **GREEDY)
+    (choice,) = made.choices
+    assert (choice.finish_reason, choice.index, made.model) == ("length", 0, "tiny")
+    assert len(choice.text.split()) == 10
+    usage = made.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 10, 15)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 < usage.model_extra["jsparse"]["attended"] <= 1
+    assert usage.model_extra["jsparse"]["read"] > 0
+    assert at_rest(service)
+
+
+def test_pieces_add_up(client):
+    stream = client.completions.create(
+        prompt=WORDS, max_tokens=10, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
+    assert "".join(pieces) == text_of(client)
+    assert len(pieces) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 10
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_ids_lists_and_echo(client):
+    ids = [int(word[1:]) for word in WORDS.split()]
+    plain = text_of(client)
+    by_ids = client.completions.create(prompt=ids, max_tokens=10, **GREEDY)
+    assert by_ids.choices[0].text == plain
+    for prompts in ([WORDS, "w1 w2"], [ids, [1, 2]]):
+        many = client.completions.create(prompt=prompts, max_tokens=10, n=2, **GREEDY)
+        assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in many.choices[:2]] == [plain] * 2
+        assert many.choices[2].text == many.choices[3].text != plain
+        assert many.usage.completion_tokens == 40 and many.usage.prompt_tokens == 7
+        streamed = dict.fromkeys(range(4), "")
+        for chunk in client.completions.create(
+            prompt=prompts, max_tokens=10, n=2, stream=True, **GREEDY
+        ):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert list(streamed.values()) == [choice.text for choice in many.choices]
+        echoed = client.completions.create(prompt=prompts, max_tokens=10, echo=True, **GREEDY)
+        assert echoed.choices[0].text == f"{WORDS}{plain}"
+
+
+def test_a_chat(client):
+    messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2 w3"}]
+    made = client.chat.completions.create(messages=messages, max_tokens=8, **GREEDY)
+    (choice,) = made.choices
+    assert choice.message.role == "assistant" and len(choice.message.content.split()) == 8
+    assert made.usage.prompt_tokens == 4  # the template's own w7 is one of them
+    plain = client.completions.create(prompt="w1 w2 w3 w7", max_tokens=8, **GREEDY)
+    assert choice.message.content == plain.choices[0].text
+    messages[1]["content"] = [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]
+    stream = client.chat.completions.create(messages=messages, max_tokens=8, stream=True, **GREEDY)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert deltas[0].role == "assistant" and deltas[1].role is None
+    assert "".join(delta.content for delta in deltas) == choice.message.content
+    # without max_tokens an answer takes what room there is
+    free = client.chat.completions.create(messages=messages, **GREEDY)
+    assert free.usage.total_tokens == 96
+
+
+def test_log_probabilities(client):
+    made = client.completions.create(prompt=WORDS, max_tokens=5, logprobs=2, **GREEDY).choices[0]
+    given = made.logprobs
+    assert given.tokens == made.text.split() and len(given.top_logprobs) == 5
+    for token, logprob, top in zip(
+        given.tokens, given.token_logprobs, given.top_logprobs, strict=True
+    ):
+        assert logprob <= 0 and top[token] == max(top.values()) == logprob and len(top) == 2
+    assert given.text_offset[0] == 0
+    stream = client.completions.create(
+        prompt=WORDS, max_tokens=5, logprobs=2, stream=True, **GREEDY
+    )
+    parts = [chunk.choices[0].logprobs.token_logprobs for chunk in stream]
+    assert list(itertools.chain(*parts)) == given.token_logprobs
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "w2"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+        **GREEDY,
+    ).choices[0]
+    for token in chat.logprobs.content:
+        assert bytes(token.bytes).decode() == token.token and len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob == token.logprob
+
+
+def test_stop_seed_and_the_policys_knobs(client):
+    plain = text_of(client)
+    stop = plain.split()[4]
+    made = client.completions.create(prompt=WORDS, max_tokens=10, stop=[stop], **GREEDY).choices[0]
+    assert made.finish_reason == "stop" and stop not in made.text.split()
+    warm = {"model": "tiny", "prompt": WORDS, "max_tokens": 10, "temperature": 1.5}
+    drawn = [client.completions.create(seed=seed, **warm).choices[0].text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    # without a temperature the API's own holds, not greedy decoding
+    assert {text_of_default(client) for _ in range(3)} != {plain}
+    shares = [
+        client.completions.create(
+            prompt=f"{WORDS} " * 8, max_tokens=10, extra_body={"policy": own}, **GREEDY
+        ).usage.model_extra["jsparse"]["attended"]
+        for own in ({"dense": True}, {}, {"p": 0.2})
+    ]
+    assert shares[0] == pytest.approx(1) and 0.99 > shares[1] > shares[2]
+    more = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3}
+    more |= {"ignore_eos": True, "stop_token_ids": [299], "include_stop_str_in_output": True}
+    made = client.completions.create(
+        prompt=WORDS,
+        max_tokens=4,
+        extra_body=more,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={"17": 100},
+        top_p=0.9,
+        **GREEDY,
+    )
+    assert made.choices[0].text.split() == ["w17"] * 4
+
+
+def text_of_default(client):
+    made = client.completions.create(model="tiny", prompt=WORDS, max_tokens=10)
+    return made.choices[0].text
+
+
+def test_a_prompt_read_before_is_cached(client):
+    prompt = " ".join(f"w{nth}" for nth in range(60))
+    cached = [
+        client.completions.create(
+            prompt=prompt, max_tokens=2, **GREEDY
+        ).usage.prompt_tokens_details.cached_tokens
+        for _ in range(2)
+    ]
+    assert cached[0] == 0 < cached[1] < 60
+
+
+def test_state(client, http, url):
+    (model,) = client.models.list().data
+    assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 96)
+    assert model.model_extra["policy"].startswith("twilight")
+    assert model.model_extra["chat_template"] is True
+    assert http.get("/health").status_code == 200
+    assert "version" in http.get("/version").json()
+    tokens = http.post("/tokenize", json={"prompt": WORDS}).json()
+    assert tokens == {"count": 5, "max_model_len": 96, "tokens": [3, 14, 15, 92, 65]}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "w9"}]}).json()
+    assert chat["tokens"] == [9, 7]
+    text = http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text == {"prompt": WORDS}
+
+
+def test_metrics(client, http):
+    from prometheus_client.parser import text_string_to_metric_families as families
+
+    def read():
+        text = http.get("/metrics").text
+        return {
+            (sample.name, sample.labels.get("finished_reason", "")): sample.value
+            for family in families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+
+    before = read()
+    text_of(client, 10)
+    after = read()
+
+    def grew(name, reason=""):
+        return after[f"jsparse:{name}", reason] - before.get((f"jsparse:{name}", reason), 0)
+
+    assert grew("prompt_tokens_total") == 5
+    assert grew("generation_tokens_total") == 10
+    assert grew("request_success_total", "length") == 1
+    assert grew("inter_token_latency_seconds_count") == 9
+    assert grew("prefix_cache_queries_total") == 5
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "attended_fraction",
+    ):
+        assert grew(f"{name}_count") == 1
+    assert after["jsparse:num_requests_running", ""] == 0
+    assert after["jsparse:kv_cache_usage_perc", ""] == 0
+
+
+def test_live(client, http):
+    stream = client.completions.create(prompt=WORDS, max_tokens=90, stream=True, **GREEDY)
+    next(stream)
+    with http.stream("GET", "/live") as live:
+        lines = live.iter_lines()
+        picture = json.loads(next(line for line in lines if line).removeprefix("data: "))
+        for chunk in stream:
+            assert chunk.choices
+    assert picture["running"] == 1 and picture["waiting"] == 0
+    assert 0 < picture["kv_cache_usage"] <= 1
+    assert picture["dense_bound_tokens_per_second"] is None  # nobody knows a CPU's bandwidth
+    (request,) = picture["requests"]
+    assert request["phase"] in ("decoding", "ended")
+    assert request["prompt_tokens"] == 5 and request["tokens"] >= 1
+    layers = picture["attended_by_layer"]
+    assert layers is None or (len(layers) == 2 and all(0 < share <= 1 for share in layers))
+
+
+def test_the_bound_of_dense_decoding(service, monkeypatch):
+    from jsparse.server.live import Live
+
+    live = Live(service)
+    monkeypatch.setattr(live, "_bandwidth", 1e12)
+    weights = sum(leaf.nbytes for leaf in _leaves(service.engine.engine.params.weights))
+    # two layers, K and V, two KV heads of 16 floats
+    read = weights + 300 * 2 * 2 * 2 * 16 * 4
+    assert live.dense_bound([100, 200]) == pytest.approx(2 * 1e12 / read)
+    assert live.dense_bound([]) is None
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def test_keys(http, url):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "open-sesame"},
+        {"Authorization": "Bearer open-sesame2"},
+        {"Authorization": "Bearer \xff"},
+    ):
+        for path in ("/v1/models", "/metrics", "/live", "/openapi.json"):
+            got = httpx.get(f"{url}{path}", headers=_raw(headers))
+            assert got.status_code == 401
+            assert got.json()["error"]["code"] == "invalid_api_key"
+        got = httpx.post(f"{url}/v1/completions", headers=_raw(headers), json={"prompt": "w1"})
+        assert got.status_code == 401
+        for path in ("/health", "/version", "/"):
+            assert httpx.get(f"{url}{path}", headers=_raw(headers)).status_code == 200
+
+
+def _raw(headers):
+    return {name: value.encode("latin-1") for name, value in headers.items()}
+
+
+def test_the_page_is_strict(url):
+    got = httpx.get(f"{url}/")
+    assert got.headers["content-type"].startswith("text/html")
+    policy = got.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert httpx.get(f"{url}/index.html").text == got.text
+    for path in ("/../app.py", "/%2e%2e%2fapp.py", "/app.py", "/page/index.html"):
+        assert httpx.get(f"{url}{path}").status_code in (401, 404)
+
+
+async def crowd(url, service, expected):
+    """64 concurrent streams, of which every other one hangs up."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="open-sesame", max_retries=0, timeout=60
+    ) as client:
+
+        async def one(nth):
+            stream = await client.completions.create(
+                prompt=f"w{nth % 8} w2", max_tokens=20, stream=True, **GREEDY
+            )
+            text, seen = "", 0
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                seen += 1
+                if nth % 2 and seen > nth % 5:
+                    await stream.close()
+                    return
+            assert text == expected[nth % 8]
+
+        await asyncio.gather(*map(one, range(64)))
+
+
+def test_a_crowd_of_which_half_hangs_up(client, url, service):
+    expected = [
+        client.completions.create(prompt=f"w{nth} w2", max_tokens=20, **GREEDY).choices[0].text
+        for nth in range(8)
+    ]
+    asyncio.run(crowd(url, service, expected))
+    assert at_rest(service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_frees_the_slot(url, service, stream):
+    """By hand: the client leaves without a word while it waits."""
+    body = json.dumps({"prompt": WORDS, "max_tokens": 90, "temperature": 0, "stream": stream})
+    for _ in range(6):
+        with socket.create_connection(_address(url)) as raw:
+            raw.sendall(_post(body))
+            wait = threading.Event()
+            for _ in range(500):
+                if service.live:
+                    break
+                wait.wait(0.01)
+            assert service.live
+    before = service.engine.engine.counters.new_tokens
+    assert at_rest(service)
+    assert service.engine.engine.counters.new_tokens - before < 90
+
+
+def test_who_hangs_up_within_the_body_is_no_error(url, service, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    data = _post(json.dumps({"prompt": WORDS}))
+    with socket.create_connection(_address(url)) as raw:
+        raw.sendall(data[:-5])
+        wait = threading.Event()
+        for _ in range(500):
+            if service.inside:
+                break
+            wait.wait(0.01)
+    assert at_rest(service)
+    assert not caplog.records
+
+
+def test_a_slow_reader_stalls_nobody(client, url, service):
+    """It asks for more than buffers hold and reads nothing."""
+    body = {"prompt": [[3]] * 128, "max_tokens": 90, "logprobs": 20, "stream": True}
+    with socket.create_connection(_address(url)) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(_post(json.dumps(body)))
+        assert len(text_of(client).split()) == 10
+    assert at_rest(service)
+
+
+def _address(url):
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def _post(body, path="/v1/completions"):
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer open-sesame\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+def test_large_bodies_are_refused_unread(http, service, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a prompt that is too large has been tokenised")
+
+    monkeypatch.setattr("jsparse.prompts.encode", never)
+    large = json.dumps({"prompt": "w1 " * (10 * 2**20 // 3)}).encode()
+    kind = {"Content-Type": "application/json"}
+    pieces = (large[at : at + 2**16] for at in range(0, len(large), 2**16))
+    for content in (large, pieces):
+        got = http.post("/v1/completions", content=content, headers=kind)
+        assert got.status_code == 413
+        assert "must have at most 1048576 bytes" in got.json()["error"]["message"]
+
+
+def test_a_full_engine_says_when_to_come_back():
+    service = a_service(max_waiting=1)
+    body = {"prompt": WORDS, "max_tokens": 80, "temperature": 0}
+    with serving(service, an_engine(max_num_seqs=1, max_waiting=1)) as url:
+
+        async def ask():
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                posts = (client.post("/v1/completions", json=body) for _ in range(12))
+                return await asyncio.gather(*posts)
+
+        got = asyncio.run(ask())
+        codes = [each.status_code for each in got]
+        assert 200 in codes and 429 in codes and set(codes) == {200, 429}
+        refused = got[codes.index(429)]
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 3})
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+
+
+def test_before_and_after(monkeypatch):
+    """Not ready, then ready, then failed."""
+    service = a_service()
+    with serving(service, None) as url:
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/version").status_code == 200
+        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        assert got.status_code == 503 and "being loaded" in got.json()["error"]["message"]
+        engine = an_engine()
+        service.begin(engine)
+        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+
+        def fail(*_, **__):
+            raise OSError("the device is gone: /secret/path")
+
+        monkeypatch.setattr(engine.engine._runner, "run", fail)
+        got = httpx.post(f"{url}/v1/completions", json={"prompt": "w1"})
+        assert got.status_code == 500 and "secret" not in got.text
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "w1"}).status_code == 503
