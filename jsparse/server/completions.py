@@ -171,6 +171,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
 
 
 async def _complete(service: Service, request: CompletionRequest) -> Answers:
+    names = service.knobs | COMPLETION_NAMES
     try:
         rows = await service.encode(request.prompt)
         one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
@@ -181,18 +182,19 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
         options = request.sampling(request.most, service.temperature)
         asked = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:
-        raise as_api_error(error, service.knobs | COMPLETION_NAMES) from error
+        raise as_api_error(error, names) from error
     return Completions(service, request, asked, texts)
 
 
 async def _chat(service: Service, request: ChatRequest) -> Answers:
+    names = service.knobs | CHAT_NAMES
     try:
         rows = await service.encode(request.chat)
         most = request.most or service.room(rows[0])
         options = request.sampling(most, service.temperature)
         asked = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
-        raise as_api_error(error, service.knobs | CHAT_NAMES) from error
+        raise as_api_error(error, names) from error
     return Chats(service, request, asked, [])
 
 
