@@ -105,6 +105,7 @@ class Engine:
         per_request: Sequence[str] = (),
         layer_stats: bool = False,
         steps_per_program: int | None = None,
+        decode_rows: Sequence[int] | None = None,
         ladder: Sequence[tuple[int, int]] | None = None,
         record: str | os.PathLike[str] | None = None,
         prepare: bool | None = None,
@@ -133,6 +134,9 @@ class Engine:
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
             layer_stats: whether outputs hold the shares attended and read of each layer and step.
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
+            decode_rows: the numbers of rows for which decode programs are made, rising up to
+                `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
+                taken first. None is 8 and all on a GPU, and all on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs but those that return likely tokens are compiled now,
@@ -159,6 +163,7 @@ class Engine:
             kv_cache_tokens=kv_cache_tokens,
             memory_utilization=memory_utilization,
             steps_per_program=steps_per_program,
+            decode_rows=decode_rows,
             ladder=ladder,
             max_model_len=max_model_len,
         )

@@ -8,6 +8,7 @@ Compiled programs refuse other shapes, so none is traced again.
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any, Literal
 
 import jax
@@ -53,7 +54,8 @@ CHOICES: tuple[Choice, ...] = ("greedy", "sampled", "top")
 class Programs:
     """Holds the programs of one engine, by name and static arguments.
 
-    `compiled` counts them; `seconds` is the time for which requests waited for one.
+    `compiled` counts them; `seconds` is the time for which requests waited for one; `rows` are the
+    numbers of rows that decode programs may have.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Programs:
     ) -> None:
         """Prepares programs; `sampling` has the shapes of the options of one row."""
         self._decoder, self._weights = params.decoder, params.weights
-        self._policy, self._spec, self._sizes = policy, spec, sizes
+        self._policy, self._spec, self._sizes, self.rows = policy, spec, sizes, sizes.rows
         self._constants = constants(params, policy)
         self._knobs, self._layer_stats, self._sampling = knobs, layer_stats, sampling
         self._made: dict[Any, Callable[..., Any]] = {}
@@ -103,7 +105,6 @@ class Programs:
         slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
         number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
         knobs = {name: no_knob(name, 1) for name in self._knobs}
-        counts = jnp.zeros(self._spec.batch, jnp.int32)
         wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = [
             ("start", 0, (), {}),
             ("begin", 0, (), {}),
@@ -119,9 +120,10 @@ class Programs:
         for choice in choices:
             arrays = (slots, reading, number, row, number, self._sampling, knobs)
             wanted.append(("join", 0, arrays, {"choice": choice}))
-            for count in sorted({1, self._sizes.steps}):
+            for rows, count in product(self._sizes.rows, sorted({1, self._sizes.steps})):
                 static = {"count": count, "choice": choice}
-                wanted.append(("decode", 0, (slots, counts), static))
+                counts = jnp.zeros(rows, jnp.int32)
+                wanted.append(("decode", rows, (slots, counts), static))
         for name, every in (
             ("correct", self._policy.correct_every),
             ("maintain", self._policy.period),
@@ -272,15 +274,16 @@ class Programs:
     def _decode(
         self,
         slots: Slots,
-        counts: Rows,
+        counts: Int32[Array, "n"],
         *,
         count: int,
         choice: Choice,
         weights: Any,
         constants: Any,
     ) -> tuple[Slots, Packed]:
-        """Runs `count` steps; row b takes part in the first `counts[b]` of them."""
+        """Runs `count` steps of the first n rows; row b takes part in the first `counts[b]`."""
         note_trace()
+        all_slots, slots = slots, self._first(slots, counts.size)
 
         def step(slots: Slots, nth: Int32[Array, ""]) -> tuple[Slots, Int32[Array, "B w"]]:
             active = nth < counts
@@ -303,11 +306,29 @@ class Programs:
                 sampling=sampling,
             ), packed
 
-        if count == 1:
-            slots, packed = step(slots, jnp.int32(0))
-            return slots, packed[None]
         slots, packed = jax.lax.scan(step, slots, jnp.arange(count, dtype=jnp.int32))
-        return slots, packed
+        return self._with_first(all_slots, slots), packed
+
+    def _first(self, slots: Slots, n: int) -> Slots:
+        """Returns the first n rows, over the pages of all."""
+        if n == self._spec.batch:
+            return slots
+        rows = jnp.arange(n)
+        _, state = take_rows(self._policy, self._spec, self._view(slots), slots.state, rows)
+        few = jax.tree.map(lambda x: x[:n], slots._replace(pools=(), state=()))
+        return few._replace(pools=slots.pools, state=state)
+
+    def _with_first(self, slots: Slots, few: Slots) -> Slots:
+        """Returns all rows, the first of them and all pages from `few`."""
+        if few.lengths.size == self._spec.batch:
+            return few
+        rows, part = jnp.arange(few.lengths.size), (self._view(few), few.state)
+        _, state = put_rows(*(self._policy, self._spec, self._view(slots), slots.state, part, rows))
+        put = jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0),
+            *(all_or_few._replace(pools=(), state=()) for all_or_few in (slots, few)),
+        )
+        return put._replace(pools=few.pools, state=state)
 
     def _correct(
         self, slots: Slots, slot: Int32[Array, ""], *, weights: Any, constants: Any

@@ -34,7 +34,8 @@ def replay(
             f"{engine['dtype']}, of which the log is"
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
-    sizes = Sizes(**engine["sizes"] | {"ladder": ladder, "tails": tuple(engine["sizes"]["tails"])})
+    lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows")}
+    sizes = Sizes(**engine["sizes"] | {"ladder": ladder} | lists)
     spec = setup.cache_spec(
         params,
         max_num_seqs=sizes.num_slots,

@@ -54,7 +54,7 @@ class Runner:
         self._programs, self._policy, self._vocab = programs, policy, vocab_size
         self._request_of, self._knobs = request_of, tuple(knobs)
         self._scratch = spec.pages // spec.num_kv_heads - 1
-        self._num_pages, self._batch = spec.num_pages, spec.batch
+        self._num_pages, self._rows = spec.num_pages, programs.rows
         self._neutral = jax.device_put(row_sampling([neutral()], vocab_size))
         self._slots: Slots = programs.run("start")
         self._readings: dict[int, Reading] = {}
@@ -106,12 +106,17 @@ class Runner:
         return [Flight(packed, [(chunk.answer, 0, 1)])]
 
     def _decode(self, steps: int, rows: list[Decode]) -> Flight:
-        counts = np.zeros(self._batch, np.int32)
+        # the smallest program that has all of these slots
+        most = max(row.slot for row in rows)
+        counts = np.zeros(next(size for size in self._rows if size > most), np.int32)
         for row in rows:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}
         self._slots, packed = self._programs.run(
-            "decode", self._slots, counts, count=steps, choice=max(wanted, key=CHOICES.index)
+            *("decode", self._slots, counts),
+            size=len(counts),
+            count=steps,
+            choice=max(wanted, key=CHOICES.index),
         )
         return Flight(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
 

@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
         tails: the sizes that a prompt's last chunk may be padded to, beside those of the ladder.
         block_tokens: the number of tokens per block that requests share.
         steps: the most decode steps per program.
+        rows: the numbers of rows for which decode programs are made, rising up to num_slots.
     """
 
     num_slots: int
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
     tails: tuple[int, ...]
     block_tokens: int
     steps: int
+    rows: tuple[int, ...]
 
     def chunk_size(self, position: int) -> int:
         """Returns the size of the chunk that begins at a position."""
@@ -193,7 +195,8 @@ class Scheduler:
         self.waiting: list[tuple[float, int, Answer]] = []
         self.reading: list[Answer] = []
         self.decoding: list[Answer] = []
-        self._slots = list(range(sizes.num_slots - 1, -1, -1))
+        # the lowest are taken first, so that few rows run in programs of few rows
+        self._slots = list(range(sizes.num_slots))
         self._partly: set[Answer] = set()
         self._some_stopped = False
 
@@ -266,7 +269,7 @@ class Scheduler:
     def _end(self, answer: Answer) -> None:
         (self.reading if answer.phase is Phase.READING else self.decoding).remove(answer)
         self._partly.discard(answer)
-        self._slots.append(answer.slot)
+        heapq.heappush(self._slots, answer.slot)
         self.pool.drop(answer.blocks)
         self.pool.give_back(answer.own)
         answer.blocks, answer.own, answer.phase = [], [], Phase.ENDED
@@ -288,7 +291,7 @@ class Scheduler:
             answer.own = self.pool.take(wanted)
             answer.known = answer.cached = len(shared) * self.sizes.block_tokens
             answer.read = 0 if self.rules.replays else answer.known
-            answer.slot, answer.phase = self._slots.pop(), Phase.READING
+            answer.slot, answer.phase = heapq.heappop(self._slots), Phase.READING
             self.reading.append(answer)
 
     def _chunk(self) -> Chunk | None:

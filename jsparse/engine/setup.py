@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
-from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.engine.scheduler import Sizes
 from jsparse.models.checkpoint import Params
@@ -21,6 +19,9 @@ LADDER = ((0, 2048), (16384, 1024), (65536, 512))
 PLAIN_LADDER = ((0, 512),)
 TAILS = (64, 256)
 BLOCK_TOKENS = 512
+# A step computes all rows of its program, whether or not they hold requests. Programs of few rows
+# and of all are enough on a GPU, where the smaller is hardly faster for fewer rows than this.
+FEW_ROWS = 8
 
 
 def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Policy:
@@ -66,28 +67,17 @@ def cache_spec(
         ValueError: an argument is out of its range.
     """
     on_gpu = jax.default_backend() == "gpu"
-    config = params.config
-    longest = config.max_position_embeddings
+    longest = params.config.max_position_embeddings
     for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
         if value is not None:
             whole_number(name, value, 1)
-    if not isinstance(page_size, int) or page_size not in capacity.PAGE_SIZES:
-        raise ValueError(f"page_size={page_size!r}: must be one of {capacity.PAGE_SIZES}")
     if max_model_len is not None and max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len}: must be at most {longest}, the model's maximum"
         )
     tokens = max_model_len or (longest if on_gpu else min(longest, 2048))
-    return CacheSpec(
-        num_layers=config.num_layers,
-        batch=max_num_seqs or (64 if on_gpu else 8),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        num_pages=-(-tokens // page_size),
-        dtype=jnp.dtype(params.dtype),
-    )
+    rows = max_num_seqs or (64 if on_gpu else 8)
+    return capacity.cache_spec(params, [[]] * rows, [0] * rows, tokens, page_size)
 
 
 def sizes_of(
@@ -98,6 +88,7 @@ def sizes_of(
     kv_cache_tokens: int | None,
     memory_utilization: float,
     steps_per_program: int | None,
+    decode_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
     max_model_len: int | None,
 ) -> Sizes:
@@ -122,50 +113,25 @@ def sizes_of(
         num_slots=spec.batch,
         max_model_len=max_model_len or spec.capacity,
         page_size=spec.page_size,
-        num_groups=_num_groups(spec, policy, kv_cache_tokens, memory_utilization),
+        num_groups=capacity.pool_groups(spec, policy, kv_cache_tokens, memory_utilization),
         ladder=rungs,
         tails=tuple(size for size in TAILS if size < rungs[0][1]),
         block_tokens=block,
         steps=steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1),
+        rows=_rows(decode_rows, spec.batch, on_gpu=on_gpu),
     )
 
 
-def _num_groups(
-    spec: CacheSpec, policy: Policy, kv_cache_tokens: int | None, memory_utilization: float
-) -> int:
-    """Returns the number of groups, the scratch group included."""
-    if (
-        isinstance(memory_utilization, bool)
-        or not isinstance(memory_utilization, int | float)
-        or not 0 < memory_utilization <= 1
-    ):
-        raise ValueError(
-            f"memory_utilization={memory_utilization!r}: must be a number above 0 and at most 1"
-        )
-
-    def needs(groups: int) -> int:
-        return capacity.device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
-
-    few, more = 64, 128
-    per_group = (needs(more) - needs(few)) / (more - few)
-    rows = needs(few) - few * per_group
-    there = memory.available_bytes(memory_utilization) - rows
-    most = max(0, int(there // per_group))
-    if kv_cache_tokens is None:
-        # no more than all slots can use: what is shared counts once
-        wanted = min(most, spec.batch * spec.num_pages + 1)
-    else:
-        whole_number("kv_cache_tokens", kv_cache_tokens, 1)
-        wanted = -(-kv_cache_tokens // spec.page_size) + 1
-    if wanted > most or wanted < 2:
-        tokens = (max(wanted, 2) - 1) * spec.page_size
-        raise ValueError(
-            f"K and V of {tokens} tokens and the state of {policy} take "
-            f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
-            f"{memory.size(max(0, there + rows))} that memory_utilization={memory_utilization} "
-            "leaves beside the model"
-        )
-    return wanted
+def _rows(asked: Sequence[int] | None, slots: int, *, on_gpu: bool) -> tuple[int, ...]:
+    """Returns the numbers of rows of decode programs."""
+    if asked is None:
+        return tuple(sorted({min(FEW_ROWS, slots), slots})) if on_gpu else (slots,)
+    rows = tuple(asked) if isinstance(asked, Sequence) else ()
+    for number in rows:
+        whole_number("decode_rows", number, 1)
+    if not rows or list(rows) != sorted(set(rows)) or rows[-1] != slots:
+        raise ValueError(f"decode_rows={asked!r}: must rise up to max_num_seqs={slots}")
+    return rows
 
 
 def _require_ladder(ladder: tuple[tuple[int, int], ...], block: int, page_size: int) -> None:

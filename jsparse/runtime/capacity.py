@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, resolved
+from jsparse.policy import Policy, resolved, whole_number
 from jsparse.runtime import offloading, prefill
 
 PAGE_SIZES = (8, 16, 32, 64)
@@ -148,3 +148,52 @@ def exhaustion(spec: CacheSpec) -> Iterator[None]:
 
 def _nbytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def pool_groups(
+    spec: CacheSpec, policy: Policy, tokens: int | None, memory_utilization: float
+) -> int:
+    """Returns the pages per layer and head of a pool that rows share, a scratch page included.
+
+    Args:
+        spec: the sizes of rows.
+        policy: the policy, whose state takes memory by page and by row.
+        tokens: the tokens that the pool must hold; None is as many as memory allows, but no more
+            than all rows can use.
+        memory_utilization: the share of the memory that may be in use then.
+
+    Raises:
+        ValueError: an argument is out of its range, or memory does not suffice.
+    """
+    if (
+        isinstance(memory_utilization, bool)
+        or not isinstance(memory_utilization, int | float)
+        or not 0 < memory_utilization <= 1
+    ):
+        raise ValueError(
+            f"memory_utilization={memory_utilization!r}: must be a number above 0 and at most 1"
+        )
+
+    def needs(groups: int) -> int:
+        return device_bytes(spec._replace(pool_pages=groups * spec.num_kv_heads), policy)
+
+    few, more = 64, 128
+    per_group = (needs(more) - needs(few)) / (more - few)
+    rows = needs(few) - few * per_group
+    there = memory.available_bytes(memory_utilization) - rows
+    most = max(0, int(there // per_group))
+    if tokens is None:
+        # no more than all rows can use: what is shared counts once
+        wanted = min(most, spec.batch * spec.num_pages + 1)
+    else:
+        whole_number("kv_cache_tokens", tokens, 1)
+        wanted = -(-tokens // spec.page_size) + 1
+    if wanted > most or wanted < 2:
+        asked = (max(wanted, 2) - 1) * spec.page_size
+        raise ValueError(
+            f"K and V of {asked} tokens and the state of {policy} take "
+            f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
+            f"{memory.size(max(0, there + rows))} that memory_utilization={memory_utilization} "
+            "leaves beside the model"
+        )
+    return wanted

@@ -46,7 +46,8 @@ def steps(request) -> int:
 )
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
     """Greedy rows beside sampled ones, and prompts that others have read; bit for bit where all
-    programs have one step.
+    programs have one step and all
+    rows.
     """
     llm = jsparse.LLM(
         *(model(), policy),
@@ -54,6 +55,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
         max_model_len=2048,
         kv_cache_tokens=8192,
         steps_per_program=steps,
+        decode_rows=[4] if steps == 1 else [2, 4],
         prepare=False,
     )
     prompts = random_prompts(LENGTHS, seed=5)

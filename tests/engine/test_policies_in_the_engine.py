@@ -96,3 +96,20 @@ def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(st
 def test_what_cannot_be_served_is_refused_by_name(expression):
     with pytest.raises(ValueError, match=r"policy=.*must keep all K and V in the engine's pages"):
         tiny_llm(expression)
+
+
+@pytest.mark.parametrize("expression", ["dense", "lfps(budget=0.5)"])
+def test_few_rows_run_in_programs_of_few_rows(expression):
+    """The state of rows and pages is right when the number of rows rises, and when it falls."""
+    options = [greedy(tokens) for tokens in (20, 16, 5, 6)]
+    made = []
+    for rows in ([2, 4], [4]):
+        llm = tiny_llm(expression, decode_rows=rows)
+        made.append(llm.generate(PROMPTS[:4], options))
+        assert_at_rest(llm)
+        sizes = {key[1] for key in llm.engine.programs._made if key[0] == "decode"}
+        assert sizes == set(rows)
+    for few, all_rows in zip(*made, strict=True):
+        ours, theirs = few.outputs[0], all_rows.outputs[0]
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)

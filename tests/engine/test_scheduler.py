@@ -18,6 +18,7 @@ SIZES = Sizes(
     tails=(4,),
     block_tokens=8,
     steps=8,
+    rows=(6,),
 )
 RULES = Rules(root="root", window=2, replays=False, periods=(3,))
 
