@@ -20,7 +20,9 @@ def test_parts_on_a_tiny_model(tiny):
     assert made["requests"] == 64
     assert made["apart"]["requests"] == 2
     assert made["apart"]["computed_prompt_tokens"] == 2 * 72
-    queued, (workload, rows) = engine_speed.queued(tiny, policy)
+    queued, static_batches = engine_speed.queued(tiny, policy)
+    assert static_batches is not None
+    workload, rows = static_batches
     assert (len(workload), rows) == (4, 2)
     assert queued["again"]["output_tokens"] == 4 * 6
     static = tiny.static(policy, workload, 2)

@@ -45,9 +45,9 @@ def steps(request) -> int:
     ],
 )
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(policy, steps):
-    """Greedy rows beside sampled ones, and prompts that others have read; bit for bit where all
-    programs have one step and all
-    rows.
+    """Greedy rows beside sampled ones, and prompts that others have read.
+
+    Bit for bit where all programs have one step and all rows.
     """
     llm = jsparse.LLM(
         *(model(), policy),

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,18 +79,31 @@ def a_service(**options) -> Service:
 
 
 def at_rest(service: Service) -> bool:
-    """Waits until nothing is left to do; returns whether nothing is held."""
+    """Waits until nothing is left to do, and then until nothing is held; returns whether it is so.
+
+    What a request held is dropped a moment after its answer has gone out.
+    """
     assert service.engine is not None
-    inner, wait = service.engine.engine, threading.Event()
-    for _ in range(1000):
-        if not (service.live or service.inside or service.engine._inbox) and inner.idle:
-            break
-        wait.wait(0.01)
+    outer, inner = service.engine, service.engine.engine
+
+    def idle() -> bool:
+        return inner.idle and not (service.live or service.inside or outer._inbox)
+
+    def free() -> bool:
+        pool = inner.scheduler.pool
+        return (
+            pool.available == pool.size
+            and inner._free_slots == inner.sizes.num_slots
+            and not (inner._live or inner._requests or outer._listeners)
+            and not (service.live or service.inside or service._arriving)
+        )
+
+    if not _soon(idle):
+        return False
     inner.scheduler.plan()
-    pool = inner.scheduler.pool
-    return (
-        pool.available == pool.size
-        and inner._free_slots == inner.sizes.num_slots
-        and not (inner._live or inner._requests or service.engine._listeners)
-        and not (service.live or service.inside or service._arriving)
-    )
+    return _soon(free)
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    wait = threading.Event()
+    return any(condition() or wait.wait(0.01) for _ in range(1000))
