@@ -20,19 +20,25 @@ Counts are divided by --shorten, so that a run of all fits in minutes; the repor
 """
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.llama_8b import LLAMA_8B, boundary_constants
 from bench.lib.subprocesses import write_report
 
+if TYPE_CHECKING:
+    from jsparse.benchmark.workload import Asked
+
 TWILIGHT = "twilight(quest(budget=7680, bounds_dtype='uint8'), p=0.95)"
 POLICIES = ("dense", TWILIGHT)
-DOCUMENT, QUESTION, NEW, LONG = 30_720, 128, 256, 131_072
+DOCUMENT, QUESTION, PROMPT, NEW, LONG = 30_720, 128, 2048, 256, 131_072
 # the engine's max_model_len in most parts
 SERVED = 32_768 + 256
 CHUNKS = (512, 1024, 2048, 8192)
@@ -43,11 +49,12 @@ class Bench:
 
     Attributes:
         shorten: what the counts of requests are divided by.
+        slots: how many rows decode together.
     """
 
     def __init__(self, params: Any, shorten: int, slots: int) -> None:
         """Prepares to measure a model with engines of `slots` slots."""
-        self.params, self.shorten, self._slots = params, shorten, slots
+        self.params, self.shorten, self.slots = params, shorten, slots
         self._held: tuple[Any, Any] = None, None
 
     def engine(self, policy: str, max_model_len: int | None = None, **options: Any) -> Any:
@@ -57,7 +64,7 @@ class Bench:
         asked = (policy, max_model_len or SERVED, *options.items())
         if self._held[0] != asked:
             self.release()
-            options = {"prepare": True, "max_num_seqs": self._slots} | options
+            options = {"prepare": True, "max_num_seqs": self.slots} | options
             self._held = asked, Engine(self.params, policy, max_model_len=asked[1], **options)
         return self._held[1]
 
@@ -132,11 +139,15 @@ def queued(bench: Bench, policy: str) -> Measured:
     """
     from jsparse.benchmark.throughput import measure
 
-    workload = bench.workload(num_prompts=bench.count(64), input_len=DOCUMENT, output_len=NEW)
-    engine = bench.engine(policy)
+    workload, engine = queued_workload(bench), bench.engine(policy)
     rows = engine.scheduler.pool.size // engine.sizes.groups_for(DOCUMENT + NEW)
     measured = measure(engine, workload) | {"again": measure(engine, workload)}
     return measured, (workload, min(rows, len(workload)))
+
+
+def queued_workload(bench: Bench) -> "list[Asked]":
+    """Returns long prompts of one length."""
+    return bench.workload(num_prompts=bench.count(64), input_len=DOCUMENT, output_len=NEW)
 
 
 def document(bench: Bench, policy: str) -> Measured:
@@ -157,11 +168,15 @@ def ragged(bench: Bench, policy: str) -> Measured:
     """Measures answers of very different lengths."""
     from jsparse.benchmark.throughput import measure
 
-    workload = bench.workload(
-        num_prompts=bench.count(256), input_len=2048, output_len=(32, 2048), seed=1
-    )
-    engine = bench.engine(policy)
+    workload, engine = ragged_workload(bench), bench.engine(policy)
     return measure(engine, workload), (workload, engine.sizes.num_slots)
+
+
+def ragged_workload(bench: Bench) -> "list[Asked]":
+    """Returns prompts of one length, whose answers are short or long."""
+    return bench.workload(
+        num_prompts=bench.count(256), input_len=PROMPT, output_len=(NEW // 8, 8 * NEW), seed=1
+    )
 
 
 def arrivals(bench: Bench, policy: str) -> Measured:
@@ -169,41 +184,56 @@ def arrivals(bench: Bench, policy: str) -> Measured:
     from jsparse.benchmark.throughput import measure
 
     engine = bench.engine(policy)
+    workload, rates = arriving_workload(bench, engine)
+    return measure(engine, workload) | rates, None
+
+
+def arriving_workload(bench: Bench, engine: Any) -> "tuple[list[Asked], dict[str, float]]":
+    """Returns requests that keep an engine busy to 60 % with reading, and what was measured."""
+    from jsparse.benchmark.throughput import measure
+
+    least, most = DOCUMENT // 30, SERVED - NEW
+    probe = most // 4
     alone = [
-        measure(engine, bench.workload(num_prompts=1, input_len=8192, output_len=1, seed=seed))
+        measure(engine, bench.workload(num_prompts=1, input_len=probe, output_len=1, seed=seed))
         for seed in (11, 12, 13)
     ]
     seconds = statistics.median(each["seconds"] for each in alone)
-    # the mean of the lengths below is 9.2K tokens
-    rate = 0.6 * 8192 / seconds / 9160
+    mean = (most - least) / math.log(most / least)
+    rate = 0.6 * probe / seconds / mean
     workload = bench.workload(
-        num_prompts=bench.count(128), input_len=(1024, 32768), output_len=256, request_rate=rate
+        num_prompts=bench.count(128), input_len=(least, most), output_len=NEW, request_rate=rate
     )
-    measured = measure(engine, workload)
-    return measured | {"request_rate": rate, "alone_8k_seconds": seconds}, None
+    return workload, {"request_rate": rate, "alone_seconds": seconds}
 
 
 def beside(bench: Bench, policy: str) -> Measured:
     """Measures short prompts that arrive while long ones are read."""
-    from dataclasses import replace
-
     from jsparse.benchmark.throughput import run
-    from jsparse.benchmark.workload import Asked
 
-    engine = bench.engine(policy, LONG + 128)
+    workload = beside_workload(bench)
+    outs = run(bench.engine(policy, LONG + 128), workload)
+    return first_tokens([out.metrics.time_to_first_token or 0.0 for out in outs]), None
+
+
+def beside_workload(bench: Bench) -> "list[Asked]":
+    """Returns two long prompts that come first, and short ones."""
     long = bench.workload(num_prompts=2, input_len=LONG - 1024, output_len=64)
     short = bench.workload(
         num_prompts=bench.count(64), input_len=1024, output_len=64, request_rate=4.0, seed=3
     )
-    first: list[Asked] = [replace(each, arrival=0.0) for each in long]
-    outs = run(engine, [*first, *short])
-    waits = sorted(1e3 * (out.metrics.time_to_first_token or 0) for out in outs[len(first) :])
+    return [*long, *short]
+
+
+def first_tokens(seconds: Sequence[float]) -> dict[str, Any]:
+    """Returns the times to the first token of `beside_workload`."""
+    long, waits = [1e3 * each for each in seconds[:2]], [1e3 * each for each in seconds[2:]]
     return {
-        "short_requests": len(short),
-        "short_ttft_p50_ms": waits[len(waits) // 2],
-        "short_ttft_p99_ms": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
-        "long_ttft_ms": [1e3 * (out.metrics.time_to_first_token or 0) for out in outs[:2]],
-    }, None
+        "short_requests": len(waits),
+        "short_ttft_p50_ms": float(np.percentile(waits, 50)),
+        "short_ttft_p99_ms": float(np.percentile(waits, 99)),
+        "long_ttft_ms": long,
+    }
 
 
 def chunks(bench: Bench, policy: str) -> Measured:
@@ -308,7 +338,7 @@ def show(row: dict[str, Any]) -> None:
     """Prints the numbers of a row."""
     numbers = {name: round(value, 3) for name, value in row.items() if isinstance(value, float)}
     print(row["part"], row["policy"], numbers, flush=True)
-    for name in ("again", "apart"):
+    for name in ("again", "apart", "engine", "server"):
         if name in row:
             show({"part": f"{row['part']}, {name}", "policy": row["policy"]} | row[name])
 

@@ -3,12 +3,18 @@
 import pytest
 from tiny import tiny_params
 
-from bench import engine_speed
+from bench import engine_speed, server_speed
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    for name, size in (("DOCUMENT", 64), ("QUESTION", 8), ("NEW", 6), ("SERVED", 96)):
+    for name, size in (
+        ("DOCUMENT", 64),
+        ("QUESTION", 8),
+        ("PROMPT", 32),
+        ("NEW", 8),
+        ("SERVED", 96),
+    ):
         monkeypatch.setattr(engine_speed, name, size)
     return engine_speed.Bench(tiny_params(num_layers=2), shorten=16, slots=2)
 
@@ -24,7 +30,33 @@ def test_parts_on_a_tiny_model(tiny):
     assert static_batches is not None
     workload, rows = static_batches
     assert (len(workload), rows) == (4, 2)
-    assert queued["again"]["output_tokens"] == 4 * 6
+    assert queued["again"]["output_tokens"] == 4 * 8
     static = tiny.static(policy, workload, 2)
     assert static["static_rows"] == 2
     assert static["static_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_the_same_workloads_over_http(tiny):
+    report = {"rows": []}
+    bench = engine_speed.Bench(server_speed.with_words(tiny.params), 16, 2)
+    parts = ["queued", "ragged", "arrivals"]
+    server_speed.run_parts(bench, "streaming(sink=1, recent=8)", 96, parts, report, None)
+    rows = {row["part"]: row for row in report["rows"]}
+    for part, row in rows.items():
+        alone, served = row["engine"], row["server"]
+        assert served["completed"] == alone["requests"], part
+        assert served["total_input_tokens"] == alone["prompt_tokens"], part
+        assert served["total_output_tokens"] == alone["output_tokens"], part
+    assert rows["ragged"]["server"]["completed"] == 16
+    assert rows["queued"]["share_of_engine"] > 0
+    assert rows["arrivals"]["request_rate"] > 0
+
+
+def test_prompts_of_other_tokens_have_the_same_lengths(tiny):
+    workload = engine_speed.queued_workload(tiny)
+    again = server_speed.others(workload, tiny.params.config.vocab_size)
+    for one, other in zip(workload, again, strict=True):
+        assert (other.tokens, other.arrival) == (one.tokens, one.arrival)
+        assert len(other.ids) == len(one.ids) == 64
+        assert not any(a == b for a, b in zip(one.ids, other.ids, strict=True))

@@ -1,0 +1,215 @@
+"""What does a server cost: the engine's workloads over HTTP beside the engine alone?
+
+Llama 3.1 8B's shape, random bf16 weights, random prompts, a client in a process of its own. Each
+part runs on one engine twice, first alone and then over HTTP, with other prompts of the same
+lengths:
+
+    queued      64 prompts of 30,720 tokens at once, 256 new each
+    ragged      256 prompts of 2,048, new tokens log-uniform in 32 to 2,048
+    arrivals    Poisson, at 60 % of what prefill can do, prompts log-uniform in 1K to 32K, 256 new
+    beside      prompts of 128K that arrive beside prompts of 1K
+
+Counts are divided by --shorten; the report says by how much.
+
+    python -m bench.server_speed queued ragged --policies dense --json build/server.json
+"""
+
+import asyncio
+import dataclasses
+import gc
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.engine_speed import (
+    LONG,
+    POLICIES,
+    SERVED,
+    Bench,
+    arriving_workload,
+    beside_workload,
+    first_tokens,
+    queued_workload,
+    ragged_workload,
+    random_model,
+    show,
+)
+from bench.lib.arguments import report_parser
+from bench.lib.environment import describe
+from bench.lib.subprocesses import run_child, write_report
+
+if TYPE_CHECKING:
+    import jsparse
+    from jsparse.benchmark.workload import Asked
+    from jsparse.models.checkpoint import Params
+
+PARTS = ("queued", "ragged", "arrivals", "beside")
+
+
+def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: str) -> dict:
+    """Runs a part alone and over HTTP; `engine` serves at `address`."""
+    from jsparse.benchmark.throughput import measure, run
+
+    inner, noted = engine.engine, {}
+    if part == "arrivals":
+        workload, noted = arriving_workload(bench, inner)
+    else:
+        make = {"queued": queued_workload, "ragged": ragged_workload, "beside": beside_workload}
+        workload = make[part](bench)
+    # the engine's own thread sleeps until something is asked of it
+    if part == "beside":
+        outs = run(inner, workload)
+        alone = first_tokens([out.metrics.time_to_first_token or 0.0 for out in outs])
+    else:
+        alone = measure(inner, workload)
+    made = over_http(address, others(workload, bench.params.config.vocab_size))
+    if made["failed"]:
+        raise RuntimeError(f"{made['failed']} requests failed: {set(made['errors'])}")
+    if part == "beside":
+        made |= first_tokens(made["ttfts"])
+    served = {name: value for name, value in made.items() if not isinstance(value, list)}
+    row = noted | {"engine": alone, "server": served}
+    if part in ("queued", "ragged"):
+        row["share_of_engine"] = alone["seconds"] / made["duration"]
+    return row
+
+
+def others(workload: "Sequence[Asked]", vocab_size: int) -> "list[Asked]":
+    """Returns requests of the same lengths, of whose prompts nothing is in the cache."""
+    return [
+        dataclasses.replace(each, ids=[(token + 1) % vocab_size for token in each.ids])
+        for each in workload
+    ]
+
+
+def over_http(address: str, workload: "Sequence[Asked]") -> dict[str, Any]:
+    """Sends requests from another process; returns what `jsparse bench serve` reports of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.json"
+        path.write_text(json.dumps([dataclasses.asdict(each) for each in workload]))
+        return run_child("bench.server_speed", ["--client", address, str(path)])
+
+
+def client(address: str, path: Path) -> dict[str, Any]:
+    """Sends the requests in a file to a server, each when its time has come."""
+    from jsparse.benchmark import serve
+    from jsparse.benchmark.latency import figures
+
+    workload = json.loads(path.read_text())
+
+    async def drive() -> list[serve.Answer]:
+        async with serve.client(address) as server:
+            name, endpoint = await serve.first_model(server), serve.ENDPOINTS[0]
+            options = {"ignore_eos": True, "options": {"temperature": 0}}
+            bodies = [
+                serve.body_of(
+                    serve.Question(each["ids"], each["tokens"]), endpoint, name, **options
+                )
+                for each in workload
+            ]
+            return await serve.drive(
+                server, endpoint, bodies, [each["arrival"] for each in workload]
+            )
+
+    return figures(asyncio.run(drive()), percentiles=(50, 90, 99))
+
+
+@contextmanager
+def serving(engine: "jsparse.AsyncEngine") -> Iterator[str]:
+    """Serves an engine at any port of loopback, until it is closed; yields the address."""
+    import uvicorn
+
+    from jsparse.server.app import make_app
+    from jsparse.server.run import listen
+    from jsparse.server.service import Options, Service
+
+    service = Service(Options("random"))
+    service.begin(engine)
+    listening = listen("127.0.0.1", 0)
+    config = uvicorn.Config(make_app(service), log_level="warning")
+    server = uvicorn.Server(config)
+
+    def work() -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.serve([listening]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+
+
+def with_words(params: "Params") -> "Params":
+    """Returns a model each of whose tokens is a word, so that a server makes text of them."""
+    import tokenizers
+
+    from jsparse.models.tokenizer import Tokenizer
+
+    words = {f"w{nth}": nth for nth in range(params.config.vocab_size)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return dataclasses.replace(params, tokenizer=Tokenizer(core))
+
+
+def main() -> None:
+    """Runs the parts for each policy and writes the report after each."""
+    parser = report_parser("server_speed", (__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"among {', '.join(PARTS)}")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")
+    parser.add_argument("--shorten", type=int, default=4, help="divide counts of requests by this")
+    parser.add_argument("--slots", type=int, default=64, help="rows that decode together")
+    parser.add_argument("--client", metavar="ADDRESS", help="send the requests in a file instead")
+    args = parser.parse_args()
+    if args.client:
+        print(json.dumps(client(args.client, Path(args.parts[0]))))
+        return
+    unknown = sorted(set(args.parts) - set(PARTS))
+    if unknown:
+        raise SystemExit(f"error: parts {unknown}: must be among {list(PARTS)}")
+    report: dict[str, Any] = {"environment": describe(allow_modified=args.allow_modified)}
+    report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
+    bench = Bench(with_words(random_model()), args.shorten, args.slots)
+    for policy in args.policies:
+        for longest in (SERVED, LONG + 128):
+            parts = [part for part in args.parts if (part == "beside") == (longest > SERVED)]
+            if parts:
+                run_parts(bench, policy, longest, parts, report, args.json)
+
+
+def run_parts(
+    bench: Bench,
+    policy: str,
+    longest: int,
+    parts: Sequence[str],
+    report: dict[str, Any],
+    path: Path | None,
+) -> None:
+    """Runs the parts that an engine of one `max_model_len` takes; adds their rows to the report."""
+    import jsparse
+
+    options = {"max_num_seqs": bench.slots, "max_model_len": longest, "layer_stats": True}
+    engine = jsparse.AsyncEngine(bench.params, policy, prepare=True, **options)
+    with serving(engine) as address:
+        for part in parts:
+            began = time.perf_counter()
+            row: dict[str, Any] = {"part": part, "policy": policy}
+            row |= measured(bench, engine, address, part)
+            row["wall_seconds"] = time.perf_counter() - began
+            report["rows"].append(row)
+            show(row)
+            write_report(path, report)
+    del engine
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
