@@ -47,6 +47,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
 
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
+    from jsparse.benchmark.random_cache import random_cache
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.runtime.constants import constants
@@ -69,24 +70,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     due = -(-method.period // count) + 1 if method.period <= STEPS else 0
     warm_up = max(WARM_UP, due)
     held = context - warm_up * count - STEPS * RUNS - 1
-    # keep_unused: else jit drops `like`, and its memory is not reused for the result
-    random_pages = jax.jit(
-        lambda key, like: jax.random.normal(key, like.shape, like.dtype),
-        donate_argnums=1,
-        keep_unused=True,
-    )
-    cache = kv_cache.init(spec, fields=method.fields)
-    cache = cache._replace(
-        layers=tuple(
-            layer._replace(
-                k=random_pages(jax.random.key(2 * i), layer.k),
-                v=random_pages(jax.random.key(2 * i + 1), layer.v),
-                lengths=jnp.full_like(layer.lengths, held),
-            )
-            for i, layer in enumerate(cache.layers)
-        ),
-        positions=jnp.full_like(cache.positions, held),
-    )
+    cache = random_cache(spec, held, method.fields)
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
     lent = kv_cache.Lent(constants(params, method))
     state = state_after_prompt(method, spec, kv_cache.lend(cache, lent))

@@ -55,7 +55,8 @@ def run(
             continue
         reason = backend.refusal(*args, **kwargs)
         if reason is None:
-            logger.debug("%s: %s", op, backend.name)
+            ran = {"op": op, "backend": backend.name}
+            logger.debug("%(op)s: %(backend)s", ran, extra=ran)
             return backend.load()(*args, **kwargs)
         if implementation is not None:
             raise ValueError(f"implementation={implementation!r}: {op} on this backend {reason}")

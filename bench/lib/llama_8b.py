@@ -3,8 +3,6 @@
 Weights are random: right for speed, never for quality.
 """
 
-import functools
-
 from jsparse.models.config import Llama3Rope, ModelConfig
 
 LLAMA_8B = ModelConfig(
@@ -63,38 +61,9 @@ def state_after_prompt(policy, spec, cache):
 
     The prompt's tokens and its last queries, which some policies look at, are random.
     """
-    return _reader(policy, spec)(cache)
+    from jsparse.benchmark import random_cache
 
-
-@functools.cache
-def _reader(policy, spec):
-    """Returns the jitted function of a cache, one for all caches of these sizes."""
-    import jax
-    import jax.numpy as jnp
-
-    from jsparse.policy import PrefillView
-
-    def rows_first(pool):
-        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(
-            1, 2
-        )
-
-    @jax.jit
-    def take_in(cache):
-        state = policy.init(spec)
-        slots = spec.batch, spec.capacity
-        tokens = jax.random.randint(jax.random.key(1), slots, 0, LLAMA_8B.vocab_size, jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(spec.capacity, dtype=jnp.int32), slots)
-        shape = spec.batch, policy.window, spec.num_heads, spec.head_dim
-        queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
-        asked = jnp.full(spec.batch, policy.window, jnp.int32)
-        for layer, held in enumerate(cache.layers):
-            chunk = tokens, positions, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
-            view = PrefillView(*chunk, cache, queries, asked, last=True)
-            state = policy.prefill(state, layer, view)
-        return state
-
-    return take_in
+    return random_cache.state_after_prompt(policy, spec, cache, LLAMA_8B.vocab_size)
 
 
 def huggingface_model(config=LLAMA_8B, device="cuda"):

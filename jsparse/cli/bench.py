@@ -1,6 +1,7 @@
 """Defines the commands `jsparse bench …`."""
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from jsparse.cli.bench_serve import serve
-from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption, whole_numbers
 
 bench = typer.Typer(no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
@@ -17,7 +18,7 @@ LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
 
 @bench.callback()
 def _only_a_group() -> None:
-    """Measure the engine, or a server."""
+    """Measure decode steps, the engine, or a server."""
 
 
 bench.command()(serve)
@@ -96,6 +97,116 @@ def throughput(
     for name, value in measured.items():
         table.add_row(name.replace("_", " "), _shown(value))
     Console(highlight=False).print(table)
+
+
+@bench.command()
+def latency(
+    model: Annotated[str, Argument(help=MODEL_HELP)],
+    policy: Annotated[
+        list[str] | None,
+        Option(
+            help="Policy to time beside dense attention: an expression (see `jsparse policies`), "
+            "or your own as path.py:function or module:function. Repeatable."
+        ),
+    ] = None,
+    context: Annotated[
+        str, Option(help="Comma-separated numbers of tokens in the cache of each row.")
+    ] = "4096",
+    batch: Annotated[str, Option(help="Comma-separated numbers of rows.")] = "1",
+    num_iters: Annotated[
+        int, Option(help="Iterations to time, each of 104 steps on a GPU and 4 elsewhere.")
+    ] = 5,
+    num_iters_warmup: Annotated[int, Option(help="Iterations before them, not timed.")] = 1,
+    bandwidth: Annotated[
+        float | None,
+        Option(help="Memory bandwidth for the floor, in GB/s; the default measures it."),
+    ] = None,
+    random_weights: Annotated[
+        bool, Option("--random-weights", help="Read only the config, and make up the weights.")
+    ] = False,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Time a decode step beside dense attention and the time that reading memory takes.
+
+    The cache is full of random K and V, so no prompt is read.
+
+    Example: jsparse bench latency smollm2 --policy "quest(budget=256)" --context 1024,4096
+    """
+    import jax
+
+    from jsparse import __version__
+    from jsparse.benchmark.steps import measure, shaped
+    from jsparse.models.checkpoint import load
+    from jsparse.policies.own_code import resolve
+
+    chosen = [resolve(text) for text in policy or []]
+    contexts, batches = whole_numbers("context", context), whole_numbers("batch", batch)
+    made = shaped if random_weights else load
+    params = made(model, dtype=dtype, revision=revision)
+    with Console(stderr=True).status("decode steps"):
+        measured = measure(
+            params,
+            chosen,
+            contexts=contexts,
+            batches=batches,
+            num_iters=num_iters,
+            num_iters_warmup=num_iters_warmup,
+            bandwidth=None if bandwidth is None else 1e9 * bandwidth,
+        )
+    about = {
+        "model": model,
+        "random_weights": random_weights,
+        "dtype": str(params.dtype),
+        "device": jax.local_devices()[0].device_kind,
+        "versions": {"jsparse": __version__, "jax": jax.__version__},
+    }
+    if as_json:
+        print(json.dumps(about | measured))
+        return
+    _print_steps(about | measured)
+
+
+def _print_steps(measured: dict[str, Any]) -> None:
+    """Prints what `measure` of jsparse.benchmark.steps returned."""
+    title = "{model}, {dtype}, {device}".format(**measured)
+    right: Any = {"justify": "right", "no_wrap": True}
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", overflow="fold", min_width=12)
+    for name in ("batch", "context", "ms per step", "", "over dense", "attended", "floor ms"):
+        table.add_column(name, **right)
+    table.add_column("over floor", **right)
+    for row in measured["results"]:
+        ms = row["ms"]
+        table.add_row(
+            row["policy_that_runs"],
+            f"{row['batch']}",
+            f"{row['context']}",
+            f"{ms['median']:.3g}",
+            f"{ms['min']:.3g}-{ms['max']:.3g}",
+            f"{row['over_dense']:.2f}x",
+            f"{row['attended']:.1%}",
+            f"{row['floor_ms']:.3g}",
+            f"{row['over_floor']:.2f}x",
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    source = "measured" if measured["bandwidth_measured"] else "as given"
+    console.print(
+        f"ms per step: median, and the least and greatest of {measured['num_iters']} iterations of "
+        f"{measured['steps_per_iteration']} steps. Floor: weights, and K and V attended to, at "
+        f"{measured['bandwidth'] / 1e9:.4g} GB/s, {source}.",
+        soft_wrap=True,
+    )
+    ran = {
+        f"{row['policy_that_runs']}: "
+        + ", ".join(f"{op} ({'/'.join(names)})" for op, names in row["kernels"].items()): None
+        for row in measured["results"]
+    }
+    console.print("Kernels:", *ran, sep="\n  ", soft_wrap=True)
 
 
 def _length(option: str, given: str) -> int | tuple[int, int]:

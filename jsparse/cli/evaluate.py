@@ -9,7 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import DtypeName, DtypeOption, ModelOption, RevisionOption
+from jsparse.cli.options import (
+    DtypeName,
+    DtypeOption,
+    ModelOption,
+    RevisionOption,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from jsparse.evaluation.plan import Plan
@@ -101,7 +107,7 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
     }
     chosen = [resolve(text).name for text in policy or []]
-    wanted = plan(chosen, names, _numbers(lengths), samples, **more)
+    wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
     report = carry_out(
         wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
     )
@@ -187,15 +193,6 @@ def draw(report: dict[str, Any], folder: Path) -> None:
         plots.plot_niah(report, folder / "niah.png")
     if "attention" in tasks:
         plots.plot_heads(report, folder / "heads.png")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"lengths={text!r}: must be whole numbers with commas between them"
-        ) from None
 
 
 def _environment() -> dict[str, Any]:

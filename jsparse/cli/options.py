@@ -110,6 +110,16 @@ def takes_generation_options(command: Callable[..., None]) -> Callable[..., None
     return wrapper
 
 
+def whole_numbers(name: str, text: str) -> list[int]:
+    """Returns the numbers of an option that takes several, with commas between them."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{name}={text!r}: must be whole numbers with commas between them"
+        ) from None
+
+
 def read_text(file: Path | None, option: str) -> str:
     """Returns the text of the file that an option names, or of standard input."""
     try:

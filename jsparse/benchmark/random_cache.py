@@ -1,0 +1,78 @@
+"""Fills a cache with random K and V, as if a prompt had been read.
+
+It is for measurements of time: no prompt is read, and attention is nearly flat.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec, KVCache
+from jsparse.policy import Policy, PrefillView, State
+
+
+def random_cache(spec: CacheSpec, tokens: int, fields: tuple[str, ...] = ()) -> KVCache:
+    """Returns a cache in which every head holds `tokens` random keys and values.
+
+    The tokens lie in their order. `fields` are the optional fields that a policy needs; slots have
+    no bias.
+    """
+    # keep_unused: else jit drops `like`, and its memory is not reused for the result
+    random_pages = jax.jit(
+        lambda key, like: jax.random.normal(key, like.shape, like.dtype),
+        donate_argnums=1,
+        keep_unused=True,
+    )
+    cache = kv_cache.init(spec, fields=fields)
+    in_order = jnp.arange(spec.capacity, dtype=jnp.int32).reshape(-1, spec.page_size)
+    layers = tuple(
+        layer._replace(
+            k=random_pages(jax.random.key(2 * i), layer.k),
+            v=random_pages(jax.random.key(2 * i + 1), layer.v),
+            lengths=jnp.full_like(layer.lengths, tokens),
+            slot_positions=jnp.tile(in_order, (spec.batch * spec.num_kv_heads, 1))
+            if "slot_positions" in fields
+            else None,
+        )
+        for i, layer in enumerate(cache.layers)
+    )
+    return cache._replace(layers=layers, positions=jnp.full_like(cache.positions, tokens))
+
+
+def state_after_prompt(policy: Policy, spec: CacheSpec, cache: KVCache, vocab_size: int) -> State:
+    """Returns the policy's state after a prompt of one chunk that left this cache.
+
+    The prompt's tokens and its last queries, which some policies look at, are random.
+    """
+    return _reader(policy, spec, vocab_size)(cache)
+
+
+@functools.cache
+def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[KVCache], State]:
+    """Returns the jitted function of a cache, one for all caches of these sizes."""
+
+    def rows_first(pool: Array) -> Array:
+        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(
+            1, 2
+        )
+
+    @jax.jit
+    def take_in(cache: KVCache) -> State:
+        state = policy.init(spec)
+        slots = spec.batch, spec.capacity
+        tokens = jax.random.randint(jax.random.key(1), slots, 0, vocab_size, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(spec.capacity, dtype=jnp.int32), slots)
+        shape = spec.batch, policy.window, spec.num_heads, spec.head_dim
+        queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
+        asked = jnp.full(spec.batch, policy.window, jnp.int32)
+        for layer, held in enumerate(cache.layers):
+            chunk = tokens, positions, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
+            view = PrefillView(*chunk, cache, queries, asked, last=True)
+            state = policy.prefill(state, layer, view)
+        return state
+
+    return take_in

@@ -1,0 +1,290 @@
+"""Measures how long a decode step takes on this device, beside dense attention and a floor.
+
+The cache is full of random K and V (jsparse.benchmark.random_cache), tokens are chosen greedily and
+fed back on the device, and the steps run in the loop of `jsparse.generate`. The floor is the time
+in which the device's memory delivers what a step must read: all weights once, of an input embedding
+that the output does not share only the rows of the tokens, and the K and V that the policy attends
+to. What a policy reads to choose them is not part of it, and neither is computing.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jsparse import memory
+from jsparse.benchmark.random_cache import random_cache, state_after_prompt
+from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.models.checkpoint import Params, read_config
+from jsparse.models.transformer import random_weights
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import Policy, dense, resolved, whole_number
+from jsparse.runtime import capacity
+from jsparse.runtime.constants import constants, require_constants
+from jsparse.runtime.sampling import greedy
+from jsparse.runtime.session import STEPS_PER_PROGRAM, Held, Session, StepResult
+
+PAGE_SIZE = 16
+# steps per iteration: on a GPU enough that starting the first is lost in them
+STEPS_ON_GPU, STEPS_ELSEWHERE = 104, 4
+BYTES_TO_MOVE = 2**30  # of the array with which bandwidth is measured
+MOVES = 8
+
+
+def measure(
+    params: Params,
+    policies: Sequence[Policy | str],
+    *,
+    contexts: Sequence[int] = (4096,),
+    batches: Sequence[int] = (1,),
+    num_iters: int = 5,
+    num_iters_warmup: int = 1,
+    bandwidth: float | None = None,
+) -> dict[str, Any]:
+    """Times decode steps of every policy at every context and batch, after dense attention.
+
+    Args:
+        params: the model; random weights give the same times, except for policies that choose how
+            many tokens they attend to.
+        policies: policies or their expressions; dense() comes first and need not be named.
+        contexts: tokens in the cache of each row when the last step has run.
+        batches: the numbers of rows.
+        num_iters: iterations that are timed, each of 104 steps on a GPU and 4 elsewhere.
+        num_iters_warmup: iterations before them that are not timed; as many more as a policy's
+            maintenance or correction needs to come round once.
+        bandwidth: what the device's memory delivers, in bytes/s; None measures it.
+
+    Returns:
+        bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (those
+        that a step reads) and results, a dict per measurement: policy, policy_that_runs, batch,
+        context, warm_up_steps, ms (median, min and max over the iterations, per step), over_dense
+        (dense attention's median over this one), tokens_per_second, attended (the share of tokens
+        at the last step), read (the share of tokens whose K and V are read), attended_bytes,
+        floor_ms, over_floor and kernels (the backends that run each op).
+
+    Raises:
+        ValueError: an argument is out of its range, a policy is refused, or the cache does not fit
+            the model or the memory.
+    """
+    for name, value in (("num_iters", num_iters), ("num_iters_warmup", num_iters_warmup)):
+        whole_number(name, value, 1)
+    if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
+        raise ValueError(f"bandwidth={bandwidth}: must be a number of bytes/s above 0")
+    chosen = [dense(), *(each for each in map(as_policy, policies) if each is not dense())]
+    steps = STEPS_ON_GPU if jax.default_backend() == "gpu" else STEPS_ELSEWHERE
+    sizes = [(batch, context) for batch in batches for context in contexts]
+    runs = [
+        [_plan(params, policy, *size, steps, num_iters, num_iters_warmup) for policy in chosen]
+        for size in sizes
+    ]
+    found = memory_bandwidth() if bandwidth is None else bandwidth
+    weights = read_bytes(params)
+    results: list[dict[str, Any]] = []
+    for of_size in runs:
+        rows = [_measured(params, each) for each in of_size]
+        for row in rows:
+            row["over_dense"] = rows[0]["ms"]["median"] / row["ms"]["median"]
+            row["floor_ms"] = 1e3 * (weights + row["attended_bytes"]) / found
+            row["over_floor"] = row["ms"]["median"] / row["floor_ms"]
+        results += rows
+    return {
+        "bandwidth": found,
+        "bandwidth_measured": bandwidth is None,
+        "steps_per_iteration": steps,
+        "num_iters": num_iters,
+        "weight_bytes": weights,
+        "results": results,
+    }
+
+
+def shaped(model: str, *, dtype: Any = None, revision: str | None = None) -> Params:
+    """Returns a model of which only the config is read; its weights are random.
+
+    Arguments and errors are those of `jsparse.load`.
+    """
+    config = read_config(model, revision=revision)
+    default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    weights = random_weights(config, jnp.dtype(dtype or default))
+    return Params(weights, config, None, {}, model)
+
+
+def memory_bandwidth() -> float:
+    """Returns the bytes/s that the device's memory moves while a large array is negated in place.
+
+    Every byte is read and written once, and both count. The array has 1 GiB, or a quarter of what
+    is free. The fastest of 8 passes counts.
+    """
+    size = min(BYTES_TO_MOVE, memory.available_bytes() // 4) // 4
+    negate = jax.jit(lambda x: -x, donate_argnums=0)
+    moved = negate(jnp.ones(size, jnp.float32)).block_until_ready()
+    seconds = []
+    for _ in range(MOVES):
+        began = time.perf_counter()
+        moved = negate(moved).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * moved.nbytes / min(seconds)
+
+
+def read_bytes(params: Params) -> int:
+    """Returns the bytes of weights that a step must read, whatever the batch.
+
+    Of an input embedding that the output does not share these are none: a step reads a row of it
+    per token.
+    """
+    every = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    if params.config.tie_word_embeddings:
+        return every
+    return every - params.weights["params"]["embed"].nbytes
+
+
+class _Run(NamedTuple):
+    """Holds what is measured: a policy, as asked for and as it runs, and the sizes.
+
+    `tokens` are in the cache before the first step.
+    """
+
+    asked: Policy
+    policy: Policy
+    spec: CacheSpec
+    context: int
+    tokens: int
+    warm_up: int
+    steps: int
+    num_iters: int
+
+
+def _plan(
+    params: Params,
+    asked: Policy,
+    batch: int,
+    context: int,
+    steps: int,
+    num_iters: int,
+    num_iters_warmup: int,
+) -> _Run:
+    """Checks that a measurement is possible, and returns it."""
+    for name, value in (("batch", batch), ("context", context)):
+        whole_number(name, value, 1)
+    limit = params.config.max_position_embeddings
+    if context > limit:
+        raise ValueError(f"context={context}: must be at most {limit}, the model's maximum")
+    # a program that maintenance cuts short shifts those after it, which then end later
+    further = (num_iters + 1) * STEPS_PER_PROGRAM
+    spec = capacity.cache_spec(params, [[]] * batch, context, None, PAGE_SIZE)
+    spec = spec._replace(num_pages=spec.num_pages + -(-further // PAGE_SIZE))
+    policy = resolved(asked, spec)
+    require_constants(params, policy)
+    capacity.require_fit(spec, policy)
+    warm_up = _warm_up_steps(policy, steps, num_iters, num_iters_warmup)
+    new = warm_up + num_iters * steps
+    if context <= new:
+        raise ValueError(
+            f"context={context}: must be at least {new + 1}, for {warm_up} steps of warm-up and "
+            f"{num_iters * steps} that are timed, which end there"
+        )
+    return _Run(asked, policy, spec, context, context - new, warm_up, steps, num_iters)
+
+
+def _measured(params: Params, run: _Run) -> dict[str, Any]:
+    """Times the steps of one policy; each iteration ends when the device has finished it."""
+    session, kernels = _session(params, run), {}
+    limit = run.spec.capacity - run.tokens
+
+    def choose(given: Any, nth: Any, logits: Any) -> Any:
+        # a new function each time, so that the step is traced and says which kernels it runs
+        return greedy(given, nth, logits)
+
+    results = session.steps(choose, (), limits=[limit] * run.spec.batch)
+
+    def advance(count: int) -> tuple[float, StepResult]:
+        """Runs at least `count` steps; returns the seconds per step and the last result."""
+        began = session.clock()
+        result = next(results)
+        done = len(result.tokens)
+        while done < count:
+            result = next(results)
+            done += len(result.tokens)
+        jax.block_until_ready(result)
+        return (session.clock() - began) / done, result
+
+    with capacity.exhaustion(run.spec):
+        jax.block_until_ready(next(results))
+        with _noted(kernels):
+            advance(run.warm_up)
+        timed = [advance(run.steps) for _ in range(run.num_iters)]
+    results.close()
+    ms = [1e3 * seconds for seconds, _ in timed]
+    stats = timed[-1][1].stats
+    assert stats is not None
+    attended, read = (float(share[-1].mean()) for share in stats)
+    batch, median = run.spec.batch, statistics.median(ms)
+    return {
+        "policy": run.asked.name,
+        "policy_that_runs": run.policy.name,
+        "batch": batch,
+        "context": run.context,
+        "warm_up_steps": run.warm_up,
+        "ms": {"median": median, "min": min(ms), "max": max(ms)},
+        "tokens_per_second": 1e3 * batch / median,
+        "attended": attended,
+        "read": read,
+        "attended_bytes": round(attended * batch * run.context * _bytes_per_token(run.spec)),
+        "kernels": kernels,
+    }
+
+
+def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup: int) -> int:
+    """Returns the steps that are not timed, whole iterations of them.
+
+    What comes round within the timed steps is compiled before them.
+    """
+    least = num_iters_warmup * steps
+    due = [every for every in (policy.period, policy.correct_every) if every]
+    due = [every for every in due if every <= least + num_iters * steps]
+    return -(-max([least, *due]) // steps) * steps
+
+
+def _session(params: Params, run: _Run) -> Session:
+    """Returns a session whose rows hold random tokens."""
+    policy, spec, vocab_size = run.policy, run.spec, params.config.vocab_size
+    cache = random_cache(spec, run.tokens, policy.fields)
+    lent = lend(cache, Lent(constants(params, policy)))
+    # where K and V go to the host, they do so when the session adopts them
+    state = state_after_prompt(policy._replace(offload=None), spec, lent, vocab_size)
+    session = Session(params, policy, spec)
+    session.adopt(Held(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
+    return session
+
+
+def _bytes_per_token(spec: CacheSpec) -> int:
+    """Returns the bytes of one row's K and V per token, over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+@contextmanager
+def _noted(kernels: dict[str, list[str]]) -> Iterator[None]:
+    """Notes which backends run which ops in what is traced meanwhile."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            op, backend = (str(record.__dict__.get(name, "")) for name in ("op", "backend"))
+            if op and backend not in kernels.setdefault(op, []):
+                kernels[op].append(backend)
+
+    logger, handler = logging.getLogger("jsparse.kernels"), Notes()
+    level, propagate = logger.level, logger.propagate
+    logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

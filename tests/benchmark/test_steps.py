@@ -1,0 +1,134 @@
+"""Tests the measurement of decode steps: what it counts, not how long anything takes."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_params
+from typer.testing import CliRunner
+
+import jsparse
+from jsparse.benchmark import steps
+from jsparse.benchmark.random_cache import random_cache
+from jsparse.cache import CacheSpec
+from jsparse.cli.app import app
+from jsparse.runtime.session import Session
+
+STREAMING = "streaming(sink=2, recent=6)"
+
+
+@pytest.fixture(scope="module")
+def measured():
+    params = tiny_params(num_layers=2)
+    policies = ["quest(budget=32)", STREAMING, "dense"]
+    return params, steps.measure(params, policies, contexts=(128,), num_iters=2, bandwidth=2e9)
+
+
+def test_dense_comes_first_and_once(measured):
+    _, report = measured
+    names = [row["policy"].partition("(")[0] for row in report["results"]]
+    assert names == ["dense", "quest", "streaming"]
+    for row in report["results"]:
+        assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["max"]
+    assert (report["bandwidth"], report["bandwidth_measured"]) == (2e9, False)
+
+
+def test_the_last_step_ends_at_the_context(measured):
+    _, report = measured
+    dense, quest, streaming = report["results"]
+    assert dense["attended"] == dense["read"] == 1
+    assert streaming["attended"] == pytest.approx(8 / 128)
+    assert 0 < quest["attended"] <= 32 / 128
+
+
+def test_the_floor_is_of_weights_and_of_what_is_attended_to(measured):
+    params, report = measured
+    assert not params.config.tie_word_embeddings
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    weights -= params.weights["params"]["embed"].nbytes
+    dense, _, streaming = report["results"]
+    per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
+    assert dense["floor_ms"] == pytest.approx(1e3 * (weights + 128 * per_token) / 2e9)
+    assert streaming["floor_ms"] == pytest.approx(1e3 * (weights + 8 * per_token) / 2e9)
+    assert dense["over_dense"] == 1
+    assert streaming["over_floor"] == streaming["ms"]["median"] / streaming["floor_ms"]
+
+
+def test_the_kernels_are_those_of_each_policy(measured):
+    _, report = measured
+    dense, quest, _ = report["results"]
+    assert dense["kernels"] == {"block_sparse_decode": ["reference"]}
+    assert quest["kernels"].keys() > {"block_sparse_decode", "page_bounds"}
+
+
+def test_maintenance_comes_round_before_anything_is_timed(monkeypatch):
+    # programs of 8 steps, which maintenance every 5 cuts short
+    monkeypatch.setattr(steps, "Session", partial(Session, steps_per_program=8))
+    monkeypatch.setattr(steps, "STEPS_ELSEWHERE", 9)
+    policy = "h2o(budget=24, window=4, period=13)"
+    params = tiny_params(num_layers=1)
+    report = steps.measure(params, [policy], contexts=(192,), num_iters=3, bandwidth=1e9)
+    dense, h2o = report["results"]
+    assert (dense["warm_up_steps"], h2o["warm_up_steps"]) == (9, 18)
+    assert 24 / 192 <= h2o["attended"] <= (24 + 13) / 192
+
+
+def test_bandwidth_is_measured_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(steps, "BYTES_TO_MOVE", 2**20)
+    assert 1e6 < steps.memory_bandwidth() < 1e14
+    monkeypatch.setattr(steps, "memory_bandwidth", lambda: 7e9)
+    report = steps.measure(tiny_params(num_layers=1), [], contexts=(64,), num_iters=1)
+    assert (report["bandwidth"], report["bandwidth_measured"]) == (7e9, True)
+
+
+def test_every_head_of_a_random_cache_holds_the_same_number_of_tokens():
+    spec = CacheSpec(2, 3, 4, 2, 16, 8, 4, np.float32)
+    cache = random_cache(spec, 20, ("slot_positions",))
+    keys = np.asarray(cache.layers[0].k)
+    assert abs(keys.std() - 1) < 0.1
+    assert not np.array_equal(keys, cache.layers[0].v)
+    assert not np.array_equal(keys, cache.layers[1].k)
+    assert (np.asarray(cache.layers[1].lengths) == 20).all()
+    assert cache.positions.tolist() == [20] * 3
+    positions = np.asarray(cache.layers[0].slot_positions).reshape(3, 2, 32)
+    assert (positions == np.arange(32)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"contexts": (0,)}, "context=0: must be an integer of at least 1"),
+        ({"contexts": (513,)}, "context=513: must be at most 512, the model's maximum"),
+        ({"contexts": (24,)}, "context=24: must be at least 25, for 4 steps of warm-up and 20"),
+        ({"batches": (0,)}, "batch=0: must be an integer of at least 1"),
+        ({"num_iters": 0}, "num_iters=0: must be an integer of at least 1"),
+        ({"num_iters_warmup": 0}, "num_iters_warmup=0: must be an integer of at least 1"),
+        ({"bandwidth": -1.0}, "bandwidth=-1.0: must be a number of bytes/s above 0"),
+    ],
+)
+def test_what_cannot_be_measured(options, message):
+    with pytest.raises(ValueError, match=message):
+        steps.measure(tiny_params(num_layers=2), [], **{"bandwidth": 1e9, **options})
+
+
+def test_the_command_prints_json_or_a_table(tmp_path):
+    jsparse.save(tiny_params(num_layers=1), tmp_path / "model")
+    given = ["bench", "latency", str(tmp_path / "model"), "--context", "64", "--num-iters", "1"]
+    given += ["--bandwidth", "3"]
+    table = CliRunner().invoke(app, given)
+    assert table.exit_code == 0, table.output
+    assert "at 3 GB/s, as given" in table.output
+    assert "block_sparse_decode (reference)" in table.output
+    made_up = CliRunner().invoke(app, [*given, "--json", "--random-weights", "--batch", "1,2"])
+    printed = json.loads(made_up.stdout)
+    assert printed["bandwidth"] == 3e9
+    assert printed["random_weights"]
+    assert [row["batch"] for row in printed["results"]] == [1, 2]
+
+
+def test_the_command_refuses_what_is_no_number():
+    result = CliRunner().invoke(app, ["bench", "latency", "smollm2", "--context", "4k"])
+    assert result.exit_code == 2
+    assert "context='4k': must be whole numbers with commas between them" in result.output
