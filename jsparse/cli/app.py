@@ -1,4 +1,4 @@
-"""Defines the command `jsparse`: generate, chat, serve, eval, info, policies, bench and others.
+"""Defines the command `jsparse`: generate, chat, serve, inspect, eval, bench and others.
 
 jax and the modules that need it are imported inside the commands, so that `--help` and errors in
 options appear at once.
@@ -17,6 +17,7 @@ from jsparse.cli.console import print_error, quiet_jax, show_renamings
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
+from jsparse.cli.inspect import inspect
 from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
 
@@ -77,6 +78,7 @@ for _name, _command in {
     "serve": serve,
     "info": info,
     "policies": policies,
+    "inspect": inspect,
     "eval": evaluate,
     "train-gates": train_gates,
     "calibrate-channels": calibrate_channels,

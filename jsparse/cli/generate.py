@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
-from jsparse.cli.options import GenerationOptions, read_text, takes_generation_options
+from jsparse.cli.options import GenerationOptions, read_prompt, takes_generation_options
 
 if TYPE_CHECKING:
     from jsparse.host_reader import Generation
@@ -41,7 +41,7 @@ def generate(
     """
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json, which prints them")
-    text = _read_prompt(prompt, file)
+    text = read_prompt(prompt, file)
     bars = Bars()
     try:
         params = options.load(bars.load)
@@ -52,18 +52,6 @@ def generate(
             _generate_text(params, wanted, text, options, bars)
     finally:
         bars.close()
-
-
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Returns the prompt, which must come from exactly one source."""
-    if (prompt is None) == (file is None):
-        given = "both were given" if file else "none was given"
-        raise ValueError(
-            f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}"
-        )
-    if prompt is not None and prompt != "-":
-        return prompt
-    return read_text(file, "--file").removesuffix("\n")
 
 
 def _generate_text(

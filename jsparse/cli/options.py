@@ -120,6 +120,18 @@ def whole_numbers(name: str, text: str) -> list[int]:
         ) from None
 
 
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Returns the prompt, which must come from exactly one source."""
+    if (prompt is None) == (file is None):
+        given = "both were given" if file else "none was given"
+        raise ValueError(
+            f"PROMPT or --file: must give exactly one of them (- reads standard input), {given}"
+        )
+    if prompt is not None and prompt != "-":
+        return prompt
+    return read_text(file, "--file").removesuffix("\n")
+
+
 def read_text(file: Path | None, option: str) -> str:
     """Returns the text of the file that an option names, or of standard input."""
     try:

@@ -508,3 +508,31 @@ def test_an_old_name_is_one_line_of_warning():
         "warning: the policy full is now all_pages; the old name goes in jsparse 0.3\n"
     )
     assert json.loads(ran.stdout)["policy"] == "all_pages()"
+
+
+def test_inspect_prints_a_map_and_writes_a_page(tmp_path):
+    file = tmp_path / "step.html"
+    given = ["--model", TINY, "--policy", "streaming(sink=1, recent=1)", "--step", "2"]
+    shown = run("inspect", "the cat", *given, "--html", file)
+    assert shown.exit_code == 0, shown.output
+    assert "streaming(sink=1, recent=1)" in shown.stdout
+    assert "layers by position" in shown.stdout
+    assert file.read_text().startswith("<!doctype html>")
+    by_head = run("inspect", "the cat", *given, "--layer", "0")
+    assert "heads of layer 0 by position" in by_head.stdout
+    assert "text:" in by_head.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["the cat", "--layer", "99"], "layer=99: must be from 0 to"),
+        (["the cat", "--step", "0"], "step=0: must be"),
+        ([], "PROMPT or --file: must give exactly one of them"),
+    ],
+)
+def test_inspect_refuses_in_one_line(args, said):
+    ran = run("inspect", *args, "--model", TINY)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert said in ran.stderr
+    assert ran.stderr.count("\n") == 1

@@ -1,0 +1,115 @@
+"""Defines the command `jsparse inspect`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+from typer import Argument, Option
+
+from jsparse.cli.console import Bars
+from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_prompt
+
+if TYPE_CHECKING:
+    from jsparse.evaluation.inspection import Inspected
+
+# of nothing, and of more and more of what a cell stands for
+SHADES = " ░▒▓█"
+WIDTH = 100  # columns where standard output is no terminal
+
+
+def inspect(
+    prompt: Annotated[
+        str | None, Argument(help="Text to continue; - reads it from standard input.")
+    ] = None,
+    file: Annotated[Path | None, Option(help="UTF-8 text file to read the prompt from.")] = None,
+    model: ModelOption = "smollm2",
+    policy: Annotated[
+        str,
+        Option(
+            help="Policy to look at: an expression (see `jsparse policies`), or your own as "
+            "path.py:function or module:function."
+        ),
+    ] = "dense",
+    step: Annotated[int, Option(help="Decode step to show; the first follows the prompt.")] = 1,
+    layer: Annotated[
+        int | None,
+        Option(help="Layer whose heads and text to show, from 0; the default shows all layers."),
+    ] = None,
+    html: Annotated[
+        Path | None, Option(help="File to write a page to, for a browser; it needs no network.")
+    ] = None,
+    page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Show which tokens each layer and head attends to in one decode step.
+
+    Example: jsparse inspect "Gravity is" --policy "streaming(sink=1, recent=2)" --html step.html
+    """
+    from jsparse.evaluation.inspection import inspect_step
+    from jsparse.evaluation.report.inspect_page import page
+    from jsparse.models.checkpoint import load
+    from jsparse.policies.own_code import resolve
+
+    text, chosen = read_prompt(prompt, file), resolve(policy)
+    bars = Bars()
+    try:
+        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+        layers = params.config.num_layers
+        if layer is not None and not 0 <= layer < layers:
+            raise ValueError(f"layer={layer}: must be from 0 to {layers - 1}, the model's last")
+        options: dict[str, Any] = {"step": step, "page_size": page_size}
+        shown = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
+    finally:
+        bars.close()
+    show(shown, layer)
+    if html is not None:
+        html.write_text(page(shown), encoding="utf-8")
+
+
+def show(shown: "Inspected", layer: int | None) -> None:
+    """Prints a heat map, a row per layer, or per head of one layer, whose text follows."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    of_rows = shown.attended.mean(axis=1) if layer is None else shown.attended[layer]
+    name = "layer" if layer is None else "head"
+    length = of_rows.shape[1]
+    columns = min(length, max(console.width - len(name) - 16, 8))
+    edges = np.linspace(0, length, columns + 1).astype(int)
+    cells = np.add.reduceat(of_rows.astype(float), edges[:-1], axis=1) / np.diff(edges)
+    console.print(f"{shown.policy}, {length} tokens, {shown.prompt_tokens} of them the prompt's")
+    console.print(
+        f"attended {shown.attended_fraction:.1%} of tokens, with {shown.covered:.1%} of dense "
+        f"attention's weight; next token {shown.next_token!r}"
+    )
+    where = "" if layer is None else f" of layer {layer}"
+    per_cell = "" if columns == length else f", about {length / columns:.1f} tokens per column"
+    console.print(f"\n{name}s{where} by position, oldest first{per_cell}", style="bold")
+    for nth, row in enumerate(cells):
+        line = Text(f"{nth:>{len(name)}} │")
+        for cell in row:
+            # what is attended to at all shows
+            shade = int(np.ceil(cell * (len(SHADES) - 1)))
+            line.append(SHADES[shade], style="cyan")
+        line.append(f"│ {of_rows[nth].mean():6.1%}")
+        if layer is None and nth in shown.fell_back:
+            line.append(" dense")
+        console.print(line, no_wrap=True, overflow="crop")
+    console.print(f"share of tokens attended: {SHADES[0]!r} 0, ░ to 25%, ▒ 50%, ▓ 75%, █ 100%")
+    if layer is not None:
+        _show_text(console, shown, layer)
+
+
+def _show_text(console: Console, shown: "Inspected", layer: int) -> None:
+    """Prints the text; what more heads attend to stands out more."""
+    shares = shown.attended[layer].mean(axis=0)
+    text = Text()
+    for token, share in zip(shown.tokens, shares, strict=True):
+        style = "dim" if share == 0 else "reverse" if share == 1 else "underline"
+        text.append("".join(c if c.isprintable() or c == "\n" else "·" for c in token), style=style)
+    console.print(
+        "\ntext: reversed, all heads attend to it; underlined, some; dim, none\n", style="bold"
+    )
+    console.print(text)

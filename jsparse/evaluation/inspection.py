@@ -1,0 +1,189 @@
+"""Shows which tokens each layer and KV head attends to in one decode step.
+
+`recorded` wraps a policy: it decodes as before, and its state also keeps the last step's selections
+beside the weights that dense attention would have given. The decode step does not know of it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse import prompts
+from jsparse.cache import CacheSpec, KVCache, slot_positions
+from jsparse.host_reader import OnProgress
+from jsparse.models.checkpoint import Params
+from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.expressions import as_policy
+from jsparse.policies.oracle import attention_logits
+from jsparse.policy import Policy, at_layer, resolved, whole_number
+from jsparse.runtime import capacity
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.sampling import greedy
+from jsparse.runtime.session import Session
+from jsparse.selection import token_mask
+from jsparse.shapes import Queries, Rows
+
+
+class Inspected(NamedTuple):
+    """Holds what one decode step attended to; T tokens are in the cache, the newest included.
+
+    Attributes:
+        model, policy: the model's name and the policy that ran.
+        tokens: the text of each token.
+        prompt_tokens: how many of them are the prompt's; the others were generated.
+        next_token: the text of the token that the step chose.
+        attended: bool[L, K, T], the tokens that each KV head attends to.
+        weights: float32[L, K, T], what dense attention's softmax gives each token on the same
+            query and cache, mean over the group of query heads; 0 for tokens that a head has
+            dropped, and in layers of `fell_back`.
+        fell_back: the layers in which the policy left this step to dense attention, so that
+            nothing was selected.
+    """
+
+    model: str
+    policy: str
+    tokens: list[str]
+    prompt_tokens: int
+    next_token: str
+    attended: Bool[np.ndarray, "L K T"]
+    weights: Float32[np.ndarray, "L K T"]
+    fell_back: tuple[int, ...]
+
+    @property
+    def attended_fraction(self) -> float:
+        """Returns the share of tokens that heads attend to."""
+        return float(self.attended.mean())
+
+    @property
+    def covered(self) -> float:
+        """Returns the share of dense attention's weight on the tokens attended to.
+
+        Layers that fell back do not count; it is 1 if all did.
+        """
+        layers = [i for i in range(len(self.attended)) if i not in self.fell_back]
+        weights = self.weights[layers]
+        total = weights.sum()
+        return float((weights * self.attended[layers]).sum() / total) if total else 1.0
+
+
+class Record(NamedTuple):
+    """Holds one layer's last selection by position, and the position of its query, -1 before."""
+
+    attended: Bool[Array, "B K S"]
+    weights: Float32[Array, "B K S"]
+    position: Rows
+
+
+def recorded(base: Policy) -> Policy:
+    """Wraps a policy so that its state keeps a Record of each layer's last selection.
+
+    K and V stay on the device.
+    """
+
+    def init(spec: CacheSpec) -> tuple[Record, ...]:
+        shape = spec.batch, spec.num_kv_heads, spec.capacity
+        return tuple(
+            Record(
+                jnp.zeros(shape, jnp.bool_),
+                jnp.zeros(shape, jnp.float32),
+                jnp.full(spec.batch, -1, jnp.int32),
+            )
+            for _ in range(spec.num_layers)
+        )
+
+    def select(state: Paired, layer: int, q: Queries, cache: KVCache):
+        chosen, summary, inner = base.select(state.base, layer, q, cache)
+        held, old = cache.layers[layer], state.own[layer]
+        mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+        weights = jnp.mean(jax.nn.softmax(attention_logits(q, held), axis=-1), axis=2)
+        seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+        # slots past a head's end go nowhere
+        at = jnp.where(seen, slot_positions(held), old.attended.shape[-1])
+        record = Record(
+            _placed(mask, at, old.attended), _placed(weights, at, old.weights), cache.positions
+        )
+        return chosen, summary, Paired(inner, at_layer(state.own, layer, record))
+
+    wrapped = with_state(
+        base, init, select=select, needs=("slot_positions",) if base.evicts else ()
+    )
+    return wrapped._replace(needs_device=True, offload=None, dense_at=None)
+
+
+def _placed(values: Array, at: Int32[Array, "B K S"], like: Array) -> Array:
+    """Returns values of slots by the positions of their tokens, 0 where there is no slot."""
+    row, head = (i[..., None] for i in jnp.indices(at.shape[:2]))
+    return jnp.zeros_like(like).at[row, head, at].set(values, mode="drop")
+
+
+def inspect_step(
+    params: Params,
+    policy: Policy | str,
+    prompt: Any,
+    *,
+    step: int = 1,
+    page_size: int = 16,
+    on_progress: OnProgress | None = None,
+) -> Inspected:
+    """Reads a prompt, decodes greedily, and returns what one step attended to.
+
+    Args:
+        params: the model that `jsparse.load` returned.
+        policy: a policy or its expression.
+        prompt: one prompt, as `jsparse.generate` takes it.
+        step: the number of the decode step. The first is the one whose query is the first
+            generated token's; the prompt itself is read densely.
+        page_size: tokens per page.
+        on_progress: a callback with ("prefill", tokens done, tokens).
+
+    Raises:
+        ValueError: an argument is out of its range, there are several prompts, or prompt and steps
+            do not fit.
+    """
+    whole_number("step", step, 1)
+    rows, _ = prompts.encode(params, prompt)
+    if len(rows) != 1:
+        raise ValueError(f"prompt: must be one prompt, not {len(rows)}")
+    spec = capacity.cache_spec(params, rows, step + 1, None, page_size)
+    runs = resolved(as_policy(policy), spec)
+    watched = recorded(runs)
+    keep_compilations()
+    capacity.require_fit(spec, watched)
+    session = Session(params, watched, spec, steps_per_program=1)
+    with capacity.exhaustion(spec):
+        session.read(rows, on_progress or (lambda *_: None))
+        results = session.steps(greedy, (), limits=[step + 1])
+        made = [int(result.tokens[0, 0]) for result in results]
+    records = jax.device_get(session.held.state.own)
+    ids = rows[0] + made[:-1]
+    attended = np.stack([record.attended[0, :, : len(ids)] for record in records])
+    weights = np.stack([record.weights[0, :, : len(ids)] for record in records])
+    fell_back = tuple(
+        layer for layer, record in enumerate(records) if record.position[0] != len(ids) - 1
+    )
+    for layer in fell_back:
+        attended[layer], weights[layer] = True, 0
+    *tokens, following = _texts(params, [*ids, made[-1]])
+    return Inspected(
+        *(params.name, runs.name, tokens, len(rows[0]), following),
+        *(attended, weights, fell_back),
+    )
+
+
+def _texts(params: Params, ids: list[int]) -> list[str]:
+    """Returns the text of each token; its number where the model has no tokenizer.
+
+    A character that several tokens share shows as � in each.
+    """
+    if params.tokenizer is None:
+        return [f"<{token}>" for token in ids]
+    try:
+        spelled = params.tokenizer.token_bytes()
+    except ValueError:  # in a way that is not known
+        return [params.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    return [
+        spelled[token].decode("utf-8", "replace") if token < len(spelled) else "" for token in ids
+    ]

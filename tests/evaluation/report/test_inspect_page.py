@@ -1,0 +1,106 @@
+"""Tests the page of `jsparse inspect` in a browser.
+
+With JSPARSE_SCREENSHOTS=docs/images/inspect it takes the screenshots of the docs again.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jsparse.evaluation.inspection import Inspected
+from jsparse.evaluation.report.inspect_page import page
+
+try:
+    from browser import CHROMIUM, Browser
+except ModuleNotFoundError:
+    CHROMIUM = None
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium and the package websockets"),
+]
+SHOTS = os.environ.get("JSPARSE_SCREENSHOTS")
+TEXT = (
+    "The older lighthouse stands on the western rocks and shows a red light. The newer one is a "
+    "steel mast at the end of the pier, and its light is green."
+)
+
+
+def made_up() -> Inspected:
+    """A step of a model with five layers of three heads, in which layer 2 was dense."""
+    words = [f" {word}" for word in TEXT.split()]
+    rng = np.random.default_rng(0)
+    weights = rng.dirichlet(np.full(len(words), 0.2), (5, 3)).astype(np.float32)
+    attended = weights >= np.sort(weights, axis=2)[:, :, -8:-7]
+    attended[2], weights[2] = True, 0
+    return Inspected(
+        *("smollm2", "quest(budget=8)", words, 26, " Ships"), *(attended, weights, (2,))
+    )
+
+
+@pytest.fixture(scope="module")
+def browser():
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    file = tmp_path / "step.html"
+    file.write_text(page(made_up()), encoding="utf-8")
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.look(1100, 900)
+    browser.open(file.as_uri())
+    return browser
+
+
+def status(browser):
+    return browser.text("#status")
+
+
+def test_keys_walk_over_the_map(opened):
+    shown = made_up()
+    opened.run("document.querySelector('#map').focus()")
+    assert "token 31 of 31 (generated)" in status(opened)
+    for key, layer, token in (("ArrowDown", 1, 31), ("ArrowLeft", 1, 30), ("Home", 1, 1)):
+        opened.run(
+            f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))"
+        )
+        count = shown.attended[layer, :, token - 1].sum()
+        assert status(opened).startswith(f"Layer {layer}, all heads, token {token} of 31")
+        assert f"attended to by {count} of 3 heads" in status(opened)
+    opened.run(
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown'}))"
+    )
+    assert "this layer was dense in this step" in status(opened)
+    assert not opened.errors
+
+
+def test_a_head_can_be_chosen_and_tokens_are_told(opened):
+    shown = made_up()
+    opened.run(
+        "for (const [id, value] of [['layer', 3], ['head', 1]]) {"
+        " const at = document.getElementById(id); at.value = value;"
+        " at.dispatchEvent(new Event('change')); }"
+    )
+    assert opened.text("#title") == "Text as layer 3 sees it"
+    titles = opened.run("[...document.querySelectorAll('#text span')].map((each) => each.title)")
+    said = ["not attended to" not in title for title in titles]
+    np.testing.assert_array_equal(said, shown.attended[3, 1])
+    assert opened.run("document.querySelectorAll('#text .made').length") == 5
+    assert not opened.errors
+
+
+def test_nothing_is_fetched_and_nothing_is_wider_than_a_phone(opened):
+    assert [url for url in opened.requests if not url.startswith("file:")] == []
+    for width, scheme in ((360, "dark"), (360, "light"), (1100, "dark"), (1100, "light")):
+        opened.look(width, 800, scheme)
+        assert opened.run("document.documentElement.scrollWidth") <= width
+        if SHOTS:
+            name = f"{'phone' if width < 500 else 'desktop'}_{scheme}.png"
+            opened.shoot(Path(SHOTS) / name, whole=True)
+    assert not opened.errors
