@@ -125,13 +125,13 @@ def serving(engine: "jsparse.AsyncEngine") -> Iterator[str]:
     import uvicorn
 
     from jsparse.server.app import make_app
-    from jsparse.server.run import listen
+    from jsparse.server.run import configured, listen
     from jsparse.server.service import Options, Service
 
     service = Service(Options("random"))
     service.begin(engine)
     listening = listen("127.0.0.1", 0)
-    config = uvicorn.Config(make_app(service), log_level="warning")
+    config = configured(make_app(service))
     server = uvicorn.Server(config)
 
     def work() -> None:

@@ -194,8 +194,7 @@ def serve(
 
     async def run() -> "tuple[str, list[Answer]]":
         async with client(address, api_key=api_key, timeout=timeout) as server:
-            listed = await first_model(server)
-            name = model or listed
+            name = model or await first_model(server)
             if dataset_path is not None:
                 asked = made.questions_of(dataset_path, num_prompts, custom_output_len)
             elif vocab_size is not None:

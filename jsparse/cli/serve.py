@@ -16,8 +16,8 @@ def serve(
     policy: Annotated[
         str, Option(help="Policy that chooses the tokens each step reads (see `jsparse policies`).")
     ] = "dense",
-    host: Annotated[str, Option(help="Address to listen at; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen at; 0 is any that is free.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     max_model_len: Annotated[
         int | None,
         Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
@@ -41,8 +41,19 @@ def serve(
         str | None, Option(help="Name of the model for clients; the default is MODEL.")
     ] = None,
     max_waiting: Annotated[
-        int, Option(help="Most requests that wait; one more is refused with 429.")
+        int, Option(help="Most requests that wait; further ones get 429.")
     ] = 1024,
+    max_logprobs: Annotated[
+        int,
+        Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
+    ] = 20,
+    default_max_tokens: Annotated[
+        int | None,
+        Option(
+            help="Most tokens of answers to chats that name no number; the default is as many as "
+            "there is room for, and a request waits until that much is free."
+        ),
+    ] = None,
     per_request: Annotated[
         list[str] | None,
         Option(
@@ -73,6 +84,9 @@ def serve(
 
     _require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
     _require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
+    _require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
+    if default_max_tokens is not None:
+        _require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
     _require("--seed", seed, 0 <= seed < 2**63, "from 0 to 2^63 - 1")
     # the key stays out of the message
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
@@ -85,7 +99,7 @@ def serve(
         from jsparse.engine.async_engine import AsyncEngine
         from jsparse.models.checkpoint import load
 
-        return AsyncEngine(
+        engine = AsyncEngine(
             load(model, dtype=dtype, revision=revision),
             chosen,
             max_model_len=max_model_len,
@@ -98,13 +112,23 @@ def serve(
             prepare=True,
             seed=seed,
         )
+        if max_logprobs:
+            # else the first request for likely tokens would wait for them, and all others with it
+            engine.engine.programs.prepare(("top",))
+        return engine
 
     def on_ready(engine: "AsyncEngine") -> None:
         where = f"[{address}]" if ":" in address else address
         name, run_by = options.name, engine.engine.policy.name
         print(f"jsparse serves {name} with {run_by} at http://{where}:{at}", flush=True)
 
-    options = Options(served_model_name or model, api_key, max_waiting)
+    options = Options(
+        served_model_name or model,
+        api_key,
+        max_waiting,
+        max_logprobs=max_logprobs,
+        default_max_tokens=default_max_tokens,
+    )
     run.serve(options, make_engine, listening, on_ready=on_ready)
 
 

@@ -42,9 +42,8 @@ class LLM:
             model: what `jsparse.load` takes, or what it returned.
             policy: the policy, or its expression, that chooses what decoding attends to.
             seed: the seed of requests whose SamplingParams names none.
-            options: keyword arguments of `jsparse.engine.core.Engine`: max_num_seqs, max_model_len,
-                kv_cache_tokens, memory_utilization, page_size, enable_prefix_caching, per_request,
-                layer_stats, steps_per_program, ladder, record, prepare.
+            options: keyword arguments of `jsparse.engine.core.Engine`, such as max_num_seqs and
+                max_model_len.
 
         Raises:
             ValueError: an option is out of its range, the policy cannot be served, or memory does
@@ -82,13 +81,8 @@ class LLM:
         texts = [
             given if isinstance(given, str) else None for given in ([prompts] if alone else prompts)
         ]
-        asked = requests(
-            self.engine.params,
-            rows,
-            SamplingParams() if sampling_params is None else sampling_params,
-            self.engine.policy,
-            seed=self._seed,
-        )
+        options = SamplingParams() if sampling_params is None else sampling_params
+        asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
         for request in asked:
             self.engine.check(request)
         return self._run(asked, texts, on_output)

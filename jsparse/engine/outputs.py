@@ -164,6 +164,12 @@ class Growing:
             self.finish = self.finish or reason
 
     @property
+    def shares(self) -> tuple[float | None, float | None]:
+        """Returns the means of the shares attended and read; None before the first decode step."""
+        steps = len(self.token_ids) - 1
+        return (self._attended / steps, self._read / steps) if steps > 0 else (None, None)
+
+    @property
     def layers(self) -> np.ndarray | None:
         """Returns the newest decode step's shares attended and read in each layer, if kept."""
         return self._layers[-1] if self._layers else None
@@ -175,7 +181,7 @@ class Growing:
         """
         with self._lock:
             self._advance()
-            steps, text = len(self.token_ids) - 1, self._stream.shown
+            text, (attended, read) = self._stream.shown, self.shares
             asked, (token, char) = self.request.sampling.logprobs, self._told if new else (0, 0)
             self._told = len(self.token_ids), len(text)
             layers = self._layers[max(0, token - 1) :]
@@ -186,8 +192,8 @@ class Growing:
                 logprobs=None if asked is None else self.logprobs[token:],
                 top_logprobs=self._top[token:] if asked else None,
                 finish_reason=self.finish,
-                attended_fraction=self._attended / steps if steps > 0 else None,
-                read_fraction=self._read / steps if steps > 0 else None,
+                attended_fraction=attended,
+                read_fraction=read,
                 layer_stats=np.stack(layers) if layers else None,
             )
 

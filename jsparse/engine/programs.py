@@ -105,10 +105,8 @@ class Programs:
         slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
         number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
         knobs = {name: no_knob(name, 1) for name in self._knobs}
-        wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = [
-            ("start", 0, (), {}),
-            ("begin", 0, (), {}),
-        ]
+        wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = []
+        wanted += [("start", 0, (), {}), ("begin", 0, (), {})]
         full = {size for _, size in self._sizes.ladder}
         for size in full | set(self._sizes.tails):
             tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
@@ -132,8 +130,9 @@ class Programs:
                 wanted.append((name, 0, (slots, number), {}))
         with ThreadPoolExecutor(COMPILERS) as pool:
             jobs = [
-                pool.submit(self._compile, (name, size, *static.values()), name, arrays, static)
+                pool.submit(self._compile, key, name, arrays, static)
                 for name, size, arrays, static in wanted
+                if (key := (name, size, *static.values())) not in self._made
             ]
             for job in jobs:
                 job.result()

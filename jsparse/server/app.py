@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jsparse import __version__
+from jsparse.engine.core import EngineError
 from jsparse.server import completions
 from jsparse.server.errors import ApiError, as_api_error, json_response
 from jsparse.server.live import INTERVAL, Live
@@ -28,7 +29,7 @@ from jsparse.server.protocol import (
     chat_of,
 )
 from jsparse.server.service import Service
-from jsparse.server.sse import ClientGone, EventStream, event
+from jsparse.server.sse import ClientGone, EventStream, Timely, event
 
 PAGE = Path(__file__).parent / "page"
 # the page loads what lies beside it, talks to this server alone, and is shown in no other page
@@ -82,9 +83,12 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await refusal.response(scope, receive, send)
-        self._service.inside += 1
+        timely, self._service.inside = Timely(send), self._service.inside + 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, timely)
+        except Exception:
+            if not timely.gone:
+                raise
         finally:
             self._service.inside -= 1
 
@@ -125,23 +129,25 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await completions.chat(service, request)
 
     async def tokenize(request: Request) -> Response:
-        asked = await service.body(TokenizeRequest, request)
-        try:
-            if asked.messages is not None:
-                (ids,) = await service.encode(chat_of(asked.messages))
-            else:
-                ids = await service.texts.ids(asked.prompt or "", asked.add_special_tokens)
-        except ValueError as error:
-            raise as_api_error(error, {"text": "prompt"}) from error
+        with service.arriving():
+            asked = await service.body(TokenizeRequest, request)
+            try:
+                if asked.messages is not None:
+                    (ids,) = await service.encode(chat_of(asked.messages))
+                else:
+                    ids = await service.texts.ids(asked.prompt or "", asked.add_special_tokens)
+            except ValueError as error:
+                raise as_api_error(error, {"text": "prompt"}) from error
         most = service.ready.engine.sizes.max_model_len
         return json_response({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(request: Request) -> Response:
-        asked = await service.body(DetokenizeRequest, request)
-        try:
-            text = await service.texts.text(asked.tokens)
-        except ValueError as error:
-            raise as_api_error(error, {}) from error
+        with service.arriving():
+            asked = await service.body(DetokenizeRequest, request)
+            try:
+                text = await service.texts.text(asked.tokens)
+            except ValueError as error:
+                raise as_api_error(error, {}) from error
         return json_response({"prompt": text})
 
     answers = (complete, chat, tokenize, detokenize)
@@ -174,6 +180,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
         return json_response({"object": "list", "data": [model]})
 
+    @app.head("/health", response_model=None, include_in_schema=False)
     @app.get("/health", response_model=None)
     async def health() -> Response:
         reason = service.unhealthy
@@ -185,7 +192,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        _ = service.ready
+        # also while the server is shutting down, and of an engine that has failed
+        if service.engine is None:
+            raise ApiError(503, "the model is being loaded", code="unavailable")
         return Response(service.metrics.text, media_type="text/plain; version=0.0.4")
 
     @app.get("/live", response_model=None)
@@ -210,12 +219,15 @@ async def _pictures(service: Service, live: Live) -> AsyncGenerator[bytes]:
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     if error.status == 500:
-        log.error("a request has failed: %r", error.__cause__ or error)
+        cause = error.__cause__ or error
+        # the engine has logged its own failure, which fails all requests
+        trace = None if isinstance(cause, EngineError) else cause
+        log.error("a request has failed: %r", cause, exc_info=trace)
     return error.response
 
 
 async def _not_found(_: Request, error: Exception) -> Response:
-    """Answers what no route takes."""
+    """Answers requests that match no route."""
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response
 

@@ -3,7 +3,8 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -17,7 +18,7 @@ from jsparse.server.protocol import (
     CompletionRequest,
 )
 from jsparse.server.service import Asked, Service, all_of, usage
-from jsparse.server.sse import DONE, EventStream, event, merged, unless_gone
+from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 
 # the fields of requests, by what the engine's errors call them
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -44,6 +45,7 @@ class Answers:
     request: Any
     asked: list[Asked]
     texts: list[str]
+    created: int = field(default_factory=lambda: int(time.time()))
 
     whole_kind = piece_kind = ""
 
@@ -51,13 +53,17 @@ class Answers:
         """Returns a whole answer."""
         raise NotImplementedError
 
-    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
-        """Returns what is new of an answer of which `shown` characters are known, or None."""
+    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+        """Returns what is new of an answer; its tokens begin at `offset`, None if it begins."""
         raise NotImplementedError
 
     async def whole(self) -> Response:
         """Returns all answers when they are finished."""
         outputs = await all_of([each.whole() for each in self.asked])
+        # not in the event loop: log-probabilities of many tokens take a while
+        return await self.service.texts.made(partial(self._whole, outputs))
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
         choices = [
             self.choice(answer, nth)
             | {"index": self._index(nth, answer), "finish_reason": answer.finish_reason}
@@ -71,29 +77,40 @@ class Answers:
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the answers piece by piece."""
         last: dict[int, RequestOutput] = {}
-        shown: dict[int, int] = {}
+        offsets: dict[int, int] = {}
         new = 0
         extra = {"usage": None} if self.request.with_usage else {}
         async with aclosing(merged([each.deltas() for each in self.asked])) as deltas:
             async for nth, output in deltas:
                 last[nth] = output
-                choices = []
-                for answer in output.outputs:
-                    new += len(answer.token_ids)
-                    index = self._index(nth, answer)
-                    if not self._tells(answer, first=index not in shown):
-                        continue
-                    choices.append(
-                        self.piece(answer, nth, shown.get(index))
-                        | {"index": index, "finish_reason": answer.finish_reason}
-                    )
-                    shown[index] = shown.get(index, 0) + len(answer.text)
+                new += sum(len(answer.token_ids) for answer in output.outputs)
+                make = partial(self._pieces, nth, output, offsets)
+                # see `whole`; what takes no time need not wait for another thread
+                slow = self.request.likely is not None
+                choices = await self.service.texts.made(make) if slow else make()
                 if choices:
                     yield event(self._frame(self.piece_kind, choices) | extra)
         if self.request.with_usage:
             total = usage([last[nth] for nth in sorted(last)], new)
             yield event(self._frame(self.piece_kind, []) | {"usage": total})
         yield DONE
+
+    def _pieces(
+        self, prompt: int, output: RequestOutput, offsets: dict[int, int]
+    ) -> list[dict[str, Any]]:
+        """Returns what is new of a prompt's answers, and moves their offsets."""
+        choices = []
+        for answer in output.outputs:
+            index = self._index(prompt, answer)
+            if not self._tells(answer, first=index not in offsets):
+                continue
+            choices.append(
+                self.piece(answer, prompt, offsets.get(index))
+                | {"index": index, "finish_reason": answer.finish_reason}
+            )
+            width = self.service.texts.width(answer) if answer.logprobs is not None else 0
+            offsets[index] = offsets.get(index, 0) + width
+        return choices
 
     async def close(self) -> None:
         """Leaves the engine."""
@@ -113,7 +130,7 @@ class Answers:
         return {
             "id": self.asked[0].name,
             "object": kind,
-            "created": int(time.time()),
+            "created": self.created,
             "model": self.service.options.name,
             "choices": choices,
         }
@@ -127,11 +144,11 @@ class Completions(Answers):
     def choice(self, answer: CompletionOutput, prompt: int) -> dict[str, Any]:
         return self.piece(answer, prompt, None)
 
-    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
-        echoed = self.texts[prompt] if self.request.echo and shown is None else ""
+    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+        echoed = self.texts[prompt] if self.request.echo and offset is None else ""
         logprobs = None
         if answer.logprobs is not None:
-            logprobs = self.service.texts.completion_logprobs(answer, shown or 0)
+            logprobs = self.service.texts.completion_logprobs(answer, offset or 0)
         return {"text": echoed + answer.text, "logprobs": logprobs}
 
 
@@ -144,8 +161,8 @@ class Chats(Answers):
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(answer)}
 
-    def piece(self, answer: CompletionOutput, prompt: int, shown: int | None) -> dict[str, Any]:
-        delta = {"role": "assistant"} if shown is None else {}
+    def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
+        delta = {"role": "assistant"} if offset is None else {}
         return {"delta": delta | {"content": answer.text}, "logprobs": self._logprobs(answer)}
 
     def _logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:
@@ -172,6 +189,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
 
 async def _complete(service: Service, request: CompletionRequest) -> Answers:
     names = service.knobs | COMPLETION_NAMES
+    request.check_likely(service.options.max_logprobs)
     try:
         rows = await service.encode(request.prompt)
         one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
@@ -188,6 +206,7 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
 
 async def _chat(service: Service, request: ChatRequest) -> Answers:
     names = service.knobs | CHAT_NAMES
+    request.check_likely(service.options.max_logprobs)
     try:
         rows = await service.encode(request.chat)
         most = request.most or service.room(rows[0])
@@ -203,6 +222,10 @@ async def _answered(answers: Answers, http: HttpRequest) -> Response:
         return EventStream(answers.events(), answers.close)
     try:
         return await unless_gone(http.receive, answers.whole())
+    except ClientGone:
+        raise
+    except Exception as error:
+        raise as_api_error(error, {}) from error
     finally:
         await answers.close()
 

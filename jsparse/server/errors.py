@@ -10,12 +10,14 @@ from starlette.responses import Response
 from jsparse.engine.core import EngineFull
 
 MOST_SHOWN = 80
+# characters of a message, which may repeat what a client has sent
+MOST_TOLD = 300
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """Is answered with its status and message.
+    """An error that the server answers with its status and message.
 
     Attributes:
         status: the HTTP status.
@@ -43,13 +45,18 @@ class ApiError(Exception):
         """Returns the error as clients see it."""
         other = "invalid_request_error" if self.status < 500 else "server_error"
         kind = KINDS.get(self.status, other)
-        shown = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": shown}
+        told = {"message": _cut(self.message), "type": kind}
+        told |= {"param": self.param and _cut(self.param), "code": self.code}
+        return {"error": told}
 
     @property
     def response(self) -> Response:
         """Returns the answer."""
         return json_response(self.body, self.status, self.headers)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}…"
 
 
 def json_response(

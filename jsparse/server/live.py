@@ -11,7 +11,7 @@ from jsparse.server.metrics import kv_cache_usage
 from jsparse.server.service import Asked, Service
 
 INTERVAL = 0.5
-# speed is that of the last so many seconds
+# speed is averaged over this many seconds
 SPEED_SECONDS = 4
 # bytes per second of the devices' memory, as NVIDIA's data sheets have them
 BANDWIDTH = {

@@ -38,7 +38,8 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first chunk.")
         self._itl = histogram(
-            "inter_token_latency_seconds", "Between tokens, of requests for one answer."
+            "inter_token_latency_seconds",
+            "Between the times at which tokens came, of requests for one answer.",
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._attended = histogram(
@@ -73,15 +74,16 @@ class Metrics:
         """Counts a request that has ended, or whose client has left."""
         times = list(served.metrics.token_times)
         for growing in served.growing:
-            answer = growing.output(new=True)
-            self._success.labels(self._model, answer.finish_reason or "abort").inc()
-            if answer.attended_fraction is not None and answer.read_fraction is not None:
-                self._attended.observe(answer.attended_fraction)
-                self._read.observe(answer.read_fraction)
+            self._success.labels(self._model, growing.finish or "abort").inc()
+            attended, read = growing.shares
+            if attended is not None and read is not None:
+                self._attended.observe(attended)
+                self._read.observe(read)
         if served.finished and times:
             self._e2e.observe(times[-1] - served.metrics.arrived)
         if len(served.growing) == 1:
-            for before, after in pairwise(times):
+            # the tokens of one program come at one time
+            for before, after in pairwise(dict.fromkeys(times)):
                 self._itl.observe(after - before)
 
     def collect(self) -> Iterator[Metric]:
@@ -103,7 +105,7 @@ class Metrics:
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked for in the prefix cache.", self.query_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
-            ("num_preemptions", "Requests thrown out: none ever is.", 0),
+            ("num_preemptions", "Preempted requests; always 0.", 0),
             ("generation_tokens", "Tokens of answers.", counters.new_tokens),
             ("computed_prompt_tokens", "Prompt tokens that were computed.", counters.read_tokens),
             ("decode_steps", "Decode steps.", counters.decode_steps),

@@ -15,11 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from jsparse.request import SamplingParams
+from jsparse.request import MOST_BIASES, SamplingParams
 from jsparse.server.errors import ApiError, shown
 
 # bounds on what the engine would work through for each token or each prompt
-MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS = 128, 16, 128, 1000
+MOST_LIKELY = 20
+MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS, MOST_KNOBS = 128, 16, 128, 1000, 64
 
 # fields that other servers know
 REFUSED = {
@@ -39,7 +40,22 @@ REFUSED = {
     "tool_choice": "tools are not supported",
     "tools": "tools are not supported",
 }
-ROLES = ("system", "user", "assistant")
+# what clients send without asking for anything; it is dropped
+NOTHING_ASKED: dict[str, Any] = {
+    "best_of": 1,
+    "continuous_usage_stats": False,
+    "include_obfuscation": False,
+    "metadata": {},
+    "parallel_tool_calls": False,
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "store": False,
+    "tool_calls": [],
+    "tool_choice": "none",
+    "tools": [],
+    "top_k": -1,
+}
 # SamplingParams' fields that requests set under the same name
 SAME = (
     "temperature",
@@ -98,6 +114,17 @@ def _content(given: Any) -> Any:
     return "".join(part["text"] for part in given)
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses larger objects before what they hold is looked at."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > count:
+            raise ValueError(f"must have at most {count} entries")
+        return given
+
+    return BeforeValidator(check)
+
+
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _PROMPT_SCHEMA = {
@@ -117,15 +144,30 @@ Stops = Annotated[
 ]
 
 
+def _asks_nothing(name: str, value: Any) -> bool:
+    if value is None:
+        return True
+    # True is no 1
+    known = name in NOTHING_ASKED and type(value) is type(NOTHING_ASKED[name])
+    return known and value == NOTHING_ASKED[name]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
+    def _what_is_asked(cls, given: Any) -> Any:
+        """Drops nulls and what asks for nothing, and all unknown fields but the first."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        asked = {name: value for name, value in given.items() if not _asks_nothing(name, value)}
+        unknown = next((name for name in asked if name not in cls.model_fields), None)
+        return {
+            name: value
+            for name, value in asked.items()
+            if name in cls.model_fields or name == unknown
+        }
 
 
 class StreamOptions(_Body):
@@ -134,7 +176,7 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class _Sampled(_Body):
+class Sampled(_Body):
     """Holds what both kinds of requests have in common."""
 
     model: str | None = None
@@ -146,7 +188,7 @@ class _Sampled(_Body):
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], _at_most(MOST_BIASES)] = Field(default_factory=dict)
     n: int = 1
     seed: int | None = None
     stop: Stops = Field(default_factory=list)
@@ -154,7 +196,7 @@ class _Sampled(_Body):
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = 0
-    policy: dict[str, bool | float] = Field(default_factory=dict)
+    policy: Annotated[dict[str, bool | float], _at_most(MOST_KNOBS)] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -163,6 +205,14 @@ class _Sampled(_Body):
     def likely(self) -> int | None:
         """Returns the number of likely tokens to report, or None."""
         raise NotImplementedError
+
+    def check_likely(self, most: int) -> None:
+        """Raises ApiError if more than `most` likely tokens are asked for."""
+        if (self.likely or 0) > most:
+            name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
+            raise ApiError(
+                400, f"{name}={self.likely}: must be at most {most} on this server", param=name
+            )
 
     @property
     def most(self) -> int | None:
@@ -182,12 +232,12 @@ class _Sampled(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(_Sampled):
+class CompletionRequest(Sampled):
     """Asks to continue prompts."""
 
     prompt: Prompt
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
 
     @property
     def likely(self) -> int | None:
@@ -207,18 +257,26 @@ class CompletionRequest(_Sampled):
 class Message(_Body):
     """Holds one message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Annotated[
+        Literal["system", "user", "assistant"],
+        BeforeValidator(lambda given: "system" if given == "developer" else given),
+    ]
     content: Content
+    name: str | None = None
     type: Literal["text"] | None = None
 
 
-class ChatRequest(_Sampled):
+# a malformed element ends the check: a body may have a million of them
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatRequest(Sampled):
     """Asks to answer a chat."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
 
     @property
     def likely(self) -> int | None:
@@ -245,7 +303,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -259,7 +317,7 @@ class DetokenizeRequest(_Body):
     """Asks for the text of ids."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)]
 
 
 def chat_of(messages: list[Message]) -> list[dict[str, str]]:

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server.app import make_app
+from jsparse.server.heads import BoundedHeads
 from jsparse.server.service import Options, Service
 
 POLL_SECONDS = 0.05
+# what connections may still take once all requests are answered
+CLOSE_SECONDS = 5
 log = logging.getLogger("jsparse.server")
 
 
@@ -29,6 +33,18 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise OSError(f"--host {host} --port {port}: {error}") from None
+
+
+def configured(app: ASGIApp) -> uvicorn.Config:
+    """Returns how the application is served."""
+    return uvicorn.Config(
+        app,
+        http=BoundedHeads,
+        log_level="warning",
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        server_header=False,
+    )
 
 
 def serve(
@@ -52,12 +68,11 @@ def serve(
         ValueError, OSError: what `make_engine` raised.
     """
     service = Service(options)
-    config = uvicorn.Config(
-        make_app(service), log_level="warning", timeout_keep_alive=65, server_header=False
-    )
+    config = configured(make_app(service))
     server = _Server(config, service)
     try:
-        asyncio.run(_run(server, service, make_engine, listening, on_ready))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_run(server, service, make_engine, listening, on_ready))
         if service.engine is None and server.failed is None:
             os._exit(0)  # a thread loads the model, and nothing can stop it
     finally:
@@ -107,13 +122,10 @@ def _load(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """Runs in a thread."""
-
-    def ready(engine: AsyncEngine) -> None:
-        service.begin(engine)
-        on_ready(engine)
-
     try:
-        loop.call_soon_threadsafe(ready, make_engine())
+        engine = make_engine()
+        service.begin(engine)
+        loop.call_soon_threadsafe(on_ready, engine)
     except BaseException as error:
         server.failed, server.should_exit = error, True
 

@@ -17,7 +17,7 @@ from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.request import SamplingParams
 from jsparse.server.errors import ApiError, full
 from jsparse.server.metrics import Metrics
-from jsparse.server.protocol import _Body, parse
+from jsparse.server.protocol import MOST_LIKELY, _Body, parse
 from jsparse.server.text import Texts
 
 # a body may have this many bytes per token that a prompt can have, and at least LEAST_BODY
@@ -37,12 +37,17 @@ class Options:
         max_waiting: the most requests that may wait.
         max_body_bytes: the most bytes of a request's body; None is 32 for each token that a prompt
             can have, and at least 1 MiB.
+        max_logprobs: the most likely tokens that requests may ask for beside each token.
+        default_max_tokens: the most tokens of answers to chats that name no number; None is as many
+            as there is room for.
     """
 
     name: str
     api_key: str | None = None
     max_waiting: int = MAX_WAITING
     max_body_bytes: int | None = None
+    max_logprobs: int = MOST_LIKELY
+    default_max_tokens: int | None = None
 
 
 class Service:
@@ -66,7 +71,7 @@ class Service:
         self.inside = self._arriving = 0
 
     def begin(self, engine: AsyncEngine) -> None:
-        """Takes in the engine: from now on requests are answered."""
+        """Takes in the engine: from now on requests are answered. Any thread may call it."""
         self.texts = Texts(engine.engine.params.tokenizer)
         self.metrics = Metrics(engine.engine, self.options.name)
         self.engine = engine
@@ -88,10 +93,9 @@ class Service:
 
     @property
     def ready(self) -> AsyncEngine:
-        """Returns the engine; raises ApiError if no request can be answered."""
-        if (reason := self.unhealthy) is not None:
-            raise ApiError(503, reason, code="unavailable")
-        assert self.engine is not None
+        """Returns the engine, while what has been let in is finished too; or raises ApiError."""
+        if self.engine is None or not self.engine.alive:
+            raise ApiError(503, self.unhealthy or "", code="unavailable")
         return self.engine
 
     @property
@@ -165,9 +169,10 @@ class Service:
         return rows
 
     def room(self, ids: Sequence[int]) -> int:
-        """Returns the most tokens that an answer to this prompt can have, and at least 1."""
+        """Returns the most tokens of an answer for which a request names no number; at least 1."""
         sizes, pool = self.ready.engine.sizes, self.ready.engine.scheduler.pool
-        return max(1, min(sizes.max_model_len, pool.size * sizes.page_size) - len(ids))
+        left = min(sizes.max_model_len, pool.size * sizes.page_size) - len(ids)
+        return max(1, min(left, self.options.default_max_tokens or left))
 
     @property
     def knobs(self) -> dict[str, str]:
@@ -187,6 +192,11 @@ class Service:
         Raises:
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
+        wanted = sum(each.n for each in options)
+        most = self.options.max_waiting + self.ready.engine.sizes.num_slots
+        if wanted > most:
+            asked = f"n={max(each.n for each in options)} for {len(rows)} prompts"
+            raise ValueError(f"{asked} asks for {wanted} answers: must be at most {most}")
         name = f"{kind}-{secrets.token_hex(12)}"
         made = [
             Asked(self, f"{name}-{nth}" if nth else name, ids, own)
@@ -247,14 +257,18 @@ class Asked:
         await self._news.aclose()
 
     async def _followed(self) -> AsyncGenerator[Served]:
+        self._count_beginning(self.served)
         if self.served.finished:
             yield self.served
             return
         async for served in self._news:
-            if served.metrics.token_times and not self._begun:
-                self._begun = True
-                self._service.metrics.begun(served)
+            self._count_beginning(served)
             yield served
+
+    def _count_beginning(self, served: Served) -> None:
+        if served.metrics.token_times and not self._begun:
+            self._begun = True
+            self._service.metrics.begun(served)
 
 
 async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

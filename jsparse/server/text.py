@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
@@ -25,8 +26,9 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Starts the threads."""
+        """Starts the threads; takes a while, as the bytes of all tokens are looked up."""
         self.tokenizer = tokenizer
+        _ = self._token_bytes
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="jsparse-tokenise")
         self._asked: SimpleQueue[tuple[asyncio.Future, Callable[[], Any]] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="jsparse-text", daemon=True)
@@ -38,8 +40,12 @@ class Texts:
 
     async def output(self, served: Served, *, new: bool) -> RequestOutput:
         """Returns a request's output, or what is `new` in it."""
+        return await self.made(partial(served.output, new=new))
+
+    async def made[Result](self, make: Callable[[], Result]) -> Result:
+        """Returns what a function returns, which the thread that makes outputs runs."""
         future = asyncio.get_running_loop().create_future()
-        self._asked.put((future, partial(served.output, new=new)))
+        self._asked.put((future, make))
         return await future
 
     async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -62,10 +68,7 @@ class Texts:
         """Returns log-probabilities for /v1/completions; `offset` is where the text begins."""
         assert answer.logprobs is not None
         tokens = [self._name(token) for token in answer.token_ids]
-        offsets = []
-        for token in answer.token_ids:
-            offsets.append(offset)
-            offset += len(self._bytes(token).decode(errors="replace"))
+        offsets = list(accumulate(self._widths(answer), initial=offset))[:-1]
         top = None
         if answer.top_logprobs is not None:
             pairs = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True)
@@ -80,6 +83,10 @@ class Texts:
             "text_offset": offsets,
         }
 
+    def width(self, answer: CompletionOutput) -> int:
+        """Returns the characters of an answer's tokens, each by itself."""
+        return sum(self._widths(answer))
+
     def chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any]:
         """Returns log-probabilities as /v1/chat/completions shows them."""
         assert answer.logprobs is not None
@@ -91,6 +98,9 @@ class Texts:
                 for token, logprob, top in zip(answer.token_ids, answer.logprobs, tops, strict=True)
             ]
         }
+
+    def _widths(self, answer: CompletionOutput) -> list[int]:
+        return [len(self._bytes(token).decode(errors="replace")) for token in answer.token_ids]
 
     def _known(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -130,7 +140,6 @@ class Texts:
 
     def _work(self) -> None:
         """Runs in the thread that makes outputs."""
-        _ = self._token_bytes  # takes a while, so not in the event loop
         while (asked := self._asked.get()) is not None:
             batch = [asked]
             with suppress(Empty):

@@ -16,7 +16,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.server.app import PAGE as FILES
 from jsparse.server.app import make_app
-from jsparse.server.run import listen
+from jsparse.server.run import configured, listen
 from jsparse.server.service import Options, Service
 
 TEMPLATE = (
@@ -61,7 +61,7 @@ def serving(
     if engine is not None:
         service.begin(engine)
     listening = listen("127.0.0.1", 0)
-    config = uvicorn.Config(make_app(service, page), log_level="warning")
+    config = configured(make_app(service, page))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()

@@ -6,7 +6,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from serving_http import a_service, an_engine, at_rest, serving
+
+from jsparse.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "w1"}]
@@ -53,7 +56,10 @@ MALFORMED = [
     (COMPLETIONS, {"prompt": "w1", "temperature": -1}, "temperature", "at least 0"),
     (COMPLETIONS, {"prompt": "w1", "temperature": "hot"}, "temperature", "temperature='hot'"),
     (COMPLETIONS, {"prompt": "w1", "top_p": 0}, "top_p", "above 0 and at most 1"),
-    (COMPLETIONS, {"prompt": "w1", "top_k": -1}, "top_k", "at least 0"),
+    (COMPLETIONS, {"prompt": "w1", "top_k": -2}, "top_k", "at least 0"),
+    (COMPLETIONS, {"prompt": "w1", "best_of": 2}, "best_of", "use n"),
+    (COMPLETIONS, {"prompt": "w1", "best_of": True}, "best_of", "use n"),
+    (COMPLETIONS, {"prompt": "w1", "n": 16, "x" * 999: 1}, "x" * 300 + "…", "xxx"),
     (COMPLETIONS, {"prompt": "w1", "min_p": 2}, "min_p", "from 0 to 1"),
     (COMPLETIONS, {"prompt": "w1", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
     (COMPLETIONS, {"prompt": "w1", "presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
@@ -139,6 +145,49 @@ def test_the_whole_batch_is_refused(http, service):
     assert at_rest(service)
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": HI} | {f"x{nth}": 1 for nth in range(1000)}),
+        (CompletionRequest, {"prompt": "w1", "logit_bias": {f"{nth}": "x" for nth in range(1000)}}),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_a_body_that_is_wrong_a_thousand_times_is_told_so_once(kind, body):
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(json.dumps(body))
+    assert raised.value.error_count() <= 3
+
+
+def test_what_asks_for_nothing_is_dropped(http):
+    more = {"metadata": {}, "store": False, "top_k": -1, "best_of": 1, "tools": []}
+    more |= {"tool_choice": "none", "response_format": {"type": "text"}}
+    more |= {"stream_options": {"include_obfuscation": False}}
+    body = {"prompt": [1], "max_tokens": 2, "temperature": 0}
+    plain, made = (http.post(COMPLETIONS, json=body | given) for given in ({}, more))
+    assert made.status_code == 200, made.text
+    assert made.json()["choices"] == plain.json()["choices"]
+    roles = ("system", "developer")
+    chats = [
+        http.post("/tokenize", json={"messages": [{"role": role, "content": "w1", "name": "me"}]})
+        for role in roles
+    ]
+    assert chats[0].json() == chats[1].json()
+
+
+def test_more_likely_tokens_than_the_server_has_are_refused():
+    service = a_service(max_logprobs=0)
+    with serving(service, an_engine()) as url, httpx.Client(base_url=url, timeout=60) as http:
+        body = {"prompt": [1], "max_tokens": 2}
+        assert http.post(COMPLETIONS, json=body | {"logprobs": 0}).status_code == 200
+        got = http.post(COMPLETIONS, json=body | {"logprobs": 1})
+        assert "logprobs=1: must be at most 0 on this server" in got.json()["error"]["message"]
+        chat = {"messages": HI, "logprobs": True, "top_logprobs": 3}
+        assert http.post(CHATS, json=chat).json()["error"]["param"] == "top_logprobs"
+
+
 def test_null_is_absent(http):
     body = {"prompt": [1], "max_tokens": 1, "tools": None, "stop": None, "seed": None, "user": "me"}
     assert http.post(COMPLETIONS, json=body).status_code == 200
@@ -191,7 +240,7 @@ def test_no_body_makes_the_server_fail(http, service, path, name):
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(fuzzed(schemas, name))
     def fuzz(body):
-        # what an answer may be long is bounded, so that the test is short
+        # the length of answers is bounded, so that the test is short
         body.setdefault("max_tokens", 2) if "kenize" not in path else None
         data = json.dumps(body)
         got = http.post(path, content=data, headers={"Content-Type": "application/json"})

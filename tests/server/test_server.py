@@ -97,6 +97,18 @@ def test_ids_lists_and_echo(client):
         assert echoed.choices[0].text == f"{WORDS}{plain}"
 
 
+def test_offsets_and_the_time_of_a_stream_are_those_of_the_answer(client):
+    # text is held back while it may begin a stop string
+    asked = {"prompt": WORDS, "max_tokens": 8, "logprobs": 1, "stop": ["w3000", " w9 w9 w9"]}
+    plain = client.completions.create(**asked, **GREEDY).choices[0].logprobs
+    chunks = list(client.completions.create(**asked, stream=True, **GREEDY))
+    pieces = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [at for piece in pieces for at in piece.text_offset] == plain.text_offset
+    assert [each for piece in pieces for each in piece.tokens] == plain.tokens
+    assert plain.text_offset == sorted(plain.text_offset)
+    assert len({chunk.created for chunk in chunks}) == 1
+
+
 def test_a_chat(client):
     messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2 w3"}]
     made = client.chat.completions.create(messages=messages, max_tokens=8, **GREEDY)

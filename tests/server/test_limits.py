@@ -1,0 +1,168 @@
+"""Tests what keeps a server answering: bounds on heads, on slow readers and on what arrives."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from serving_http import a_service, an_engine, at_rest, serving
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.server import heads, sse
+from jsparse.server.sse import ClientGone, EventStream, Timely
+
+BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def service():
+    return a_service(default_max_tokens=7)
+
+
+@pytest.fixture(scope="module")
+def url(service):
+    with serving(service, an_engine(steps_per_program=4)) as address:
+        yield address
+
+
+def connected(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[b"x: " + b"a" * heads.MOST_BYTES], [b"x%d: y" % nth for nth in range(20000)]],
+    ids=["one long header", "many headers"],
+)
+def test_a_head_has_an_end(url, lines):
+    with connected(url) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        told = b""
+        try:
+            for at in range(0, len(lines), 1000):
+                peer.sendall(b"\r\n".join(lines[at : at + 1000]) + b"\r\n")
+            while piece := peer.recv(4096):
+                told += piece
+        except OSError:  # closed before all was sent
+            pass
+        assert told.startswith(b"HTTP/1.1 400") or not told
+
+
+def test_the_bytes_of_bodies_are_not_those_of_heads(url):
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for _ in range(3):
+            padded = " " * heads.MOST_BYTES + '{"prompt": "w1", "max_tokens": 1}'
+            kind = {"Content-Type": "application/json"}
+            got = http.post("/v1/completions", content=padded, headers=kind)
+            assert got.status_code == 200, got.text
+            assert http.head("/health").status_code == 200
+
+
+def test_a_head_has_its_time(url, monkeypatch):
+    monkeypatch.setattr(heads, "MOST_SECONDS", 0.05)
+    with connected(url) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nhost")
+        assert peer.recv(4096) == b""
+
+
+def test_a_client_that_reads_nothing_is_gone(monkeypatch):
+    monkeypatch.setattr(sse, "SEND_SECONDS", 0.05)
+    closed = []
+
+    async def main():
+        async def never(message):
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        async def silent():
+            await asyncio.Event().wait()
+
+        async def events():
+            while True:
+                yield b"data: x"
+
+        async def close():
+            closed.append(True)
+
+        send = Timely(never)
+        await EventStream(events(), close)({"type": "http"}, silent, send)
+        assert send.gone
+        with pytest.raises(ClientGone):
+            await send({"type": "http.response.body"})
+
+    asyncio.run(main())
+    assert closed == [True]
+
+
+def test_what_has_been_let_in_is_answered_though_the_server_ends(service, url):
+    def body():
+        yield b'{"prompt": "w1", '
+        while not service._arriving:
+            time.sleep(0.01)
+        service.draining = True
+        yield b'"max_tokens": 2}'
+
+    kind = {"Content-Type": "application/json"}
+    try:
+        got = httpx.post(f"{url}/v1/completions", content=body(), headers=kind, timeout=60)
+        assert got.status_code == 200, got.text
+        refused = httpx.post(f"{url}/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert httpx.get(f"{url}/metrics").status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 503
+    finally:
+        service.draining = False
+    assert at_rest(service)
+
+
+def test_tokenising_counts_as_arriving(service, url, monkeypatch):
+    monkeypatch.setattr(service, "_arriving", 10**6)
+    for path, body in (("/tokenize", {"prompt": "w1"}), ("/detokenize", {"tokens": [1]})):
+        got = httpx.post(f"{url}{path}", json=body)
+        assert got.status_code == 429, path
+
+
+def test_more_answers_than_ever_fit_are_refused_at_once(url):
+    many = {"prompt": [[1]] * 128, "n": 16}
+    got = httpx.post(f"{url}/v1/completions", json=BODY | many, timeout=60)
+    assert got.status_code == 400
+    assert "n=16 for 128 prompts asks for 2048 answers: must be at most 204" in got.text
+
+
+def test_chats_that_name_no_number_get_the_server_s(url):
+    asked = {"messages": [{"role": "user", "content": "w1"}], "ignore_eos": True}
+    made = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
+    assert made["usage"]["completion_tokens"] == 7
+    made = httpx.post(f"{url}/v1/chat/completions", json=asked | {"max_tokens": 9}, timeout=60)
+    assert made.json()["usage"]["completion_tokens"] == 9
+
+
+def test_tokens_of_one_program_come_at_one_time(service, url):
+    def count():
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        (line,) = (each for each in lines if "inter_token_latency_seconds_count" in each)
+        return float(line.split()[-1])
+
+    before = count()
+    body = BODY | {"max_tokens": 9, "ignore_eos": True}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert at_rest(service)
+    # one from the prompt, then two programs of four steps
+    assert count() - before == 2
+
+
+def test_a_tokenizer_that_fails_does_so_at_the_start(monkeypatch):
+    def broken(self):
+        raise RuntimeError("no bytes")
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", broken)
+    engine, before = an_engine(), threading.active_count()
+    try:
+        with pytest.raises(RuntimeError, match="no bytes"):
+            a_service().begin(engine)
+        assert threading.active_count() == before
+    finally:
+        engine.close()
