@@ -41,6 +41,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), (target, anchor)
 
 
+def test_the_api_reference_has_every_public_name():
+    names = (ROOT / "jsparse" / "__init__.pyi").read_text(encoding="utf-8")
+    public = {".".join(found) for found in re.findall(r"^from (\S+) import (\w+)", names, re.M)}
+    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert public <= set(shown)
+    assert len(shown) == len(set(shown))
+
+
 def test_the_readme_is_short_and_has_its_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
