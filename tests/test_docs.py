@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), (target, anchor)
 
 
+def test_the_api_reference_has_every_public_name():
+    names = (ROOT / "jsparse" / "__init__.pyi").read_text(encoding="utf-8")
+    public = {".".join(found) for found in re.findall(r"^from (\S+) import (\w+)", names, re.M)}
+    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert public <= set(shown)
+    assert len(shown) == len(set(shown))
+
+
 def test_the_readme_is_short_and_has_its_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
@@ -78,6 +88,49 @@ def test_the_wrapper_of_the_docs_is_dense_at_first():
     assert abs(sparse.logprobs[5] - dense.logprobs[5]) > 1e-3
     attended = sparse.stats.attended_fraction
     assert attended is not None and 0.5 < attended < 1
+
+
+def choices() -> list[str]:
+    """Returns the rows of the table of docs/choosing.md that have figures."""
+    rows = re.findall(r"^\| .+$", (ROOT / "docs" / "choosing.md").read_text("utf-8"), re.MULTILINE)
+    return [row for row in rows if "figures](" in row]
+
+
+@pytest.mark.parametrize("row", choices(), ids=lambda row: row.split("|")[1].strip()[:40])
+def test_figures_of_choosing_stand_on_the_pages_they_cite(row):
+    cited = " ".join((ROOT / "docs" / page).read_text("utf-8") for page, _ in LINK.findall(row))
+    prose = re.sub(r"`[^`]+`", "", row)
+    missing = [
+        figure
+        for figure in re.findall(r"\d+\.\d+", prose)
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", cited)
+    ]
+    assert not missing
+
+
+def test_figures_are_drawn_from_their_source():
+    drawing = runpy.run_path(str(ROOT / "docs" / "figures" / "draw.py"))
+    sources = sorted((ROOT / "docs" / "figures").glob("*.toml"))
+    assert sources
+    for source in sources:
+        drawn = (ROOT / "docs" / "images" / f"{source.stem}.svg").read_text("utf-8")
+        assert drawn == drawing["draw"](source.read_text("utf-8"))
+
+
+@pytest.mark.slow
+def test_the_code_of_the_quickstart_runs():
+    page = ROOT / "docs" / "quickstart.md"
+    session = "\n".join(blocks(page, "python"))
+    ran = subprocess.run(
+        [sys.executable, "-c", session], capture_output=True, text=True, check=True
+    )
+    assert len(re.findall(r"attended to +\d+%", ran.stdout)) == 3
+    commands = [line for block in blocks(page, "console") for line in block.splitlines()]
+    commands = [line.removeprefix("$ ") for line in commands if line.startswith("$ jsparse ")]
+    assert len(commands) == 3
+    for command in commands:
+        words = [str(Path(sys.executable).with_name("jsparse")), *shlex.split(command)[1:]]
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow

@@ -1,0 +1,129 @@
+"""Lets the pages of docs/ link to any file of the repository, on GitHub and in the site alike.
+
+A hook of mkdocs. Pages write the links that GitHub follows, such as ../bench/README.md. Whatever a
+page links to outside docs/ becomes a file of the site: Markdown becomes a page, code a page that
+shows it, a folder a page with its names, anything else a copy. README.md becomes the home page.
+In the navigation, a folder stands for its pages.
+"""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# code, which is passed over, or a link's opening and its target
+LINK = re.compile(
+    r"^(`{3,}|~{3,}).*?^\1|`[^`\n]+`|(\]\()(?!https?://|mailto:)([^)#\s]+)",
+    re.MULTILINE | re.DOTALL,
+)
+# what a browser would fetch from another host to show a page
+FETCHED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^"]+'
+    r'|<link\b[^>]*\brel="(?:stylesheet|preconnect)"[^>]*\bhref="(?:https?:)?//[^"]+'
+    r'|<link\b[^>]*\bhref="(?:https?:)?//[^"]+"[^>]*\brel="(?:stylesheet|preconnect)"'
+)
+LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml"}
+
+
+def place(path: str) -> str:
+    """Returns where the site keeps the source of a file or folder of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if (ROOT / path).is_dir():
+        return f"{path}/index.md"
+    return f"{path}.md" if Path(path).suffix in LANGUAGES else path
+
+
+def linked(path: str) -> set[str]:
+    """Returns the files and folders of the repository that a Markdown file links to."""
+    text, folder = (ROOT / path).read_text(encoding="utf-8"), posixpath.dirname(path)
+    targets = [link[3] for link in LINK.finditer(text) if link[3]]
+    return {posixpath.normpath(posixpath.join(folder, target)) for target in targets}
+
+
+def made(path: str, config: MkDocsConfig) -> File:
+    """Returns the site's file for a file or folder of the repository outside docs/."""
+    there, uri = ROOT / path, place(path)
+    if there.is_dir():
+        names = sorted(name for name in os.listdir(there) if name[0] not in "._")
+        names = "\n".join(f"- `{name}`" for name in names)
+        file = File.generated(config, uri, content=f"# {path}\n\n{names}\n")
+    elif there.suffix in LANGUAGES:
+        code = there.read_text(encoding="utf-8")
+        shown = f"# {path}\n\n~~~~{LANGUAGES[there.suffix]}\n{code}~~~~\n"
+        file = File.generated(config, uri, content=shown)
+    else:
+        file = File.generated(config, uri, abs_src_path=str(there))
+    file.inclusion = InclusionLevel.NOT_IN_NAV
+    return file
+
+
+def pages(folder: str) -> list[str]:
+    """Returns the pages of a folder of docs/, its index first."""
+    found = (ROOT / "docs" / folder).glob("*.md")
+    return [f"{folder}{name}" for name in sorted((path.name for path in found), key=index_first)]
+
+
+def index_first(name: str) -> tuple[bool, str]:
+    """Sorts index.md before other names."""
+    return name != "index.md", name
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the pages of a folder where the navigation names the folder."""
+    for section in config.nav or []:
+        for title, entry in section.items():
+            if isinstance(entry, str) and entry.endswith("/"):
+                section[title] = pages(entry)
+    config.nav = [section for section in config.nav or [] if all(section.values())]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what the pages link to, what that links to, and so on."""
+    seen = {f"docs/{file.src_uri}" for file in files}
+    waiting = {"README.md", *(path for path in seen if path.endswith(".md"))}
+    while waiting:
+        path = waiting.pop()
+        if path not in seen and (ROOT / path).exists():  # mkdocs warns of a link to nowhere
+            files.append(made(path, config))
+        seen.add(path)
+        if path.endswith(".md") and (ROOT / path).exists():
+            waiting |= linked(path) - seen
+    return files
+
+
+def source(page: Page) -> str:
+    """Returns the path in the repository of a page's source."""
+    file = page.file
+    if file.src_uri == "index.md":
+        return "README.md"
+    return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns links of the repository into links of the site."""
+    here, folder = posixpath.dirname(page.file.src_uri), posixpath.dirname(source(page))
+
+    def moved(link: re.Match) -> str:
+        if not link[3]:
+            return link[0]
+        target = place(posixpath.normpath(posixpath.join(folder, link[3])))
+        return link[2] + posixpath.relpath(target, here or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuses a page that would fetch something from another host."""
+    if found := FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri}: must not fetch {found.group()!r}")
+    return output
