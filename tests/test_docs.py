@@ -1,6 +1,9 @@
 """Tests that links lead somewhere, and that the README's code and the examples run."""
 
+import ast
 import dataclasses
+import inspect
+import json
 import re
 import runpy
 import shlex
@@ -133,11 +136,50 @@ def test_the_code_of_the_quickstart_runs():
         assert subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.parametrize(
+    "page",
+    sorted({*ROOT.glob("docs/papers/*.md")} - {ROOT / "docs" / "papers" / "index.md"}),
+    ids=lambda page: page.stem,
+)
+def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults(page):
+    _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")
+    rows = re.findall(r"^\| (`.+?) \| (.*?) \|", table.split("##")[0], re.MULTILINE)
+    own = inspect.signature(getattr(jsparse, page.stem)).parameters
+    told = [name.strip("`") for names, _ in rows for name in names.split(", ")]
+    assert sorted(told) == sorted(own)
+    for names, defaults in rows:
+        each = re.findall(r"\(.*?\)|[^,]+", defaults)
+        for name, default in zip(names.split(", "), each, strict=False):
+            there = own[name.strip("`")].default
+            if there not in (None, inspect.Parameter.empty):
+                assert ast.literal_eval(default.strip(" `")) == there, name
+
+
 @pytest.mark.slow
 def test_the_readmes_code_runs():
     [code] = blocks(ROOT / "README.md", "python")
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(ran.stdout.splitlines()) > 1
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch, capsys):
+    """On a tiny model; its committed outputs are SmolLM2's."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    words = tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
+    core = tokenizers.Tokenizer(words)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tiny = dataclasses.replace(tiny_params(), tokenizer=Tokenizer(core))
+    monkeypatch.setattr(jsparse, "load", lambda name: tiny)
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    notebook = json.loads((ROOT / "examples" / "what_policies_read.ipynb").read_text())
+    scope: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] or "import" in cell["source"][0]
+            exec("".join(cell["source"]), scope)
+    assert len(re.findall(r"KL +-?[\d.]+ +[\d.]+ MB", capsys.readouterr().out)) == 5
 
 
 @pytest.mark.slow

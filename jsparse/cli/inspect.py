@@ -80,10 +80,7 @@ def show(shown: "Inspected", layer: int | None) -> None:
     edges = np.linspace(0, length, columns + 1).astype(int)
     cells = np.add.reduceat(of_rows.astype(float), edges[:-1], axis=1) / np.diff(edges)
     console.print(f"{shown.policy}, {length} tokens, {shown.prompt_tokens} of them the prompt's")
-    console.print(
-        f"attended {shown.attended_fraction:.1%} of tokens, with {shown.covered:.1%} of dense "
-        f"attention's weight; next token {shown.next_token!r}"
-    )
+    console.print(f"attended to {shown.told}; next token {shown.next_token!r}")
     where = "" if layer is None else f" of layer {layer}"
     per_cell = "" if columns == length else f", about {length / columns:.1f} tokens per column"
     console.print(f"\n{name}s{where} by position, oldest first{per_cell}", style="bold")

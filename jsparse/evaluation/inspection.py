@@ -39,6 +39,7 @@ class Inspected(NamedTuple):
         weights: float32[L, K, T], what dense attention's softmax gives each token on the same
             query and cache, mean over the group of query heads; 0 for tokens that a head has
             dropped, and in layers of `fell_back`.
+        evicts: whether the policy drops tokens; `weights` are then over what is left.
         fell_back: the layers in which the policy left this step to dense attention, so that
             nothing was selected.
     """
@@ -51,6 +52,7 @@ class Inspected(NamedTuple):
     attended: Bool[np.ndarray, "L K T"]
     weights: Float32[np.ndarray, "L K T"]
     fell_back: tuple[int, ...]
+    evicts: bool = False
 
     @property
     def attended_fraction(self) -> float:
@@ -67,6 +69,12 @@ class Inspected(NamedTuple):
         weights = self.weights[layers]
         total = weights.sum()
         return float((weights * self.attended[layers]).sum() / total) if total else 1.0
+
+    @property
+    def told(self) -> str:
+        """Returns the step's shares in words."""
+        whose = "what is left" if self.evicts else "dense attention's weight"
+        return f"{self.attended_fraction:.1%} of the tokens, with {self.covered:.1%} of {whose}"
 
 
 class Record(NamedTuple):
@@ -169,7 +177,7 @@ def inspect_step(
     *tokens, following = _texts(params, [*ids, made[-1]])
     return Inspected(
         *(params.name, runs.name, tokens, len(rows[0]), following),
-        *(attended, weights, fell_back),
+        *(attended, weights, fell_back, runs.evicts),
     )
 
 

@@ -30,8 +30,7 @@ def page(shown: Inspected) -> str:
             "layers": layers,
             "heads": heads,
             "fell_back": shown.fell_back,
-            "attended": shown.attended_fraction,
-            "covered": shown.covered,
+            "told": shown.told,
             "cells": base64.b64encode(cells.tobytes()).decode("ascii"),
         },
     )
