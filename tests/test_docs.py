@@ -23,6 +23,7 @@ from jsparse.models.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"})
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TRAINING = ROOT / "examples" / "train_gates.py"
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -183,7 +184,18 @@ def test_the_notebook_runs(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_of_a_training_runs(monkeypatch, capsys):
+    """On a tiny model."""
+    load, tiny = jsparse.load, ROOT / "tests" / "fixtures" / "hf" / "llama3" / "model.gguf"
+    monkeypatch.setattr(jsparse, "load", lambda name: load(tiny))
+    runpy.run_path(str(TRAINING))
+    assert re.search(r"3 retrieval heads of 4.*attended +\d+%", capsys.readouterr().out, re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "example", [path for path in EXAMPLES if path != TRAINING], ids=lambda path: path.stem
+)
 def test_examples_run(example):
     ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
     assert re.search(r"attended +\d+ ?%", ran.stdout)

@@ -84,6 +84,10 @@ def evaluate(
     plots: Annotated[
         Path | None, Option(help="Folder to draw the plots in: quality, by step, needles, heads.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        Option(help="File to write a page to, for a browser: tables, plots, samples; no network."),
+    ] = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -108,12 +112,16 @@ def evaluate(
     }
     chosen = [resolve(text).name for text in policy or []]
     wanted = plan(chosen, names, whole_numbers("lengths", lengths), samples, **more)
-    report = carry_out(
+    if report is not None:
+        require_plots("--report")
+    result = carry_out(
         wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
     )
-    show(report)
+    show(result)
     if plots is not None:
-        draw(report, plots)
+        draw(result, plots)
+    if report is not None:
+        write_page(result, report)
 
 
 def carry_out(
@@ -193,6 +201,27 @@ def draw(report: dict[str, Any], folder: Path) -> None:
         plots.plot_niah(report, folder / "niah.png")
     if "attention" in tasks:
         plots.plot_heads(report, folder / "heads.png")
+
+
+def require_plots(option: str) -> None:
+    """Raises ValueError where nothing can be drawn, before anything is measured."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib: pip install 'jsparse[eval]'")
+
+
+def write_page(report: dict[str, Any], file: Path) -> None:
+    """Writes the report as one page, its plots inside."""
+    from tempfile import TemporaryDirectory
+
+    from jsparse.evaluation.report.eval_page import PLOTS, page
+
+    with TemporaryDirectory() as folder:
+        draw(report, Path(folder))
+        drawn = {name: Path(folder, f"{name}.png") for name in PLOTS}
+        plots = {name: path.read_bytes() for name, path in drawn.items() if path.exists()}
+    file.write_text(page(report, plots), encoding="utf-8")
 
 
 def _environment() -> dict[str, Any]:

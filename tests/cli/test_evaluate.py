@@ -40,8 +40,12 @@ def common(tmp_path):
 
 def test_writes_every_sample_and_the_plots(common, tmp_path):
     out = tmp_path / "out.json"
-    done = run(*common, "--tasks", "kl,ppl,attention", "--json", out, "--plots", tmp_path / "plots")
+    page = tmp_path / "report.html"
+    given = ("--json", out, "--plots", tmp_path / "plots", "--report", page)
+    done = run(*common, "--tasks", "kl,ppl,attention", *given)
     assert done.exit_code == 0, done.output
+    # both plots are inside
+    assert page.read_text().count('"png": "iVBOR') == 2
     assert "KL" in done.output
     assert "recall" in done.output
     report = json.loads(out.read_text())

@@ -1,0 +1,112 @@
+"""Makes the page of `jsparse eval --report`: tables, plots and samples of a run, from its JSON."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from jsparse.evaluation.report.pages import fill
+from jsparse.evaluation.report.table import (
+    AVERAGE,
+    BESIDE,
+    FORMATS,
+    MARKED,
+    NOTE,
+    YARDSTICK,
+    number,
+    tokens,
+)
+
+# what plots are called in the page, by the name of their file
+PLOTS = {
+    "quality": "Quality over the share of tokens attended to",
+    "by_step": "Quality over decode steps",
+    "niah": "Needles found over depth and length",
+    "heads": "Share attended to, by layer and KV head",
+}
+SETTINGS = ("model", "revision", "dtype", "samples", "steps", "batch", "chat")
+
+
+def page(report: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
+    """Returns the page, which needs nothing but itself.
+
+    Args:
+        report: the result of a run, as `--json` writes it.
+        plots: PNGs by name, among those of PLOTS.
+    """
+    policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
+    columns = _columns(report)
+    settings = report["settings"]
+    shown = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    environment = report["environment"]
+    shown |= {name: environment[name] for name in ("device", "platform") if name in environment}
+    tasks = {column["task"] for column in columns}
+    marked = any(column["left_out"] for column in columns)
+    data = {
+        "timestamp": report["timestamp"],
+        "settings": {name: str(value) for name, value in shown.items()},
+        "note": " ".join([MARKED] * marked + [BESIDE] * (YARDSTICK in tasks) + [NOTE]),
+        "columns": columns,
+        "rows": [
+            {"policy": policy, "values": [column["values"].pop(policy, None) for column in columns]}
+            for policy in policies
+        ],
+        "plots": [
+            {"title": PLOTS[name], "png": base64.b64encode(png).decode("ascii")}
+            for name, png in plots.items()
+        ],
+        "cells": [
+            {
+                "policy": cell["policy"],
+                "task": cell["task"],
+                "length": cell["length"],
+                "samples": [_sample(sample) for sample in cell["samples"]],
+            }
+            for cell in report["cells"]
+        ],
+    }
+    for column in columns:
+        del column["values"]
+    return fill("report", data)
+
+
+def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the columns of the table: a metric of a task, or the average score, at a length."""
+    measured = [
+        (cell["task"], name, cell["length"], cell["policy"], value)
+        for cell in report["cells"]
+        for name, value in cell["metrics"].items()
+        if name in FORMATS or name == "attended"
+    ]
+    measured += [
+        (AVERAGE, "score", row["length"], row["policy"], row)
+        for row in report["averages"]
+        if len(row["tasks"]) > 1
+    ]
+    left_out = {(task, row["length"]) for row in report["averages"] for task in row["left_out"]}
+    columns: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for task, name, length, policy, value in measured:
+        label = FORMATS[name][0] if name in FORMATS else "attended %"
+        column = columns.setdefault(
+            (task, name, length),
+            {
+                "task": task,
+                "label": f"{label}, {tokens(length)}",
+                "left_out": name == "score" and (task, length) in left_out,
+                "values": {},
+            },
+        )
+        if value["mean"] is not None:
+            text = number(value, name) if name in FORMATS else f"{100 * value['mean']:.1f}"
+            column["values"][policy] = {"value": value["mean"], "text": text}
+    return list(columns.values())
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a reader can look at: numbers and texts, not what is drawn by head or step."""
+    told = {
+        name: value
+        for name, value in sample["meta"].items()
+        if isinstance(value, str | int | float | bool)
+        or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    }
+    return {"index": sample["index"], "values": sample["values"], "meta": told}
