@@ -1,4 +1,4 @@
-"""Bounds the heads of HTTP requests, which come before any key is known."""
+"""Bounds the heads and trailers of HTTP requests, which need no key."""
 
 import asyncio
 
@@ -8,9 +8,9 @@ MOST_BYTES, MOST_SECONDS = 2**16, 60
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """Closes connections whose request line and headers are too large, or take too long."""
+    """Closes connections whose headers are too large, or whose first head takes too long."""
 
-    _in_head, _moved, _bytes = True, False, 0
+    _moved, _bytes = False, 0
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -24,11 +24,10 @@ class BoundedHeads(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Takes in bytes, and counts those of a head that has not ended."""
+        """Takes in bytes, and counts those that neither end a head nor belong to a body."""
         self._moved = False
         super().data_received(data)
-        # bytes that end a head or a body are not told apart from those behind it
-        if not self._in_head or self._moved or self.transport.is_closing():
+        if self._moved or self.transport.is_closing():
             return
         self._bytes += len(data)
         if self._bytes > MOST_BYTES:
@@ -37,13 +36,22 @@ class BoundedHeads(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begins the request."""
         self._in_time()
-        self._in_head, self._bytes, self._moved = False, 0, True
+        self._move()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes in a piece of the body, which is bounded where it is read."""
+        self._move()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Ends the request; another may follow."""
-        self._in_head = self._moved = True
+        self._move()
         super().on_message_complete()
+
+    def _move(self) -> None:
+        # what follows in the same piece is not counted
+        self._moved, self._bytes = True, 0
 
     def _in_time(self) -> None:
         if self._late is not None:

@@ -51,6 +51,14 @@ def test_a_head_has_an_end(url, lines):
         assert told.startswith(b"HTTP/1.1 400") or not told
 
 
+def test_trailers_have_an_end(url):
+    with connected(url) as peer:
+        peer.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert peer.recv(4096).startswith(b"HTTP/1.1 404")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            peer.sendall(b"0\r\n" + b"x: y\r\n" * 2**20)
+
+
 def test_the_bytes_of_bodies_are_not_those_of_heads(url):
     with httpx.Client(base_url=url, timeout=60) as http:
         for _ in range(3):
