@@ -21,6 +21,7 @@ from jsparse.server.errors import ApiError, shown
 # bounds on what the engine would work through for each token or each prompt
 MOST_LIKELY = 20
 MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS, MOST_KNOBS = 128, 16, 128, 1000, 64
+MOST_MESSAGES = 4096
 
 # fields that other servers know
 REFUSED = {
@@ -267,7 +268,7 @@ class Message(_Body):
 
 
 # a malformed element ends the check: a body may have a million of them
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(Sampled):

@@ -99,6 +99,7 @@ MALFORMED = [
     (CHATS, {"messages": HI, "prompt": "w1"}, "prompt", "unknown field"),
     (CHATS, {"messages": HI * 95, "max_tokens": 9}, "messages", "max_model_len=96"),
     (CHATS, {"messages": HI * 96}, "messages", "max_model_len=96"),
+    (CHATS, {"messages": HI * 4097}, "messages", "at most 4096 items"),
     ("/tokenize", {}, "prompt", "must be given"),
     ("/tokenize", {"prompt": "w1", "messages": HI}, "prompt", "not both"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
