@@ -253,11 +253,11 @@ class Asked:
     async def close(self) -> None:
         """Leaves the engine, which drops what it has not finished."""
         if self._service.live.pop(self.name, None) is not None:
+            self._count_beginning(self.served)
             self._service.metrics.left(self.served)
         await self._news.aclose()
 
     async def _followed(self) -> AsyncGenerator[Served]:
-        self._count_beginning(self.served)
         if self.served.finished:
             yield self.served
             return

@@ -10,6 +10,7 @@ import pytest
 from serving_http import a_service, an_engine, at_rest, serving
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.request import SamplingParams
 from jsparse.server import heads, sse
 from jsparse.server.sse import ClientGone, EventStream, Timely
 
@@ -160,6 +161,19 @@ def test_tokens_of_one_program_come_at_one_time(service, url):
     assert at_rest(service)
     # one from the prompt, then two programs of four steps
     assert count() - before == 2
+
+
+def test_requests_that_nobody_followed_count(service, url):
+    async def main():
+        (asked,) = await service.ask("cmpl", [[1, 2, 3]], [SamplingParams(max_tokens=2)])
+        while not asked.served.finished:
+            await asyncio.sleep(0.01)
+        before = service.metrics.query_tokens
+        await asked.close()
+        return service.metrics.query_tokens - before
+
+    assert asyncio.run(main()) == 3
+    assert at_rest(service)
 
 
 def test_a_tokenizer_that_fails_does_so_at_the_start(monkeypatch):
