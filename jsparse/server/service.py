@@ -35,8 +35,6 @@ class Options:
         name: what clients call the model.
         api_key: the key that clients must send, or None.
         max_waiting: the most requests that may wait.
-        max_body_bytes: the most bytes of a request's body; None is 32 for each token that a prompt
-            can have, and at least 1 MiB.
         max_logprobs: the most likely tokens that requests may ask for beside each token.
         default_max_tokens: the most tokens of answers to chats that name no number; None is as many
             as there is room for.
@@ -45,7 +43,6 @@ class Options:
     name: str
     api_key: str | None = None
     max_waiting: int = MAX_WAITING
-    max_body_bytes: int | None = None
     max_logprobs: int = MOST_LIKELY
     default_max_tokens: int | None = None
 
@@ -107,8 +104,7 @@ class Service:
     @property
     def max_body_bytes(self) -> int:
         """Returns the most bytes of a request's body."""
-        most = self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN
-        return self.options.max_body_bytes or max(LEAST_BODY, most)
+        return max(LEAST_BODY, self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
