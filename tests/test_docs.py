@@ -144,13 +144,13 @@ def test_the_code_of_the_quickstart_runs():
 )
 def test_a_paper_s_page_has_the_policy_s_parameters_and_defaults(page):
     _, _, table = page.read_text(encoding="utf-8").partition("## Parameters")
-    rows = re.findall(r"^\| (`.+?) \| (.*?) \|", table.split("##")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`.+?) \| *(.*?) *\|", table.split("##")[0], re.MULTILINE)
     own = inspect.signature(getattr(jsparse, page.stem)).parameters
     told = [name.strip("`") for names, _ in rows for name in names.split(", ")]
     assert sorted(told) == sorted(own)
     for names, defaults in rows:
         each = re.findall(r"\(.*?\)|[^,]+", defaults)
-        for name, default in zip(names.split(", "), each, strict=False):
+        for name, default in zip(names.split(", "), each, strict=bool(each)):
             there = own[name.strip("`")].default
             if there not in (None, inspect.Parameter.empty):
                 assert ast.literal_eval(default.strip(" `")) == there, name
