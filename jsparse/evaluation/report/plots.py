@@ -36,8 +36,8 @@ class Point(NamedTuple):
 def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
     """Plots KL, agreement and score over the attended fraction.
 
-    There is one panel per metric and length, with one line per family of policies, and one of KL
-    over the yardstick's where that was measured.
+    There is one panel per metric and length, a row per metric where there are several lengths, with
+    one line per family of policies, and one of KL over the yardstick's where that was measured.
     """
     families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
     lengths = sorted({cell["length"] for cell in report["cells"]})
@@ -47,7 +47,8 @@ def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
         for length in lengths
         if (points := quality_points(report, metric, length))
     }
-    _save(report, panels, path, "kl, agreement or an averaged score beside attended", len(lengths))
+    columns = len(lengths) if len(lengths) > 1 else COLUMNS
+    _save(report, panels, path, "kl, agreement or an averaged score beside attended", columns)
 
 
 def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_grid") -> None:
@@ -250,7 +251,7 @@ def _save(
             named.values(),
             named.keys(),
             loc="outside lower center",
-            ncols=2 if wide else 4,
+            ncols=2 if wide or columns == 1 else 4,
             fontsize=5 if wide else None,
         )
     figure.suptitle(textwrap.fill(_heading(report), 30 * columns), fontsize=8)
