@@ -16,8 +16,10 @@ params = jsparse.load("smollm2")
 heads = params.config.num_layers * params.config.num_kv_heads
 # one in eight; all heads of the first layer are among them
 target = max(heads // 8, params.config.num_kv_heads + 1)
-keys = {"min_length": 160, "max_length": 200, "needles": 1, "words": 1, "asked": 1}
-source = passkeys(params.tokenizer, read(None), **keys)
+assert params.tokenizer is not None
+source = passkeys(
+    params.tokenizer, read(None), min_length=160, max_length=200, needles=1, words=1, asked=1
+)
 with tempfile.TemporaryDirectory() as folder:
     settings = Settings(target=target, steps=3, held_out=1)
     (found,) = Trainer(params, source, settings, Path(folder)).run()["seeds"]
