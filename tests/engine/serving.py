@@ -1,7 +1,10 @@
 """Makes small engines of a tiny model, and compares what requests get."""
 
+import asyncio
+from concurrent.futures import CancelledError
 from typing import Any
 
+import pytest
 from tiny import tiny_params
 
 import jsparse
@@ -50,3 +53,26 @@ def assert_at_rest(llm: LLM) -> None:
     assert not engine._live
     assert not engine._requests
     assert not engine._runner._readings
+
+
+def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
+    """Makes the engine's thread wait, after each report, until coroutines have had their turns.
+
+    Each report is then an output of its own; otherwise those that come too fast become one.
+    """
+    wake = engine._wake
+
+    async def turns():
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def wake_and_wait(listeners):
+        wake(listeners)
+        for loop in {each.loop for each in listeners}:
+            waiting = turns()
+            try:
+                asyncio.run_coroutine_threadsafe(waiting, loop).result()
+            except (CancelledError, RuntimeError):  # the loop ends, or has ended
+                waiting.close()
+
+    patch.setattr(engine, "_wake", wake_and_wait)

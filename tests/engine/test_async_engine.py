@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import threading
-from concurrent.futures import CancelledError
 from functools import cache
 from itertools import pairwise
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from marks import slow_except
-from serving import SMALL
+from serving import SMALL, hand_over
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
@@ -74,23 +73,8 @@ def at_rest(engine):
 
 @pytest.fixture
 def in_turn(engine, monkeypatch):
-    """Makes the engine's thread wait, after all that it reports, until coroutines have had it."""
-    wake = engine._wake
-
-    async def turns():
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    def wake_and_wait(listeners):
-        wake(listeners)
-        for loop in {each.loop for each in listeners}:
-            waiting = turns()
-            try:
-                asyncio.run_coroutine_threadsafe(waiting, loop).result()
-            except (CancelledError, RuntimeError):  # the loop ends, or has ended
-                waiting.close()
-
-    monkeypatch.setattr(engine, "_wake", wake_and_wait)
+    """Makes the engine's thread wait until coroutines have had what it reports."""
+    hand_over(engine, monkeypatch)
 
 
 @pytest.mark.usefixtures("in_turn")

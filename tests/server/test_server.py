@@ -10,6 +10,7 @@ import threading
 import httpx
 import openai
 import pytest
+from serving import hand_over
 from serving_http import a_service, an_engine, at_rest, serving
 
 WORDS = "w3 w14 w15 w92 w65"
@@ -62,7 +63,8 @@ def test_a_completion(client, service):
     assert at_rest(service)
 
 
-def test_pieces_add_up(client):
+def test_pieces_add_up(client, service, monkeypatch):
+    hand_over(service.engine, monkeypatch)
     stream = client.completions.create(
         prompt=WORDS, max_tokens=10, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
