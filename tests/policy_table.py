@@ -1,19 +1,15 @@
 """TABLE lists every registered method at several hyper-parameters, for the battery.
 
-A new method adds its expressions here and nothing else. By default the first expression of each
-method is traced, and those of MECHANISMS run through the battery. The slow tests take all of TABLE
-through its cheap half, and METHODS through what takes programs of its own: the first expression of
-each method, and those of FURTHER, which do what no other does. Budgets are small against the
-battery's prompts of 9 to 37 tokens and pages of 8, so that each expression really leaves something
-out; and their periods against its 20 steps.
+A new method adds its expressions here and nothing else. By default those of MECHANISMS run through
+the battery. The slow tests take all of TABLE through its cheap half, and METHODS through what takes
+programs of its own: the first expression of each method, and those of FURTHER, which do what no
+other does. Budgets are small against the battery's prompts of 9 to 37 tokens and pages of 8, so
+that each expression really leaves something out; and their periods against its 20 steps.
 """
 
 import ast
 import inspect
 from collections.abc import Sequence
-from typing import Any
-
-from marks import slow_except
 
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
@@ -107,23 +103,9 @@ TABLE = (
 )
 
 
-# what differs little from a method that runs by default: a score and a rule of counting on the
-# engine of hard_kv, chunks of one token on that of lychee_cluster, another bound for quest's pages
-ALIKE = {"snapkv", "ada_kv", "h2o", "r_kv", "raas", "cluster_kv", "arkvale"}
-
-
 def firsts(expressions: Sequence[str]) -> dict[str, str]:
     """Return the first expression of each method, by the method's name."""
     return {outermost(expression): expression for expression in reversed(expressions)}
-
-
-def marked(expressions: Sequence[str]) -> list[Any]:
-    """Return the expressions as parameters, all but the first of each method marked slow.
-
-    All of ALIKE are slow, too.
-    """
-    first = firsts(expressions)
-    return slow_except(expressions, *(e for name, e in first.items() if name not in ALIKE))
 
 
 # one expression for each way of choosing: pages, sets handed on, pruning, eviction

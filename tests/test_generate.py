@@ -32,6 +32,11 @@ def texts():
     return jsparse.load(GGUF, dtype="float32")
 
 
+def generate(params, prompts, **options):
+    """Generates in a cache of one size, so that tests share their programs."""
+    return jsparse.generate(params, prompts, **{"max_length": 96} | options)
+
+
 def with_defaults(params, **defaults):
     return dataclasses.replace(params, generation_defaults=defaults)
 
@@ -48,34 +53,29 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     monkeypatch.setattr(generation, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     usual = {} if "sampling" in options else {"max_new_tokens": steps, "eos_token_id": []}
-    return jsparse.generate(params, prompts, **(usual | options))
+    return generate(params, prompts, **(usual | options))
 
 
 # Shapes of results
 
 
 def test_a_list_of_prompts_gives_a_list(params):
-    alone = jsparse.generate(params, PROMPTS[2], max_new_tokens=4)
+    alone = generate(params, PROMPTS[2], max_new_tokens=4)
     assert isinstance(alone, jsparse.Generation)
     assert len(alone.token_ids) == 4
     assert alone.logprobs is None
     assert alone.text == ""
-    listed = jsparse.generate(params, [PROMPTS[2]], max_new_tokens=4)
+    listed = generate(params, [PROMPTS[2]], max_new_tokens=4)
     assert [out.token_ids for out in listed] == [alone.token_ids]
     rows = np.array([PROMPTS[2]] * 2)
-    assert [o.token_ids for o in jsparse.generate(params, rows, max_new_tokens=4)] == [
-        alone.token_ids
-    ] * 2
-    assert (
-        jsparse.generate(params, jnp.asarray(rows[0]), max_new_tokens=4).token_ids
-        == alone.token_ids
-    )
+    assert [o.token_ids for o in generate(params, rows, max_new_tokens=4)] == [alone.token_ids] * 2
+    assert generate(params, jnp.asarray(rows[0]), max_new_tokens=4).token_ids == alone.token_ids
 
 
 def test_text_and_its_ids_are_the_same_prompt(texts):
     ids = texts.tokenizer.encode("the cat")
     by_text, by_ids = (
-        jsparse.generate(texts, p, max_new_tokens=6, eos_token_id=[]) for p in ("the cat", ids)
+        generate(texts, p, max_new_tokens=6, eos_token_id=[]) for p in ("the cat", ids)
     )
     assert by_text.token_ids == by_ids.token_ids
     assert by_text.stats.prompt_tokens == len(ids)
@@ -86,27 +86,24 @@ def test_text_and_its_ids_are_the_same_prompt(texts):
 
 
 def test_greedy_ends_by_length(params):
-    out = jsparse.generate(params, PROMPTS[1], max_new_tokens=9, eos_token_id=[])
+    out = generate(params, PROMPTS[1], max_new_tokens=9, eos_token_id=[])
     assert out.finish_reason == "length"
     assert len(out.token_ids) == 9
-    text = list(PROMPTS[1])
-    for token in out.token_ids:
-        assert token == int(jnp.argmax(jsparse.logits(params, text)[0, -1]))
-        text.append(token)
+    text = [*PROMPTS[1], *out.token_ids]
+    logits = dense_logits(params, text)
+    assert out.token_ids == logits[len(PROMPTS[1]) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("given", ["int", "list", "defaults"])
 def test_an_end_token_stops_its_row_and_is_kept(params, given):
-    free = jsparse.generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])
+    free = generate(params, PROMPTS, max_new_tokens=12, eos_token_id=[])
     # an id that comes up in the middle of row 0, and its first place in every row
     end = free[0].token_ids[4]
     if given == "defaults":
-        outs = jsparse.generate(
-            with_defaults(params, eos_token_id=[end, 299]), PROMPTS, max_new_tokens=12
-        )
+        outs = generate(with_defaults(params, eos_token_id=[end, 299]), PROMPTS, max_new_tokens=12)
     else:
         ends = end if given == "int" else [298, end]
-        outs = jsparse.generate(params, PROMPTS, max_new_tokens=12, eos_token_id=ends)
+        outs = generate(params, PROMPTS, max_new_tokens=12, eos_token_id=ends)
     for out, whole in zip(outs, free, strict=True):
         ids = whole.token_ids
         stop = next(
@@ -120,13 +117,10 @@ def test_an_end_token_stops_its_row_and_is_kept(params, given):
 
 
 def test_no_end_tokens_never_stop(params):
-    free = jsparse.generate(params, PROMPTS[0], max_new_tokens=12, eos_token_id=[])
+    free = generate(params, PROMPTS[0], max_new_tokens=12, eos_token_id=[])
     stopping = with_defaults(params, eos_token_id=free.token_ids[0])
-    assert len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12).token_ids) == 1
-    assert (
-        len(jsparse.generate(stopping, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).token_ids)
-        == 12
-    )
+    assert len(generate(stopping, PROMPTS[0], max_new_tokens=12).token_ids) == 1
+    assert len(generate(stopping, PROMPTS[0], max_new_tokens=12, eos_token_id=[]).token_ids) == 12
 
 
 def test_the_tokenizer_s_end_tokens_are_taken_by_default(texts, monkeypatch):
@@ -202,7 +196,7 @@ def test_a_stop_string_that_only_the_end_shows_still_stops(texts, monkeypatch):
 def test_random_text_streams_whole(texts):
     streams = [[], [], []]
     prompts = ["the cat", "a", "or so"]
-    outs = jsparse.generate(
+    outs = generate(
         texts,
         prompts,
         max_new_tokens=30,
@@ -224,7 +218,7 @@ def dense_logits(params, text):
 
 def test_logprobs_are_those_of_the_dense_model(params):
     """They are those of the model's own softmax, whatever the sampling options."""
-    outs = jsparse.generate(
+    outs = generate(
         params, PROMPTS, max_new_tokens=8, temperature=0.7, top_k=9, repetition_penalty=1.3,
         logprobs=True, eos_token_id=[],
     )  # fmt: skip
@@ -238,9 +232,7 @@ def test_logprobs_are_those_of_the_dense_model(params):
 
 def test_seeds_repeat_and_differ(params):
     def run(seed):
-        return jsparse.generate(
-            params, PROMPTS[1], max_new_tokens=12, temperature=2.0, seed=seed
-        ).token_ids
+        return generate(params, PROMPTS[1], max_new_tokens=12, temperature=2.0, seed=seed).token_ids
 
     assert run(3) == run(3)
     assert len({tuple(run(seed)) for seed in (0, 1, 2, 3)}) == 4
@@ -251,20 +243,18 @@ def test_seeds_repeat_and_differ(params):
 
 def test_a_row_s_draws_do_not_depend_on_the_other_rows(params):
     options = {"max_new_tokens": 10, "temperature": 2.0, "seed": 7, "eos_token_id": []}
-    one = jsparse.generate(params, PROMPTS, **options)
-    two = jsparse.generate(params, [PROMPTS[0][:5], PROMPTS[1], PROMPTS[0]], **options)
+    one = generate(params, PROMPTS, **options)
+    two = generate(params, [PROMPTS[0][:5], PROMPTS[1], PROMPTS[0]], **options)
     assert one[1].token_ids == two[1].token_ids
     assert one[0].token_ids != two[0].token_ids
-    same = jsparse.generate(params, [PROMPTS[1]] * 3, **options)
+    same = generate(params, [PROMPTS[1]] * 3, **options)
     assert len({tuple(out.token_ids) for out in same}) == 3
 
 
 def test_choices_of_one_are_greedy(params):
-    greedy = jsparse.generate(params, PROMPTS[0], max_new_tokens=8).token_ids
+    greedy = generate(params, PROMPTS[0], max_new_tokens=8).token_ids
     for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        out = jsparse.generate(
-            params, PROMPTS[0], max_new_tokens=8, temperature=1.0, seed=5, **options
-        )
+        out = generate(params, PROMPTS[0], max_new_tokens=8, temperature=1.0, seed=5, **options)
         assert out.token_ids == greedy, options
 
 
@@ -285,11 +275,11 @@ def test_repetition_penalty_counts_prompt_and_new_tokens(params):
     # a short prompt, so that greedy text would fall into a loop
     prompt = PROMPTS[2]
     expected = penalised_greedy(params, prompt, 10, 3.0)
-    out = jsparse.generate(
+    out = generate(
         params, [prompt, PROMPTS[1]], max_new_tokens=10, repetition_penalty=3.0, eos_token_id=[]
     )
     assert out[0].token_ids == expected
-    again = jsparse.generate(
+    again = generate(
         params, [out[0].token_ids * 2, prompt], max_new_tokens=10, repetition_penalty=50.0
     )
     assert not set(again[0].token_ids) & set(out[0].token_ids)
@@ -299,13 +289,13 @@ def test_repetition_penalty_counts_prompt_and_new_tokens(params):
 def test_generation_defaults_are_used_and_overruled(params):
     prompt = PROMPTS[2]
     model = with_defaults(params, temperature=1.5, top_k=20, repetition_penalty=2.0)
-    plain = jsparse.generate(params, prompt, max_new_tokens=10).token_ids
-    by_default = jsparse.generate(model, prompt, max_new_tokens=10, seed=4).token_ids
-    given = jsparse.generate(
+    plain = generate(params, prompt, max_new_tokens=10).token_ids
+    by_default = generate(model, prompt, max_new_tokens=10, seed=4).token_ids
+    given = generate(
         params, prompt, max_new_tokens=10, seed=4, temperature=1.5, top_k=20, repetition_penalty=2.0
     ).token_ids
     assert by_default == given != plain
-    off = jsparse.generate(model, prompt, max_new_tokens=10, temperature=0, repetition_penalty=1.0)
+    off = generate(model, prompt, max_new_tokens=10, temperature=0, repetition_penalty=1.0)
     assert off.token_ids == plain
 
 
@@ -327,16 +317,16 @@ OF_MIXED = random_prompts((19, 24, 18, 29, 31), seed=6)
 def test_prompts_have_their_own_options(params):
     """Each gives what it gives alone, wherever it stands in the batch."""
     prompts = OF_MIXED
-    outs = jsparse.generate(params, prompts, sampling=MIXED)
+    outs = generate(params, prompts, sampling=MIXED)
     assert [len(out.token_ids) for out in outs] == [9, 5, 7, 9, 6]
     assert [out.logprobs is None for out in outs] == [False, True, True, False, True]
     for prompt, options, out in zip(prompts, MIXED, outs, strict=True):
-        alone = jsparse.generate(params, prompt, sampling=options)
+        alone = generate(params, prompt, sampling=options)
         assert alone.token_ids == out.token_ids
         if out.logprobs is not None:
             assert alone.logprobs == pytest.approx(out.logprobs, abs=1e-5)
     order = [3, 0, 4, 2, 1]
-    again = jsparse.generate(
+    again = generate(
         params, [prompts[i] for i in order], sampling=[MIXED[i] for i in order], seed=77
     )
     assert [out.token_ids for out in again] == [outs[i].token_ids for i in order]
@@ -345,16 +335,14 @@ def test_prompts_have_their_own_options(params):
 def test_options_of_a_prompt_mean_what_generate_s_own_do(params):
     """A seed of its own is that of the prompt alone; without one it draws from the batch's."""
     names = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
-    alone = jsparse.generate(params, PROMPTS[1], max_new_tokens=9, seed=4, **names)
+    alone = generate(params, PROMPTS[1], max_new_tokens=9, seed=4, **names)
     own, first = (
-        jsparse.generate(params, PROMPTS[1], sampling=SamplingParams(max_tokens=9, **given))
+        generate(params, PROMPTS[1], sampling=SamplingParams(max_tokens=9, **given))
         for given in ({"seed": 4, **names}, {"seed": 5, **names})
     )
     assert own.token_ids == alone.token_ids != first.token_ids
-    whole = jsparse.generate(params, PROMPTS, max_new_tokens=9, seed=4, **names)
-    own = jsparse.generate(
-        params, PROMPTS, sampling=[SamplingParams(max_tokens=9, **names)] * 3, seed=4
-    )
+    whole = generate(params, PROMPTS, max_new_tokens=9, seed=4, **names)
+    own = generate(params, PROMPTS, sampling=[SamplingParams(max_tokens=9, **names)] * 3, seed=4)
     assert [out.token_ids for out in own] == [out.token_ids for out in whole]
 
 
@@ -383,14 +371,15 @@ def test_two_programs_serve_all_options(params):
     """One where all rows are greedy, one where some are not; no value compiles another."""
 
     def run(*options):
-        jsparse.generate(
+        generate(
             params,
             OF_MIXED,
             sampling=[SamplingParams(max_tokens=n, **own) for n, own in enumerate(options, 4)],
+            max_length=104,  # of no other test
         )
-        return traces(session.decode_steps)[0]
+        return traces(session.decode_steps)[0] - before
 
-    jax.clear_caches()
+    (before,) = traces(session.decode_steps)
     assert [
         run({}, {"temperature": 0, "top_k": 3}, {"logprobs": 0, "ignore_eos": True}, {}, {}),
         run({"seed": 4}, {"stop_token_ids": [1, 2]}, {"min_p": 0.5}, {}, {}),
@@ -427,13 +416,13 @@ def test_sampling_stands_alone(params, options):
 
 
 def test_statistics_of_dense(params):
-    out = jsparse.generate(params, PROMPTS, max_new_tokens=6, eos_token_id=[])
+    out = generate(params, PROMPTS, max_new_tokens=6, eos_token_id=[])
     for row, prompt in zip(out, PROMPTS, strict=True):
         assert (row.stats.prompt_tokens, row.stats.new_tokens) == (len(prompt), 6)
         assert row.stats.attended_fraction == row.stats.read_fraction == 1.0
         assert row.stats.prefill_seconds > 0
         assert row.stats.decode_tokens_per_second > 0
-    one = jsparse.generate(params, PROMPTS, max_new_tokens=1)[0].stats
+    one = generate(params, PROMPTS, max_new_tokens=1)[0].stats
     assert one.attended_fraction is one.read_fraction is one.decode_tokens_per_second is None
 
 
@@ -441,11 +430,11 @@ def test_statistics_of_streaming_are_those_of_hand_counting(params):
     """They count only the steps that made this row's tokens: rows that stop early count no more."""
     sink, recent, page, steps = 3, 10, 8, 9
     policy = f"streaming(sink={sink}, recent={recent})"
-    free = jsparse.generate(
+    free = generate(
         params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=[]
     )
     ends = free[0].token_ids[4]
-    outs = jsparse.generate(
+    outs = generate(
         params, PROMPTS, max_new_tokens=steps, policy=policy, page_size=page, eos_token_id=ends
     )
     assert len({len(out.token_ids) for out in outs}) > 1
@@ -464,7 +453,7 @@ def test_statistics_of_streaming_are_those_of_hand_counting(params):
 
 def test_progress_counts_up_to_the_end(params):
     calls = []
-    jsparse.generate(
+    generate(
         params,
         PROMPTS,
         max_new_tokens=5,
@@ -499,14 +488,13 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
     newest = []
     monkeypatch.setattr(session, "correct", watched)
     policy = dense()._replace(maintain=maintain, period=3, correct_every=4)
-    out = jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
+    out = generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
     jax.effects_barrier()
     assert sorted(at - 18 for what, at in calls if what == "maintain") == [3, 6, 9]
     assert [at - 18 for what, at in calls if what == "correct"] == [4, 8]
     assert [t[0].tolist() for t in newest] == [out.token_ids[:4], out.token_ids[4:8]]
     assert (
-        out.token_ids
-        == jsparse.generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids
+        out.token_ids == generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[]).token_ids
     )
 
 
@@ -516,8 +504,8 @@ def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
 
     policy = dense()._replace(maintain=maintain, period=4)
     options = {"max_new_tokens": 9, "eos_token_id": []}
-    whole = jsparse.generate(params, PROMPTS, **options)
-    outs = jsparse.generate(params, PROMPTS, policy=policy, **options)
+    whole = generate(params, PROMPTS, **options)
+    outs = generate(params, PROMPTS, policy=policy, **options)
     assert [out.finish_reason for out in outs] == ["length", "overflow", "length"]
     assert [out.token_ids for out in outs] == [
         whole[0].token_ids,
@@ -541,7 +529,7 @@ def compilations():
 
 def test_other_prompts_of_the_same_size_compile_nothing(params):
     def run(prompts, policy, **options):
-        return jsparse.generate(params, prompts, policy=policy, max_new_tokens=20, **options)
+        return generate(params, prompts, policy=policy, max_new_tokens=20, **options)
 
     run(PROMPTS, "streaming(sink=4, recent=11)")
     before = compilations()
@@ -555,9 +543,9 @@ def test_other_prompts_of_the_same_size_compile_nothing(params):
 
 
 def test_a_model_loaded_twice_shares_its_compilations(texts):
-    jsparse.generate(texts, "the", max_new_tokens=4)
+    generate(texts, "the", max_new_tokens=4)
     before = compilations()
-    jsparse.generate(jsparse.load(GGUF, dtype="float32"), "the", max_new_tokens=4)
+    generate(jsparse.load(GGUF, dtype="float32"), "the", max_new_tokens=4)
     assert compilations() == before
 
 
@@ -676,11 +664,11 @@ def test_speed_counts_only_tokens_that_are_given(params, monkeypatch):
     """One row ends at once, the other goes on: a step takes a second, so one token per second."""
     clock = iter(range(1000))
     monkeypatch.setattr(session.Session, "clock", lambda _: float(next(clock)))
-    free = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])
+    free = generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=[])
     assert free[0].stats.decode_tokens_per_second == pytest.approx(2.0)
     end = free[0].token_ids[0]
     assert end not in free[1].token_ids
-    outs = jsparse.generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=end)
+    outs = generate(params, PROMPTS[:2], max_new_tokens=12, eos_token_id=end)
     assert [len(out.token_ids) for out in outs] == [1, 12]
     assert outs[0].stats.decode_tokens_per_second == pytest.approx(1.0)
 
@@ -700,10 +688,8 @@ def test_a_policy_s_state_may_hold_a_selection(params):
     def select(state, layer, q, cache):
         return state, None, state
 
-    remembered = jsparse.generate(
-        params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init)
-    )
-    assert remembered.token_ids == jsparse.generate(params, PROMPTS[0], max_new_tokens=4).token_ids
+    remembered = generate(params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init))
+    assert remembered.token_ids == generate(params, PROMPTS[0], max_new_tokens=4).token_ids
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """One battery over every registered method; policy_table.py lists them."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import MECHANISMS, METHODS, TABLE, at_dense, marked, outermost
+from policy_table import MECHANISMS, METHODS, TABLE, at_dense, outermost
+from programs import shared
 from tiny import (
     VOCAB,
     assert_close,
@@ -48,6 +47,8 @@ SOME = (
     "lfps(budget=0.2, bypass=True)",
     "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
 )
+# one that leaves pages where they are, and one that drops tokens
+TWO = MECHANISMS[::3]
 every_mechanism = pytest.mark.parametrize("expression", slow_except(SOME, *MECHANISMS))
 
 
@@ -55,12 +56,12 @@ def params():
     return tiny_params(num_layers=2)
 
 
-@cache
+@shared
 def dense_logits():
     return engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE)
 
 
-@cache
+@shared
 def table_logits(expression):
     """Logits of 20 steps, and of every call of select (layer, granularity, lengths, ids, count,
     bits, dense).
@@ -98,14 +99,14 @@ def test_every_registered_policy_is_in_the_table():
     assert listed == set(POLICIES), "add expressions of the new method to tests/policy_table.py"
 
 
-def alone(expression, prompt, forced):
-    """Return the logits of one row, in a cache of another size than the batch's."""
+def decoded(expression, prompts, forced=FORCED):
+    """Return the logits of the policy itself; all batches of two share their programs."""
     return engine_logits(
-        params(), expression, [prompt], forced, page_size=PAGE, max_length=MAX_LENGTH
+        params(), expression, prompts, forced, page_size=PAGE, max_length=MAX_LENGTH
     )
 
 
-@pytest.mark.parametrize("expression", slow_except(METHODS, *MECHANISMS))
+@pytest.mark.parametrize("expression", slow_except(METHODS, *TWO, MECHANISMS[2]))
 def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
@@ -155,18 +156,29 @@ def test_selections_are_well_formed(expression):
                 assert (marks & (slots < lengths[at]))[: count[at]].any(axis=1).all(), (at, marks)
 
 
-@every_mechanism
-def test_a_row_does_not_depend_on_its_batch(expression):
+@pytest.mark.parametrize("expression", slow_except(SOME, *TWO))
+def test_a_row_does_not_depend_on_the_other_rows(expression):
+    """Nor on its place among them."""
     together, _ = table_logits(expression)
-    logits = alone(expression, PROMPTS[1], FORCED[1:, :8])
+    (other,) = random_prompts([29], seed=8)
+    logits = decoded(expression, [PROMPTS[1], other], FORCED[::-1])
+    assert_close(logits[:, 0], together[:, 1], rtol=2e-5)
+
+
+@pytest.mark.slow
+@every_mechanism
+def test_a_row_alone_gives_what_it_gives_in_a_batch(expression):
+    together, _ = table_logits(expression)
+    logits = decoded(expression, PROMPTS[1:], FORCED[1:, :8])
     assert_close(logits[:, 0], together[:8, 1], rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", MECHANISMS)
 def test_a_shared_pool_of_used_pages_gives_the_same(expression):
     """Its table is scrambled, and other rows have written to its pages and given them back.
 
-    Of all others, tests/runtime/test_rows.py and tests/engine show it.
+    By default, and of all others, tests/runtime/test_rows.py and tests/engine show it.
     """
     identity, _ = table_logits(expression)
     pooled = pooled_logits(params(), parse(expression), PROMPTS, FORCED, page_size=PAGE)
@@ -174,10 +186,7 @@ def test_a_shared_pool_of_used_pages_gives_the_same(expression):
 
 
 def primed(policy: Policy, batch: int = 2):
-    """Return cache and state after a prompt of 9 tokens per row.
-
-    Shapes are those of `alone`, so that one row compiles nothing that has not run there.
-    """
+    """Return cache and state after a prompt of 9 tokens per row."""
     p = params()
     spec = spec_of(p, batch, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
     carry = prefill.start(p.decoder, policy, *session.empty(spec, policy))
@@ -195,9 +204,9 @@ step = jax.jit(
 )
 
 
-@pytest.mark.parametrize("expression", slow_except(SOME, SOME[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", SOME)
 def test_jit_equals_eager(expression):
-    """The program is the one that `alone` runs, so that nothing is compiled for this."""
     p, policy = params(), parse(expression)
     cache, state = primed(policy, batch=1)
     spec = spec_of(p, 1, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
@@ -213,7 +222,7 @@ def test_jit_equals_eager(expression):
     assert_close(jitted, eager, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", slow_except((*SOME, *TOYS), *MECHANISMS[::2]), ids=str)
+@pytest.mark.parametrize("policy", slow_except((*SOME, *TOYS), *TWO), ids=str)
 def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)
@@ -254,16 +263,16 @@ def row_of(policy, part, row):
     return [*arrays, np.asarray(cache.positions)[row], np.asarray(cache.overflow)[row]]
 
 
-@every_mechanism
+@pytest.mark.parametrize("expression", slow_except(SOME, *TWO))
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
     policy = parse(expression)
     first = 2 + max(policy.correct_every, policy.period)
-    alone(expression, PROMPTS[1], FORCED[:1, :first])
+    decoded(expression, PROMPTS, FORCED[:, :first])
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")
-    alone(spaced, random_prompts([15], seed=8)[0], FORCED[:1])
+    decoded(spaced, random_prompts([35, 15], seed=8))
     assert traces(*jitted) == before
 
 
@@ -301,7 +310,7 @@ def checked(policy: Policy, called: set[str]) -> Policy:
     )
 
 
-@pytest.mark.parametrize("policy", [*marked(TABLE), *TOYS], ids=str)
+@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME, *TOYS), ids=str)
 def test_no_function_changes_the_type_of_the_state(policy):
     p, called = params(), set()
     policy = as_policy(policy)
