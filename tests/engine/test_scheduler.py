@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jsparse.engine.scheduler import MOST_READING, Answer, Phase, Rules, Scheduler, Sizes
 
+pytestmark = pytest.mark.pure
+
 SIZES = Sizes(
     num_slots=6,
     max_model_len=64,

@@ -17,6 +17,8 @@ from made_up_report import DENSE, entry
 
 from jsparse.evaluation.store import Cell, Store
 
+pytestmark = pytest.mark.pure
+
 SETTINGS = {
     "model": "made-up",
     "policies": [DENSE],

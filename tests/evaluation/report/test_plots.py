@@ -24,7 +24,7 @@ from jsparse.evaluation.report.plots import (
 )
 from jsparse.evaluation.report.statistics import BY_STEP, YARDSTICK, averages, summarize
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.pure, pytest.mark.filterwarnings("error")]
 
 
 @pytest.fixture(scope="module")

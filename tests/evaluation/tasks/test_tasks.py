@@ -12,6 +12,8 @@ from marks import slow_except
 from jsparse.evaluation.tasks import TASKS, parse
 from jsparse.evaluation.tasks.sample import Sample, filled, largest, score_all, score_any
 
+pytestmark = pytest.mark.pure
+
 GENERATED = (
     "niah_single_1",
     "niah_multikey_2",
