@@ -116,7 +116,10 @@ def test_both_get_the_same_ids_and_the_report_counts(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--prompts", "0"], "must be 1 or more"), (["--hf-python", "no/such"], "no/such")],
+    [
+        (["--prompts", "0"], "must be 1 or more"),
+        (["--prompts", "1", "--hf-python", "no/such"], "no/such"),
+    ],
 )
 def test_says_what_is_wrong(monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(sys, "argv", ["same_answers", "--gguf", str(TINY), *arguments])

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.pure
@@ -34,11 +34,7 @@ def smollm2_file() -> Path:
 
 @functools.cache
 def read_metadata(file: Path) -> dict[str, Any]:
-    return {
-        key: field.contents()
-        for key, field in gguf.GGUFReader(file).fields.items()
-        if not key.startswith("GGUF.")
-    }
+    return GGUFFile(file).metadata
 
 
 def metadata_of(case: str) -> dict[str, Any]:
