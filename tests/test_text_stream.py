@@ -112,7 +112,7 @@ letters = st.sampled_from(["a", "b", "ab", "ba", "aab", "é", "→", "🙂", " "
 stops = st.lists(st.text("abé", min_size=1, max_size=4), max_size=3)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(letters, max_size=10), stops, st.booleans(), st.integers(0, 12))
 @example(["a", "a", "b"], ["ab", "aab"], False, 0)
 @example(["a", "é", "b"], ["aé", "éb"], True, 2)
@@ -136,7 +136,7 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, lea
     assert (stream.text, stream.stopped) == ("".join(words), False)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([*"aé→🙂".encode(), 0xFF, 0xC3, SPECIAL]), max_size=14))
 @example([*"\N{REPLACEMENT CHARACTER}".encode(), 0x61])
 def test_any_bytes_become_the_text_of_all_ids(ids):
