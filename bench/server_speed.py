@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.engine_speed import (
     LONG,
+    NEW,
     POLICIES,
     SERVED,
     Bench,
@@ -179,7 +180,7 @@ def main() -> None:
     report |= {"shorten": args.shorten, "slots": args.slots, "rows": []}
     bench = Bench(with_words(random_model()), args.shorten, args.slots)
     for policy in args.policies:
-        for longest in (SERVED, LONG + 128):
+        for longest in (SERVED, LONG + NEW):
             parts = [part for part in args.parts if (part == "beside") == (longest > SERVED)]
             if parts:
                 run_parts(bench, policy, longest, parts, report, args.json)

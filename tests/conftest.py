@@ -1,10 +1,14 @@
 """Configures all tests: one compilation cache, warnings as errors, hypothesis repeatable.
 
-With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their annotations.
+With JSPARSE_CHECK_TYPES set, array shapes and dtypes are checked against their annotations. jax is
+not imported here, since tests marked pure do without it.
 """
 
+import hashlib
 import os
+import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,13 +17,9 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(ROOT / ".pytest_cache" / "pycache")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # not there under python -B
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-# One cache of compiled programs for all workers and for the next run; jax reads these on import.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
-os.environ.setdefault("JSPARSE_CACHE_DIR", str(ROOT / ".pytest_cache" / "jsparse"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Several processes share a GPU, if there is one. On a CPU, most of a test's time is compilation:
-# LLVM need not optimise, while XLA's own passes stay as users have them.
+# jax reads all of these on import. Several processes share a GPU, if there is one. On a CPU, most
+# of a test's time is compilation: LLVM need not optimise, while XLA's own passes stay as users have
+# them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
@@ -27,10 +27,32 @@ if not Path("/dev/nvidiactl").exists():
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     )
 
-import jax
+
+def compilation_cache() -> Path:
+    """Returns the folder of programs compiled for tests by this jaxlib for this CPU.
+
+    All workers and all checkouts share it. It lies in $XDG_CACHE_HOME or ~/.cache.
+    """
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    named = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    kind = "\n".join([os.environ.get("XLA_FLAGS", ""), *sorted(named or lines)])
+    digest = hashlib.sha256(kind.encode()).hexdigest()[:12]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "jsparse-tests" / f"jaxlib-{version('jaxlib')}-{digest}"
+
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
+os.environ.setdefault("JSPARSE_CACHE_DIR", str(ROOT / ".pytest_cache" / "jsparse"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+# what runs, and what it compiles
+pytest_plugins = ("tiers", "programs")
 
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
@@ -84,35 +106,8 @@ ARRAY_MODULES = (
 if os.environ.get("JSPARSE_CHECK_TYPES"):
     install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
 
-MAPS, MOST_MAPS = Path("/proc/self/maps"), 30000
-
 settings.register_profile("jsparse", deadline=None, derandomize=True)
 settings.load_profile("jsparse")
-
-
-def pytest_collection_modifyitems(items):
-    """Skip tests marked gpu where there is none."""
-    if jax.default_backend() != "gpu":
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_compilations():
-    yield
-    jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def _stay_below_the_maps_of_a_process():
-    """Forget compiled programs before they use up a process's 65530 memory maps.
-
-    The compiler segfaults then.
-    """
-    yield
-    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MOST_MAPS:
-        jax.clear_caches()
 
 
 @pytest.fixture

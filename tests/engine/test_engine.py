@@ -18,22 +18,28 @@ from jsparse.request import requests
 from jsparse.runtime.compilation import traces
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
+HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
+OF_LLM = {"steps_per_program": 3, "per_request": ["dense"], "layer_stats": True}
 
 
 @pytest.fixture(scope="module")
 def llm():
     """An engine of a policy that hands sets on, serves rows apart and takes several steps."""
-    return tiny_llm(
-        "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)",
-        steps_per_program=3,
-        per_request=["dense"],
-        layer_stats=True,
-    )
+    return tiny_llm(HANDS_ON, **OF_LLM)
+
+
+@pytest.fixture(scope="module")
+def crowd(llm):
+    """What requests of all kinds get together; nothing that follows compiles anything."""
+    return llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return tiny_llm(steps_per_program=3)
+    """An engine of dense attention that has compiled what greedy requests need."""
+    made = tiny_llm(steps_per_program=3)
+    made.generate(PROMPTS, greedy(9))
+    return made
 
 
 def mixed(nth, **options):
@@ -51,18 +57,16 @@ def mixed(nth, **options):
     )
 
 
-def test_programs_of_several_steps_give_what_generate_gives(llm):
-    outs = llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
-    for nth, (prompt, out) in enumerate(zip(PROMPTS, outs, strict=True)):
-        options = dataclasses.replace(mixed(nth), logprobs=0)
-        made = jsparse.generate(
-            llm.engine.params,
-            prompt,
-            sampling=options,
-            policy=llm.engine.policy,
-            page_size=8,
-            max_length=96,
-        )
+def test_programs_of_several_steps_give_what_generate_gives(llm, crowd):
+    together = jsparse.generate(
+        llm.engine.params,
+        PROMPTS,
+        sampling=[mixed(nth, logprobs=0) for nth in range(6)],
+        policy=llm.engine.policy,
+        page_size=8,
+        max_length=96,
+    )
+    for nth, (made, out) in enumerate(zip(together, crowd, strict=True)):
         (answer,) = out.outputs
         assert answer.token_ids == made.token_ids, nth
         assert answer.finish_reason == made.finish_reason
@@ -72,17 +76,15 @@ def test_programs_of_several_steps_give_what_generate_gives(llm):
     assert_at_rest(llm)
 
 
-def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm):
-    options = [mixed(nth) for nth in range(6)]
-    crowd = llm.generate(PROMPTS, options)
-    for prompt, own, out in zip(PROMPTS, options, crowd, strict=True):
+def test_a_request_among_others_of_other_kinds_gives_what_it_gives_alone(llm, crowd):
+    for nth, (prompt, out) in enumerate(zip(PROMPTS, crowd, strict=True)):
+        own = mixed(nth)
         (alone,) = llm.generate([prompt], [own])
         assert bits(alone) == bits(out)
         assert alone.outputs[0].top_logprobs == out.outputs[0].top_logprobs
 
 
-def test_nothing_is_traced_once_every_kind_has_come(llm):
-    llm.generate(PROMPTS, [mixed(nth) for nth in range(6)])
+def test_nothing_is_traced_once_every_kind_has_come(llm, crowd):
     before, programs = traces(), llm.engine.programs.compiled
     others = random_prompts((2, 44, 17, 8, 30, 1, 29), seed=9)
     llm.generate(others, [mixed(nth) for nth in (3, 4, 1, 0, 2, 5, 1)])
@@ -92,9 +94,10 @@ def test_nothing_is_traced_once_every_kind_has_come(llm):
 def test_likeliest_tokens_are_those_of_the_model(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
     (answer,) = out.outputs
+    text = [*PROMPTS[0], *answer.token_ids]
+    logits = np.asarray(jsparse.logits(dense.engine.params, [text])[0], np.float64)
     for nth in range(5):
-        text = [*PROMPTS[0], *answer.token_ids[:nth]]
-        last = np.asarray(jsparse.logits(dense.engine.params, [text])[0][-1], np.float64)
+        last = logits[len(PROMPTS[0]) - 1 + nth]
         expected = last - np.log(np.exp(last).sum())
         top = answer.top_logprobs[nth]
         assert list(top) == np.argsort(-expected, kind="stable")[:20].tolist()
@@ -218,14 +221,17 @@ def test_who_interrupts_finds_the_engine_ready(dense):
 
 
 def test_outputs_come_as_they_finish(dense):
+    """In whatever order prompts were read: their lengths and what is cached decide on that."""
     order = []
     outs = dense.generate(
-        PROMPTS[:3], [greedy(9), greedy(2), greedy(5)], on_output=lambda out: order.append(out)
+        PROMPTS[:3], [greedy(48), greedy(2), greedy(20)], on_output=lambda out: order.append(out)
     )
-    assert [len(out.outputs[0].token_ids) for out in order] == [2, 5, 9]
+    assert [len(out.outputs[0].token_ids) for out in order] == [2, 20, 48]
     assert {id(out) for out in outs} == {id(out) for out in order}
     metrics = outs[0].metrics
-    assert [len(out.metrics.token_times) for out in outs] == [9, 2, 5]
+    assert [len(out.metrics.token_times) for out in outs] == [48, 2, 20]
+    ends = [out.metrics.token_times[-1] for out in order]
+    assert ends == sorted(ends)
     times = metrics.token_times
     assert metrics.arrived <= metrics.scheduled <= times[0] < times[-1]
     assert times == sorted(times)
@@ -262,12 +268,7 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
 
 def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
     file = tmp_path / "plans.jsonl"
-    llm = tiny_llm(
-        "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
-        record=file,
-        steps_per_program=2,
-        layer_stats=True,
-    )
+    llm = tiny_llm(HANDS_ON, record=file, **OF_LLM)
     outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
     gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
     llm.engine.step()

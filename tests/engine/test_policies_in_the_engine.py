@@ -5,7 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_table import ALIKE, TABLE, outermost
+from marks import slow_except
+from policy_table import TABLE
+from programs import shared
 from serving import PAGE, assert_at_rest, bits, greedy, tiny_llm
 from tiny import VOCAB, random_prompts, tiny_params
 
@@ -22,50 +24,59 @@ def servable(policy: Policy) -> bool:
 
 SERVED = [expression for expression in TABLE if servable(parse(expression))]
 REFUSED = [expression for expression in TABLE if not servable(parse(expression))]
-# of each method the first by default; combinators and oracles are like what they are made of
-SLOW = {*ALIKE, "keep", "dense_layers", "retrieval_heads", "all_pages", "oracle_top_k"}
-FIRST = {outermost(expression): expression for expression in reversed(SERVED)}
-DEFAULT = {expression for name, expression in FIRST.items() if name not in SLOW}
-*PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
-TOKENS = (10, 5, 14, 9, 6, 11)
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [e if e in DEFAULT else pytest.param(e, marks=pytest.mark.slow) for e in SERVED],
+# by default: state in pages, state of two policies, and state that is replayed from K and V; dense
+# attention and lychee_decode, with its sets and corrections, are served in test_engine.py
+DEFAULT = (
+    "quest(budget=16)",
+    "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)",
+    "twilight(all_pages(), p=0.6)",
 )
-def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
-    """Bit for bit, in another slot, over other pages, with what others have read of its prompt; and
-    the tokens of `generate`.
-    """
+*PROMPTS, BEGINNING = random_prompts((9, 21, 3, 41, 16, 5, 32), seed=5)
+
+
+OPTIONS = [greedy(tokens) for tokens in (10, 5, 14, 9, 6, 11, 7, 8)]
+ASKED = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
+every_policy = pytest.mark.parametrize("expression", slow_except(SERVED, *DEFAULT))
+
+
+@shared
+def served(expression):
+    """An engine, and what all requests get of it together."""
     llm = tiny_llm(expression, max_num_seqs=3, ladder=((0, 16),))
-    prompts = [*PROMPTS, BEGINNING + PROMPTS[0], BEGINNING + PROMPTS[5]]
-    options = [greedy(tokens) for tokens in (*TOKENS, 7, 8)]
-    crowd = llm.generate(prompts, options)
+    crowd = llm.generate(ASKED, OPTIONS)
     assert_at_rest(llm)
+    return llm, crowd
+
+
+@every_policy
+def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
+    """Bit for bit, in another slot, over other pages, with what others have read of its prompt."""
+    llm, crowd = served(expression)
     shares = parse(expression).shares is not None
     for nth in (1, 3, 6, 7):
-        (alone,) = llm.generate([prompts[nth]], [options[nth]])
+        (alone,) = llm.generate([ASKED[nth]], [OPTIONS[nth]])
         assert bits(alone) == bits(crowd[nth]), nth
         # a request of its own has read all this before
         window = llm.engine.policy.window
-        assert (alone.num_cached_tokens > 0) == (
-            shares and len(prompts[nth]) - max(1, window) >= 16
-        )
-    for nth in (3, 7):
-        made = jsparse.generate(
-            llm.engine.params,
-            prompts[nth],
-            policy=llm.engine.policy,
-            sampling=options[nth],
-            page_size=PAGE,
-            max_length=96,
-        )
-        assert crowd[nth].outputs[0].token_ids == made.token_ids, nth
+        assert (alone.num_cached_tokens > 0) == (shares and len(ASKED[nth]) - max(1, window) >= 16)
     assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@every_policy
+def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
+    llm, crowd = served(expression)
+    made = jsparse.generate(
+        llm.engine.params,
+        ASKED[7],
+        policy=llm.engine.policy,
+        sampling=OPTIONS[7],
+        page_size=PAGE,
+        max_length=96,
+    )
+    assert crowd[7].outputs[0].token_ids == made.token_ids
+
+
+@pytest.mark.parametrize("steps", slow_except([0, 1], 1))
 def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(steps):
     """From a prompt's beginning, and from the middle of one that another has overtaken."""
     classes = np.random.default_rng(0).integers(0, 4, (VOCAB, 2)).astype(np.uint8)
@@ -98,7 +109,7 @@ def test_what_cannot_be_served_is_refused_by_name(expression):
         tiny_llm(expression)
 
 
-@pytest.mark.parametrize("expression", ["dense", "lfps(budget=0.5)"])
+@pytest.mark.parametrize("expression", slow_except(["dense", "lfps(budget=0.5)"], "dense"))
 def test_few_rows_run_in_programs_of_few_rows(expression):
     """The state of rows and pages is right when the number of rows rises, and when it falls."""
     options = [greedy(tokens) for tokens in (20, 16, 5, 6)]

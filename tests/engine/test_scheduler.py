@@ -164,12 +164,6 @@ def test_random_events(machine):
     run_events(machine, 50, 60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [Serving, Replaying])
-def test_a_hundred_thousand_random_events(machine):
-    run_events(machine, 100, 500)
-
-
 def served(scheduler, plans=1000):
     """The numbers of answers in the order in which their prompts were read, and all plans."""
     order, made = [], []

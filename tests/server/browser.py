@@ -11,10 +11,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tiers import BROWSERS
 from websockets.sync.client import connect
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 PATIENCE = 20.0
 KEYS = {"Enter": 13, "Tab": 9, "Escape": 27}
 

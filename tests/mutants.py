@@ -1,0 +1,378 @@
+"""Checks that the tests notice faults: python -m tests.mutants [--full] [--jobs N] [--json FILE].
+
+tests/mutants.toml lists small faults, each an exact replacement in one file, and the tests that
+should see it. Each is put into a copy of the working tree, where these tests then run: the fault is
+*killed* if one of them fails, and survives otherwise. A fault that survives the tests of the
+default run is a gap in them; with --full it meets those marked slow as well.
+"""
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_suffix(".toml")
+LIMIT_SECONDS = 600  # of one run of pytest; a fault may well make a loop endless
+LEAST_SHARE = 0.9  # of the faults that the default tests must kill
+TIERS = {"default": "not slow", "slow": "slow and not gpu"}  # by the marks that pytest selects
+TESTS_FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # pytest's exit codes
+VERSIONS = itertools.count(1)  # of files that had a fault put in
+FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Holds one fault: in `file`, `replace` takes the place of `find`, which is there once.
+
+    `tests` are the files whose tests should notice it.
+    """
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Holds what one run of pytest came to.
+
+    Attributes:
+        code: pytest's exit code; None where the run took too long.
+        failure: the first test that failed, or the file that could not be collected.
+        collection: whether it was collecting that failed.
+        seconds: how long it took.
+        output: all that it printed.
+    """
+
+    code: int | None
+    failure: str
+    collection: bool
+    seconds: float
+    output: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Holds what became of a fault, as the record has it.
+
+    Attributes:
+        name: the fault's name.
+        file: the file that it is in.
+        killed_by: the first test that failed, or what else ended the run; None if it survived.
+        tier: the tier that killed it, "default" or "slow"; None if it survived.
+        how: "test", "collection" or "time-out"; None if it survived.
+        seconds: the time that all its runs took.
+    """
+
+    name: str
+    file: str
+    killed_by: str | None
+    tier: str | None
+    how: str | None
+    seconds: float
+
+
+def load(file: Path = LIST) -> list[Mutant]:
+    """Returns the faults of a list.
+
+    Raises:
+        ValueError: an entry has other fields than a fault has.
+    """
+    entries = tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]
+    wanted = {field.name for field in fields(Mutant)}
+    for entry in entries:
+        if entry.keys() != wanted:
+            raise ValueError(f"{entry.get('name')}: must have {sorted(wanted)}, not {[*entry]}")
+    return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
+    """Checks that every fault can be put in and has tests.
+
+    Raises:
+        ValueError: names the faults that cannot, and why.
+    """
+    wrong, names = [], set()
+    for mutant in mutants:
+        file = root / mutant.file
+        count = file.read_text(encoding="utf-8").count(mutant.find) if file.is_file() else 0
+        if not file.is_file():
+            wrong.append(f"{mutant.name}: {mutant.file} does not exist")
+        elif count != 1:
+            wrong.append(f"{mutant.name}: its text is in {mutant.file} {count} times, must be once")
+        if mutant.find == mutant.replace:
+            wrong.append(f"{mutant.name}: it replaces its text by the same")
+        if mutant.name in names:
+            wrong.append(f"{mutant.name}: another fault has this name")
+        names.add(mutant.name)
+        missing = [test for test in mutant.tests if not (root / test).is_file()]
+        if missing or not mutant.tests:
+            wrong.append(f"{mutant.name}: must name files of tests, {missing} are none")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def copied(into: Path) -> Path:
+    """Copies all files that git does not ignore, links as links, and returns where they are."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if os.path.lexists(ROOT / name):  # else it is deleted and not committed yet
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name, follow_symlinks=False)
+    return into
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """Returns the variables with which a copy's tests import the copy.
+
+    Compiled programs are shared by all copies, since their key is what was compiled. What the
+    package itself keeps is not: a fault would live on in it.
+    """
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+    return os.environ | {
+        "PYTHONPATH": str(copy),
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JSPARSE_CACHE_DIR": str(copy / ".pytest_cache" / "jsparse"),
+    }
+
+
+def require_own_import(copy: Path) -> None:
+    """Raises RuntimeError if a copy's tests would import another jsparse than the copy's."""
+    code = "import jsparse, jsparse.models; print(jsparse.__file__, jsparse.models.__file__)"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(
+        command, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True
+    ).stdout.split()
+    if not all(Path(file).is_relative_to(copy) for file in found):
+        raise RuntimeError(f"the copy in {copy} imports {found}")
+
+
+def run_tests(copy: Path, tests: Iterable[str], tier: str) -> Run:
+    """Runs some files of tests in a copy, up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "-m", TIERS[tier], *tests],
+        cwd=copy,
+        env=environment(copy),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        code, output = None, ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what its tests may have started
+        process.wait()
+    return Run(code, *first_failure(output), time.perf_counter() - began, output)
+
+
+def first_failure(output: str) -> tuple[str, bool]:
+    """Returns the first test that pytest's summary names, and whether it is a file instead.
+
+    A file is named where it could not be collected.
+    """
+    _, _, summary = output.rpartition("short test summary info")  # what is logged may look alike
+    found = FAILURE.search(summary)
+    if found is None:
+        return "", False
+    return found[2], found[1] == "ERROR" and "::" not in found[2]
+
+
+@contextmanager
+def put_in(copy: Path, mutant: Mutant) -> Iterator[None]:
+    """Puts a fault into a copy and takes it out again.
+
+    Python goes by a file's size and its time in whole seconds to tell whether bytecode is of it, so
+    every version of a file gets a time of its own.
+    """
+    file = copy / mutant.file
+    text, before = file.read_text(encoding="utf-8"), file.stat().st_mtime_ns
+    try:
+        file.write_text(text.replace(mutant.find, mutant.replace), encoding="utf-8")
+        os.utime(file, ns=(before, before + next(VERSIONS) * 10**9))
+        yield
+    finally:
+        file.write_text(text, encoding="utf-8")
+        os.utime(file, ns=(before, before))
+        shutil.rmtree(copy / ".pytest_cache" / "jsparse", ignore_errors=True)
+
+
+def judged(mutant: Mutant, tier: str, run: Run) -> Verdict:
+    """Returns what a run says of the fault that was in the copy.
+
+    Raises:
+        RuntimeError: pytest itself failed.
+    """
+    told = mutant.name, mutant.file
+    if run.code is None:
+        return Verdict(*told, f"no end within {LIMIT_SECONDS} s", tier, "time-out", run.seconds)
+    if run.code in (TESTS_FAILED, INTERRUPTED) and run.collection:
+        return Verdict(*told, run.failure, tier, "collection", run.seconds)
+    if run.code == TESTS_FAILED and run.failure:
+        return Verdict(*told, run.failure, tier, "test", run.seconds)
+    if run.code == 0 or (run.code == NO_TESTS and tier == "slow"):
+        return Verdict(*told, None, None, None, run.seconds)
+    raise RuntimeError(f"{mutant.name}: pytest ended with {run.code}\n{run.output[-2000:]}")
+
+
+class Copies:
+    """Gives each of several threads a copy of the working tree for as long as it needs one."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        """Makes the copies."""
+        self._number = number
+        self._free: SimpleQueue[Path] = SimpleQueue()
+        for nth in range(number):
+            self._free.put(copied(folder / f"copy{nth}"))
+
+    def map[T](self, function: Callable[[Path, T], Any], items: Iterable[T]) -> list[Any]:
+        """Returns function(copy, item) for all items, some at a time; stops at the first error."""
+
+        def with_copy(item: T) -> Any:
+            copy = self._free.get()
+            try:
+                return function(copy, item)
+            finally:
+                self._free.put(copy)
+
+        with ThreadPoolExecutor(self._number) as pool:
+            try:
+                return list(pool.map(with_copy, items))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def require_green(self, mutants: Iterable[Mutant], tier: str) -> None:
+        """Runs all files of tests without a fault.
+
+        Raises:
+            RuntimeError: one of them fails, or has no tests in the default tier.
+        """
+
+        def run(copy: Path, test: str) -> None:
+            require_own_import(copy)
+            ran = run_tests(copy, [test], tier)
+            if ran.code != 0 and not (ran.code == NO_TESTS and tier == "slow"):
+                raise RuntimeError(f"{test} without a fault: {ran.code}\n{ran.output[-2000:]}")
+            print(f"green  {test}, {tier}, {ran.seconds:.0f} s", flush=True)
+
+        self.map(run, sorted({test for mutant in mutants for test in mutant.tests}))
+
+    def judge(self, mutants: Iterable[Mutant], tier: str) -> list[Verdict]:
+        """Returns what becomes of each fault in one tier."""
+
+        def run(copy: Path, mutant: Mutant) -> Verdict:
+            with put_in(copy, mutant):
+                found = judged(mutant, tier, run_tests(copy, mutant.tests, tier))
+            print(shown(found), flush=True)
+            return found
+
+        return self.map(run, mutants)
+
+
+def verdicts(mutants: list[Mutant], jobs: int, full: bool) -> list[Verdict]:
+    """Returns what becomes of each fault, in their order."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = Copies(Path(folder).resolve(), jobs)
+        copies.require_green(mutants, "default")
+        found = dict(zip(mutants, copies.judge(mutants, "default"), strict=True))
+        left = [mutant for mutant in mutants if found[mutant].tier is None]
+        if full and left:
+            copies.require_green(left, "slow")
+            for mutant, later in zip(left, copies.judge(left, "slow"), strict=True):
+                seconds = found[mutant].seconds + later.seconds
+                found[mutant] = Verdict(**asdict(later) | {"seconds": seconds})
+        return list(found.values())
+
+
+def shown(verdict: Verdict) -> str:
+    """Returns a fault's line of the table."""
+    by = "SURVIVED" if verdict.killed_by is None else verdict.killed_by
+    marks = [mark for mark in (verdict.tier, verdict.how) if mark not in (None, "default", "test")]
+    return f"{verdict.name:<60}  {verdict.seconds:4.0f} s  {' '.join([by, *marks])}"
+
+
+def shares(found: list[Verdict], full: bool) -> dict[str, float]:
+    """Returns the shares of the faults that the tiers kill: the default one, and both."""
+    by_default = sum(verdict.tier == "default" for verdict in found) / len(found)
+    killed = sum(verdict.tier is not None for verdict in found) / len(found)
+    return {"default": by_default} | ({"default+slow": killed} if full else {})
+
+
+def record(found: list[Verdict], full: bool) -> dict[str, Any]:
+    """Returns what is kept of a check, ready for JSON."""
+    described = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    revision = subprocess.run(described, cwd=ROOT, check=True, capture_output=True, text=True)
+    return {
+        "command": shlex.join(["python", "-m", "tests.mutants", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "git_revision": revision.stdout.strip(),
+        "python": platform.python_version(),
+        "jax": importlib.metadata.version("jax"),
+        "mutants": len(found),
+        "killed": {tier: round(share, 4) for tier, share in shares(found, full).items()},
+        "verdicts": [asdict(one) | {"seconds": round(one.seconds, 1)} for one in found],
+    }
+
+
+def main() -> int:
+    """Runs the command; returns 1 where too many faults survive."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="run slow tests on what survives")
+    parser.add_argument("--jobs", type=int, default=2, help="runs of pytest at a time")
+    parser.add_argument("--only", default="", help="a part of the names of the faults to put in")
+    parser.add_argument("--json", type=Path, help="the file for the record")
+    given = parser.parse_args()
+    try:
+        mutants = load()
+        check(mutants)
+        mutants = [mutant for mutant in mutants if given.only in mutant.name]
+        if not mutants or given.jobs < 1:
+            raise ValueError(f"--only={given.only} --jobs={given.jobs}: leave nothing to run")
+        found = verdicts(mutants, given.jobs, given.full)
+    except (ValueError, RuntimeError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print("", *map(shown, found), sep="\n")
+    for tier, share in shares(found, given.full).items():
+        print(f"{tier}: {round(share * len(found))} of {len(found)} killed, {share:.1%}")
+    if given.json is not None:
+        text = json.dumps(record(found, given.full), indent=2, ensure_ascii=False)
+        given.json.write_text(text + "\n", encoding="utf-8")
+    survived = any(verdict.tier is None for verdict in found)
+    too_few = shares(found, False)["default"] < LEAST_SHARE
+    return int(survived if given.full else too_few)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
