@@ -161,7 +161,7 @@ def run_events(machine, examples, steps):
 
 @pytest.mark.parametrize("machine", [Serving, Replaying])
 def test_random_events(machine):
-    run_events(machine, 50, 60)
+    run_events(machine, 30, 60)
 
 
 def served(scheduler, plans=1000):

@@ -35,7 +35,7 @@ def task(request):
 @pytest.mark.parametrize("length", slow_except([1024, 2048, 8192], 1024, 8192))
 @pytest.mark.parametrize("encode", [smollm2, words])
 def test_the_budget_is_used_and_kept(task, encode, length):
-    for index in range(3 if length < 8192 else 1):
+    for index in range(3 if length == 1024 else 1):
         sample = task.sample(encode, length, index)
         assert 0.9 * length < spent(encode, sample) <= length
         assert sample.meta["context_tokens"] == spent(encode, sample) - sample.max_new_tokens
