@@ -3,8 +3,8 @@ from jsparse.cache import KVCache as KVCache
 from jsparse.channel_calibration import calibrate_channels as calibrate_channels
 from jsparse.conversation import Conversation as Conversation
 from jsparse.engine.async_engine import AsyncEngine as AsyncEngine
-from jsparse.engine.core import EngineError as EngineError
-from jsparse.engine.core import EngineFull as EngineFull
+from jsparse.engine.errors import EngineError as EngineError
+from jsparse.engine.errors import EngineFull as EngineFull
 from jsparse.engine.llm import LLM as LLM
 from jsparse.engine.outputs import CompletionOutput as CompletionOutput
 from jsparse.engine.outputs import RequestOutput as RequestOutput

@@ -1,17 +1,19 @@
 """Checks prompts and turns them into token ids."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jsparse.models.checkpoint import Params
 
 BYTES = bytes | bytearray | memoryview
 
 
-def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
+def encode(params: "Params", prompt: Any) -> tuple[list[list[int]], bool]:
     """Returns the token ids of every prompt, and whether a single prompt was given.
 
     Args:
@@ -39,7 +41,7 @@ def encode(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     return rows, alone
 
 
-def tokenizer_of(params: Params, purpose: str) -> Tokenizer:
+def tokenizer_of(params: "Params", purpose: str) -> Tokenizer:
     """Returns the model's tokenizer; raises ValueError if it has none."""
     if params.tokenizer is None:
         raise ValueError(
@@ -68,7 +70,7 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
-def _ids(params: Params, prompt: Any) -> list[int]:
+def _ids(params: "Params", prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer_of(params, "a text prompt").encode(prompt)
     if hasattr(prompt, "ndim"):

@@ -5,17 +5,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jsparse import prompts
-from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, require_knob
 
-FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from jsparse.models.checkpoint import Params
+    from jsparse.policy import Policy
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 # sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
 MOST_BIASES, MOST_ENDS = 300, 16
 # the value at which each option does nothing, for models that name no default of their own
@@ -144,10 +146,10 @@ class Request:
 
 
 def requests(
-    params: Params,
+    params: "Params",
     rows: Sequence[list[int]],
     sampling: SamplingParams | Sequence[SamplingParams],
-    policy: Policy,
+    policy: "Policy",
     *,
     seed: int = 0,
 ) -> list[Request]:
@@ -202,8 +204,15 @@ def _listed(sampling: Any) -> Sequence[SamplingParams]:
 
 
 def _request(
-    params: Params, ids: list[int], sampling: SamplingParams, policy: Policy, seed: int, row: int
+    params: "Params",
+    ids: list[int],
+    sampling: SamplingParams,
+    policy: "Policy",
+    seed: int,
+    row: int,
 ) -> Request:
+    from jsparse.policy import require_knob
+
     for name, value in sampling.policy.items():
         if name == "dense" and not isinstance(value, bool):
             raise ValueError(f"dense={value!r}: must be true or false")
@@ -237,16 +246,18 @@ def _request(
     return Request(ids, resolved, ends, 0 if own_seed else row)
 
 
-def _ends(params: Params, sampling: SamplingParams) -> frozenset[int]:
+def _ends(params: "Params", sampling: SamplingParams) -> frozenset[int]:
     own = () if sampling.ignore_eos else end_tokens(params)
     return frozenset((*sampling.stop_token_ids, *own))
 
 
-def knobs(asked: Sequence[Request]) -> dict[str, Array] | None:
+def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
     """Returns the hyper-parameters that some request sets, each with a number per row.
 
     Rows that do not set one have NaN, which leaves them the policy's own. `dense` is a flag.
     """
+    import jax.numpy as jnp
+
     set_by = [request.sampling.policy for request in asked]
     # a flag that nobody raises needs no program of its own
     names = sorted({name for own in set_by for name, value in own.items() if value is not False})
@@ -270,7 +281,7 @@ def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
     }
 
 
-def end_tokens(params: Params) -> frozenset[int]:
+def end_tokens(params: "Params") -> frozenset[int]:
     """Returns the model's own end tokens."""
     named = params.generation_defaults.get("eos_token_id")
     if named is None:

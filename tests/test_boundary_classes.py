@@ -11,6 +11,8 @@ from jsparse.boundary_classes import (
     boundary_classes,
 )
 
+pytestmark = pytest.mark.pure
+
 
 class Bytes:
     """A vocabulary of these tokens, with these control ids."""

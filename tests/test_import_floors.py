@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("import_floors", ROOT / ".ci" / "import_floors.py")
 assert spec is not None and spec.loader is not None

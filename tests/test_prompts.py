@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jsparse.prompts import encode, tokenizer_of
+
+pytestmark = pytest.mark.pure
 
 VOCAB = 100
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -50,7 +51,6 @@ LETTERS = params(LetterTokenizer())
         ([0, VOCAB - 1], [[0, VOCAB - 1]], True),
         ([np.int64(5), np.int32(6)], [[5, 6]], True),
         (np.array([5, 6], np.uint8), [[5, 6]], True),
-        (jnp.array([5, 6]), [[5, 6]], True),
         (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]], False),
         ([[5], [6, 7]], [[5], [6, 7]], False),
         ([np.array([5]), [6, 7], "a", (8,)], [[5], [6, 7], [1, 2], [8]], False),

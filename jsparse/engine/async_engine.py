@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from jsparse import prompts
-from jsparse.engine.core import Engine, EngineError, Served
+from jsparse.engine.core import Engine, Served
+from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, load
 from jsparse.policy import Policy

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jsparse.engine import plan_log, setup
+from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput, unpack
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Flight, Runner, neutral
@@ -24,14 +25,6 @@ from jsparse.runtime.sampling import row_sampling
 
 # steps and chunks that may have been dispatched without their results having been read
 LAG = 2
-
-
-class EngineError(RuntimeError):
-    """Says that the engine has failed, and that whatever it was working on is lost."""
-
-
-class EngineFull(RuntimeError):
-    """Says that too many requests wait; the engine goes on."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jsparse import __version__
-from jsparse.engine.core import EngineError
+from jsparse.engine.errors import EngineError
 from jsparse.server import completions
 from jsparse.server.errors import ApiError, as_api_error, json_response
 from jsparse.server.live import INTERVAL, Live

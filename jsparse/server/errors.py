@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from jsparse.engine.core import EngineFull
+from jsparse.engine.errors import EngineFull
 
 MOST_SHOWN = 80
 # characters of a message, which may repeat what a client has sent

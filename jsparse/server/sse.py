@@ -10,7 +10,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jsparse.engine.core import EngineError
+from jsparse.engine.errors import EngineError
 from jsparse.server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"

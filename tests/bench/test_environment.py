@@ -8,6 +8,8 @@ from bench.lib import environment
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REVISION_VARIABLES, describe
 
+pytestmark = pytest.mark.pure
+
 
 def git(folder, *arguments):
     identity = ("-c", "user.name=tests", "-c", "user.email=tests@example.org")

@@ -1,18 +1,17 @@
-"""Tests bench.same_answers on a tiny model: its prompts, greedy answers, the comparison."""
+"""Tests bench.same_answers: its prompts and the comparison."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import jsparse
 from bench import same_answers
-from bench.same_answers import NUM_NEW, compare, jsparse_answerer, lines, main, measure, questions
+from bench.same_answers import NUM_NEW, compare, lines, main, measure, questions
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.pure
 
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 
@@ -56,20 +55,6 @@ def test_asks_every_task_at_every_length_within_the_budget():
     assert [question.ids for question in questions(tokenizer, 3)] == [
         question.ids for question in asked[:3]
     ]
-
-
-def test_jsparse_answers_greedily_past_end_tokens_in_float32(monkeypatch):
-    params, prompt = jsparse.load(TINY, dtype="float32"), [5, 17, 3, 40, 8]
-    _, dtype, ask = jsparse_answerer(TINY)
-    given = ask(prompt)
-    ends = dataclasses.replace(params, generation_defaults={"eos_token_id": given["ids"][3]})
-    monkeypatch.setattr(jsparse, "load", lambda *_, **__: ends)
-    assert jsparse_answerer(TINY)[2](prompt) == given
-    logits = np.asarray(jsparse.logits(params, [*prompt, *given["ids"]]))[0, len(prompt) - 1 : -1]
-    assert dtype == "float32"
-    assert given["ids"] == logits.argmax(-1).tolist()
-    likely = logits.max(-1) - np.log(np.exp(logits).sum(-1))
-    np.testing.assert_allclose(given["logprobs"], likely, atol=1e-4)
 
 
 def test_a_difference_has_its_place_its_gap_and_whether_it_was_the_second_best():
@@ -131,7 +116,10 @@ def test_both_get_the_same_ids_and_the_report_counts(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--prompts", "0"], "must be 1 or more"), (["--hf-python", "no/such"], "no/such")],
+    [
+        (["--prompts", "0"], "must be 1 or more"),
+        (["--prompts", "1", "--hf-python", "no/such"], "no/such"),
+    ],
 )
 def test_says_what_is_wrong(monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(sys, "argv", ["same_answers", "--gguf", str(TINY), *arguments])

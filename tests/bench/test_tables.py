@@ -14,6 +14,8 @@ from bench import __main__ as command
 from bench.lib.environment import REPOSITORY
 from bench.lib.tables import RESULTS, find, tables
 
+pytestmark = pytest.mark.pure
+
 TABLES = tables()
 SCRIPTS = {path.stem for path in (REPOSITORY / "bench").glob("[a-z]*.py")}
 

@@ -1,8 +1,6 @@
 """Tests the command: what it prints where, its exit codes, and its messages for mistakes."""
 
-import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +12,6 @@ from typer.testing import CliRunner
 
 import jsparse
 from jsparse import generation, prompts
-from jsparse.cli import console
 from jsparse.cli.app import app
 from jsparse.conversation import Conversation
 from jsparse.models.gguf import GGUFFile
@@ -144,15 +141,11 @@ MISTAKES = {
     "policy's value": (["x", "--policy", "streaming(recent=0)"], "recent=0"),
     "temperature": (["x", *ON_TINY, "--temperature", "-1"], "temperature=-1"),
     "page size": (["x", *ON_TINY, "--page-size", "9"], "page_size=9"),
-    "no prompt": ([], "none was given"),
-    "two prompts": (["x", "--file", "y"], "both were given"),
-    "no such prompt": (["--file", "no-such.txt"], "'no-such.txt' cannot be read"),
     "empty prompt's end": (["x", *ON_TINY, "--stop", ""], "at least one character"),
     "too long": (["x" * 600, *ON_TINY], "must be at most 512"),
     "revision": (["x", *ON_TINY, "--revision", "main"], "only Hub ids have revisions"),
     "no tokenizer": (["x", "--model", str(FIXTURES / "llama")], "needs a tokenizer"),
     "no template": (["x", *ON_TINY, "--chat"], "no chat template"),
-    "logprobs": (["x", "--logprobs"], "--json"),
 }
 
 
@@ -163,23 +156,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, said):
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1
     assert said in ran.stderr
-
-
-@pytest.mark.parametrize(
-    "args", [["generate", "x", "--seed", "q"], ["generate", "x", "--dtype", "int8"], ["nope"]]
-)
-def test_usage_errors_have_exit_code_2(args):
-    ran = run(*args)
-    assert (ran.exit_code, ran.stdout) == (2, "")
-    assert "Traceback" not in ran.stderr
-
-
-def test_a_file_that_is_not_text_is_refused(tmp_path):
-    file = tmp_path / "binary"
-    file.write_bytes(b"\xff\xfe\x00")
-    ran = run("generate", "--file", file)
-    assert ran.exit_code == 2
-    assert "is not UTF-8" in ran.stderr
 
 
 def test_ctrl_c_keeps_what_was_made(monkeypatch):
@@ -437,47 +413,6 @@ def test_policies_are_all_listed():
     listed = run("policies").stdout
     assert all(name in listed for name in POLICIES)
     assert "recent=512" in listed
-
-
-def test_version_and_help():
-    assert run("--version").stdout == f"jsparse {jsparse.__version__}\n"
-    for command in ("generate", "chat", "info", "policies"):
-        assert "Example: jsparse" in run(command, "--help").stdout
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(("stdout", "shown"), [(Terminal, True), (io.StringIO, False)])
-def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    out, err = stdout(), Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    bars = console.Bars()
-    output = console.TextOutput(bars, "the prompt")
-    bars.load(1, 2)
-    bars.prefill("prefill", 3, 4)
-    output("made")
-    bars.prefill("decode", 1, 2)
-    output.close()
-    assert ("load" in err.getvalue(), "prefill" in err.getvalue()) == (shown, shown)
-    assert "decode" not in err.getvalue()
-    assert ("the prompt" in out.getvalue()) == shown
-    assert out.getvalue().endswith("made\n")
-
-
-def test_help_does_not_wait_for_the_model_code():
-    code = (
-        "import sys, jsparse.cli; "
-        "print([m for m in sys.modules if m.startswith('orbax') or m == 'tensorstore'])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert ran.stdout.strip() == "[]"
 
 
 @pytest.fixture

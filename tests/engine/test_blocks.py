@@ -4,6 +4,8 @@ import pytest
 
 from jsparse.engine.blocks import BlockPool, block_keys
 
+pytestmark = pytest.mark.pure
+
 
 def test_groups_are_handed_out_once_and_come_back():
     pool = BlockPool(6)

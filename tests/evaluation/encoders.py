@@ -4,18 +4,15 @@ import functools
 import importlib.util
 from pathlib import Path
 
-import gguf
 import pytest
 
+from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
 
 
 @functools.cache
 def _smollm2_tokenizer(file):
-    fields = gguf.GGUFReader(file).fields
-    return Tokenizer.from_gguf(
-        {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
-    )
+    return Tokenizer.from_gguf(GGUFFile(file).metadata)
 
 
 def smollm2(text):

@@ -17,6 +17,8 @@ from made_up_report import DENSE, entry
 
 from jsparse.evaluation.store import Cell, Store
 
+pytestmark = pytest.mark.pure
+
 SETTINGS = {
     "model": "made-up",
     "policies": [DENSE],
@@ -49,6 +51,14 @@ def taken(store):
 
 
 WHOLE = Counter((cell.task, index) for cell in CELLS for index in range(3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_waiting_for_the_disk():
+    """Kills are files cut short here, of which hundreds are written."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests GGUF files: all tensor types give the gguf package's values, lying headers are refused."""
+"""Tests loading GGUF files: every tensor type gives the package's values, lies are refused."""
 
 import struct
 
@@ -9,10 +9,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from writers import assert_refused, expected_weights, gguf_name, hf_config, hf_tensors, write_gguf
+from writers import assert_refused, expected_weights, hf_config, hf_tensors, write_gguf
 
 from jsparse.models.checkpoint import load
-from jsparse.models.gguf import QUANTISATIONS, GGUFFile
 
 # Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
 # in plain order.
@@ -69,10 +68,6 @@ def test_every_type_gives_the_values_of_the_package(kind, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected)
 
 
-def test_types_are_all_that_the_package_can_undo():
-    assert set(QUANTISATIONS) == set(PACKAGE_CAN)
-
-
 @pytest.mark.parametrize(
     "kind", sorted(set(gguf.GGML_QUANT_SIZES) - set(PACKAGE_CAN)), ids=lambda kind: kind.name
 )
@@ -86,45 +81,6 @@ def test_other_types_are_refused(kind, tmp_path):
         match=f"stores 'blk.0.attn_q.weight' as type {kind.name}: must be one of F32, F16",
     ):
         load(write_gguf(tmp_path / "m.gguf", WIDE, tensors, raw=raw))
-
-
-def test_long_tensors_are_dequantised_piece_by_piece(monkeypatch, tmp_path):
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(40, 256)).astype(np.float32)
-    data = gguf.quants.quantize(values, Kind.Q8_0)
-    raw = {"model.embed_tokens.weight": (data, Kind.Q8_0)}
-    store = GGUFFile(write_gguf(tmp_path / "m.gguf", WIDE, hf_tensors(WIDE), raw=raw))
-    monkeypatch.setattr("jsparse.models.gguf._VALUES_AT_ONCE", 7 * 256)
-    np.testing.assert_array_equal(
-        store.read("token_embd.weight"), gguf.quants.dequantize(data, Kind.Q8_0)
-    )
-
-
-def test_metadata_are_those_of_the_package(tmp_path):
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    written = {
-        "u8": (7, writer.add_uint8), "i8": (-7, writer.add_int8), "u16": (65535, writer.add_uint16),
-        "i16": (-9, writer.add_int16), "u32": (2**32 - 1, writer.add_uint32),
-        "i32": (-3, writer.add_int32), "u64": (2**64 - 1, writer.add_uint64),
-        "i64": (-(2**63), writer.add_int64), "f32": (0.5, writer.add_float32),
-        "f64": (0.1, writer.add_float64), "yes": (True, writer.add_bool),
-        "text": ("Ġ\n\0é", writer.add_string),
-        "words": (["", "a", "日本"], writer.add_array), "numbers": ([1, -2], writer.add_array),
-        "floats": ([0.5, -1.0], writer.add_array), "flags": ([True, False], writer.add_array),
-    }  # fmt: skip
-    for key, (value, add) in written.items():
-        add(f"x.{key}", value)
-    writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    store = GGUFFile(path)
-    assert store.metadata == {"general.architecture": "llama"} | {
-        f"x.{k}": value for k, (value, _) in written.items()
-    }
-    np.testing.assert_array_equal(store.read("t"), np.arange(6).reshape(2, 3))
 
 
 def patched(path, old, new, after=b""):
@@ -221,14 +177,6 @@ def test_an_odd_alignment_is_refused(alignment, file):
 def test_truncated_files_are_refused(size, file):
     file.write_bytes(file.read_bytes()[:size])
     refuses(file, "bytes")
-
-
-def test_a_file_that_shrinks_after_its_header_was_read_is_refused(file):
-    store = GGUFFile(file)
-    file.write_bytes(file.read_bytes()[:-8])
-    last = gguf_name(SMALL, list(TENSORS)[-1])
-    with pytest.raises(ValueError, match=f"{last} ends after"):
-        store.read(last)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.models.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.pure
+
 FOLDER = Path(__file__).parents[1] / "fixtures" / "tokenizers"
 CORPUS = json.loads((FOLDER / "corpus.json").read_text())
 

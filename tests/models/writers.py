@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jsparse.models.checkpoint import load
-
 Tensors = dict[str, np.ndarray]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -230,6 +228,8 @@ def assert_refused(
     model: str | os.PathLike[str], match: str, error: type[Exception] = ValueError
 ) -> str:
     """Checks that loading raises a one-line error that matches, and returns its message."""
+    from jsparse.models.checkpoint import load
+
     with pytest.raises(error, match=match) as caught:
         load(model)
     assert "\n" not in str(caught.value)

@@ -8,6 +8,8 @@ from model_tokenizers import NAMES, tokenizer_of
 
 from jsparse.train.questions import questions
 
+pytestmark = pytest.mark.pure
+
 ITEMS = [
     {
         "context": "The river was wide. " * (i + 1),

@@ -13,6 +13,8 @@ from model_tokenizers import NAMES, joining, tokenizer_of
 from jsparse.train.data import continued
 from jsparse.train.passkey import ALPHABET, INTRODUCTION, passkeys
 
+pytestmark = pytest.mark.pure
+
 TEXT = " ".join(
     f"The ferry of day {day} left the quay and turned north." for day in range(100, 400)
 )

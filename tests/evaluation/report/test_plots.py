@@ -114,6 +114,7 @@ def test_a_family_has_one_colour_also_where_others_lack(tmp_path, figures):
     ]
 
 
+@pytest.mark.pure
 def test_quality_points_are_means_over_the_tasks_that_count():
     values = {("a", DENSE): 1.0, ("a", TOP_K): 0.8, ("b", DENSE): 0.5, ("b", TOP_K): 0.4}
     values |= {("fails", DENSE): 0.0, ("fails", TOP_K): 1.0}
@@ -154,6 +155,7 @@ def test_the_ratio_to_a_yardstick_has_a_panel(tmp_path, figures):
     assert len(axes["KL, 64 tokens"].get_lines()) == 3
 
 
+@pytest.mark.pure
 def test_points_are_joined_by_attended():
     cells = summarize(
         entry(TOP_K.format(at), "a", 64, 0, kl=at, attended=at) for at in (0.4, 0.1, 0.2)
@@ -216,6 +218,7 @@ def test_a_result_that_lacks_what_is_drawn_is_refused(tmp_path, plot):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("plot", [plot_quality, plot_niah, plot_heads])
 def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot, monkeypatch):
     found = builtins.__import__
@@ -232,6 +235,7 @@ def test_without_matplotlib_the_error_says_what_to_install(made, tmp_path, plot,
         plot(made, tmp_path / "p.png")
 
 
+@pytest.mark.pure
 def test_the_output_side_loads_without_jax_and_matplotlib():
     loaded = (
         "import sys, jsparse.evaluation.store, jsparse.evaluation.report.table, "

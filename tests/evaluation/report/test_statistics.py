@@ -21,6 +21,8 @@ from jsparse.evaluation.report.statistics import (
     summarize,
 )
 
+pytestmark = pytest.mark.pure
+
 POLICY = "streaming(sink=4, recent=8)"
 values = st.lists(st.floats(-5, 5), min_size=2, max_size=20)
 

@@ -19,6 +19,8 @@ from jsparse.evaluation.report.table import (
     tokens,
 )
 
+pytestmark = pytest.mark.pure
+
 
 def of(entries, model="made-up"):
     cells = summarize(entries)

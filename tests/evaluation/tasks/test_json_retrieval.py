@@ -8,6 +8,8 @@ from encoders import words
 
 from jsparse.evaluation.tasks import parse
 
+pytestmark = pytest.mark.pure
+
 
 def records_of(sample):
     listed, _ = sample.prompt.split("\n", 1)[1].rsplit("\n", 1)

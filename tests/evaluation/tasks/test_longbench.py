@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jsparse.evaluation.tasks import longbench, parse
 from jsparse.evaluation.tasks import longbench_metrics as metrics
 
+pytestmark = pytest.mark.pure
+
 # sha256 of the prompts in LongBench's config/dataset2prompt.json
 PROMPTS = {
     "narrativeqa": "aada7ed24b06abac",

@@ -9,6 +9,8 @@ from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.niah import NOISE
 from jsparse.evaluation.tasks.passkey import GRID_DEPTHS, niah_grid
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("encode", [smollm2, words])
 @pytest.mark.parametrize("length", [512, 2048])

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from jsparse.evaluation.tasks import niah, parse, ruler, ruler_files
 
+pytestmark = pytest.mark.pure
+
 # sha256 of template + answer prefix in NVIDIA/RULER's scripts/data/synthetic/constants.py
 TEMPLATES = {
     "d285336585494ddc": (niah.TEMPLATE, niah.PREFIX),

@@ -12,6 +12,8 @@ from marks import slow_except
 from jsparse.evaluation.tasks import TASKS, parse
 from jsparse.evaluation.tasks.sample import Sample, filled, largest, score_all, score_any
 
+pytestmark = pytest.mark.pure
+
 GENERATED = (
     "niah_single_1",
     "niah_multikey_2",
@@ -33,7 +35,7 @@ def task(request):
 @pytest.mark.parametrize("length", slow_except([1024, 2048, 8192], 1024, 8192))
 @pytest.mark.parametrize("encode", [smollm2, words])
 def test_the_budget_is_used_and_kept(task, encode, length):
-    for index in range(3):
+    for index in range(3 if length == 1024 else 1):
         sample = task.sample(encode, length, index)
         assert 0.9 * length < spent(encode, sample) <= length
         assert sample.meta["context_tokens"] == spent(encode, sample) - sample.max_new_tokens
@@ -49,13 +51,13 @@ def test_a_length_too_small_says_which_works(task, encode):
 
 
 def test_samples_depend_on_their_number_alone(task):
-    ordered = [task.sample(words, 1024, index) for index in range(6)]
+    ordered = [task.sample(words, 1024, index) for index in range(4)]
     again = parse(task.name)[0]
-    assert [again.sample(words, 1024, index) for index in (5, 2, 2, 0)] == [
-        ordered[i] for i in (5, 2, 2, 0)
+    assert [again.sample(words, 1024, index) for index in (3, 2, 2, 0)] == [
+        ordered[i] for i in (3, 2, 2, 0)
     ]
-    assert len({sample.prompt for sample in ordered}) == 6
-    assert len({sample.answers for sample in ordered}) == 6
+    assert len({sample.prompt for sample in ordered}) == 4
+    assert len({sample.answers for sample in ordered}) == 4
     assert task.sample(words, 1056, 0).answers != ordered[0].answers
 
 

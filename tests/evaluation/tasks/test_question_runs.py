@@ -1,0 +1,155 @@
+"""Tests whole runs of questions of one's own."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import jsparse
+from jsparse.evaluation import evaluators
+from jsparse.evaluation.plan import plan, run
+from jsparse.evaluation.store import Store
+from jsparse.host_reader import Generation, GenerationStats
+from jsparse.models.tokenizer import Tokenizer
+
+TINY = Path(__file__).parents[2] / "fixtures" / "hf" / "llama3" / "model.gguf"
+
+
+SINK = "streaming(sink=1, recent=1)"
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+ROWS = [
+    {"id": "sum", "question": "the cat sat on the mat", "answer": 42, "source": "made up"},
+    {"question": "the dog", "answer": " $\\frac{1}{2}$ "},
+    {"id": 7, "question": "the house is red", "answer": "1,000"},
+]
+
+
+def written(folder, *lines):
+    file = folder / "questions.jsonl"
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return written(tmp_path, *map(json.dumps, ROWS))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jsparse.load(str(TINY))
+
+
+def measured(params, folder, store=None, tasks=("questions",), **more):
+    """Runs the questions with room for 6 new tokens; returns the report."""
+    asked = plan(
+        [SINK], tasks, [4096], 20, **{"batch": 2, "files": folder, "max_new_tokens": 6, **more}
+    )
+    store = store or Store(folder / "report.json", {"model": "tiny", "samples": 20})
+    run(params, asked, store)
+    return store.finish({})
+
+
+def test_a_model_answers_up_to_the_limit(params, folder):
+    report = measured(params, folder)
+    longest = max(len(params.tokenizer.encode(row["question"])) for row in ROWS)
+    assert {cell["length"] for cell in report["cells"]} == {longest + 6}  # whatever lengths say
+    assert [cell["policy"] for cell in report["cells"]] == ["dense()", SINK]
+    for cell in report["cells"]:
+        samples = cell["samples"]
+        assert [sample["meta"]["id"] for sample in samples] == ["sum", "2", "7"]
+        policy = cell["policy"]
+        for row, sample in zip(ROWS, samples, strict=True):
+            own = jsparse.generate(params, row["question"], policy=policy, max_new_tokens=6,
+                                   temperature=0)  # fmt: skip
+            assert sample["meta"]["text"] == own.text
+            assert sample["values"]["new_tokens"] == len(own.token_ids)
+            assert sample["values"]["cut_off"] == (own.finish_reason == "length")
+    compared = report["cells"][1]["metrics"]
+    assert {"score", "new_tokens", "cut_off", "attended", "read"} == compared.keys()
+    assert compared["score"]["pairs"] == compared["new_tokens"]["pairs"] == 3
+    assert compared["attended"]["difference"] < 0
+
+
+def test_right_answers_lengths_and_cuts_are_counted(params, folder, monkeypatch):
+    def made(text, tokens, reason):
+        stats = GenerationStats(1, tokens, 0.0, None, 1.0, 1.0, "")
+        return Generation(text, [0] * tokens, reason, stats)
+
+    right = [made("\\boxed{42}", 2, "stop"), made("\\boxed{\\frac12}", 4, "stop")]
+    wrong = [made("42 or 43", 6, "length"), made("", 6, "length")]
+    monkeypatch.setattr(evaluators, "generate", lambda *_, **__: [right, wrong])
+    report = measured(params, written(folder, *map(json.dumps, ROWS[:2])))
+    dense, sparse = (cell["metrics"] for cell in report["cells"])
+    assert (dense["score"]["mean"], sparse["score"]["mean"]) == (0.5, 0)
+    assert sparse["score"]["difference"] == -0.5
+    assert sparse["score"]["interval"] == [-1, 0]
+    assert (dense["new_tokens"]["mean"], sparse["new_tokens"]["mean"]) == (3, 6)
+    assert (dense["cut_off"]["mean"], sparse["cut_off"]["mean"]) == (0, 1)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, template):
+    tokenizer = Tokenizer(params.tokenizer._core, chat_template=template)
+    prompts = []
+
+    def generate(params, policies, rows, **options):
+        prompts.extend(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluators, "generate", generate)
+    with pytest.raises(KeyboardInterrupt):
+        measured(dataclasses.replace(params, tokenizer=tokenizer), folder)
+    question = ROWS[0]["question"]
+    if template is None:
+        assert prompts[0] == tokenizer.encode(question)
+    else:
+        asked = f"<user>{question}<assistant>"
+        assert prompts[0] == tokenizer.encode(asked, add_special_tokens=False)
+
+
+def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
+    whole = measured(params, folder)
+    settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
+    add, killed = Store.add, Store(path, settings)
+
+    def dies(store, entries):
+        add(store, entries)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "add", dies)
+        with pytest.raises(KeyboardInterrupt):
+            measured(params, folder, killed)
+    asked = []
+    answer = evaluators.Answers.__call__
+
+    def counted(answers, policies, indices):
+        asked.append(list(indices))
+        return answer(answers, policies, indices)
+
+    monkeypatch.setattr(evaluators.Answers, "__call__", counted)
+    resumed = measured(params, folder, Store(path, settings, resume=True))
+    assert asked == [[2]]
+    assert resumed["cells"] == whole["cells"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        (
+            {"max_new_tokens": 8192},
+            r"max_new_tokens=8192: must leave room .*\d+ tokens\) within 512",
+        ),
+        ({"tasks": ("questions", "kl")}, "length=4096: must be at most 512"),
+    ],
+)
+def test_limits_are_checked(params, folder, more, said):
+    with pytest.raises(ValueError, match=said):
+        measured(params, folder, **more)

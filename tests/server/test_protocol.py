@@ -1,0 +1,99 @@
+"""Tests what the schema of requests refuses, and how, without a server."""
+
+import json
+
+import pytest
+from malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
+from pydantic import ValidationError
+
+from jsparse.engine.errors import EngineFull
+from jsparse.request import SamplingParams
+from jsparse.server.errors import ApiError, as_api_error
+from jsparse.server.protocol import (
+    SAME,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+    parse,
+)
+
+pytestmark = pytest.mark.pure
+
+KINDS = {
+    COMPLETIONS: CompletionRequest,
+    CHATS: ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def refusal(path, body):
+    """Returns the error that clients see, or None if the schema takes the body."""
+    try:
+        parsed = parse(KINDS[path], json.dumps(body).encode())
+        if isinstance(parsed, Sampled):
+            parsed.sampling(parsed.most or 16, None)
+    except (ApiError, ValueError) as error:
+        return as_api_error(error, {name: name for name in SAME}).body["error"]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    MALFORMED,
+    ids=[f"{nth}-{param}" for nth, (_, _, param, _) in enumerate(MALFORMED)],
+)
+def test_what_is_malformed_is_refused_by_name(path, body, param, words):
+    error = refusal(path, body)
+    assert error is not None and error["type"] == "invalid_request_error"
+    assert (error["param"] or "") == param
+    assert words in error["message"]
+
+
+def test_what_only_the_model_can_refuse_passes():
+    assert [refusal(path, body) for path, body, _, _ in UNFIT] == [None] * len(UNFIT)
+
+
+def test_what_asks_for_nothing_is_dropped():
+    more = {"metadata": {}, "store": False, "top_k": -1, "best_of": 1, "tools": [], "seed": None}
+    plain, made = (
+        parse(CompletionRequest, json.dumps({"prompt": [1]} | given).encode()).sampling(2, 0.5)
+        for given in ({}, more)
+    )
+    assert made == plain == SamplingParams(max_tokens=2, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineFull("3 requests wait"), 429, "too_many_requests"),
+        (ValueError("prompt: must fit max_model_len=9"), 400, "context_length_exceeded"),
+        (ValueError("top_k=-2: must be at least 0"), 400, None),
+        (RuntimeError("/a/file"), 500, "engine_error"),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, Exception) else str(given),
+)
+def test_what_the_engine_raises_has_its_status(error, status, code):
+    answer = as_api_error(error, {"top_k": "top_k"})
+    assert (answer.status, answer.code) == (status, code)
+    assert ("Retry-After" in answer.headers) == (status == 429)
+    assert answer.param == ("top_k" if "top_k" in str(error) else None)
+    assert "/a/file" not in answer.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": HI} | {f"x{nth}": 1 for nth in range(1000)}),
+        (CompletionRequest, {"prompt": "w1", "logit_bias": {f"{nth}": "x" for nth in range(1000)}}),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_a_body_that_is_wrong_a_thousand_times_is_told_so_once(kind, body):
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(json.dumps(body))
+    assert raised.value.error_count() <= 3

@@ -1,0 +1,12 @@
+"""Tests that arrays of jax are prompts."""
+
+import jax.numpy as jnp
+from test_prompts import LETTERS
+
+from jsparse.prompts import encode
+
+
+def test_an_array_of_ids_is_a_prompt():
+    rows, alone = encode(LETTERS, jnp.array([5, 6]))
+    assert (rows, alone) == ([[5, 6]], True)
+    assert all(type(token) is int for token in rows[0])
