@@ -1,7 +1,9 @@
-"""Counts the programs that tests ask XLA for.
+"""Counts the programs that tests ask XLA for, and fails default tests that ask for too many.
 
-A pytest plugin. Compiling is most of what the tests take: a program costs a few hundredths to half
-a second, whatever it computes. A program that the compilation cache holds counts, too.
+A pytest plugin. Compiling is most of what the tests take: a program of ours costs a tenth of a
+second to a whole one, whatever it computes. What jax compiles for a single operation outside of
+jit, such as jnp.zeros, takes some hundredths, and is counted apart. A program that the compilation
+cache holds counts, too.
 """
 
 import functools
@@ -14,12 +16,14 @@ from typing import Any
 
 import pytest
 
+MOST, MOST_OPERATIONS = 12, 60
 MOST_BYTES = 1 << 30
 # the compiler segfaults when a process has 65530 memory maps, of which a program takes a few
 MAPS, MOST_MAPS, LOOK_EVERY = Path("/proc/self/maps"), 30000, 100
 REQUESTED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 MISSED = "/jax/compilation_cache/cache_misses"
+PROGRAMS, OPERATIONS = "programs", "single operations"
 
 _counted: Counter[str] = Counter()
 _listening = False

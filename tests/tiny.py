@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jsparse
 from jsparse.cache import CacheSpec, KVCache, Lent, replace_layer, truncate
 from jsparse.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
@@ -102,6 +103,12 @@ def forced_logits(
         sampling.forced, table, limits=[steps] * rows, knobs=knobs, keep_logits=True
     )
     return np.concatenate([np.asarray(result.logits) for result in results])
+
+
+def dense_pass(params: Params, text: Sequence[int]) -> np.ndarray:
+    """The logits of one dense pass, float32[len(text), V]; texts are padded to share a program."""
+    padded = [*text, *[0] * (-len(text) % 64)]
+    return np.asarray(jsparse.logits(params, padded)[0])[: len(text)]
 
 
 def pooled_logits(

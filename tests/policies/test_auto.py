@@ -61,6 +61,7 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
     assert same.stats.policy == made.stats.policy
 
 
+@pytest.mark.slow
 def test_the_evaluation_runs_what_it_chose(measured):
     forcing = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
     assert forcing.shared.policies[1] is auto()

@@ -150,7 +150,7 @@ def test_the_channels_are_those_of_the_largest_products(channels):
     assert len(chosen) > LAYERS or channels == H  # heads and rows have their own
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("calibrated", slow_except([False, True], True))
 def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
     cache, state = primed(double_sparsity(channels=6, calibration=file if calibrated else None))
     for layer, row, head in heads_of(state):
@@ -209,6 +209,7 @@ def test_few_channels_rank_otherwise_than_all():
     assert not np.array_equal(*ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "calibrated"),
     [
@@ -246,7 +247,7 @@ def random_layer(rows, pages, lengths, *, scrambled=False):
     return LayerCache(jnp.asarray(pool), jnp.asarray(pool), held, block_table=table)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 256, 257, 270])
+@pytest.mark.parametrize("length", slow_except([1, 15, 16, 17, 256, 257, 270], 1, 257))
 def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
     def framed_magnitudes(held):
         sizes = spec_of(tiny_params(LAYERS), len(held.lengths))
@@ -301,11 +302,17 @@ def test_labels_follow_decoding_and_corrections(calibrated, file):
 def test_many_tokens_are_appended_at_once():
     policy = double_sparsity(channels=4)
     cache, state = primed(policy)
-    k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, K, H)), jnp.float32)
-    positions = cache.positions[:, None] + jnp.arange(5, dtype=jnp.int32)
-    for layer in range(LAYERS):
-        cache = kv_cache.append(cache, layer, k, k, positions, jnp.full(2, 5, jnp.int32))
-        state = policy.append(state, layer, k, k, positions, positions, cache)
+    k = np.random.default_rng(0).normal(size=(2, 5, K, H)).astype(np.float32)
+    positions = np.asarray(cache.positions)[:, None] + np.arange(5, dtype=np.int32)
+
+    @jax.jit
+    def appended(cache, state):
+        for layer in range(LAYERS):
+            cache = kv_cache.append(cache, layer, k, k, positions, np.full(2, 5, np.int32))
+            state = policy.append(state, layer, k, k, positions, positions, cache)
+        return cache, state
+
+    cache, state = appended(cache, state)
     assert cache.layers[0].lengths[:, 0].tolist() == [42, 14]
     assert_labels_are_of_the_cache(cache, state)
 
@@ -427,7 +434,7 @@ def slow_weights(row):
     return weights
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("chunk", slow_except([16, 512], 16))
 def test_calibration_ranks_by_the_products_of_queries_and_keys(chunk, monkeypatch):
     params = tiny_params(LAYERS)
     monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)

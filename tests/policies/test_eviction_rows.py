@@ -296,6 +296,7 @@ def served_alone(prompt, steps):
     return [crowd.step()[1] for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_no_page_is_lost_over_50_joins_and_leaves():
     """In a pool too small for what the prompts of all rows would take without eviction.
 
@@ -332,6 +333,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
     assert_close(np.stack(logits), np.stack(expected), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_short_heads_give_their_pages_back():
     """After the prompt a layer's pool has the pages that its heads' lengths need, and no more."""
     crowd = Crowd(parse("hard_kv(budget=12, floor=7, cap=30, period=6, window=4, sink=2)"))

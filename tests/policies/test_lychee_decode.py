@@ -281,6 +281,7 @@ def test_a_budget_below_a_page_picks_one_page():
     assert ids[..., 0].tolist() == weights.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", slow_except(("value=24", "value=16, granularity='token'"), "value=24")
 )
@@ -351,6 +352,7 @@ def test_corrections_of_retrieval_heads_change_nothing():
     assert_close(logits, dense_logits()[:10], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_corrections_give_the_keys_and_values_of_dense_decoding():
     """To within 1e-5 of a layer's largest, in float32; before, they differ in the layers behind a
     sparse head.

@@ -1,5 +1,6 @@
 """TidalDecode: which layers pick, and what they pick, against the obvious loop."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,12 +16,19 @@ def stats_of(logits):
     return Stats(jnp.asarray(logits, jnp.float32), jnp.asarray(lse, jnp.float32))
 
 
+def updated(layer, logits, state=None, nth=0):
+    """The state after layer `nth` of four has reported these logits."""
+    deep = layer.cache._replace(layers=layer.cache.layers * 4)
+    update = jax.jit(layer.policy.update, static_argnums=1)
+    return update(layer.state if state is None else state, nth, stats_of(logits), deep)
+
+
 def test_heads_share_the_tokens_of_greatest_mean_weight():
     budget, layer = 7, OneLayer(jsparse.tidal(budget=7, first=0, again=3, sink=0, recent=0))
     rng = np.random.default_rng(1)
     logits = 2 * rng.normal(size=(2, 2, layer.held.capacity))
     logits[..., layer.length :] = -np.inf
-    state = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    state = updated(layer, logits)
     weights = np.exp(logits)
     mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
     ids, count = state
@@ -29,8 +37,7 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
         assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
     # the layers between hand it on as it is, the second pick replaces it
     assert layer.policy.update(state, 1, None, layer.cache) is state
-    deep = layer.cache._replace(layers=layer.cache.layers * 4)
-    ids, count = layer.policy.update(state, 3, stats_of(np.roll(logits, 5, axis=-1)), deep)
+    ids, count = updated(layer, np.roll(logits, 5, axis=-1), state, nth=3)
     assert count.tolist() == [budget, budget]
     assert ids[0].tolist() != state[0][0].tolist()
 
@@ -41,7 +48,7 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(budget):
     layer = OneLayer(jsparse.tidal(budget=budget, first=0, again=3, sink=3, recent=4))
     logits = 2 * np.random.default_rng(1).normal(size=(2, 2, layer.held.capacity))
     logits[..., layer.length :] = -np.inf
-    ids, count = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    ids, count = updated(layer, logits)
     weights = np.exp(logits)
     mean = (weights / weights.sum(-1, keepdims=True)).mean(1)
     mean[:, [*range(3), *range(layer.length - 4, layer.length)]] += 1
@@ -54,7 +61,7 @@ def test_a_head_that_holds_less_than_the_budget_lists_it_all():
     layer = OneLayer(jsparse.tidal(budget=64, first=0, again=3), length=5, page_size=64)
     logits = np.full((2, 2, layer.held.capacity), -np.inf)
     logits[..., :5] = 0.0
-    ids, count = layer.policy.update(layer.state, 0, stats_of(logits), layer.cache)
+    ids, count = updated(layer, logits)
     assert count.tolist() == [5, 5]
     assert ids[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
 

@@ -95,7 +95,7 @@ def expected(layer: OneLayer, base, prune):
 
 
 @pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
-@pytest.mark.parametrize("base", slow_except(BASES, *BASES[:2]))
+@pytest.mark.parametrize("base", slow_except(BASES, BASES[1]))
 def test_leaves_what_the_slow_model_leaves(base, prune):
     left_out = 0
     for seed in range(12):
@@ -108,7 +108,7 @@ def test_leaves_what_the_slow_model_leaves(base, prune):
     assert left_out > 12
 
 
-@pytest.mark.parametrize("prune", ["page_mass", "bits", "token"])
+@pytest.mark.parametrize("prune", slow_except(["page_mass", "bits", "token"], "bits"))
 def test_heads_that_the_base_makes_dense_stay_so(prune):
     base = jsparse.all_pages()
 
@@ -152,6 +152,7 @@ def test_the_base_works_as_it_does_alone(base):
         assert_close(around, alone, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_come_in_pieces():
     prompts, forced = random_prompts((37, 20)), random_tokens(2, 4)
     policy = "twilight(quest(budget=24), p=0.8, prune='bits')"

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from tiny import assert_close, engine_logits, random_prompts, random_tokens, spec_of, tiny_params
+from tiny import (
+    assert_close,
+    dense_pass,
+    engine_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
 
 import jsparse
 from jsparse import cache as kv_cache
@@ -32,7 +40,7 @@ def full_pass():
     """
     rows = []
     for prompt, forced in zip(PROMPTS, FORCED, strict=True):
-        logits = jsparse.logits(PARAMS, [*prompt, *forced.tolist()])[0]
+        logits = dense_pass(PARAMS, [*prompt, *forced.tolist()])
         rows.append(logits[len(prompt) - 1 : len(prompt) - 1 + FORCED.shape[1]])
     return np.stack(rows, axis=1)
 
@@ -43,6 +51,7 @@ def test_prefill_and_decode_equal_one_full_pass(page_size, full_pass):
     assert_close(logits, full_pass, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "page_size"),
     [
@@ -245,6 +254,7 @@ def test_the_step_keeps_the_dtypes_of_bfloat16():
     assert 1e-4 < error < 0.08
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     slow_except(

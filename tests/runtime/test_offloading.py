@@ -115,12 +115,14 @@ def further_turn(expression, second=((5, 8, 13), (21, 34))):
     return first, forced_logits(held, FORCED[:, :11])
 
 
+@pytest.mark.slow
 def test_a_further_turn_reads_on():
     """What was generated is cut off, though the tail and host memory still have it."""
     for got, want in zip(further_turn(offloaded(QUEST)), further_turn(QUEST), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_prompt_read_on_the_device_moves_to_host_memory():
     p, spec = params(), spec_of(params(), 2, page_size=PAGE, num_pages=12)
     expression = f"retrieval_heads({QUEST}, {GATES})"

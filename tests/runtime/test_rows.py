@@ -4,7 +4,7 @@ They are those of policies that the engine does not serve: toys, and methods tha
 it serves, tests/engine/test_policies_in_the_engine.py tests.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from marks import slow_except
 from policy_table import METHODS
+from programs import shared
 from tiny import lent, random_prompts, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
@@ -175,7 +176,7 @@ class Slots:
         return asked.born <= clock and pages_of(asked) <= len(self.free)
 
 
-@cache
+@shared
 def in_the_crowd(policy):
     return Slots(policy, range(GROUPS)).run(REQUESTS, order=(0, 1, 2, 3))
 
@@ -202,16 +203,17 @@ def test_a_request_gives_in_a_crowd_what_it_gives_alone(policy):
 @every_policy
 def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
     policy = as_policy(policy)
-    for asked, logits in zip(REQUESTS, in_the_crowd(policy), strict=True):
-        out = jsparse.generate(
-            tiny_params(num_layers=2),
-            asked.prompt,
-            policy=policy._replace(fallback=None),
-            max_new_tokens=asked.tokens,
-            max_length=PAGE * PAGES,
-            page_size=PAGE,
-            eos_token_id=[],
-        )
+    outs = jsparse.generate(
+        tiny_params(num_layers=2),
+        [asked.prompt for asked in REQUESTS],
+        policy=policy._replace(fallback=None),
+        sampling=[
+            jsparse.SamplingParams(max_tokens=asked.tokens, ignore_eos=True) for asked in REQUESTS
+        ],
+        max_length=PAGE * PAGES,
+        page_size=PAGE,
+    )
+    for out, logits in zip(outs, in_the_crowd(policy), strict=True):
         assert out.token_ids == logits.argmax(-1).tolist()
 
 
@@ -248,6 +250,7 @@ def test_what_a_policy_says_it_shares_can_be_shared():
     assert may_share(policy)
 
 
+@pytest.mark.slow
 def test_sharing_what_a_row_s_own_channels_wrote_is_found_out():
     """Without calibration Double Sparsity writes each row's own channels into the pages."""
     policy = parse("double_sparsity(budget=8)")

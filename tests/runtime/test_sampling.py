@@ -40,11 +40,7 @@ def rows_of(*asked: SamplingParams, vocab=V, prompts=None, ends=()) -> RowSampli
     prompts = prompts or [[]] * len(asked)
     pairs = zip(prompts, asked, strict=True)
     requests = [Request(ids, own, frozenset(ends), i) for i, (ids, own) in enumerate(pairs)]
-    # one row that is not greedy makes all of them draw
-    requests.append(Request([], options(temperature=1.0), frozenset(), 0))
-    choose, given = chooser(requests, vocab)
-    assert choose is sampled
-    return jax.tree.map(lambda x: x[:-1], given)
+    return row_sampling(requests, vocab)
 
 
 def drawn(own: SamplingParams, logits, nth=0, seen=None):

@@ -244,6 +244,7 @@ def test_a_further_turn_reads_only_what_is_new(expression, short_chunks):
     further_turns(as_policy(expression), tiny_params(num_layers=layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", slow_except(TOYS, bypass()), ids=str)
 def test_a_further_turn_of_toy_policies(policy, short_chunks):
     further_turns(policy, tiny_params(num_layers=1 if policy in (bypass(), page_bound()) else 2))
