@@ -27,6 +27,8 @@ def calibrate_channels(
 
     Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
     """
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {str(out)!r}: must lie in a folder that exists")
     from jsparse import channel_calibration, prompts
     from jsparse.models.checkpoint import load
     from jsparse.policies import channel_ranking

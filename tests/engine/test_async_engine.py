@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 from functools import cache
 from itertools import pairwise
 
@@ -204,9 +205,12 @@ def test_an_error_of_the_device_reaches_everyone(monkeypatch):
     assert not engine._thread.is_alive()
 
 
-def test_closing_ends_who_is_still_waiting():
+def test_closing_ends_who_is_still_waiting(monkeypatch):
     async def run():
         async with an_engine() as engine:
+            step = engine.engine.step
+            # 70 steps take longer than a busy machine needs to close
+            monkeypatch.setattr(engine.engine, "step", lambda: time.sleep(0.1) or step())
             task = asyncio.create_task(last(engine, PROMPTS[1], options(70)))
             await asyncio.sleep(0.01)
         with pytest.raises(jsparse.EngineError, match="has been closed"):
@@ -240,17 +244,25 @@ def result(out):
     return [(one.text, one.token_ids, one.logprobs, one.top_logprobs) for one in out.outputs]
 
 
-def serve_many(count):
-    """Requests of random lengths and options, a fifth aborted at random, a twentieth bad.
-
-    Each other one ends with what it has alone; afterwards nothing is left of any.
-    """
+@pytest.fixture(scope="module")
+def experienced():
+    """An engine that has had requests of all kinds, these requests, and what each got alone."""
     engine, asked = an_engine(max_waiting=2000, steps_per_program=2), kinds()
 
     async def alone():
         return [result(await last(engine, *one)) for one in asked]
 
-    expected = asyncio.run(alone())
+    yield engine, asked, asyncio.run(alone())
+    engine.close()
+
+
+@pytest.mark.parametrize("count", slow_except([200, 1000], 200))
+def test_many_requests(experienced, count):
+    """Requests of random lengths and options, a fifth aborted at random, a twentieth bad.
+
+    Each other one ends with what it has alone; afterwards nothing is left of any.
+    """
+    engine, asked, expected = experienced
     before = traces(), engine.engine.programs.compiled
     rng = np.random.default_rng(8)
     ends = {"ended": 0, "aborted": 0, "bad": 0}
@@ -293,12 +305,6 @@ def serve_many(count):
     assert min(ends.values()) > 0
     assert at_rest(engine)
     assert (traces(), engine.engine.programs.compiled) == before
-    engine.close()
-
-
-@pytest.mark.parametrize("count", slow_except([200, 1000], 200))
-def test_many_requests(count):
-    serve_many(count)
 
 
 def test_who_comes_after_the_end_is_told():

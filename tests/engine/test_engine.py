@@ -266,8 +266,10 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
     assert not engine._requests
 
 
-def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
-    file = tmp_path / "plans.jsonl"
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A log of plans, and what the requests behind it got."""
+    file = tmp_path_factory.mktemp("log") / "plans.jsonl"
     llm = tiny_llm(HANDS_ON, record=file, **OF_LLM)
     outs = llm.generate(PROMPTS[:4], [mixed(nth) for nth in (0, 3, 6, 9)])
     gone = llm.engine.add(asked(llm, PROMPTS[3][::-1], mixed(3))).request_id
@@ -275,6 +277,11 @@ def test_a_log_of_plans_replays_bit_for_bit(tmp_path):
     llm.engine.abort(gone)
     while not llm.engine.idle:
         llm.engine.step()
+    return file, outs
+
+
+def test_a_log_of_plans_replays_bit_for_bit(logged):
+    file, outs = logged
     got = plan_log.read(file).got
     assert [got[nth] for nth in range(4)] == [
         (out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outs

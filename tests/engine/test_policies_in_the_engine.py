@@ -76,9 +76,9 @@ def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     assert crowd[7].outputs[0].token_ids == made.token_ids
 
 
-@pytest.mark.parametrize("steps", slow_except([0, 1], 1))
-def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(steps):
-    """From a prompt's beginning, and from the middle of one that another has overtaken."""
+@pytest.fixture(scope="module")
+def by_the_text():
+    """A model and a policy whose state depends on the text, a prompt, and what it gets alone."""
     classes = np.random.default_rng(0).integers(0, 4, (VOCAB, 2)).astype(np.uint8)
     params = dataclasses.replace(
         tiny_params(num_layers=2), constants={"boundary_classes": jnp.asarray(classes)}
@@ -87,6 +87,13 @@ def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(st
     (prompt,) = random_prompts([59], seed=11)
     alone = tiny_llm(expression, params=params, ladder=((0, 8),), enable_prefix_caching=False)
     (expected,) = alone.generate([prompt], greedy(16))
+    return params, expression, prompt, expected
+
+
+@pytest.mark.parametrize("steps", slow_except([0, 1], 1))
+def test_a_state_that_depends_on_the_text_is_built_from_what_others_have_read(by_the_text, steps):
+    """From a prompt's beginning, and from the middle of one that another has overtaken."""
+    params, expression, prompt, expected = by_the_text
     llm = tiny_llm(expression, params=params, ladder=((0, 8),), clock=lambda: 0.0)
     (asked,) = requests(params, [prompt], greedy(16), llm.engine.policy)
     if steps:
@@ -109,17 +116,20 @@ def test_what_cannot_be_served_is_refused_by_name(expression):
         tiny_llm(expression)
 
 
+@shared
+def of_few_rows(expression, rows):
+    """What four requests get of an engine with programs of these numbers of rows."""
+    llm = tiny_llm(expression, decode_rows=rows)
+    outs = llm.generate(PROMPTS[:4], [greedy(tokens) for tokens in (20, 16, 5, 6)])
+    assert_at_rest(llm)
+    assert {key[1] for key in llm.engine.programs._made if key[0] == "decode"} == set(rows)
+    return outs
+
+
 @pytest.mark.parametrize("expression", slow_except(["dense", "lfps(budget=0.5)"], "dense"))
 def test_few_rows_run_in_programs_of_few_rows(expression):
     """The state of rows and pages is right when the number of rows rises, and when it falls."""
-    options = [greedy(tokens) for tokens in (20, 16, 5, 6)]
-    made = []
-    for rows in ([2, 4], [4]):
-        llm = tiny_llm(expression, decode_rows=rows)
-        made.append(llm.generate(PROMPTS[:4], options))
-        assert_at_rest(llm)
-        sizes = {key[1] for key in llm.engine.programs._made if key[0] == "decode"}
-        assert sizes == set(rows)
+    made = of_few_rows(expression, (2, 4)), of_few_rows(expression, (4,))
     for few, all_rows in zip(*made, strict=True):
         ours, theirs = few.outputs[0], all_rows.outputs[0]
         assert ours.token_ids == theirs.token_ids

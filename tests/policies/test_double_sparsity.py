@@ -485,7 +485,7 @@ def test_the_command_writes_what_the_policy_reads(tmp_path, monkeypatch):
         (["--text", "long", "--tokens", "0"], "--tokens"),
         (
             ["--text", "long", "--tokens", "9", "--out", "no/such"],
-            "No such file or directory: 'no/such'",
+            "must lie in a folder that exists",
         ),
     ],
 )

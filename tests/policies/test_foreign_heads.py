@@ -175,23 +175,20 @@ def scaled_pairs(seed):
     return jnp.asarray(np.tile(s, 2), jnp.float32)
 
 
+def recorded_spec(offset):
+    """The sizes of a cache that begins at this position."""
+    pages = (offset + TOKENS) // 16
+    sizes = (1, 1, HEADS, HEADS, DIM, 16, pages, jnp.float32)
+    return CacheSpec(*sizes, pool_pages=HEADS * TOKENS // 16 + 1)
+
+
+@partial(jax.jit, static_argnums=1)
 def recorded_cache(keys, offset, constants):
     """A cache whose heads hold `keys` from position `offset` on, in pages of their own.
 
     All positions before lie in the scratch page.
     """
-    page, before = 16, offset // 16
-    spec = CacheSpec(
-        1,
-        1,
-        HEADS,
-        HEADS,
-        DIM,
-        page,
-        before + TOKENS // page,
-        jnp.float32,
-        pool_pages=HEADS * TOKENS // page + 1,
-    )
+    spec, page, before = recorded_spec(offset), 16, offset // 16
     held = kv_cache.init(spec).layers[0]
     assert held.block_table is not None
     own = jnp.arange(HEADS * TOKENS // page, dtype=jnp.int32).reshape(1, HEADS, -1)
@@ -201,7 +198,7 @@ def recorded_cache(keys, offset, constants):
         k=held.k.at[:-1].set(keys.reshape(-1, page, DIM)),
     )
     positions, overflow = jnp.array([offset + TOKENS]), jnp.array([False])
-    return spec, KVCache((held,), positions, overflow, constants._asdict())
+    return KVCache((held,), positions, overflow, constants._asdict())
 
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
@@ -226,6 +223,7 @@ def true_mass(mask, keys, queries):
     return (weights * np.asarray(mask)).sum(-1) / weights.sum(-1)
 
 
+@jax.jit
 def at(x, positions):
     """Rotates heads [7, n, 64] by these positions."""
     return rotated(x, angles_at(jnp.asarray(positions), FREQUENCIES))
@@ -239,12 +237,13 @@ def test_twilight_keeps_the_mass_that_it_asks_for_on_recorded_heads(offset, scal
     if scaled:
         s = scaled_pairs(0)
         keys, queries = keys * s, queries / s
-    second = jnp.arange(0, TOKENS, 2)
-    mid, scale = mid_and_scale(keys[:, ::2], queries, second, FREQUENCIES)
+    second = np.arange(0, TOKENS, 2)
+    mid, scale = jax.jit(mid_and_scale)(keys[:, ::2], queries, second, FREQUENCIES)
     constants = KeyConstants(mid[None], scale[None], FREQUENCIES)
-    keys, queries = (at(x, jnp.array([offset])) for x in (keys, queries))
+    keys, queries = (at(x, np.array([offset])) for x in (keys, queries))
     policy = parse(f"twilight(streaming(sink=0, recent={TOKENS}), p=0.95, prune='token')")
-    spec, cache = recorded_cache(keys, offset, constants)
+    spec = recorded_spec(offset)
+    cache = recorded_cache(keys, offset, constants)
     mass = true_mass(selected(policy, spec, cache, keys, queries), keys, queries)
     assert mass.mean() >= 0.94
     assert np.percentile(mass, 1) >= 0.87

@@ -244,6 +244,7 @@ def may_share(policy):
     return all(np.array_equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
+@pytest.mark.slow
 def test_what_a_policy_says_it_shares_can_be_shared():
     policy = parse("quest(budget=16)")
     assert policy.shares == "pages"
