@@ -80,11 +80,17 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert times[0] - times[1] >= 0.25
 
 
-def test_the_command_prints_what_it_measured(tmp_path):
-    jsparse.save(tiny_params(num_layers=2), tmp_path / "model")
-    given = ["bench", "throughput", str(tmp_path / "model"), "--num-prompts", "3", "--json"]
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What the command says of three prompts."""
+    folder = tmp_path_factory.mktemp("throughput") / "model"
+    jsparse.save(tiny_params(num_layers=1), folder)
+    given = ["bench", "throughput", str(folder), "--num-prompts", "3", "--json"]
     given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]
-    result = CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
+    return CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
+
+
+def test_the_command_prints_what_it_measured(result):
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["requests"] == 3
