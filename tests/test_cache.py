@@ -45,7 +45,7 @@ def fields_of(layer):
 
 
 def overflows(cache) -> bool:
-    return np.asarray(cache.overflow).any()
+    return bool(np.asarray(cache.overflow).any())
 
 
 valid_counts = st.tuples(st.just("append"), st.lists(st.integers(0, T), min_size=B, max_size=B))

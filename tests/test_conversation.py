@@ -158,6 +158,7 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
     )
 
 
+@pytest.mark.slow
 def test_a_state_that_nobody_owns_is_read_anew(params):
     """Such a policy cannot be cut back, but generates."""
     own = dense()._replace(init=lambda spec: jnp.zeros(()), name="mine")

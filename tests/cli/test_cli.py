@@ -219,6 +219,7 @@ def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monke
     assert (ran.exit_code, ran.stdout) == (0, "so far\nso far\n")
 
 
+@pytest.mark.slow
 def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     (tmp_path / "own.py").write_text(
         "import jsparse\nmine = jsparse.dense()._replace(evicts=True)\n"
@@ -436,6 +437,7 @@ def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
     assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_an_old_name_is_one_line_of_warning():
     command = [*COMMAND, "info", TINY, "--policy", "full()", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -38,6 +38,7 @@ def common(tmp_path):
     return [*args, "--policy", SINK]
 
 
+@pytest.mark.slow
 def test_writes_every_sample_and_the_plots(common, tmp_path):
     out = tmp_path / "out.json"
     page = tmp_path / "report.html"

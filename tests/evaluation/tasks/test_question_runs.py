@@ -55,6 +55,7 @@ def measured(params, folder, store=None, tasks=("questions",), **more):
     return store.finish({})
 
 
+@pytest.mark.slow
 def test_a_model_answers_up_to_the_limit(params, folder):
     report = measured(params, folder)
     longest = max(len(params.tokenizer.encode(row["question"])) for row in ROWS)
