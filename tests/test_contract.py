@@ -441,8 +441,8 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     """maintain over either table: the logits of the slow model, its lengths, and pages back on the
     free list.
     """
-    params, policy = model_of(), shrink()
-    expected, rules = slow_logits("maintenance, bias and positions")
+    name, policy = "maintenance, bias and positions", shrink()
+    params, (expected, rules) = model_of(name), slow_logits(name)
     spec = spec_of(params, len(LENGTHS), page_size=PAGE)._replace(pool_pages=pool_pages)
     cache = kv_cache.init(spec, fields=policy.fields)
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
