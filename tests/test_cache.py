@@ -23,12 +23,30 @@ SPEC = kv.CacheSpec(
     num_pages=M,
     dtype=jnp.float32,
 )
-FIELDS = kv.OPTIONAL_FIELDS
+FIELDS = kv.OPTIONAL_FIELDS  # bias, slot_positions
 HEADS = list(np.ndindex(B, K))
 
 append = jax.jit(kv.append, static_argnums=1)
 truncate = jax.jit(kv.truncate)
 write = jax.jit(kv.write)
+grow = jax.jit(kv.grow, static_argnums=2)
+init = jax.jit(kv.init, static_argnums=0, static_argnames="fields")
+cut_pages = jax.jit(kv.cut_pages, static_argnums=1)
+
+
+@jax.jit
+def heads_of(layer):
+    """Reads K, V, biases and positions of every slot of every head."""
+    return [kv.read_heads(pool, layer) for pool in (layer.k, layer.v, *fields_of(layer))]
+
+
+def fields_of(layer):
+    return [getattr(layer, name) for name in FIELDS]
+
+
+def overflows(cache) -> bool:
+    return bool(np.asarray(cache.overflow).any())
+
 
 valid_counts = st.tuples(st.just("append"), st.lists(st.integers(0, T), min_size=B, max_size=B))
 cuts = st.tuples(st.just("truncate"), st.lists(st.integers(0, S), min_size=B * K, max_size=B * K))
@@ -43,7 +61,7 @@ class Pair:
     """
 
     def __init__(self, pool_pages: int | None):
-        self.cache = kv.init(SPEC._replace(pool_pages=pool_pages), fields=FIELDS)
+        self.cache = init(SPEC._replace(pool_pages=pool_pages), fields=FIELDS)
         self.heads = {head: [] for head in HEADS}
         self.pool_pages = pool_pages
         self.written = 0
@@ -96,21 +114,17 @@ class Pair:
                 rows[len(rows) - count[b] + t] = (k[b, t, n], v[b, t, n], 0.0, positions[b, t])
 
     def check(self):
-        layer = self.layer
-        held = [
-            np.asarray(kv.read_heads(pool, layer))
-            for pool in (layer.k, layer.v, layer.bias, layer.slot_positions)
-        ]
+        lengths, held = np.asarray(self.layer.lengths), list(map(np.asarray, heads_of(self.layer)))
         for (b, n), rows in self.heads.items():
-            assert int(layer.lengths[b, n]) == len(rows)
+            assert lengths[b, n] == len(rows)
             for column, got in enumerate(held):
                 expected = np.array([row[column] for row in rows]).reshape(
                     len(rows), *got.shape[3:]
                 )
                 np.testing.assert_array_equal(got[b, n, : len(rows)], expected)
         untouched = self.cache.layers[0]
-        assert not untouched.k.any()
-        assert not untouched.lengths.any()
+        assert not np.asarray(untouched.k).any()
+        assert not np.asarray(untouched.lengths).any()
 
     def check_pages(self):
         assert self.pool_pages is not None
@@ -119,16 +133,13 @@ class Pair:
             np.asarray(layer.block_table),
             np.asarray(layer.free.pages)[: int(layer.free.count)],
         )
-        owned = [
-            page
-            for b, n in HEADS
-            for page in table[b, n, : -(-int(layer.lengths[b, n]) // P)].tolist()
-        ]
+        used = -(-np.asarray(layer.lengths) // P)
+        owned = [page for b, n in HEADS for page in table[b, n, : used[b, n]].tolist()]
         assert sorted(owned + free.tolist()) == list(
             range(scratch)
         )  # each page has one owner, or is free
         for b, n in HEADS:
-            assert (table[b, n, -(-int(layer.lengths[b, n]) // P) :] == scratch).all()
+            assert (table[b, n, used[b, n] :] == scratch).all()
 
 
 @pytest.mark.parametrize("pool_pages", [None, 8])
@@ -139,10 +150,10 @@ def test_any_history_reads_back_as_written(pool_pages, history):
     for name, numbers in history:
         if name == "append" and not pair.fits(numbers):
             pair.append(numbers)
-            assert pair.cache.overflow.any()
+            assert overflows(pair.cache)
             return
         getattr(pair, "rewrite" if name == "write" else name)(numbers)
-        assert not pair.cache.overflow.any()
+        assert not overflows(pair.cache)
         pair.check()
         if pool_pages is not None:
             pair.check_pages()
@@ -161,11 +172,11 @@ def test_overflow_hurts_no_token_that_was_held(pool_pages, history):
         assert overflow.any() == (not fitted)
         if not fitted:
             break
-    keys = np.asarray(kv.read_heads(pair.layer.k, pair.layer))
+    keys, lengths = np.asarray(heads_of(pair.layer)[0]), np.asarray(pair.layer.lengths)
     for (b, n), rows in pair.heads.items():
         # a row without room takes in nothing, the others everything
         taken = [row[0] for row in (rows[: held[b, n]] if overflow[b] else rows)]
-        assert int(pair.layer.lengths[b, n]) == len(taken)
+        assert lengths[b, n] == len(taken)
         np.testing.assert_array_equal(keys[b, n, : len(taken)], np.array(taken).reshape(-1, H))
         if pool_pages is None:
             assert not keys[b, n, len(taken) :].any()
@@ -175,22 +186,22 @@ def test_overflow_stays_set():
     pair = Pair(None)
     for _ in range(3):
         pair.append([T, 0])
-    assert pair.cache.overflow.any()
+    assert overflows(pair.cache)
     pair.truncate([0] * (B * K))
     pair.append([1, 1])
-    assert pair.cache.overflow.any()
+    assert overflows(pair.cache)
 
 
 def test_a_pool_can_be_filled_to_its_last_page():
     pair = Pair(9)
     for valid in ([T, 2], [2, T], [0, 0]):
         pair.append(valid)
-        assert not pair.cache.overflow.any()
+        assert not overflows(pair.cache)
         pair.check()
         pair.check_pages()
     assert int(pair.layer.free.count) == 0
     pair.append([0, 1])
-    assert pair.cache.overflow.any()
+    assert overflows(pair.cache)
 
 
 def test_freed_pages_are_reused():
@@ -200,7 +211,7 @@ def test_freed_pages_are_reused():
         pair.check_pages()
         pair.truncate([0] * (B * K))
         pair.check_pages()
-    assert not pair.cache.overflow.any()
+    assert not overflows(pair.cache)
     assert int(pair.layer.free.count) == 7
 
 
@@ -216,58 +227,65 @@ def test_truncate_never_lengthens():
 def test_append_writes_over_a_bias():
     pair = Pair(None)
     pair.append([2, 2])
-    layer = pair.layer._replace(bias=jnp.ones_like(pair.layer.bias))
+    layer = pair.layer._replace(bias=jnp.asarray(np.ones_like(pair.layer.bias)))
     pair.cache = kv.replace_layer(pair.cache, 1, layer)
     pair.append([1, 1])
-    np.testing.assert_array_equal(
-        kv.read_heads(pair.layer.bias, pair.layer)[0, 0, :4], [1, 1, 0, 1]
-    )
+    _, _, bias, _ = heads_of(pair.layer)
+    np.testing.assert_array_equal(np.asarray(bias)[0, 0, :4], [1, 1, 0, 1])
 
 
 def test_slots_are_positions_unless_they_are_kept():
-    plain = kv.init(SPEC).layers[0]
+    plain = init(SPEC).layers[0]
     assert (plain.bias, plain.slot_positions, plain.free, plain.block_table) == (None,) * 4
-    np.testing.assert_array_equal(
-        kv.slot_positions(plain), np.broadcast_to(np.arange(S), (B, K, S))
-    )
+    positions_of = jax.jit(kv.slot_positions)
+    np.testing.assert_array_equal(positions_of(plain), np.broadcast_to(np.arange(S), (B, K, S)))
     pair = Pair(8)
     pair.append([2, 1])
-    positions = np.asarray(kv.slot_positions(pair.layer))
+    positions = np.asarray(positions_of(pair.layer))
     assert positions[0, 1, :2].tolist() == [row[3] for row in pair.heads[0, 1]]
 
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_pages_slots_and_heads_read_the_same(paged):
     rng = np.random.default_rng(0)
-    pool = jnp.asarray(rng.normal(size=(B * K * M, P, H)), jnp.float32)
-    table = jnp.asarray(rng.permutation(B * K * M).reshape(B, K, M), jnp.int32) if paged else None
-    layer = kv.LayerCache(pool, pool, jnp.full((B, K), S, jnp.int32), table)
-    heads = np.asarray(kv.read_heads(pool, layer))
-    logical = jnp.asarray(rng.integers(0, M, (B, K, 4)), jnp.int32)
-    slots = jnp.asarray(rng.integers(0, S, (B, K, 7)), jnp.int32)
-    pages, rows = kv.read_pages(pool, layer, logical), kv.read_slots(pool, layer, slots)
+    pool = rng.normal(size=(B * K * M, P, H)).astype(np.float32)
+    table = rng.permutation(B * K * M).reshape(B, K, M).astype(np.int32) if paged else None
+    layer = kv.LayerCache(pool, pool, np.full((B, K), S, np.int32), table)
+    logical = rng.integers(0, M, (B, K, 4)).astype(np.int32)
+    slots = rng.integers(0, S, (B, K, 7)).astype(np.int32)
+
+    @jax.jit
+    def read(layer, logical, slots):
+        return (
+            kv.read_heads(layer.k, layer),
+            kv.read_pages(layer.k, layer, logical),
+            kv.read_slots(layer.k, layer, slots),
+        )
+
+    heads, pages, rows = map(np.asarray, read(layer, logical, slots))
     for b, k in HEADS:
         whole = heads[b, k].reshape(M, P, H)
         lies = (
             range((b * K + k) * M, (b * K + k + 1) * M) if table is None else table[b, k].tolist()
         )
-        np.testing.assert_array_equal(whole, np.asarray(pool)[np.array(lies)])
+        np.testing.assert_array_equal(whole, pool[np.array(lies)])
         np.testing.assert_array_equal(pages[b, k], whole[logical[b, k]])
         np.testing.assert_array_equal(rows[b, k], heads[b, k][slots[b, k]])
     assert (layer.page_size, layer.num_pages, layer.capacity) == (P, M, S)
 
 
 def test_tokens_are_rounded_once_on_store():
-    cache = kv.init(SPEC._replace(dtype=jnp.bfloat16))
-    k = jnp.full((B, 1, K, H), 1.00390625 + 1e-4, jnp.float32)
-    cache = kv.append(cache, 0, k, k, jnp.zeros((B, 1), jnp.int32), jnp.ones(B, jnp.int32))
-    assert cache.layers[0].k.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(cache.layers[0].k[0, 0], k[0, 0, 0].astype(jnp.bfloat16))
+    cache = init(SPEC._replace(dtype=jnp.bfloat16))
+    k = np.full((B, 1, K, H), 1.00390625 + 1e-4, np.float32)
+    cache = append(cache, 0, k, k, np.zeros((B, 1), np.int32), np.ones(B, np.int32))
+    held = np.asarray(cache.layers[0].k)
+    assert held.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(held[0, 0], k[0, 0, 0].astype(jnp.bfloat16))
 
 
 def test_spec_states_sizes():
     assert SPEC.capacity == 12
-    cache = kv.init(SPEC)
+    cache = init(SPEC)
     assert SPEC.nbytes == sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
 
 
@@ -300,23 +318,22 @@ def test_a_row_without_room_stops_and_the_others_go_on():
 def test_rows_behind_one_that_gets_nothing_are_served():
     """8 free pages and two heads: row 0 would need 16 pages, rows 1 and 2 need 2 each."""
     spec = SPEC._replace(batch=3, num_pages=12, pool_pages=9)
-    grow = jax.jit(kv.grow, static_argnums=2)
-    cache = grow(kv.init(spec), jnp.array([8 * P, 1, 1], jnp.int32), 8 * P)
+    cache = grow(init(spec), np.array([8 * P, 1, 1], np.int32), 8 * P)
     assert cache.overflow.tolist() == [True, False, False]
-    assert [layer.lengths[:, 0].tolist() for layer in cache.layers] == [[0, 1, 1]] * 2
+    assert [np.asarray(layer.lengths)[:, 0].tolist() for layer in cache.layers] == [[0, 1, 1]] * 2
     assert [int(layer.free.count) for layer in cache.layers if layer.free] == [4, 4]
     # nor does a row that overflowed ask for pages again
-    cache = grow(cache, jnp.array([8 * P, P, 1], jnp.int32), 8 * P)
+    cache = grow(cache, np.array([8 * P, P, 1], np.int32), 8 * P)
     assert cache.overflow.tolist() == [True, False, False]
 
 
 def test_a_row_must_find_room_in_every_layer():
     """Layer 1 has fewer free pages than row 0 needs, and then neither layer gives it any."""
-    cache = kv.init(SPEC._replace(pool_pages=9))
+    cache = init(SPEC._replace(pool_pages=9))
     second = cache.layers[1]
     assert second.free is not None
-    short = second._replace(free=second.free._replace(count=jnp.int32(2)))
-    cache = kv.grow(kv.replace_layer(cache, 1, short), jnp.array([P + 1, 1], jnp.int32), T)
+    short = second._replace(free=second.free._replace(count=np.int32(2)))
+    cache = grow(kv.replace_layer(cache, 1, short), np.array([P + 1, 1], np.int32), T)
     assert cache.overflow.tolist() == [True, False]
     assert [int(layer.free.count) for layer in cache.layers if layer.free] == [6, 0]
 
@@ -325,18 +342,20 @@ def test_cut_pages_leaves_the_first_pages_of_every_head():
     """In smaller pools of every field. Where pages are few, or have a block table, none is cut."""
     pair = Pair(None)
     pair.append([T, 3])
-    layer = pair.layer._replace(bias=jnp.arange(B * K * M * P, dtype=jnp.float32).reshape(-1, P))
-    cut = kv.cut_pages(layer, 2)
+    bias = np.arange(B * K * M * P, dtype=np.float32).reshape(-1, P)
+    layer = pair.layer._replace(bias=jnp.asarray(bias))
+    cut = cut_pages(layer, 2)
     assert (cut.num_pages, cut.capacity) == (2, 2 * P)
     np.testing.assert_array_equal(cut.lengths, layer.lengths)
-    for name in ("k", "v", *FIELDS):
-        was, now = (kv.read_heads(getattr(x, name), x) for x in (layer, cut))
-        assert getattr(cut, name).shape[0] == B * K * 2
-        np.testing.assert_array_equal(now, was[:, :, : 2 * P])
-    pair.cache = kv.replace_layer(pair.cache, 1, kv.cut_pages(pair.layer, 2))
+    for pool, was, now in zip(
+        (cut.k, cut.v, *fields_of(cut)), heads_of(layer), heads_of(cut), strict=True
+    ):
+        assert pool.shape[0] == B * K * 2
+        np.testing.assert_array_equal(now, np.asarray(was)[:, :, : 2 * P])
+    pair.cache = kv.replace_layer(pair.cache, 1, cut_pages(pair.layer, 2))
     pair.append([1, 1])
     pair.check()
-    assert not pair.cache.overflow.any()
+    assert not overflows(pair.cache)
     assert kv.cut_pages(layer, M) is layer
     assert kv.cut_pages(layer, M + 1) is layer
     paged = Pair(8).layer
@@ -344,6 +363,6 @@ def test_cut_pages_leaves_the_first_pages_of_every_head():
 
 
 def test_cut_pages_of_a_plain_layer_has_no_optional_fields():
-    cut = kv.cut_pages(kv.init(SPEC).layers[0], 1)
+    cut = cut_pages(init(SPEC).layers[0], 1)
     assert (cut.bias, cut.slot_positions) == (None, None)
     assert cut.k.shape == (B * K, P, H)

@@ -334,16 +334,17 @@ METHODS = {
     "token lists, listed logits and summary": (echo(), SlowEcho),
     "eviction after the prompt": (prompt_ends(), SlowPromptEnds),
 }
-# run by default: page bounds and token lists have slow models beside policies as well; those of
-# maintenance, listed logits and eviction after the prompt are taken by other tests below
 OWN = ("page mass, inheritance and correction", "summary, token logits and window")
+LAYERS = {
+    OWN[0]: 3,  # the first two hold exact keys, whether corrected or not
+    "maintenance, bias and positions": 2,
+}
 PROMPTS = random_prompts(LENGTHS)
 FORCED = random_tokens(len(LENGTHS), STEPS)
 
 
 def model_of(name=None):
-    """Two layers, or three for the rule that corrects: the first two hold exact keys anyway."""
-    return tiny_params(num_layers=3 if name == "page mass, inheritance and correction" else 2)
+    return tiny_params(num_layers=LAYERS.get(name, 1))
 
 
 @shared
@@ -363,27 +364,37 @@ def slow_logits(name):
 
 
 @shared
+def fast_logits(params, policy):
+    return engine_logits(params, policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
+
+
+@shared
 def dense_logits(params):
-    return engine_logits(params, "dense", PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
+    """The slow model's logits for row 1, where every step attends to all."""
+    row = SlowRow(SlowModel(params), PROMPTS[1])
+    return np.asarray([row.logits, *(row.push(int(token), row.dense) for token in FORCED[1, :-1])])
 
 
-@pytest.mark.parametrize("name", slow_except(METHODS, *OWN))
+# the default run sees page bounds, token lists and inheritance beside policies, corrections in
+# `test_what_corrections_see`, and the rest in `test_generate.py`
+@pytest.mark.parametrize("name", slow_except(METHODS, OWN[1]))
 def test_engine_equals_the_slow_model(name):
     """Several prompt chunks, a ragged batch, 26 steps; and the rule is far from dense, or this
     would show nothing.
     """
     (policy, _), params = METHODS[name], model_of(name)
     expected, _ = slow_logits(name)
-    logits = engine_logits(params, policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
+    logits = fast_logits(params, policy)
     for step in range(STEPS):
         assert_close(logits[step], expected[step], rtol=1e-4, step=step)
-    assert np.abs(dense_logits(params) - expected).max() > 0.1 * np.abs(expected).max()
+    far = np.abs(dense_logits(params) - expected[:, 1]).max()
+    assert far > 0.1 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_slow_model_equals_the_engine_when_dense():
-    row = SlowRow(SlowModel(model_of()), PROMPTS[1])
-    expected = [row.logits, *(row.push(int(token), row.dense) for token in FORCED[1, :-1])]
-    assert_close(dense_logits(model_of())[:, 1], np.asarray(expected), rtol=1e-5)
+    params = tiny_params(num_layers=2)
+    assert_close(fast_logits(params, "dense")[:, 1], dense_logits(params), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -397,6 +408,7 @@ def test_pieces_of_the_prompt_and_the_batch_do_not_matter(name):
     assert_close(alone[:, 0], expected[:12, 1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_correction_shows_in_the_logits():
     """Without it the same rule gives other logits from the first correction on, and the same
     before.
@@ -423,13 +435,14 @@ def test_both_branches_of_the_bypass_were_taken():
         assert 0 < np.mean(rule.skipped) < 1
 
 
-@pytest.mark.parametrize("pool_pages", slow_except([None, 400], 400))
+@pytest.mark.parametrize("pool_pages", [None, 400])
+@pytest.mark.slow
 def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     """maintain over either table: the logits of the slow model, its lengths, and pages back on the
     free list.
     """
-    params, policy = model_of(), shrink()
-    expected, rules = slow_logits("maintenance, bias and positions")
+    name, policy = "maintenance, bias and positions", shrink()
+    params, (expected, rules) = model_of(name), slow_logits(name)
     spec = spec_of(params, len(LENGTHS), page_size=PAGE)._replace(pool_pages=pool_pages)
     cache = kv_cache.init(spec, fields=policy.fields)
     carry = prefill.start(params.decoder, policy, cache, policy.init(spec))
@@ -474,14 +487,15 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
     assert float(stats.over_layers().attended[0]) <= longest / (LENGTHS[0] + STEPS - 1)
 
 
-def test_correction_and_stats_see_the_lengths_that_policies_expect():
-    """What append, select and update may rely on: the new tokens are already held, at the end of
-    every head.
+@shared
+def seen_by_corrections():
+    """How often `append` was traced for how many tokens, and how far what it found in the cache lay
+    from them, for each correction.
     """
     seen = []
 
     def append(state, layer, k, v, tokens, positions, cache):
-        seen.append(("append", tokens.shape[1], layer))
+        seen.append(tokens.shape[1])
         held = cache.layers[layer]
         slots = held.lengths[:, :, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])
         rows = kv_cache.read_slots(held.k, held, slots)
@@ -510,8 +524,16 @@ def test_correction_and_stats_see_the_lengths_that_policies_expect():
         patch.setattr(session, "correct", watched)
         params = tiny_params(num_layers=1)
         engine_logits(params, policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
+    return seen, states
+
+
+def test_what_corrections_see():
+    """What append, select and update may rely on: the new tokens are already held, at the end of
+    every head.
+    """
+    seen, states = seen_by_corrections()
     assert states == [0.0, 0.0]
-    assert {width for _, width, _ in seen} == {1, 4}
+    assert set(seen) == {1, 4}
 
 
 # After the prompt
@@ -561,11 +583,11 @@ def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
 
     wrapped = with_state(prompt_ends(), init)._replace(name="wrapped")
     expected, _ = slow_logits("eviction after the prompt")
-    logits = engine_logits(model_of(), wrapped, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
-    assert_close(logits, expected, rtol=1e-4)
+    assert_close(fast_logits(model_of(), wrapped), expected, rtol=1e-4)
 
 
-def test_too_little_room_after_the_prompt_is_an_error():
+@pytest.mark.parametrize("case", slow_except(["most", "no most", "as before"], "most"))
+def test_too_little_room_after_the_prompt_is_an_error(case):
     prompts = random_prompts((130, 9, 3))
 
     def begin(policy, limits):
@@ -579,16 +601,19 @@ def test_too_little_room_after_the_prompt_is_an_error():
 
     policy = prompt_ends()._replace(after_prompt=cramped, name="cramped")
     said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
-    for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
-        with pytest.raises(ValueError, match=said.format(least)):
-            begin(policy, limits)
-    # without `most` a head may come to hold the prompt and all new tokens
-    with pytest.raises(ValueError, match=said.format(192)):
-        begin(policy._replace(most=None), [1, 25, 4])
-    # heads never hold more than the cache did
-    begin(policy._replace(after_prompt=lambda *held: held[:2], most=lambda *_: 10**9), [STEPS] * 3)
+    if case == "most":
+        for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
+            with pytest.raises(ValueError, match=said.format(least)):
+                begin(policy, limits)
+    elif case == "no most":  # a head may come to hold the prompt and all new tokens
+        with pytest.raises(ValueError, match=said.format(192)):
+            begin(policy._replace(most=None), [1, 25, 4])
+    else:  # heads never hold more than the cache did
+        policy = policy._replace(after_prompt=lambda *held: held[:2], most=lambda *_: 10**9)
+        begin(policy, [STEPS] * 3)
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_hold_what_most_says_is_an_error():
     """Before the first step, and the session is left as it was."""
     params, prompts = tiny_params(num_layers=1), random_prompts((9, 12))
@@ -647,31 +672,30 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
 # What a summary counts
 
 
-def test_what_a_summary_counts_is_in_the_shares():
+@shared
+def counted_results(plain):
+    made = read_by(counted(plain=plain))
+    forced = jnp.asarray(FORCED[:, :3].T)
+    return list(made.steps(sampling.forced, forced, limits=[3] * 3, keep_logits=True))
+
+
+@pytest.mark.parametrize("plain", slow_except([False, True], False))
+def test_what_a_summary_counts_is_in_the_shares(plain):
     """Head 1 lists 4 tokens and counts 2 more as attended and 3 as read; a pair counts none."""
-    params = tiny_params(num_layers=1)
-    logits = []
-    for policy, attended, read in ((counted(), 2, 3), (counted(plain=True), 0, 0)):
-        results = list(
-            read_by(policy, params).steps(
-                sampling.forced,
-                jnp.asarray(FORCED[:, :3].T),
-                limits=[3] * 3,
-                keep_logits=True,
-            )
-        )
-        logits.append([result.logits for result in results])
-        for nth, result in enumerate(results[1:], 1):
-            assert result.stats is not None
-            for row, prompt in enumerate(LENGTHS):
-                length = prompt + nth
-                listed = min(4, length)
-                assert float(result.stats.attended[0, row]) == pytest.approx(
-                    (listed + attended / 2) / length
-                )
-                assert float(result.stats.read[0, row]) == pytest.approx(
-                    (listed + read / 2) / length
-                )
+    attended, read = (0, 0) if plain else (2, 3)
+    for nth, result in enumerate(counted_results(plain)[1:], 1):
+        assert result.stats is not None
+        all_attended, all_read = np.asarray(result.stats.attended), np.asarray(result.stats.read)
+        for row, prompt in enumerate(LENGTHS):
+            length = prompt + nth
+            listed = min(4, length)
+            assert all_attended[0, row] == pytest.approx((listed + attended / 2) / length)
+            assert all_read[0, row] == pytest.approx((listed + read / 2) / length)
+
+
+@pytest.mark.slow
+def test_what_a_summary_counts_moves_no_logit():
+    logits = ([result.logits for result in counted_results(plain)] for plain in (False, True))
     np.testing.assert_array_equal(*logits)
 
 
@@ -739,7 +763,28 @@ PER_ROW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_except(PER_ROW, PER_ROW[0]), ids=str)
+@shared
+def own_and_mixed():
+    """Logits of `oracle_top_p(p=0.7)`, where some rows set another p, or are dense; and of 0.7 and
+    0.5 for all.
+    """
+    logits = knob_logits(["oracle_top_p(p=0.7)", "oracle_top_p(p=0.5)"], 1)
+    return logits(0, {"p": 0.5}, {}, {"p": 0.9}, {"dense": True}), logits(0), logits(1)
+
+
+def test_a_row_sets_its_own_value():
+    mixed, own, half = own_and_mixed()
+    row = SlowRow(SlowModel(tiny_params(num_layers=1)), KNOB_PROMPTS[3])
+    exact = [row.logits, *(row.push(int(token), row.dense) for token in KNOB_TOKENS[3, :-1])]
+    assert_close(mixed[:, 0], half[:, 0], rtol=1e-6)
+    assert_close(mixed[:, 1], own[:, 1], rtol=1e-6)
+    assert_close(mixed[:, 3], exact, rtol=1e-5)
+    for row in (0, 2, 3):
+        assert np.abs(own[:, row] - mixed[:, row]).max() > 1e-3 * np.abs(own).max()
+
+
+@pytest.mark.parametrize("case", PER_ROW, ids=str)
+@pytest.mark.slow
 def test_rows_set_their_own_values(case):
     """Each gives what the policy with that value gives, and no value compiles anything.
 
@@ -763,22 +808,20 @@ def test_rows_set_their_own_values(case):
 
 @pytest.mark.parametrize(
     "policy",
-    slow_except(
-        [
-            bypass(),
-            echo(),
-            page_bound(),
-            even_ids(),
-            even_ids(within=31),
-            inherit(),
-            "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
-            "keep(streaming(sink=1, recent=4), sink=2, recent=6)",
-            "twilight(all_pages(), p=0.7, dense_below=32)",
-        ],
+    [
+        bypass(),
+        echo(),
+        page_bound(),
         even_ids(),
-    ),
+        even_ids(within=31),
+        inherit(),
+        "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
+        "keep(streaming(sink=1, recent=4), sink=2, recent=6)",
+        "twilight(all_pages(), p=0.7, dense_below=32)",
+    ],
     ids=str,
 )
+@pytest.mark.slow
 def test_rows_can_be_dense(policy):
     """With a summary, with a fallback: they equal dense, and leave the others as they were."""
     logits = knob_logits([policy, "dense"], 1 if policy in (bypass(), even_ids()) else 2)
@@ -854,6 +897,7 @@ def test_constants_are_passed_like_weights():
     assert np.abs(first - second)[1:].max() > 1e-2 * np.abs(first).max()
 
 
+@pytest.mark.slow
 def test_constants_reach_every_policy_that_shares_a_prompt():
     """Each sees those that it named and no others; they are the values themselves."""
     seen = []
@@ -888,6 +932,7 @@ def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
 # Reports and fallbacks
 
 
+@pytest.mark.slow
 def test_listed_logits_are_reported_whether_a_layer_falls_back_or_not():
     """While the row is short it is dense and reports no tokens; then as ever."""
     within, prompt, steps = 22, PROMPTS[1], FORCED[:1, :12]

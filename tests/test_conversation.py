@@ -1,10 +1,12 @@
 """Tests conversations: what a further turn reads, and that its answers are those of generate()."""
 
+import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from marks import slow_except
+from programs import shared
 from toy_policies import prompt_ends, shrink
 
 import jsparse
@@ -20,7 +22,7 @@ TEMPLATE = (
     "assistant<|eot_id|>"
 )
 # one capacity, so that all chats and generate() share programs
-OPTIONS = {"max_new_tokens": 9, "eos_token_id": [], "max_length": 120}
+OPTIONS = {"max_new_tokens": 9, "eos_token_id": (), "max_length": 120}
 EVICTORS = (
     dense()._replace(evicts=True, name="evictor"),
     shrink(period=4),
@@ -30,13 +32,26 @@ EVICTORS = (
 SAID = ["the cat sat on the mat", "or so", "what then"]
 
 
-@pytest.fixture
-def params():
-    """Makes a model of 512 positions with a chat template."""
+@shared
+def loaded(template=TEMPLATE):
+    """A model of 512 positions with a chat template."""
     made = jsparse.load(GGUF, dtype="float32")
     assert made.tokenizer is not None
-    made.tokenizer.chat_template = TEMPLATE
+    made.tokenizer.chat_template = template
     return made
+
+
+@pytest.fixture
+def params():
+    return loaded()
+
+
+@shared
+def generated(template, said, **options):
+    """What generate() makes of a whole conversation, alternately the user's and the model's."""
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return jsparse.generate(loaded(template), messages, **options)
 
 
 def prompt_tokens(params, messages):
@@ -65,7 +80,8 @@ class Chat:
         )
         assert made.stats.prompt_tokens == prompt_tokens(self.params, self.messages)
         if checked:
-            alone = jsparse.generate(self.params, self.messages, **self.options)
+            said = tuple(message["content"] for message in self.messages)
+            alone = generated(self.params.tokenizer.chat_template, said, **self.options)
             assert (made.text, made.token_ids) == (alone.text, alone.token_ids)
             assert made.stats.prompt_tokens == alone.stats.prompt_tokens
         self.messages.append({"role": "assistant", "content": made.text})
@@ -109,14 +125,14 @@ def test_a_turn_reads_only_what_is_new(params, options):
     assert all(new < whole for new, whole in zip(chat.read[1:], chat.whole[1:], strict=True))
 
 
-def test_a_template_that_rewrites_is_read_anew(params):
-    params.tokenizer.chat_template = "{{ messages|length }}<|eot_id|>" + TEMPLATE
-    chat = Chat(params)
+def test_a_template_that_rewrites_is_read_anew():
+    chat = Chat(loaded("{{ messages|length }}<|eot_id|>" + TEMPLATE))
     for text in SAID[:2]:
         chat.say(text)
     assert chat.read == chat.whole
 
 
+@pytest.mark.slow
 def test_a_conversation_that_outgrows_its_cache_is_read_anew(params, monkeypatch):
     chat = Chat(params, max_length=None)
     chat.say(SAID[0], checked=False)
@@ -158,6 +174,7 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
     )
 
 
+@pytest.mark.slow
 def test_a_state_that_nobody_owns_is_read_anew(params):
     """Such a policy cannot be cut back, but generates."""
     own = dense()._replace(init=lambda spec: jnp.zeros(()), name="mine")
@@ -224,5 +241,6 @@ def test_the_options_of_a_conversation_may_be_sampling_params(params):
     conversation = Conversation(params, sampling=sampling)
     asked = [{"role": "user", "content": SAID[0]}]
     made = conversation.answer(asked)
-    assert made.token_ids == jsparse.generate(params, asked, sampling=sampling).token_ids
+    options = {"max_new_tokens": 4, "eos_token_id": ()}
+    assert made.token_ids == generated(TEMPLATE, (SAID[0],), **options).token_ids
     assert len(made.token_ids) == 4

@@ -35,6 +35,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_wrapper_of_the_docs_is_dense_at_first():
     _, block = blocks(ROOT / "docs" / "own_policy.md", "python")
     written: dict[str, Any] = {}

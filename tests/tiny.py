@@ -47,9 +47,9 @@ def tiny_params(
 
     def draw(path, leaf):
         if leaf.ndim == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype))
         gain = 1.0 if "embed" in jax.tree_util.keystr(path) else 1.7 * leaf.shape[0] ** -0.5
-        return jnp.asarray(gain * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jnp.asarray((gain * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
 
     weights = jax.tree_util.tree_map_with_path(draw, weight_shapes(config, jnp.float32))
     return Params(weights, config, None, {}, "tiny")

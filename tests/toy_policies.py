@@ -4,6 +4,7 @@ little else. `echo` uses the report on listed tokens, `prompt_ends` evicts befor
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -391,6 +392,7 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
     def after_prompt(state, cache, slots):
         return state, cache._replace(layers=tuple(cut(held, slots) for held in cache.layers))
 
+    @partial(jax.jit, static_argnums=1)
     def cut(held, most):
         slots, lengths = slot_index(held), held.lengths[..., None]
         recent = lengths - jnp.asarray(newest)[:, None]

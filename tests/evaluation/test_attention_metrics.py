@@ -1,10 +1,15 @@
 """Tests attention-level metrics against sums over lists in numpy, on the engine's own queries."""
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
+from programs import shared
 from tiny import random_prompts, tiny_params
 from toy_policies import bypass, even_ids, inherit
 
@@ -15,7 +20,7 @@ from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
 from jsparse.policy import Policy, dense
-from jsparse.selection import Selection, everything, nothing
+from jsparse.selection import Selection
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
 SPEC = kv_cache.CacheSpec(
@@ -32,23 +37,22 @@ def ids(*rows):
     """Returns ids[B, K, C] and count from lists of one head each."""
     width = max(map(len, rows))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
-    return jnp.asarray(padded.reshape(BATCH, HEADS, -1)), jnp.asarray(
-        [*map(len, rows)], jnp.int32
-    ).reshape(BATCH, HEADS)
+    count = np.array([*map(len, rows)], np.int32)
+    return padded.reshape(BATCH, HEADS, -1), count.reshape(BATCH, HEADS)
 
 
 TOKENS = Selection(*ids([0, 3, 16], [1, 2], [0], [5, 6, 7, 8], [], [12]), granularity="token")
 WHOLE_PAGES = ids([0, 4], [1, 2], [0], [0, 1, 2], [1], [])
-BITS = jnp.asarray(np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape), jnp.uint32)
+BITS = np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape).astype(np.uint32)
 SELECTIONS = {
     "tokens": TOKENS,
     "pages": Selection(*WHOLE_PAGES),
     "bits": Selection(*WHOLE_PAGES, bits=BITS),
     "dense heads": Selection(
-        *WHOLE_PAGES, dense=jnp.asarray([[True, False, False], [False, True, False]])
+        *WHOLE_PAGES, dense=np.array([[True, False, False], [False, True, False]])
     ),
-    "all": everything(jnp.asarray(LENGTHS)),
-    "none": nothing(jnp.asarray(LENGTHS)),
+    "all": Selection(*ids([0], [0], [0], [0], [0], [0]), dense=np.ones((BATCH, HEADS), bool)),
+    "none": Selection(*ids([], [], [], [], [], [])),
 }
 
 # whether there are a summary and a bias, and the k of recall
@@ -60,10 +64,10 @@ def drawn(seed=0, bias=False):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return rng.standard_normal(shape).astype(np.float32)
 
     pool = BATCH * HEADS * PAGES, PAGE
-    layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), jnp.asarray(LENGTHS))
+    layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), LENGTHS)
     return normal(BATCH, HEADS * GROUP, HEAD_DIM), layer._replace(
         bias=normal(*pool)
     ) if bias else layer
@@ -150,8 +154,19 @@ def slow_metrics(q, layer, selection, summary, top_k, positions) -> HeadMetrics:
     return out
 
 
-@pytest.mark.parametrize("how", slow_except(HOW, *HOW[:2]))
-@pytest.mark.parametrize("name", SELECTIONS)
+CASES = list(itertools.product(SELECTIONS, HOW))
+SEEN = ("tokens", HOW[0]), ("bits", HOW[1]), ("dense heads", HOW[3])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(
+            *case, id=f"{case[0]}-{case[1]}", marks=[] if case in SEEN else pytest.mark.slow
+        )
+        for case in CASES
+    ],
+)
 def test_metrics_equal_slow_sums(name, how):
     """Two steps have different queries and caches, with a summary and a bias or with neither.
 
@@ -161,19 +176,24 @@ def test_metrics_equal_slow_sums(name, how):
     chosen, rng = SELECTIONS[name], np.random.default_rng(5)
     shape = (BATCH, HEADS * GROUP)
     summary = (
-        (jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), jnp.float32), jnp.ones(shape))
+        (
+            rng.standard_normal((*shape, HEAD_DIM)).astype(np.float32),
+            np.ones(shape, np.float32),
+        )
         if more
         else None
     )
-    policy = measured(
-        Policy(lambda state, layer, q, cache: (chosen, summary, state), name=name), top_k
-    )
-    state, expected = policy.init(SPEC), []
+
+    def chosen_there(state, layer, q, cache):
+        return *jax.tree.map(jnp.asarray, (chosen, summary)), state
+
+    policy = measured(Policy(chosen_there, name=name), top_k)
+    state, expected = jax.jit(lambda: policy.init(SPEC))(), []
     select = jax.jit(policy.select, static_argnums=1)
-    positions = np.array([30, 19])
+    positions = np.array([30, 19], np.int32)
     for seed in (0, 1):
         q, layer = drawn(seed, more)
-        cache = kv_cache.KVCache((layer,), jnp.asarray(positions, jnp.int32), jnp.bool_(False))
+        cache = kv_cache.KVCache((layer,), positions, np.zeros((), bool))
         given, merged, state = select(state, 0, q, cache)
         jax.tree.map(np.testing.assert_array_equal, (given, merged), (chosen, summary))
         expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
@@ -183,21 +203,21 @@ def test_metrics_equal_slow_sums(name, how):
         np.testing.assert_allclose(value, sum(steps), rtol=1e-4, atol=1e-5, err_msg=field)
 
 
+@pytest.mark.parametrize("fewer", slow_except([False, True], False))
 @pytest.mark.parametrize("budget", slow_except([1, 7, 30], 7))
-def test_the_oracle_recalls_everything(budget):
+def test_the_oracle_recalls_everything(budget, fewer):
     """It does so whether its budget covers the newest token or that comes on top.
 
     It does so too where fewer tokens are asked for.
     """
     q, layer = drawn(7)
-    cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), jnp.bool_(False))
-    for top_k in (0, max(budget - 1, 1)):
-        policy = measured(oracle_top_k(budget), top_k)
-        select = jax.jit(policy.select, static_argnums=1)
-        heads = select(policy.init(SPEC), 0, q, cache)[2].own[0].heads
-        if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
-            np.testing.assert_array_equal(heads.recall, 1)
-        assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
+    cache = kv_cache.KVCache((layer,), LENGTHS.max(1) - 1, np.zeros((), bool))
+    policy = measured(oracle_top_k(budget), max(budget - 1, 1) if fewer else 0)
+    heads = jax.jit(lambda: policy.select(policy.init(SPEC), 0, jnp.asarray(q), cache)[2])()
+    heads = heads.own[0].heads
+    if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
+        np.testing.assert_array_equal(heads.recall, 1)
+    assert (np.asarray(heads.mass) <= 1 + 1e-6).all()
 
 
 def params(layers=2):
@@ -257,22 +277,35 @@ def test_measuring_changes_nothing(forcing):
         )
 
 
+@shared
+def falling_back(steps):
+    """Metrics of even_ids, which is dense as long as every row holds at most 24 tokens."""
+    (metrics,) = attention_metrics(
+        measure([even_ids()], random_prompts((20, 9)), steps=steps, layers=1)
+    )
+    return metrics
+
+
 def test_steps_that_fall_back_to_dense_are_not_counted():
-    """even_ids is dense as long as every row holds at most 24 tokens: four of eight steps here, or
-    all of them.
-    """
-    short = random_prompts((20, 9))
-    (metrics,) = attention_metrics(measure([even_ids()], short, layers=1))
+    metrics = falling_back(STEPS)
     assert metrics.steps.tolist() == [4]
     assert (metrics.heads.attended[:, 0] < 1).all()
-    (metrics,) = attention_metrics(measure([even_ids()], short, steps=4, layers=1))
+
+
+@pytest.mark.slow
+def test_where_all_steps_fall_back_there_are_no_metrics():
+    metrics = falling_back(4)
     assert metrics.steps.tolist() == [0]
     assert all(np.isnan(field).all() for field in jax.tree.leaves(metrics.heads))
 
 
 def test_policies_must_be_measured():
+    held = SimpleNamespace(state=[(), ()])
+    unmeasured: Any = SimpleNamespace(
+        shared=SimpleNamespace(policies=["dense()", "streaming()"], held=held)
+    )
     with pytest.raises(ValueError, match=r"policy=streaming.*must be wrapped in measured"):
-        attention_metrics(force(params(1), ["streaming"], PROMPTS, max_new_tokens=1, page_size=8))
+        attention_metrics(unmeasured)
     with pytest.raises(ValueError, match="top_k=-1"):
         measured(dense(), top_k=-1)
     with pytest.raises(ValueError, match="policy=3: must be a policy"):

@@ -5,10 +5,11 @@ Policies that share a prefill are compared with each alone.
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow_except
+from programs import shared
 from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
@@ -31,6 +32,7 @@ NEWEST = "streaming(sink=0, recent=1)"
 CORRECTED = streaming(sink=1, recent=3)._replace(correct_every=4, name="corrected")
 POLICIES = (page_bound(), inherit(), bypass(), shrink(), even_ids(), CORRECTED, NEWEST)
 FEW = (bypass(), shrink())  # with a window, with fields and maintenance
+PLAIN = ("oracle_top_k(budget=1073741824)", NEWEST)
 
 
 def params(layers=1):
@@ -66,6 +68,13 @@ def run(policies, prompt=PROMPTS, steps=STEPS, layers=1, **options):
     )
 
 
+@shared
+def plain():
+    """Runs policies along dense attention's own tokens; also returns what progress was reported."""
+    seen = []
+    return run(PLAIN, on_progress=lambda *report: seen.append(report)), seen
+
+
 @cache
 def chunked(policies):
     """Runs the policies along random tokens, with their prompts read in pieces."""
@@ -80,30 +89,54 @@ def log_softmax(logits):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("policies", slow_except([FEW, POLICIES], FEW), ids=len)
+def log_probabilities(policy, forced, layers=1, **options):
+    """The engine's own, after each forced token."""
+    made = engine_logits(params(layers), policy, PROMPTS, forced, page_size=PAGE, **options)
+    return log_softmax(made)[1:]
+
+
+@shared
+def alone():
+    """Log-probabilities of dense attention, and of the last plain policy."""
+    tokens = np.asarray(plain()[0].tokens, np.int32)
+    return [log_probabilities(policy, tokens) for policy in ("dense", PLAIN[-1])]
+
+
+def assert_measured(result, index, exact, logits):
+    kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
+    np.testing.assert_allclose(result.kl[index], kl, rtol=1e-3, atol=1e-5)
+    agreement = (exact.argmax(-1) == logits.argmax(-1)).T
+    np.testing.assert_array_equal(result.agreement[index], agreement)
+    logprob = [
+        [logits[i, b, result.tokens[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))
+    ]
+    np.testing.assert_allclose(result.logprob[index], logprob, rtol=1e-3, atol=1e-4)
+
+
+def test_a_policy_is_measured_as_if_it_had_been_alone():
+    """The engine's logits and slow sums agree."""
+    exact, logits = alone()
+    assert_measured(plain()[0], 0, exact, exact)
+    assert_measured(plain()[0], len(PLAIN), exact, logits)
+
+
+@pytest.mark.parametrize("policies", [FEW, POLICIES], ids=len)
+@pytest.mark.slow
 def test_every_policy_is_measured_as_if_it_had_been_alone(policies):
     """The engine's logits and slow sums agree with sidecars, windows of queries and cache fields.
 
     They agree with maintenance and corrections too.
     """
-    exact = log_softmax(engine_logits(params(2), "dense", PROMPTS, FORCED, page_size=PAGE))[1:]
+    exact = log_probabilities("dense", FORCED, layers=2)
     result = chunked(policies)
     np.testing.assert_array_equal(result.tokens, FORCED)
     for index, policy in enumerate(map(as_policy, (dense(), *policies))):
-        logits = log_softmax(
-            engine_logits(params(2), policy, PROMPTS, FORCED, chunk=CHUNK, page_size=PAGE)
-        )[1:]
         assert result.policies[index] == policy.name
-        kl = np.einsum("nbv,nbv->bn", np.exp(exact), exact - logits)
-        np.testing.assert_allclose(result.kl[index], kl, rtol=1e-3, atol=1e-5)
-        agreement = (exact.argmax(-1) == logits.argmax(-1)).T
-        np.testing.assert_array_equal(result.agreement[index], agreement)
-        logprob = [
-            [logits[i, b, FORCED[b, i + 1]] for i in range(STEPS)] for b in range(len(PROMPTS))
-        ]
-        np.testing.assert_allclose(result.logprob[index], logprob, rtol=1e-3, atol=1e-4)
+        logits = log_probabilities(policy, FORCED, layers=2, chunk=CHUNK)
+        assert_measured(result, index, exact, logits)
 
 
+@pytest.mark.slow
 def test_a_shared_prefill_changes_no_bit():
     """Its window of queries is among wider ones and none, without and with bias."""
     with pytest.MonkeyPatch.context() as patch:
@@ -114,6 +147,7 @@ def test_a_shared_prefill_changes_no_bit():
         np.testing.assert_array_equal(getattr(alone, name)[1], getattr(together, name)[1])
 
 
+@pytest.mark.slow
 def test_policies_see_their_own_window_and_fields(monkeypatch):
     monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
     policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
@@ -127,9 +161,9 @@ def test_policies_see_their_own_window_and_fields(monkeypatch):
 
 def test_dense_is_itself_and_full_budgets_are_dense():
     """Dropping all but the newest token is not dense."""
-    result = run(["dense", "oracle_top_k(budget=1073741824)", NEWEST])
+    result, _ = plain()
     assert result.policies[0] == "dense()"
-    assert len(result.policies) == 3
+    assert len(result.policies) == 1 + len(PLAIN)
     assert (result.kl[0] == 0).all()
     assert np.abs(result.kl[1]).max() < 1e-5
     assert result.agreement[:2].all()
@@ -145,7 +179,7 @@ def test_the_continuation_is_what_generate_gives():
     outs = jsparse.generate(
         params(), PROMPTS, max_new_tokens=STEPS + 1, eos_token_id=[], page_size=PAGE
     )
-    assert run([NEWEST]).tokens.tolist() == [out.token_ids for out in outs]
+    assert plain()[0].tokens.tolist() == [out.token_ids for out in outs]
 
 
 @pytest.mark.slow
@@ -160,22 +194,30 @@ def test_a_row_does_not_depend_on_its_batch():
         )
 
 
-def test_perplexity_of_a_text_is_that_of_plain_passes():
+@shared
+def scored_windows():
+    """A text of 100 tokens, its windows, what they are measured to be, and logits of each."""
     text = random_prompts([100])[0]
     prompt, continuation = windows(text, 30, 8)
+    result = run([NEWEST], prompt, 8, continuation=continuation)
+    logits = jsparse.logits(params(), [text[:30], text[30:60], text[60:90]])
+    return text, prompt, continuation, result, log_softmax(logits)
+
+
+def test_perplexity_of_a_text_is_that_of_plain_passes():
+    text, prompt, continuation, result, passed = scored_windows()
     assert [p + c for p, c in zip(prompt, continuation, strict=True)] == [
         text[:30],
         text[30:60],
         text[60:90],
     ]
-    result = run(["streaming(sink=2, recent=4)"], prompt, 8, continuation=continuation)
-    plain = log_softmax(jsparse.logits(params(), [text[:30], text[30:60], text[60:90]]))
-    logprob = [[plain[b, i - 1, text[30 * b + i]] for i in range(22, 30)] for b in range(3)]
+    logprob = [[passed[b, i - 1, text[30 * b + i]] for i in range(22, 30)] for b in range(3)]
     dense_ppl, sparse_ppl = perplexity(result.logprob)
     assert dense_ppl == pytest.approx(np.exp(-np.mean(logprob)), rel=1e-4)
     assert abs(sparse_ppl / dense_ppl - 1) > 0.01
 
 
+@pytest.mark.slow
 def test_generating_together_is_generating_alone(monkeypatch):
     """One prefill serves all policies."""
     chunks = []
@@ -204,16 +246,20 @@ def test_generating_together_is_generating_alone(monkeypatch):
 
 def test_a_bundle_does_not_decode():
     p, policy = params(), shared_prefill.bundle((dense(), streaming(sink=1, recent=2)))
-    cache = kv_cache.init(spec_of(p, 1))
-    with pytest.raises(ValueError, match=r"policy=bundle\(dense\(\), streaming.*must decode alone"):
+
+    def step():
+        cache = kv_cache.init(spec_of(p, 1))
         decode_step(p.decoder, policy, p.weights, jnp.zeros(1, jnp.int32), cache, ((), ()))
+
+    with pytest.raises(ValueError, match=r"policy=bundle\(dense\(\), streaming.*must decode alone"):
+        jax.eval_shape(step)
 
 
 def test_progress_ends_where_it_said():
-    seen = []
-    run([NEWEST], on_progress=lambda *report: seen.append(report))
+    _, seen = plain()
     decoded = [(done, total) for what, done, total in seen if what == "decode"]
-    assert decoded == [(done, 2 * STEPS) for done in range(STEPS, 2 * STEPS + 1)]
+    total = (1 + len(PLAIN)) * STEPS
+    assert decoded == [(done, total) for done in range(STEPS, total + 1)]
     assert ("prefill", 37, 37) in seen
 
 

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from programs import shared
 from tiny import random_prompts, tiny_params
 
 import jsparse
@@ -13,15 +14,17 @@ from jsparse.evaluation.inspection import Inspected, inspect_step
 from jsparse.evaluation.report.inspect_page import page
 
 (PROMPT,) = random_prompts([30])
+WINDOW = "streaming(sink=2, recent=3)"
 
 
+@shared
 def inspected(policy, **options) -> Inspected:
-    return inspect_step(tiny_params(), policy, PROMPT, page_size=8, **options)
+    return inspect_step(tiny_params(num_layers=2), policy, PROMPT, page_size=8, **options)
 
 
 def test_a_window_attends_to_its_ends():
-    shown = inspected("streaming(sink=2, recent=3)", step=4)
-    assert shown.attended.shape == (3, 2, 34)
+    shown = inspected(WINDOW, step=4)
+    assert shown.attended.shape == (2, 2, 34)
     assert shown.prompt_tokens == 30
     places = np.flatnonzero(shown.attended.all(axis=(0, 1)))
     np.testing.assert_array_equal(places, [0, 1, 31, 32, 33])
@@ -30,29 +33,39 @@ def test_a_window_attends_to_its_ends():
 
 
 def test_the_step_is_the_one_that_generate_runs():
-    policy = "quest(budget=8)"
-    made = jsparse.generate(
-        tiny_params(), PROMPT, max_new_tokens=5, policy=policy, page_size=8, temperature=0
-    )
-    shown = inspected(policy, step=4)
+    options = {"max_new_tokens": 5, "page_size": 8, "temperature": 0}
+    made = jsparse.generate(tiny_params(num_layers=2), PROMPT, policy=WINDOW, **options)
+    shown = inspected(WINDOW, step=4)
     named = [f"<{token}>" for token in [*PROMPT, *made.token_ids]]
     assert shown.tokens == named[:34]
     assert shown.next_token == named[34]
 
 
-def test_weights_are_dense_attention_s():
+@pytest.mark.slow
+def test_dense_attention_covers_everything():
     shown = inspected("dense")
     assert shown.attended.all()
     assert shown.covered == 1
-    np.testing.assert_allclose(shown.weights.sum(axis=2), 1, rtol=1e-5)
-    best = inspect_step(tiny_params(num_kv_heads=4), "oracle_top_k(budget=5)", PROMPT, page_size=8)
+
+
+@shared
+def best_tokens():
+    """A step of the oracle, of a model each of whose KV heads has one query head."""
+    params = tiny_params(num_layers=1, num_kv_heads=4)
+    return inspect_step(params, "oracle_top_k(budget=5)", PROMPT, page_size=8)
+
+
+def test_weights_are_dense_attention_s():
+    best = best_tokens()
+    np.testing.assert_allclose(best.weights.sum(axis=2), 1, rtol=1e-5)
     order = np.argsort(-best.weights, axis=2)
     for found, ranked in zip(best.attended.reshape(-1, 31), order.reshape(-1, 31), strict=True):
         # the newest token is always attended to
         assert set(np.flatnonzero(found)) == {*ranked[:5], 30}
-    assert best.covered == pytest.approx((best.weights * best.attended).sum() / 12)
+    assert best.covered == pytest.approx((best.weights * best.attended).sum() / 4)
 
 
+@pytest.mark.slow
 def test_tokens_that_a_policy_has_dropped_have_no_weight():
     shown = inspected("snapkv(budget=12, window=4)", step=2)
     assert not shown.weights[~shown.attended].any()
@@ -63,9 +76,10 @@ def test_tokens_that_a_policy_has_dropped_have_no_weight():
     assert shown.attended[:, :, -2:].all()
 
 
+@pytest.mark.slow
 def test_layers_that_leave_a_step_to_dense_attention_are_named():
     shown = inspected("twilight(all_pages(), p=0.5, dense_below=1000)")
-    assert shown.fell_back == (0, 1, 2)
+    assert shown.fell_back == (0, 1)
     assert shown.attended.all()
     assert shown.covered == 1
 
@@ -80,11 +94,11 @@ def test_layers_that_leave_a_step_to_dense_attention_are_named():
 )
 def test_what_cannot_be_is_refused(prompt, options, said):
     with pytest.raises(ValueError, match=said):
-        inspect_step(tiny_params(), "dense", prompt, page_size=8, **options)
+        inspect_step(tiny_params(num_layers=2), "dense", prompt, page_size=8, **options)
 
 
 def test_the_page_holds_the_step_and_nothing_that_a_text_could_end():
-    shown = inspected("streaming(sink=2, recent=3)")._replace(next_token="</script><b>&")
+    shown = inspected(WINDOW, step=4)._replace(next_token="</script><b>&")
     made = page(shown)
     assert "</script><b>" not in made
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', made, re.S)

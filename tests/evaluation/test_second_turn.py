@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from encoders import smollm2
-from marks import slow_except
+from encoders import smollm2, smollm2_tokenizer
+from programs import shared
 from tiny import random_prompts, tiny_params
 
 import jsparse
@@ -11,17 +11,31 @@ from jsparse.evaluation import evaluators
 from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.second_turn import ASKED
-from jsparse.prompts import tokenizer_of
 
 PROMPTS, QUESTIONS = random_prompts((70, 33, 50)), random_prompts((3, 9, 1), seed=4)
 NEW = 12
 OPTIONS = {"max_new_tokens": NEW, "eos_token_id": []}
+JOINED = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
 LOSSY = "snapkv(budget=12, window=4)"
 
 
-@pytest.mark.parametrize(
-    "policy", slow_except(["dense()", "streaming(sink=2, recent=9)"], "dense()")
-)
+@shared
+def made_by(policy):
+    """Answers to the questions after the prompts, and to the same tokens as one prompt."""
+    params = tiny_params(num_layers=1)
+    (made,) = generate(params, [policy], PROMPTS, questions=QUESTIONS, **OPTIONS)
+    return made, jsparse.generate(params, JOINED, policy=policy, logprobs=True, **OPTIONS)
+
+
+def test_answers_are_those_to_the_whole_text():
+    for out, whole in zip(*made_by("dense()"), strict=True):
+        assert (len(out.token_ids), out.finish_reason) == (NEW, "length")
+        assert out.token_ids == whole.token_ids
+        np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["dense()", "streaming(sink=2, recent=9)"])
+@pytest.mark.slow
 def test_answers_are_those_to_the_question_in_the_prompt(policy):
     """A question of any length is taken in as if it had been forced, then the answer is greedy."""
     params = tiny_params(num_layers=1)
@@ -38,25 +52,32 @@ def test_answers_are_those_to_the_question_in_the_prompt(policy):
 
 def test_a_policy_that_evicts_has_not_seen_the_question():
     """The same tokens in the prompt make it keep others, and say something else."""
-    params = tiny_params(num_layers=1)
-    (made,) = generate(params, [LOSSY], PROMPTS, questions=QUESTIONS, **OPTIONS)
-    joined = [[*prompt, *question] for prompt, question in zip(PROMPTS, QUESTIONS, strict=True)]
-    (whole,) = generate(params, [LOSSY], joined, **OPTIONS)
+    made, whole = made_by(LOSSY)
     assert [out.token_ids for out in made] != [out.token_ids for out in whole]
+
+
+@pytest.mark.slow
+def test_a_policy_with_room_for_all_answers_as_dense_attention():
+    params = tiny_params(num_layers=1)
     (roomy,) = generate(
         params, ["snapkv(budget=1000, window=4)"], PROMPTS, questions=QUESTIONS, **OPTIONS
     )
-    (exact,) = generate(params, ["dense()"], joined, **OPTIONS)
+    _, exact = made_by("dense()")
     assert [out.token_ids for out in roomy] == [out.token_ids for out in exact]
+
+
+@shared
+def made_until(*ends):
+    options = OPTIONS | {"eos_token_id": list(ends)}
+    params = tiny_params(num_layers=1)
+    return generate(params, ["dense()"], PROMPTS, questions=QUESTIONS, **options)[0]
 
 
 def test_answers_end_where_an_end_token_follows_the_question():
     """The same token inside the question ends nothing."""
-    params = tiny_params(num_layers=1)
-    (free,) = generate(params, ["dense()"], PROMPTS[:1], questions=QUESTIONS[:1], **OPTIONS)
+    free, _ = made_by("dense()")
     end = free[0].token_ids[2]
-    options = OPTIONS | {"eos_token_id": [end, QUESTIONS[0][1]]}
-    (made,) = generate(params, ["dense()"], PROMPTS[:1], questions=QUESTIONS[:1], **options)
+    made = made_until(end, QUESTIONS[0][1])
     ids = free[0].token_ids
     assert (
         made[0].token_ids == ids[: 1 + min(ids.index(id) for id in {end, QUESTIONS[0][1]} & {*ids})]
@@ -85,8 +106,7 @@ def test_samples_are_those_of_the_task_cut_before_the_question(name):
 
 def test_the_evaluation_feeds_the_question_after_the_context(monkeypatch):
     """What it hands over is the prompt of the task itself, in two parts, in a chat too."""
-    params, seen = jsparse.load("smollm2"), {}
-    tokenizer = tokenizer_of(params, "the test")
+    params, tokenizer, seen = tiny_params(num_layers=1), smollm2_tokenizer(), {}
 
     def record(params, policies, prompt, **options):
         seen.update(prompt=prompt, **options)

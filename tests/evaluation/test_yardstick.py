@@ -1,7 +1,10 @@
 """Tests that a policy's yardstick is the oracle that reads as much in the same sample."""
 
+from functools import cache
+
 import numpy as np
 import pytest
+from programs import shared
 from tiny import random_prompts, random_tokens, tiny_params
 
 from jsparse.evaluation.closeness import closeness
@@ -28,11 +31,16 @@ def forcing(policies=POLICIES):
     )
 
 
-@pytest.fixture(scope="module")
-def made():
-    run = forcing()
+@cache
+def measured(policies):
+    run = forcing(policies)
     found = closeness(run)
     return run, found, yardsticks(run, found)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return measured((POLICIES[0], POLICIES[-1]))
 
 
 def test_the_oracle_is_its_own_yardstick(made):
@@ -42,8 +50,8 @@ def test_the_oracle_is_its_own_yardstick(made):
 
 
 @pytest.mark.slow
-def test_budgets_are_the_tokens_read_and_give_what_oracles_with_them_give(made):
-    _, found, (budget, kl) = made
+def test_budgets_are_the_tokens_read_and_give_what_oracles_with_them_give():
+    _, found, (budget, kl) = measured(tuple(POLICIES))
     lengths = np.array([[len(prompt) + nth + 1 for nth in range(STEPS)] for prompt in PROMPTS])
     assert len({*budget[3].tolist()}) == len(PROMPTS)  # top-p differs by sample
     for policy in (2, 3):
@@ -64,14 +72,21 @@ def test_what_reads_everything_has_none(made):
     assert (budget[window, 1:] == 0).all() and np.isnan(kl[window, 1:]).all()
 
 
-def test_budgets_share_their_programs(made):
-    run, found, once = made
-    before = traces()
+@shared
+def repeated():
+    """Yardsticks of two shares read, and how often programs were traced before and after."""
+    run, found, _ = measured((POLICIES[0], POLICIES[-1]))
+    once, before = yardsticks(run, found), traces()
     again = yardsticks(run, found._replace(read=found.read * 0.7))
-    assert traces() == before
+    return once, before, again, traces()
+
+
+def test_budgets_share_their_programs():
+    once, before, again, after = repeated()
+    assert after == before
     assert (again.budget[1:, 0] < once.budget[1:, 0]).all()
 
 
-def test_only_what_keeps_nothing_of_the_prompt_runs_beside():
+def test_only_what_keeps_nothing_of_the_prompt_runs_beside(made):
     with pytest.raises(ValueError, match=r"policy=quest\(.*: must keep nothing of the prompt"):
-        next(forcing(["dense"]).steps_beside(parse("quest(budget=16)"), {}))
+        next(made[0].steps_beside(parse("quest(budget=16)"), {}))

@@ -34,7 +34,7 @@ def with_words() -> Params:
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words = Tokenizer(core, chat_template=TEMPLATE)
-    return dataclasses.replace(tiny_params(num_layers=2), tokenizer=words)
+    return dataclasses.replace(tiny_params(num_layers=1), tokenizer=words)
 
 
 def an_engine(policy="twilight(all_pages(), p=0.9)", **options) -> jsparse.AsyncEngine:

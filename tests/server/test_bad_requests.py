@@ -142,7 +142,7 @@ def test_no_body_makes_the_server_fail(http, service, path, name):
     assert name in schemas
     codes = set()
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(fuzzed(schemas, name))
     def fuzz(body):
         # the length of answers is bounded, so that the test is short

@@ -268,7 +268,7 @@ def test_live(client, http):
     assert request["phase"] in ("decoding", "ended")
     assert request["prompt_tokens"] == 5 and request["tokens"] >= 1
     layers = picture["attended_by_layer"]
-    assert layers is None or (len(layers) == 2 and all(0 < share <= 1 for share in layers))
+    assert layers is None or (len(layers) == 1 and all(0 < share <= 1 for share in layers))
 
 
 def test_the_bound_of_dense_decoding(service, monkeypatch):
@@ -277,8 +277,8 @@ def test_the_bound_of_dense_decoding(service, monkeypatch):
     live = Live(service)
     monkeypatch.setattr(live, "_bandwidth", 1e12)
     weights = sum(leaf.nbytes for leaf in _leaves(service.engine.engine.params.weights))
-    # two layers, K and V, two KV heads of 16 floats
-    read = weights + 300 * 2 * 2 * 2 * 16 * 4
+    # K and V, two KV heads of 16 floats
+    read = weights + 300 * 2 * 2 * 16 * 4
     assert live.dense_bound([100, 200]) == pytest.approx(2 * 1e12 / read)
     assert live.dense_bound([]) is None
 
@@ -384,6 +384,7 @@ def test_who_hangs_up_within_the_body_is_no_error(url, service, caplog, monkeypa
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_slow_reader_stalls_nobody(client, url, service):
     """It asks for more than buffers hold and reads nothing."""
     body = {"prompt": [[3]] * 128, "max_tokens": 90, "logprobs": 20, "stream": True}
@@ -422,7 +423,7 @@ def test_large_bodies_are_refused_unread(http, service, monkeypatch):
 def test_a_full_engine_says_when_to_come_back():
     service = a_service(max_waiting=1)
     body = {"prompt": WORDS, "max_tokens": 80, "temperature": 0}
-    with serving(service, an_engine(max_num_seqs=1, max_waiting=1)) as url:
+    with serving(service, an_engine(max_waiting=1)) as url:
 
         async def ask():
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -435,7 +436,7 @@ def test_a_full_engine_says_when_to_come_back():
         refused = got[codes.index(429)]
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 3})
+        never = httpx.post(f"{url}/v1/completions", json=body | {"n": 6})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
 
 

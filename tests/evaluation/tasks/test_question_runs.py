@@ -55,6 +55,7 @@ def measured(params, folder, store=None, tasks=("questions",), **more):
     return store.finish({})
 
 
+@pytest.mark.slow
 def test_a_model_answers_up_to_the_limit(params, folder):
     report = measured(params, folder)
     longest = max(len(params.tokenizer.encode(row["question"])) for row in ROWS)
@@ -113,7 +114,15 @@ def test_a_template_is_used_where_there_is_one(params, folder, monkeypatch, temp
         assert prompts[0] == tokenizer.encode(asked, add_special_tokens=False)
 
 
-def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
+@pytest.fixture(scope="module")
+def after_a_kill(params, tmp_path_factory):
+    """The cells of a whole run, those of one that was killed and resumed, and what that asked."""
+    folder = written(tmp_path_factory.mktemp("killed"), *map(json.dumps, ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        return killed_and_resumed(params, folder, patch)
+
+
+def killed_and_resumed(params, folder, monkeypatch):
     whole = measured(params, folder)
     settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
     add, killed = Store.add, Store(path, settings)
@@ -135,8 +144,13 @@ def test_a_killed_run_asks_only_what_is_missing(params, folder, monkeypatch):
 
     monkeypatch.setattr(evaluators.Answers, "__call__", counted)
     resumed = measured(params, folder, Store(path, settings, resume=True))
+    return whole["cells"], resumed["cells"], asked
+
+
+def test_a_killed_run_asks_only_what_is_missing(after_a_kill):
+    whole, resumed, asked = after_a_kill
     assert asked == [[2]]
-    assert resumed["cells"] == whole["cells"]
+    assert resumed == whole
 
 
 @pytest.mark.parametrize(
