@@ -98,7 +98,7 @@ def test_partials_of_two_halves_merge_to_the_whole():
     count = np.full((2, 2), 3, np.int32)
 
     @jax.jit
-    def run(q, layer, halves):
+    def run(q, layer, halves, count):
         # cut short, the first half does not take the newest token too
         short = layer._replace(lengths=layer.lengths // 2)
         first = block_sparse_decode(q, short, Selection(halves[0], count))
@@ -106,7 +106,7 @@ def test_partials_of_two_halves_merge_to_the_whole():
         whole = block_sparse_decode(q, layer, everything(layer.lengths))
         return whole, merge(first.o, first.lse, second.o, second.lse)
 
-    whole, (o, lse) = run(q, layer, halves)
+    whole, (o, lse) = run(q, layer, halves, count)
     np.testing.assert_allclose(o, whole.o, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(lse, whole.lse, rtol=1e-5, atol=2e-5)
 

@@ -236,12 +236,12 @@ def test_every_row_with_a_score_chooses_at_least_one():
     scores[0, 0, 0, 5] = -1e4
 
     @partial(jax.jit, static_argnames="group")
-    def chosen(zero, sizes, group):
+    def chosen(scores, zero, sizes, group):
         rules = (TopK(3), TopK(zero), TopP(1e-6), Threshold(2.0), Budget(zero, sizes))
         return [threshold_select(scores, rule, capacity=4, group=group) for rule in rules]
 
     for group in ("union", "max"):
-        for got in chosen(np.zeros((1, 1), np.int32), np.full((1, 1, 8), 9), group):
+        for got in chosen(scores, np.zeros((1, 1), np.int32), np.full((1, 1, 8), 9), group):
             count, ids = np.asarray(got.count), np.asarray(got.ids)
             assert (count[0, 0], ids[0, 0, 0]) == (1, 5)
 

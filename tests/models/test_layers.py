@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from jsparse.models.layers import (
 )
 from jsparse.models.rope_scaling import rope_from_hf
 
-table_of = jax.jit(rope_table)
 rotate = jax.jit(apply_rope)
 
 SCALED = json.loads((Path(__file__).parents[1] / "fixtures" / "rope_scaling.json").read_text())
+
+
+def table_of(frequencies, scale=1.0):
+    return jax.jit(partial(rope_table, frequencies=frequencies, scale=scale))
 
 
 def config(**changes) -> ModelConfig:
@@ -88,7 +92,7 @@ def test_only_yarn_scales_cos_and_sin():
     assert rope_scale(config(rope_scaling=YarnRope(4.0, 64))) == 0.1 * math.log(4.0) + 1
     frequencies = rope_frequencies(config())
     positions = np.arange(5)[None]
-    plain, scaled = (table_of(positions, frequencies, scale) for scale in (1.0, 1.5))
+    plain, scaled = (table_of(frequencies, scale)(positions) for scale in (1.0, 1.5))
     for one, other in zip(plain, scaled, strict=True):
         np.testing.assert_array_equal(other, 1.5 * np.asarray(one))
 
@@ -106,7 +110,7 @@ def test_rope_rotates_pairs_half_a_head_apart():
     x = rng.standard_normal((2, 3, 2, 8)).astype(np.float32)
     positions = np.array([[0, 1, 100], [7, 8, 5000]])
     frequencies = rope_frequencies(config(head_dim=8))
-    rotated = np.asarray(rotate(x, table_of(positions, frequencies)))
+    rotated = np.asarray(rotate(x, table_of(frequencies)(positions)))
     for b, t, h, i in np.ndindex(2, 3, 2, 4):
         turn = np.exp(1j * positions[b, t] * np.float64(frequencies[i]))
         expected = complex(x[b, t, h, i], x[b, t, h, i + 4]) * turn
@@ -118,18 +122,15 @@ def test_rope_rotates_pairs_half_a_head_apart():
 def test_rope_keeps_the_dtype_and_only_distances_matter():
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 1, 1, 64)).astype(np.float32)
-    frequencies = rope_frequencies(config())
+    table = table_of(rope_frequencies(config()))
 
     def score(at_q, at_k):
-        turned = [
-            np.asarray(rotate(x, table_of(np.array([[p]]), frequencies)))
-            for x, p in ((q, at_q), (k, at_k))
-        ]
+        turned = [np.asarray(rotate(x, table(np.array([[p]])))) for x, p in ((q, at_q), (k, at_k))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(905, 900), abs=1e-3)
     assert score(9, 4) != pytest.approx(score(9, 3), abs=1e-3)
-    half = rotate(q.astype(jnp.bfloat16), table_of(np.array([[3]]), frequencies))
+    half = rotate(q.astype(jnp.bfloat16), table(np.array([[3]])))
     assert half.dtype == jnp.bfloat16
 
 

@@ -148,7 +148,7 @@ def test_ascent_is_by_the_surplus(damping):
     problem = problem_of("hard_kuma", steps=50, ascent=0.25, anneal=0.5, damping=damping)
     _, progress = played(problem)
     wanted = [problem.target + (ALL - problem.target) * max(1 - nth / 25, 0) for nth in range(50)]
-    np.testing.assert_allclose(jax.jit(problem.wanted)(np.arange(50)), wanted, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(problem.wanted))(np.arange(50)), wanted, rtol=1e-5)
     surplus = (progress.active[:, 0] - np.array(wanted)) / ALL
     expected = [0.0]
     for each in surplus[:-1]:
