@@ -68,7 +68,7 @@ def check(case, seed=0):
 @pytest.mark.parametrize(
     "case",
     slow_except_named(
-        CASES, "any", "first", "dense_and_short_lists", "dense_and_no_list", "pages_of_24"
+        CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"
     ),
     ids=lambda case: case.name,
 )
