@@ -13,6 +13,14 @@ def slow_except(values: Iterable[Any], *kept: Any) -> list[Any]:
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
+def slow_except_named(cases: Iterable[Any], *names: str) -> list[Any]:
+    """Returns the cases as parameters, those without one of these names marked slow."""
+    cases = list(cases)
+    kept = [case for case in cases if case.name in names]
+    assert len(kept) == len(names), names
+    return slow_except(cases, *kept)
+
+
 def every_other(cases: Sequence[Any]) -> list[Any]:
     """Returns the cases as parameters, every second one marked slow."""
     return [

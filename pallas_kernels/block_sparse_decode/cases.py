@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -85,15 +86,18 @@ class Case:
         bias = rng.normal(size=shape[:2]) if self.bias else None
         q = whole(rng.normal(size=(self.batch, self.kv_heads * self.group, self.head_dim)))
         with np.errstate(over="ignore"):  # JUNK is infinite in float16
-            k, v = jnp.asarray(k, self.dtype), jnp.asarray(v, self.dtype)
+            k, v = (
+                jax.device_put(np.asarray(k, self.dtype)),
+                jax.device_put(np.asarray(v, self.dtype)),
+            )
         layer = LayerCache(
             k=k,
             v=v,
-            lengths=jnp.asarray(lengths),
-            block_table=None if self.table == "identity" else jnp.asarray(table),
-            bias=None if bias is None else jnp.asarray(bias, jnp.float32),
+            lengths=jax.device_put(lengths),
+            block_table=None if self.table == "identity" else jax.device_put(table),
+            bias=None if bias is None else jax.device_put(np.asarray(bias, np.float32)),
         )
-        return Inputs(jnp.asarray(q, self.dtype), layer, selection)
+        return Inputs(jax.device_put(np.asarray(q, self.dtype)), layer, selection)
 
 
 def _lengths(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -146,10 +150,10 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
         "mixed": np.arange(lengths.size) % 2 == 0,
     }[case.dense]
     return Selection(
-        jnp.asarray(ids),
-        jnp.asarray(count),
-        bits=None if bits is None else jnp.asarray(bits),
-        dense=None if dense is None else jnp.asarray(dense.reshape(lengths.shape)),
+        jax.device_put(ids),
+        jax.device_put(count),
+        bits=None if bits is None else jax.device_put(bits),
+        dense=None if dense is None else jax.device_put(dense.reshape(lengths.shape)),
         granularity=case.granularity,
     )
 

@@ -6,6 +6,7 @@ Centroids and radii past a head's number are `JUNK`, so that reading them shows.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,9 +58,11 @@ class Case:
         centroids[past] = JUNK
         radius = None
         if self.radii:
-            radius = jnp.asarray(np.where(past, JUNK, rng.random(past.shape)), jnp.float32)
-        q, centroids = (jnp.asarray(x, self.dtype) for x in (q, centroids))
-        return Inputs(q, centroids, jnp.asarray(number, jnp.int32), radius)
+            radius = jax.device_put(
+                np.asarray(np.where(past, JUNK, rng.random(past.shape)), np.float32)
+            )
+        q, centroids = (jax.device_put(np.asarray(x, self.dtype)) for x in (q, centroids))
+        return Inputs(q, centroids, jax.device_put(np.asarray(number, np.int32)), radius)
 
 
 CASES = (

@@ -6,6 +6,7 @@ Groups of points that are not there are `JUNK`, so that using them shows.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -59,10 +60,12 @@ class Case:
             centroid /= np.linalg.norm(centroid, axis=-1, keepdims=True)
         size = rng.integers(0, 3, (*heads, self.groups)) * rng.integers(1, 4)
         groups = Groups(
-            jnp.asarray(centroid, self.dtype),
-            jnp.asarray(size, jnp.int32),
-            jnp.asarray(rng.integers(0, self.groups, (*heads, self.points)), jnp.int32),
-            jnp.asarray(rng.random(size.shape), jnp.float32) if self.radii else None,
+            jax.device_put(np.asarray(centroid, self.dtype)),
+            jax.device_put(np.asarray(size, np.int32)),
+            jax.device_put(
+                np.asarray(rng.integers(0, self.groups, (*heads, self.points)), np.int32)
+            ),
+            jax.device_put(np.asarray(rng.random(size.shape), np.float32)) if self.radii else None,
         )
         points = rng.standard_normal((*heads, self.new, self.head_dim))
         some = rng.integers(0, self.groups, (*heads, self.joined))
@@ -73,10 +76,10 @@ class Case:
         group[np.broadcast_to(~there[:, None], group.shape)] = JUNK
         return Inputs(
             groups,
-            jnp.asarray(points, jnp.float32),
-            jnp.asarray(rng.random(group.shape), jnp.float32) if self.own else None,
-            jnp.asarray(group, jnp.int32),
-            jnp.asarray(np.where(there, first + np.arange(self.new), -1), jnp.int32),
+            jax.device_put(np.asarray(points, np.float32)),
+            jax.device_put(np.asarray(rng.random(group.shape), np.float32)) if self.own else None,
+            jax.device_put(np.asarray(group, np.int32)),
+            jax.device_put(np.asarray(np.where(there, first + np.arange(self.new), -1), np.int32)),
         )
 
 

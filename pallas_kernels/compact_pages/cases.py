@@ -7,6 +7,7 @@ have numbers too.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,7 +74,7 @@ class Case:
         layer = LayerCache(
             k=_numbers(rng, (*shape, self.head_dim), self.dtype),
             v=_numbers(rng, (*shape, self.head_dim), self.dtype),
-            lengths=jnp.asarray(lengths),
+            lengths=jax.device_put(lengths),
             block_table=table,
             free=free,
             bias=_numbers(rng, shape, "float32") if self.fields else None,
@@ -82,19 +83,21 @@ class Case:
         rewrite = {"all": None, "mixed": every_other, "none": np.zeros(heads, bool)}[self.rewrite]
         ids, count = _keep(self, rng, lengths)
         keep = Selection(
-            jnp.asarray(ids),
-            jnp.asarray(count),
-            dense=jnp.asarray(~every_other) if self.dense else None,
+            jax.device_put(ids),
+            jax.device_put(count),
+            dense=jax.device_put(~every_other) if self.dense else None,
             granularity="token",
         )
-        return Inputs(layer, keep, None if rewrite is None else jnp.asarray(rewrite))
+        return Inputs(layer, keep, None if rewrite is None else jax.device_put(rewrite))
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jnp.ndarray:
     """Draw numbers, distinct where the type has enough values."""
     if dtype in ("float32", "int32"):
-        return jnp.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
-    return jnp.asarray(rng.normal(size=shape), dtype)
+        return jax.device_put(
+            np.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
+        )
+    return jax.device_put(np.asarray(rng.normal(size=shape), dtype))
 
 
 def _pages(
@@ -111,7 +114,11 @@ def _pages(
     table[used] = order[:taken]
     free = np.zeros(size + 4, np.int32)
     free[: order.size - taken] = order[taken:]
-    return jnp.asarray(table), FreeList(jnp.asarray(free), jnp.int32(order.size - taken)), size + 4
+    return (
+        jax.device_put(table),
+        FreeList(jax.device_put(free), jax.device_put(np.int32(order.size - taken))),
+        size + 4,
+    )
 
 
 def _keep(

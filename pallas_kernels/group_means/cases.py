@@ -6,6 +6,7 @@ Points behind a row's number are `JUNK`, and so are their groups, so that readin
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -60,8 +61,8 @@ class Case:
         past = np.broadcast_to(np.arange(self.points) >= number[:, None, None], shape[:3])
         points[past], of_point[past] = JUNK, JUNK
         return Inputs(
-            jnp.asarray(points, self.dtype),
-            *(jnp.asarray(x, jnp.int32) for x in (of_point, number, groups)),
+            jax.device_put(np.asarray(points, self.dtype)),
+            *(jax.device_put(np.asarray(x, np.int32)) for x in (of_point, number, groups)),
         )
 
     def _used(self, rng: np.random.Generator, most: int, least: int) -> np.ndarray:

@@ -64,12 +64,12 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     for at in (3 % half, half - 1, case.head_dim - 2):
         mid[:, at] = LARGE * rng.choice([-1, 1], case.kv_heads)
-    frequencies = jnp.asarray(THETA ** -(np.arange(half) / half), jnp.float32)
-    first = jnp.arange(0, case.slots, SPAN, dtype=jnp.int32)
+    frequencies = jax.device_put(np.asarray(THETA ** -(np.arange(half) / half), np.float32))
+    first = np.arange(0, case.slots, SPAN, dtype=np.int32)
     key_scale = np.exp(rng.normal(size=(case.kv_heads, half)))
     return KeyFrame(
-        jnp.asarray(mid, jnp.float32),
-        jnp.asarray(key_scale, jnp.float32),
+        jax.device_put(np.asarray(mid, np.float32)),
+        jax.device_put(np.asarray(key_scale, np.float32)),
         jax.jit(angles_at)(first, frequencies),
     )
 
@@ -91,12 +91,17 @@ def build(case: Case, seed: int = 0) -> Inputs:
     given = None if case.dense == "all" else selection
     if not isinstance(case, Kept):
         channels = case.channels if isinstance(case, Narrow) else case.head_dim
-        keys = Int4Keys(*jax.jit(quantise)(layer.k[..., :channels]))
-        return Inputs(q[..., :channels], layer, keys, given)
+        keys = _quantised(layer.k, channels)
+        return Inputs(jax.device_put(np.asarray(q)[..., :channels]), layer, keys, given)
     kept = options(case, seed)
     if case.framed:
         layer = _moved(layer, kept["frame"])
     return Inputs(q, layer, _appended(case, layer, **kept), given)
+
+
+@partial(jax.jit, static_argnames="channels")
+def _quantised(k: Float[Array, "F P H"], channels: int) -> Int4Keys:
+    return Int4Keys(*quantise(k[..., :channels]))
 
 
 def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
@@ -104,7 +109,7 @@ def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
     rng = np.random.default_rng(seed)
     heads = (case.batch, case.kv_heads)
     order = rng.permuted(np.broadcast_to(np.arange(case.head_dim), (*heads, case.head_dim)), axis=2)
-    return jnp.asarray(np.sort(order[..., : case.chosen]), jnp.int32)
+    return jax.device_put(np.asarray(np.sort(order[..., : case.chosen]), np.int32))
 
 
 @jax.jit

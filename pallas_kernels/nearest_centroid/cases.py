@@ -6,6 +6,7 @@ Points behind a row's number and centroids behind its groups are `JUNK`, so that
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,7 +51,9 @@ class Case:
         number, groups = self._used(rng, self.points), self._used(rng, self.groups)
         points = self._vectors(rng, self.points, number)
         centroid = self._vectors(rng, self.groups, groups)
-        return Inputs(points, centroid, *(jnp.asarray(x, jnp.int32) for x in (number, groups)))
+        return Inputs(
+            points, centroid, *(jax.device_put(np.asarray(x, np.int32)) for x in (number, groups))
+        )
 
     def _used(self, rng: np.random.Generator, most: int) -> np.ndarray:
         if self.used == "any":
@@ -67,7 +70,7 @@ class Case:
             x = rng.standard_normal(shape, np.float32)
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
         x[np.broadcast_to(np.arange(most) >= used[:, None, None], shape[:3])] = JUNK
-        return jnp.asarray(x, self.dtype)
+        return jax.device_put(np.asarray(x, self.dtype))
 
 
 CASES = (

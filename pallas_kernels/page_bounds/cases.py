@@ -35,9 +35,12 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
     mid[:, half - 2 : half] *= 100
     frequencies = 10000.0 ** -(np.arange(half) / half)
     return KeyFrame(
-        jnp.asarray(mid, jnp.float32),
-        jnp.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), jnp.float32),
-        jax.jit(angles_at)(jnp.arange(0, case.slots, SPAN), jnp.asarray(frequencies, jnp.float32)),
+        jax.device_put(np.asarray(mid, np.float32)),
+        jax.device_put(np.asarray(np.exp(rng.normal(size=(case.kv_heads, half))), np.float32)),
+        jax.jit(angles_at)(
+            np.arange(0, case.slots, SPAN, dtype=np.int32),
+            jax.device_put(np.asarray(frequencies, np.float32)),
+        ),
     )
 
 

@@ -6,6 +6,7 @@ Whatever the op must not read is NaN.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -81,12 +82,14 @@ class Case:
                     attended, rng.normal(scale=5, size=slots.shape), -np.inf
                 )
         selection = Selection(
-            jnp.asarray(ids),
-            jnp.asarray(count),
-            dense=None if dense is None else jnp.asarray(dense),
+            jax.device_put(ids),
+            jax.device_put(count),
+            dense=None if dense is None else jax.device_put(dense),
         )
         return Inputs(
-            jnp.asarray(logits.reshape(lengths.size, -1)), selection, jnp.asarray(lengths)
+            jax.device_put(logits.reshape(lengths.size, -1)),
+            selection,
+            jax.device_put(lengths),
         )
 
     def _lengths(self, rng: np.random.Generator) -> np.ndarray:

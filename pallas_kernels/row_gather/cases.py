@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,9 +53,9 @@ class Case:
         if self.far:
             ids[np.arange(self.capacity) >= count[..., None]] = 2**31 - 1
         return Inputs(
-            jnp.asarray(pool, self.dtype),
-            jnp.asarray(ids, jnp.int32),
-            None if self.count == "all" else jnp.asarray(count, jnp.int32),
+            jax.device_put(np.asarray(pool, self.dtype)),
+            jax.device_put(np.asarray(ids, np.int32)),
+            None if self.count == "all" else jax.device_put(np.asarray(count, np.int32)),
         )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,9 +44,9 @@ class Case:
         ids = np.where(outside, np.where(negative, -1 - ids, self.rows + 2**30), ids)
         rows = rng.integers(100, 120, (*self.lists, *self.width))
         return Inputs(
-            jnp.asarray(pool, self.dtype),
-            jnp.asarray(ids, jnp.int32),
-            jnp.asarray(rows, self.dtype),
+            jax.device_put(np.asarray(pool, self.dtype)),
+            jax.device_put(np.asarray(ids, np.int32)),
+            jax.device_put(np.asarray(rows, self.dtype)),
         )
 
 

@@ -6,6 +6,7 @@ Ids past a head's count are `JUNK`, so that reading them shows.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,8 +76,8 @@ class Case:
                 number += own[0] + lengths[head] - own[-1]
             most = max(most, int(number))
         if lengths is not None:
-            lengths = jnp.asarray(lengths, jnp.int32)
-        ids, count, edges = (jnp.asarray(x, jnp.int32) for x in (ids, count, edges))
+            lengths = jax.device_put(np.asarray(lengths, np.int32))
+        ids, count, edges = (jax.device_put(np.asarray(x, np.int32)) for x in (ids, count, edges))
         return Inputs(ids, count, edges, lengths), most if self.capacity is None else self.capacity
 
     def _sizes(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -64,7 +64,10 @@ class Case:
             scores[:, 0] = -np.inf
         fair = self.share * self.lists * self.slots
         total = fair * rng.uniform(0.9, 1.1, self.batch)
-        return Inputs(jnp.asarray(scores, self.dtype), jnp.asarray(total, jnp.int32))
+        return Inputs(
+            jax.device_put(np.asarray(scores, self.dtype)),
+            jax.device_put(np.asarray(total, np.int32)),
+        )
 
 
 CASES = (

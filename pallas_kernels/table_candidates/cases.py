@@ -6,6 +6,7 @@ Entries that must not be looked at are NaN.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,20 +74,24 @@ class Case:
             (at >= 1) & (at <= newest - self.sink),
         )
         vertical, distance = (
-            jnp.asarray(np.where(ok, x, np.nan), jnp.bfloat16)
+            jax.device_put(np.asarray(np.where(ok, x, np.nan), jnp.bfloat16))
             for ok, x in zip(looked_at, entries, strict=True)
         )
         wanted = np.ceil(self.number * lengths).astype(np.int32)
         most = wanted if self.a is None else 3 * wanted
         capacity = min(max(int(most.max()), 1), self.slots)
         if self.a is None:
-            rule = Best(jnp.asarray(wanted))
+            rule = Best(jax.device_put(wanted))
         else:
-            rule = Kurtosis(self.a, jnp.asarray(wanted * self.floor), jnp.asarray(most))
+            rule = Kurtosis(
+                self.a,
+                jax.device_put(wanted * self.floor),
+                jax.device_put(most),
+            )
         return Inputs(
             vertical,
             distance,
-            jnp.asarray(lengths, jnp.int32),
+            jax.device_put(np.asarray(lengths, np.int32)),
             rule,
             {"capacity": self.capacity or capacity, "sink": self.sink},
         )

@@ -6,6 +6,7 @@ Logits of sinks are large, so that a kernel that counts them shows.
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -71,16 +72,16 @@ class Case:
         vertical, distance = rng.gamma(0.1, size=(2, *heads, self.slots)) * self.scale
         scale = np.linspace(self.scale, 1.0, self.batch)
         return Inputs(
-            jnp.asarray(vertical, jnp.bfloat16),
-            jnp.asarray(distance, jnp.bfloat16),
+            jax.device_put(np.asarray(vertical, jnp.bfloat16)),
+            jax.device_put(np.asarray(distance, jnp.bfloat16)),
             ListedLogits(
-                jnp.asarray(ids),
-                jnp.asarray(count),
-                jnp.asarray(logits, jnp.float32),
-                jnp.asarray(np.logaddexp.reduce(logits, axis=-1), jnp.float32),
+                jax.device_put(ids),
+                jax.device_put(count),
+                jax.device_put(np.asarray(logits, np.float32)),
+                jax.device_put(np.asarray(np.logaddexp.reduce(logits, axis=-1), np.float32)),
             ),
-            jnp.asarray(lengths, jnp.int32),
-            jnp.asarray(scale, jnp.float32),
+            jax.device_put(np.asarray(lengths, np.int32)),
+            jax.device_put(np.asarray(scale, np.float32)),
             {"sink": self.sink, "penalty": self.penalty},
         )
 

@@ -6,6 +6,7 @@ Scores past a head's length are `JUNK`, so that reading too much shows.
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -82,14 +83,16 @@ class Case:
         if self.per_head:
             value = self.value * rng.uniform(0.5, 1.0, heads)
             whole = self.rule in ("top_k", "budget")
-            value = jnp.asarray(value, jnp.int32 if whole else jnp.float32)
+            value = jax.device_put(np.asarray(value, np.int32 if whole else np.float32))
         rule = {
             "top_k": TopK,
             "top_p": TopP,
             "threshold": Threshold,
             "budget": lambda tokens: Budget(
                 tokens,
-                jnp.asarray(_sizes(self, rng), jnp.uint8 if self.sizes == "few" else jnp.int32),
+                jax.device_put(
+                    np.asarray(_sizes(self, rng), np.uint8 if self.sizes == "few" else np.int32)
+                ),
             ),
         }[self.rule](value)
         kwargs = {
@@ -98,10 +101,10 @@ class Case:
             "page_size": self.page_size,
             "weights": self.weights,
             "group": self.pool,
-            "lengths": None if lengths is None else jnp.asarray(lengths, jnp.int32),
+            "lengths": None if lengths is None else jax.device_put(np.asarray(lengths, np.int32)),
             "names": None if self.span is None else _names(self.units // self.span, heads, rng),
         }
-        return Inputs(jnp.asarray(scores, self.dtype), rule, kwargs)
+        return Inputs(jax.device_put(np.asarray(scores, self.dtype)), rule, kwargs)
 
 
 def _scores(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -140,7 +143,7 @@ def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp
     names = [
         np.sort(rng.choice(4 * number, number, replace=False)) for _ in range(heads[0] * heads[1])
     ]
-    return jnp.asarray(np.reshape(names, (*heads, number)), jnp.int32)
+    return jax.device_put(np.asarray(np.reshape(names, (*heads, number)), np.int32))
 
 
 CASES = (

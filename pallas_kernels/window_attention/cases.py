@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -65,16 +65,18 @@ class Case:
         )
         at = np.arange(slots)
         return Inputs(
-            jnp.asarray(queries, self.dtype),
-            jnp.asarray(held.max(1) + (self.lengths != "short"), jnp.int32),
+            jax.device_put(np.asarray(queries, self.dtype)),
+            jax.device_put(np.asarray(held.max(1) + (self.lengths != "short"), np.int32)),
             LayerCache(
-                jnp.asarray(k, self.dtype),
-                jnp.zeros(k.shape, self.dtype),
-                jnp.asarray(held, jnp.int32),
-                block_table=jnp.asarray(table, jnp.int32) if self.table == "scrambled" else None,
-                bias=jnp.asarray(bias, jnp.float32) if self.bias else None,
+                jax.device_put(np.asarray(k, self.dtype)),
+                jax.device_put(np.zeros(k.shape, self.dtype)),
+                jax.device_put(np.asarray(held, np.int32)),
+                block_table=jax.device_put(np.asarray(table, np.int32))
+                if self.table == "scrambled"
+                else None,
+                bias=jax.device_put(np.asarray(bias, np.float32)) if self.bias else None,
             ),
-            jnp.asarray((at >= self.first) & (at < held[..., None] - self.window)),
+            jax.device_put((at >= self.first) & (at < held[..., None] - self.window)),
         )
 
 

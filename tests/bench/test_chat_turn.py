@@ -67,6 +67,7 @@ def test_the_line_has_both_ways_and_their_ratio():
     assert line.endswith("conversation 2.00 s (1.00-4.00), 81 tokens read; 4.0x")
 
 
+@pytest.mark.slow
 def test_documents_that_the_text_lacks_are_refused():
     with pytest.raises(ValueError, match=r"runs=9: must leave 7000 of the \d+ tokens"):
         measure("smollm2", "dense", 7000, 32, 9)

@@ -13,6 +13,7 @@ from bench.cpu_attention import CONTENDERS, TINY, after_prompt, main, on_cores, 
 CONTEXT = 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_contender_that_may_attend_to_everything_does(name):
     layer = after_prompt(TINY, CONTEXT, 2, None)
@@ -31,6 +32,7 @@ def test_a_contender_that_may_attend_to_everything_does(name):
             np.testing.assert_allclose(out[0, head], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["top-k", "quest", "lfps", "lfps-exact"])
 def test_a_small_share_leaves_something_out(name):
     (whole, _), (part, _) = (next(steps(kind, TINY, CONTEXT, 0.25, 1)) for kind in ("full", name))
@@ -55,6 +57,7 @@ def test_children_are_bound_to_cores_that_are_given_back():
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_row_per_contender_and_context(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cpu_attention, "SECONDS", 0.0)
     monkeypatch.setattr(cpu_attention, "MOST_RUNS", 6)

@@ -32,6 +32,7 @@ def test_policies_take_turns(monkeypatch):
     assert [row["over_first"] for row in rows] == [1, (WARM_UPS + 1) / (WARM_UPS + 11)]
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_report(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_steps, "load", lambda name, dtype: tiny_params(num_layers=1))
     monkeypatch.setattr(cpu_steps, "text_tokens", lambda params: PROMPT)

@@ -57,6 +57,7 @@ def test_the_first_layer_is_replayed_as_it_runs(recorded, more):
     np.testing.assert_array_equal(found.slots, grown.reshape(STEPS, 2, 2))
 
 
+@pytest.mark.slow
 def test_what_drops_nothing_has_no_error(recorded):
     found = replayed(recorded, f"hard_kv(budget=1000, floor=1000, cap=1000, {COMMON})", layer=1)
     np.testing.assert_allclose(found.error, 0, atol=1e-5)
@@ -64,6 +65,7 @@ def test_what_drops_nothing_has_no_error(recorded):
     assert (found.kept[-1] == PROMPT + STEPS).all()
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_slow_attention(recorded):
     """The first step's, next to float64 over the slots that the first compression leaves."""
     expression = f"{SMALL}, merge=False)"

@@ -38,6 +38,7 @@ def test_mixed_lengths_reach_from_the_floor_to_what_a_head_can_hold():
     np.testing.assert_array_equal(np.sort(dealt.flat), np.sort(mixed_lengths(8, 1, Sizes()).flat))
 
 
+@pytest.mark.slow
 def test_heads_have_the_replayed_lengths_after_every_compression():
     scale, batch = tiny(), 2
     lengths = lengths_after(SMALL, scale, batch)

@@ -9,6 +9,7 @@ from jsparse.policies.head_gates import HeadGates, save
 from jsparse.train.data import Source, TrainingSample
 
 
+@pytest.mark.slow
 def test_distances_fall_to_none_where_all_heads_see_everything():
     rng = np.random.default_rng(0)
     context, target = (rng.integers(VOCAB, size=n).astype(np.int32) for n in (40, 4))
@@ -24,6 +25,7 @@ def test_distances_fall_to_none_where_all_heads_see_everything():
     assert rows[1]["handed_on"] != rows[1]["refreshed"]
 
 
+@pytest.mark.slow
 def test_as_many_heads_are_drawn_as_the_first_gates_have(tmp_path):
     path, mask = str(tmp_path / "own.safetensors"), np.eye(4, 3, dtype=bool)
     mask[0] = True

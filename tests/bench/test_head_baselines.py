@@ -12,6 +12,7 @@ from bench import head_baselines
 from bench.head_baselines import drawn, far_mass, main, ranked
 from jsparse.policies import head_gates
 
+pytestmark = pytest.mark.slow
 LENGTH, STEPS, PAGE = 420, 3, 16
 PLAIN, MARK = 5, 9
 LAYER, HEAD = 2, 1

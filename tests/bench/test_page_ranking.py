@@ -2,8 +2,9 @@
 
 import json
 import sys
+from functools import partial
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from tiny import random_prompts, tiny_params
@@ -18,21 +19,22 @@ from jsparse.pallas_kernels.page_bounds.cases import CASES, build
 def random_heads(heads=3, tokens=160, group=4, head_dim=8):
     rng = np.random.default_rng(0)
     return Heads(
-        jnp.asarray(rng.normal(size=(heads, tokens, head_dim)), jnp.float32),
-        jnp.asarray(rng.normal(size=(heads, WINDOW, group, head_dim)), jnp.float32),
+        rng.normal(size=(heads, tokens, head_dim)).astype(np.float32),
+        rng.normal(size=(heads, WINDOW, group, head_dim)).astype(np.float32),
     )
 
 
 def test_a_slack_of_1_is_the_bound_of_the_op():
     given = build(next(case for case in CASES if case.name == "one_row_one_head"))
-    keys = given.layer.k.reshape(-1, given.layer.k.shape[-1])
-    held = int(given.layer.lengths[0, 0]) // given.layer.page_size
-    pages = described(keys[: held * PAGE])
-    score = SCORES["slack 1"](given.q[0] * keys.shape[-1] ** -0.5, pages)
-    bound = page_bounds(given.q, given.layer, given.bounds, implementation="reference")
-    np.testing.assert_allclose(score[0], bound[0, 0, :held], rtol=1e-5)
+    keys = np.asarray(given.layer.k).reshape(-1, given.layer.k.shape[-1])
+    held = int(np.asarray(given.layer.lengths)[0, 0]) // given.layer.page_size
+    q = np.asarray(given.q)[0] * np.float32(keys.shape[-1] ** -0.5)
+    score = jax.jit(lambda q, keys: SCORES["slack 1"](q, described(keys)))(q, keys[: held * PAGE])
+    bound = jax.jit(partial(page_bounds, implementation="reference"))(*given)
+    np.testing.assert_allclose(np.asarray(score)[0], np.asarray(bound)[0, 0, :held], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_score_finds_more_mass_than_the_true_one():
     rows = measure([random_heads()], [32, 64, 144])
     assert len(rows) == 3 * (3 * len(SCORES) + 1)
@@ -47,8 +49,9 @@ def test_the_mass_is_that_of_the_newest_page_and_the_best_ranked():
     heads = random_heads(heads=1)
     keys = np.zeros(heads.keys.shape, np.float32)
     keys[0, 20, 0] = 50
-    q = jnp.zeros(heads.queries.shape).at[..., 0].set(1.0)
-    rows = measure([Heads(jnp.asarray(keys), q)], [PAGE, 2 * PAGE])
+    q = np.zeros(heads.queries.shape, np.float32)
+    q[..., 0] = 1
+    rows = measure([Heads(*map(jax.device_put, (keys, q)))], [PAGE, 2 * PAGE])
     held = np.arange(keys.shape[1] - WINDOW, keys.shape[1]) + 1
     peak = np.exp(50 * keys.shape[-1] ** -0.5)
     newest = np.mean(((held - 1) % PAGE + 1) / (held - 1 + peak))
@@ -59,6 +62,7 @@ def test_the_mass_is_that_of_the_newest_page_and_the_best_ranked():
             assert row["mass"] > 0.99
 
 
+@pytest.mark.slow
 def test_recorded_queries_are_the_prompts_last():
     params = tiny_params()
     (ids,) = random_prompts([64])
@@ -72,6 +76,7 @@ def test_recorded_queries_are_the_prompts_last():
     np.testing.assert_allclose(heads.queries[:, :16], earlier.queries[:, 16:], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_records_both_models(monkeypatch, tmp_path, capsys):
     (ids,) = random_prompts([128])
     monkeypatch.setattr(page_ranking, "load", lambda name: tiny_params())

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import jsparse
 from bench.same_answers import jsparse_answerer
@@ -11,6 +12,7 @@ from bench.same_answers import jsparse_answerer
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 
 
+@pytest.mark.slow
 def test_jsparse_answers_greedily_past_end_tokens_in_float32(monkeypatch):
     params, prompt = jsparse.load(TINY, dtype="float32"), [5, 17, 3, 40, 8]
     _, dtype, ask = jsparse_answerer(TINY)

@@ -3,7 +3,7 @@
 import json
 import sys
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from tiny import random_prompts, random_tokens, tiny_params
@@ -25,9 +25,10 @@ def test_neighbours_are_other_marks():
     marks[0, [0, 1, 5, 13, 39]] = True  # 1, 1, 4, 8 and 26 from the nearest other
     marks[1, 7] = True
     expected = [[0.4, 0], [0.4, 0], [0.6, 0], [0.8, 0]]
-    np.testing.assert_allclose(near(jnp.asarray(marks)), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(near)(marks), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_is_that_of_slow_attention(recorded):
     found = measure(recorded)
     (held,), (window,), (queries,) = recorded.layers, recorded.windows, recorded.queries
@@ -64,7 +65,7 @@ def test_a_layer_is_that_of_slow_attention(recorded):
                 counted = [i for i in heaviest if SINKS <= i <= t - newest]
                 marks = np.zeros(t + 1, bool)
                 marks[counted[: -(-4 * (t + 1) // 100)]] = True
-                np.testing.assert_allclose(within[1, :, h], near(jnp.asarray(marks)), rtol=1e-6)
+                np.testing.assert_allclose(within[1, :, h], jax.jit(near)(marks), rtol=1e-6)
 
 
 def test_heads_pass_alone_or_with_their_group():
@@ -93,6 +94,7 @@ def test_distances_are_means_over_all_but_their_own_axes():
     np.testing.assert_allclose(rows[1]["by_chance"][0], 1 - 0.96**2)
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_report(monkeypatch, tmp_path):
     text = random_prompts((2 * (PROMPT + STEPS),))[0]
     monkeypatch.setattr(sink_heads, "load", lambda name: tiny_params(num_layers=1))

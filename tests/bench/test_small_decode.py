@@ -21,6 +21,7 @@ def test_only_jsparse_has_policies_and_steps_per_program():
     ]
 
 
+@pytest.mark.slow
 def test_a_run_has_a_row_with_rates(monkeypatch):
     made, (prompt,) = [], random_prompts([40])
 
@@ -41,6 +42,7 @@ def test_a_run_has_a_row_with_rates(monkeypatch):
     assert f"2 per program {rate['median']:8.1f} tokens/s" in line
 
 
+@pytest.mark.slow
 def test_random_weights_have_ids_of_the_vocabulary(monkeypatch):
     monkeypatch.setattr("bench.lib.smollm2.SMOLLM2", tiny_params().config)
     params, prompt = small_decode.model_and_prompt("random", 50)

@@ -1,5 +1,6 @@
 """Tests bench.twilight_speed and its trace: replayed counts, and parts by kernel order."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,17 +31,20 @@ def test_the_trace_of_the_longest_context_that_fits_is_replayed():
 
 def test_replayed_policies_keep_no_more_than_they_did():
     spec = kv_cache.CacheSpec(1, 2, 4, 2, 16, 16, 64, jnp.float32)
-    cache = kv_cache.init(spec)
+    cache = jax.jit(kv_cache.init, static_argnums=0)(spec)
     cache = cache._replace(
-        layers=(cache.layers[0]._replace(lengths=jnp.full((2, 2), 1000, jnp.int32)),)
+        layers=(cache.layers[0]._replace(lengths=np.full((2, 2), 1000, np.int32)),)
     )
     plain, replayed = (parse(text, 1024) for text in ("all_pages()", "replayed(all_pages())"))
-    q = jnp.ones((2, 4, 16))
-    before, after = (
-        policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed)
-    )
-    assert bool((after.count <= before.count).all())
-    assert bool((after.count < before.count).any())
+
+    @jax.jit
+    def both(q, cache):
+        return [policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed)]
+
+    before, after = both(np.ones((2, 4, 16), np.float32), cache)
+    fewer = np.asarray(after.count) < np.asarray(before.count)
+    assert (fewer | (np.asarray(after.count) == np.asarray(before.count))).all()
+    assert fewer.any()
     np.testing.assert_array_equal(after.ids, before.ids)
     assert plain is jsparse.all_pages()
     with pytest.raises(ValueError, match="must be an expression"):
@@ -73,6 +77,7 @@ def test_a_tiny_run_has_a_line_for_each_contender(monkeypatch, capsys):
     assert all(float(line.split()[-1]) > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_only_steps_that_select_are_recorded():
     """Rows of 21, 22 and 23 tokens fall back; three steps are left."""
     policy = counting(parse("twilight(all_pages(), dense_below=24)", 1024), 6)

@@ -63,11 +63,12 @@ def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e
     away. `off` is the error allowed to sums of products.
     """
     q, layer, _ = Case("", batch=1, kv_heads=1, group=3, lengths="full", dtype="bfloat16").build(2)
-    nobody = jnp.zeros((1, 1, 0), jnp.int32), jnp.zeros((1, 1), jnp.int32)
-    all_of_it = Selection(*nobody, dense=jnp.ones((1, 1), jnp.bool_), granularity=granularity)
+    nobody = np.zeros((1, 1, 0), np.int32), np.zeros((1, 1), np.int32), np.ones((1, 1), bool)
+    ids, count, dense = map(jax.device_put, nobody)
+    all_of_it = Selection(ids, count, dense=dense, granularity=granularity)
     out = jax.jit(lambda q: op(q, layer, all_of_it, stats="token_logits"))(q)
     mean = np.asarray(q, np.float32)[0].mean(0)
-    rounded = np.asarray(jnp.asarray(mean, jnp.bfloat16), np.float32)
+    rounded = mean.astype(jnp.bfloat16).astype(np.float32)
     k = np.asarray(layer.k, np.float32).reshape(-1, q.shape[-1])
     got, scale = np.asarray(out.stats.scores)[0, 0], q.shape[-1] ** -0.5
     np.testing.assert_allclose(got, scale * k @ rounded, rtol=off, atol=off)

@@ -1,10 +1,11 @@
 """Tests block_sparse_decode against dense attention in float64, case by case."""
 
+from functools import cache
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import every_other
+from marks import slow_except_named
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import CASES, JUNK, Case
@@ -22,12 +23,18 @@ by_name = {case.name: case for case in CASES}
 SPARSE = [case for case in CASES if case.dense == "none"]
 
 
-@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    slow_except_named(CASES, "few_listed", "head_dim_96", "bits_newest_unlisted", "dense_and_bits"),
+    ids=lambda case: case.name,
+)
 def test_matches_dense_attention(case):
     assert_matches_dense(block_sparse_decode, case)
 
 
-@pytest.mark.parametrize("case", SPARSE[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", slow_except_named(SPARSE[::3], "bits_32"), ids=lambda case: case.name
+)
 def test_reading_all_and_masking_is_reading_what_is_listed(case):
     inputs, scale = case.build(1), 0.1
 
@@ -57,12 +64,12 @@ def test_cases_are_what_they_say():
         q, layer, selection = case.build(3)
         assert q.shape == (case.batch, case.kv_heads * case.group, case.head_dim)
         assert (layer.num_pages, layer.page_size) == (case.num_pages, case.page_size)
-        assert bool((layer.lengths <= case.slots).all())
-        assert bool((selection.count <= selection.ids.shape[-1]).all())
+        assert (np.asarray(layer.lengths) <= case.slots).all()
+        assert (np.asarray(selection.count) <= selection.ids.shape[-1]).all()
         np.testing.assert_array_equal(q, case.build(3).q)
     ragged = np.asarray(by_name["pages"].build().layer.lengths)
     assert {0, 1, by_name["pages"].slots} <= set(ragged.flat)
-    assert bool((by_name["few_listed"].build().layer.k == JUNK).any())
+    assert (np.asarray(by_name["few_listed"].build().layer.k) == np.float32(JUNK)).any()
     logits = np.asarray(by_name["huge_logits"].build().layer.k)
     assert np.abs(logits[logits != JUNK]).max() > 1e4
     shared = by_name["shared_pages"].build().layer.block_table
@@ -73,24 +80,33 @@ def test_cases_are_what_they_say():
 def test_pages_that_two_heads_share_are_read_by_both():
     """Two heads with the same table row see the same K: equal queries get equal results."""
     _, layer, _ = Case("", batch=1, group=1, lengths="full", listed="all").build()
-    table = jnp.broadcast_to(jnp.array([3, 0, 5, 1, 1, 7], jnp.int32), (1, 2, 6))
-    q = jnp.broadcast_to(jnp.linspace(-1, 1, 64), (1, 2, 64))
-    out = block_sparse_decode(q, layer._replace(block_table=table), everything(layer.lengths))
-    np.testing.assert_array_equal(out.o[0, 0], out.o[0, 1])
+    table = np.broadcast_to(np.array([3, 0, 5, 1, 1, 7], np.int32), (1, 2, 6))
+    q = np.broadcast_to(np.linspace(-1, 1, 64, dtype=np.float32), (1, 2, 64))
+
+    @jax.jit
+    def run(q, layer):
+        return block_sparse_decode(q, layer, everything(layer.lengths)).o
+
+    o = np.asarray(run(q, layer._replace(block_table=table)))
+    np.testing.assert_array_equal(o[0, 0], o[0, 1])
 
 
 def test_partials_of_two_halves_merge_to_the_whole():
     case = Case("", listed="all", lengths="full", num_pages=6)
     q, layer, _ = case.build()
-    halves = [jnp.broadcast_to(jnp.arange(n, n + 3, dtype=jnp.int32), (2, 2, 3)) for n in (0, 3)]
-    count = jnp.full((2, 2), 3, jnp.int32)
-    # cut short, the first half does not take the newest token too
-    first = block_sparse_decode(
-        q, layer._replace(lengths=layer.lengths // 2), Selection(halves[0], count)
-    )
-    second = block_sparse_decode(q, layer, Selection(halves[1], count))
-    whole = block_sparse_decode(q, layer, everything(layer.lengths))
-    o, lse = merge(first.o, first.lse, second.o, second.lse)
+    halves = [np.broadcast_to(np.arange(n, n + 3, dtype=np.int32), (2, 2, 3)) for n in (0, 3)]
+    count = np.full((2, 2), 3, np.int32)
+
+    @jax.jit
+    def run(q, layer, halves, count):
+        # cut short, the first half does not take the newest token too
+        short = layer._replace(lengths=layer.lengths // 2)
+        first = block_sparse_decode(q, short, Selection(halves[0], count))
+        second = block_sparse_decode(q, layer, Selection(halves[1], count))
+        whole = block_sparse_decode(q, layer, everything(layer.lengths))
+        return whole, merge(first.o, first.lse, second.o, second.lse)
+
+    whole, (o, lse) = run(q, layer, halves, count)
     np.testing.assert_allclose(o, whole.o, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(lse, whole.lse, rtol=1e-5, atol=2e-5)
 
@@ -99,33 +115,44 @@ def test_a_row_does_not_depend_on_its_batch():
     q, layer, selection = Case("", table="scrambled", lengths="full", batch=3).build()
     run = jax.jit(block_sparse_decode)
     whole = run(q, layer, selection)
-    changed = run(q.at[1:].set(7.0), layer._replace(lengths=layer.lengths.at[1:].set(3)), selection)
-    np.testing.assert_array_equal(whole.o[0], changed.o[0])
-    np.testing.assert_array_equal(whole.lse[0], changed.lse[0])
+    q, lengths = np.array(q), np.array(layer.lengths)
+    q[1:], lengths[1:] = 7, 3
+    changed = run(q, layer._replace(lengths=lengths), selection)
+    for a, b in ((whole.o, changed.o), (whole.lse, changed.lse)):
+        np.testing.assert_array_equal(np.asarray(a)[0], np.asarray(b)[0])
 
 
+def part(x, *of):
+    return jax.device_put(np.asarray(x)[of])
+
+
+@cache
 def wrong_calls():
     q, layer, selection = Case("").build()
     ids, count = selection.ids, selection.count
-    small = layer._replace(lengths=layer.lengths[:1])
+    small = layer._replace(lengths=part(layer.lengths, slice(1)))
     large = Case("", page_size=64).build()
-    bits = jnp.zeros(large.selection.ids.shape, jnp.uint32)
+    bits = jax.device_put(np.zeros(large.selection.ids.shape, np.uint32))
     return {
-        "axes of q": ((q[0], layer, selection), {}, r"q.shape=\(8, 64\): must be \[B, N, H\]"),
+        "axes of q": (
+            (part(q, 0), layer, selection),
+            {},
+            r"q.shape=\(8, 64\): must be \[B, N, H\]",
+        ),
         "heads of q": (
-            (q[:, :5], layer, selection),
+            (part(q, slice(None), slice(5)), layer, selection),
             {},
             r"q.shape=\(2, 5, 64\).*N a multiple of K",
         ),
-        "rows of q": ((q[:1], layer, selection), {}, r"q.shape=\(1, 8, 64\)"),
+        "rows of q": ((part(q, slice(1)), layer, selection), {}, r"q.shape=\(1, 8, 64\)"),
         "head dimension": (
-            (q[..., :32], layer, selection),
+            (part(q, ..., slice(32)), layer, selection),
             {},
             "must equal the cache's head dimension, 64",
         ),
         "rows of the cache": ((q, small, selection), {}, "must be"),
         "rows of ids": (
-            (q, layer, Selection(ids[:1], count[:1])),
+            (q, layer, Selection(part(ids, slice(1)), part(count, slice(1)))),
             {},
             r"selection.ids.shape=\(1, 2, 6\)",
         ),

@@ -39,8 +39,8 @@ CASES = [
 ]
 
 
-# everything at once, and an odd size
-SOME = (CASES[1], CASES[2])
+# everything at once
+SOME = (CASES[1],)
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, *SOME), ids=lambda case: case.name)
@@ -48,9 +48,10 @@ def test_the_interpreted_body_matches_dense_attention(case):
     inputs = case.build()
     tiles = TILES if case.head_dim <= 128 else TILES._replace(teams=1, tokens=32)
     stats = "token_logits"
-    out = mosaic.block_sparse_decode(
-        *inputs, sm_scale=0.1, stats=stats, tiles=tiles, interpret=True
+    run = partial(
+        mosaic.block_sparse_decode, sm_scale=0.1, stats=stats, tiles=tiles, interpret=True
     )
+    out = jax.jit(run)(*inputs)
     want = expected(inputs, 0.1)
     close = partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2)
     assert out.stats is not None
@@ -62,7 +63,8 @@ def test_the_interpreted_body_matches_dense_attention(case):
     close(out.stats.lse, want.stats_lse)
 
 
-@pytest.mark.parametrize("group", slow_except([1, 4], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 4])
 def test_heads_that_share_a_window_of_queries(group):
     inputs = replace(BASE, kv_heads=4, group=group, num_pages=4).build()
     out = mosaic.block_sparse_decode(*inputs, sm_scale=0.1, stats=None, tiles=TILES, interpret=True)
@@ -76,16 +78,16 @@ SIZES = [  # of heads and pages: each at least once, the extremes together
 ]
 
 
-@pytest.mark.parametrize("sizes", slow_except(SIZES, *SIZES[:2]), ids=str)
+@pytest.mark.parametrize("sizes", slow_except(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
 def test_lowers_for_cuda(sizes, full):
     """The lowering checks layouts, alignment and shared memory, and needs no GPU."""
     head_dim, page_size = sizes
     batch, heads, group, pages, capacity = 3, 2, 16 if full else 3, 40, 7
-    spec = jnp.zeros
+    spec = jax.ShapeDtypeStruct
     pool = spec((batch * heads * pages, page_size, head_dim), jnp.float16 if full else jnp.bfloat16)
     table = spec((batch, heads, pages), jnp.int32) if full else None
-    bias = spec(pool.shape[:2]) if full else None
+    bias = spec(pool.shape[:2], jnp.float32) if full else None
     layer = LayerCache(pool, pool, spec((batch, heads), jnp.int32), table, bias)
     listed = spec((batch, heads, capacity), jnp.int32)
     selection = Selection(
@@ -107,12 +109,21 @@ def test_lowers_for_cuda(sizes, full):
     assert "block_sparse_decode" in lowered.as_text()
 
 
+FINE = schedule.Tiles(1, splits=(12, 6, 3), least=2, many=2)
+beginning = jax.jit(schedule.beginning)
+
+
+@jax.jit
+def splits_of(num_tiles):
+    return schedule.num_splits(num_tiles, FINE)
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=40), st.integers(1, 50))
 def test_every_split_falls_into_one_share(tiles_of, blocks):
-    t = schedule.Tiles(blocks, splits=(12, 6, 3), least=2, many=2)
-    num_tiles = jnp.asarray(tiles_of, jnp.int32)
-    splits = np.asarray(schedule.num_splits(num_tiles, t))
+    t = FINE._replace(blocks=blocks)
+    splits = splits_of(np.pad(np.array(tiles_of, np.int32), (0, 40 - len(tiles_of))))
+    splits = np.asarray(splits)[: len(tiles_of)]
     total, bases = sum(tiles_of), np.concatenate([[0], np.cumsum(tiles_of)[:-1]])
     begins = [bases[h] + i * tiles_of[h] // n for h, n in enumerate(splits) for i in range(n)]
     assert begins == sorted(set(begins)), "a split without tiles"
@@ -120,10 +131,7 @@ def test_every_split_falls_into_one_share(tiles_of, blocks):
     for h, n in enumerate(splits):
         for before in (0, 1, tiles_of[h] // 2, tiles_of[h]):
             expected_count = sum(i * tiles_of[h] // n < before for i in range(n))
-            assert (
-                int(schedule.beginning(num_tiles[h], jnp.int32(n), jnp.int32(before)))
-                == expected_count
-            )
+            assert int(beginning(*map(np.int32, (tiles_of[h], n, before)))) == expected_count
     edges = [i * total // t.shares for i in range(t.shares + 1)]
     taken = [sum(a <= b < e for b in begins) for a, e in pairwise(edges)]
     assert sum(taken) == len(begins)
@@ -132,7 +140,7 @@ def test_every_split_falls_into_one_share(tiles_of, blocks):
 @pytest.mark.parametrize("mixed", [False, True])
 def test_splits_depend_on_the_head_alone_and_grow_with_it(mixed):
     t = schedule.tiles(128, mixed)
-    counts = np.asarray(schedule.num_splits(jnp.arange(5000), t))
+    counts = np.asarray(jax.jit(lambda n: schedule.num_splits(n, t))(np.arange(5000)))
     assert counts[0] == 0
     assert (np.diff(counts) >= 0).all()
     assert counts.max() == max(t.splits)

@@ -1,9 +1,11 @@
 """Tests products with listed rows, lists of several blocks among them, against numpy."""
 
+import itertools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import BLOCK, products, weighted_sum
@@ -11,15 +13,19 @@ from jsparse.pallas_kernels.token_sparse_decode.listed_rows import BLOCK, produc
 BATCH, HEADS, GROUP, DIM, PAGE, PAGES = 2, 2, 3, 8, 4, 400
 
 
-@pytest.mark.parametrize("number", [5, BLOCK, 2 * BLOCK, 2 * BLOCK + 300])
-@pytest.mark.parametrize("paged", [False, True])
-def test_both_products_are_those_of_the_gathered_rows(number, paged):
+LISTS = [*itertools.product([5, BLOCK, 2 * BLOCK, 2 * BLOCK + 300], [False, True])]
+SOME = (BLOCK, False), (2 * BLOCK + 300, True)
+
+
+@pytest.mark.parametrize("lists", slow_except(LISTS, *SOME), ids=str)
+def test_both_products_are_those_of_the_gathered_rows(lists):
+    number, paged = lists
     rng = np.random.default_rng(number)
     pool = rng.normal(size=(BATCH * HEADS * PAGES, PAGE, DIM)).astype(np.float32)
     table = np.arange(len(pool), dtype=np.int32)
     table = (rng.permutation(table) if paged else table).reshape(BATCH, HEADS, PAGES)
-    lengths = jnp.full((BATCH, HEADS), PAGES * PAGE, jnp.int32)
-    layer = LayerCache(jnp.asarray(pool), jnp.asarray(pool), lengths, table if paged else None)
+    lengths = np.full((BATCH, HEADS), PAGES * PAGE, np.int32)
+    layer = LayerCache(pool, pool, lengths, table if paged else None)
     slots = rng.integers(PAGES * PAGE, size=(BATCH, HEADS, number)).astype(np.int32)
     rows = np.zeros((BATCH, HEADS, number, DIM))
     for b, h, n in np.ndindex(slots.shape):

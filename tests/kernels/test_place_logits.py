@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import every_other
+from marks import slow_except_named
 
 from jsparse.pallas_kernels.place_logits import place_logits
 from jsparse.pallas_kernels.place_logits.cases import CASES, Case
@@ -50,23 +49,29 @@ def expected(inputs, num_pages, page_size):
     return placed
 
 
+run = jax.jit(place_logits, static_argnames=("stats", "num_pages", "page_size"))
+
+
 def check(case, seed=0):
     inputs = case.build(seed)
     placed = expected(inputs, **case.sizes)
-    run = jax.jit(
-        lambda inputs, stats: place_logits(*inputs, stats=stats, **case.sizes), static_argnums=1
-    )
     np.testing.assert_array_equal(
-        run(inputs, "token_logits"), placed.reshape(*inputs.lengths.shape, -1)
+        run(*inputs, stats="token_logits", **case.sizes), placed.reshape(*inputs.lengths.shape, -1)
     )
-    mass = run(inputs, "page_mass")
-    assert mass.dtype == jnp.float32
+    mass = run(*inputs, stats="page_mass", **case.sizes)
+    assert mass.dtype == np.float32
     np.testing.assert_allclose(
         mass, np.apply_along_axis(logsumexp, -1, placed), rtol=1e-5, atol=1e-5
     )
 
 
-@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    slow_except_named(
+        CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"
+    ),
+    ids=lambda case: case.name,
+)
 def test_every_page_has_what_was_read_of_it(case):
     check(case)
 
@@ -92,20 +97,21 @@ def test_cases_are_what_they_say():
     assert len(found) == 4, (
         "a list that ends past what its head holds, or not, with the newest page or without"
     )
-    assert np.isnan(BASE.build().logits).any()
+    assert np.isnan(np.asarray(BASE.build().logits)).any()
 
 
 def test_heads_longer_than_their_room_are_full():
     # after an overflow lengths exceed the capacity: the newest token's page is not the head's
     case = replace(BASE, lengths="full", listed="newest", dense="mixed")
     inputs = case.build()
-    longer = inputs._replace(lengths=inputs.lengths + 1000)
+    longer = inputs._replace(lengths=np.asarray(inputs.lengths) + 1000)
     for stats in ("page_mass", "token_logits"):
-        got = (place_logits(*args, stats=stats, **case.sizes) for args in (longer, inputs))
+        got = (run(*args, stats=stats, **case.sizes) for args in (longer, inputs))
         np.testing.assert_array_equal(*got)
 
 
 INPUTS = BASE.build()
+LENGTHS, LOGITS = np.asarray(INPUTS.lengths), np.asarray(INPUTS.logits)
 
 
 @pytest.mark.parametrize(
@@ -120,27 +126,27 @@ INPUTS = BASE.build()
             "granularity='token': place_logits takes",
         ),
         (
-            {"lengths": INPUTS.lengths[:1]},
+            {"lengths": jax.device_put(LENGTHS[:1])},
             {},
             r"selection.ids.shape=.*must begin with \[B, K\] = \(1, 4\)",
         ),
         (
-            {"logits": INPUTS.logits[1:]},
+            {"logits": jax.device_put(LOGITS[1:])},
             {},
             r"logits.shape=\(7, 192\): must be \[8, a multiple of 16\]",
         ),
         (
-            {"logits": INPUTS.logits[:, 1:]},
+            {"logits": jax.device_put(LOGITS[:, 1:])},
             {},
             r"logits.shape=\(8, 191\): must be \[8, a multiple of 16\]",
         ),
         (
-            {"logits": INPUTS.logits[:, :144]},
+            {"logits": jax.device_put(LOGITS[:, :144])},
             {},
             r"logits.shape=\(8, 144\): must have room for 10 pages of 16",
         ),
         (
-            {"selection": replace(INPUTS.selection, dense=INPUTS.lengths > 0)},
+            {"selection": replace(INPUTS.selection, dense=jax.device_put(LENGTHS > 0))},
             {"num_pages": 13},
             "room for 13 pages",
         ),

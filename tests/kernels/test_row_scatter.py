@@ -1,22 +1,29 @@
 """Tests row_scatter against numpy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except_named
 
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.pallas_kernels.row_scatter.cases import CASES
 
+scatter = jax.jit(row_scatter)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+@pytest.mark.parametrize(
+    "case",
+    slow_except_named(CASES, "rows", "one_list", "nothing_written", "no_rows", "pages_of_96"),
+    ids=lambda case: case.name,
+)
 def test_rows_are_written_where_ids_say(case):
-    pool, ids, rows = case.build()
+    inputs = case.build()
+    pool, ids, rows = map(np.asarray, inputs)
     want = np.array(pool)
     for at in np.ndindex(*ids.shape):
         if 0 <= ids[at] < case.rows:
             want[ids[at]] = rows[at]
-    got = jax.jit(row_scatter)(pool, ids, rows)
+    got = scatter(*inputs)
     assert got.dtype == pool.dtype
     np.testing.assert_array_equal(got, want)
 
@@ -34,16 +41,20 @@ def test_cases_are_what_they_say():
     assert (ids >= 50).any()
 
 
-POOL, IDS, ROWS = jnp.zeros((4, 2)), jnp.zeros((3,), jnp.int32), jnp.zeros((3, 2))
+def zeros(*shape, dtype=np.float32):
+    return jax.device_put(np.zeros(shape, dtype))
+
+
+POOL, IDS, ROWS = zeros(4, 2), zeros(3, dtype=np.int32), zeros(3, 2)
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((jnp.zeros(4), IDS, ROWS), {}, r"pool.shape=\(4,\): must be \[rows, W\]"),
-        ((POOL, IDS.astype(jnp.int16), ROWS), {}, r"ids=int16\[3\]: must be int32"),
-        ((POOL, IDS, ROWS[:2]), {}, r"rows=float32\[2, 2\]: must be float32\[3, 2\]"),
-        ((POOL, IDS, ROWS.astype(jnp.int8)), {}, r"rows=int8\[3, 2\]: must be float32"),
+        ((zeros(4), IDS, ROWS), {}, r"pool.shape=\(4,\): must be \[rows, W\]"),
+        ((POOL, zeros(3, dtype=np.int16), ROWS), {}, r"ids=int16\[3\]: must be int32"),
+        ((POOL, IDS, zeros(2, 2)), {}, r"rows=float32\[2, 2\]: must be float32\[3, 2\]"),
+        ((POOL, IDS, zeros(3, 2, dtype=np.int8)), {}, r"rows=int8\[3, 2\]: must be float32"),
         ((POOL, IDS, ROWS), {"implementation": "abacus"}, "'abacus': row_scatter has"),
     ],
 )
@@ -53,8 +64,8 @@ def test_wrong_calls_are_refused(args, kwargs, message):
 
 
 def test_a_type_that_no_kernel_copies_is_the_references():
-    pool = jnp.zeros((3, 2), jnp.bool_)
-    got = row_scatter(pool, jnp.array([1], jnp.int32), jnp.ones((1, 2), jnp.bool_))
+    pool, rows = zeros(3, 2, dtype=bool), np.ones((1, 2), bool)
+    got = scatter(pool, np.array([1], np.int32), rows)
     np.testing.assert_array_equal(got, [[0, 0], [1, 1], [0, 0]])
     with pytest.raises(ValueError, match="row_scatter on this backend takes .*, not bool"):
-        row_scatter(pool, IDS[:1], jnp.ones((1, 2), jnp.bool_), implementation="triton")
+        row_scatter(pool, zeros(1, dtype=np.int32), rows, implementation="triton")

@@ -1,17 +1,30 @@
 """Tests shared_counts' reference against handing scores out one by one, and what is refused."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_except_named
 
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.shared_counts.api import BACKENDS
 from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE, Case
 
 counts = jax.jit(shared_counts, static_argnames=("least", "most", "implementation"))
+# several of a shape share a program
+SOME = (
+    "shares",
+    "ties",
+    "zeros",
+    "equal",
+    "absent",
+    "an_empty_list",
+    "floors_are_more_than_all",
+    "caps_are_less_than_all",
+    "bfloat16",
+    "odd_slots",
+)
 finite_or_not = st.sampled_from([-np.inf, -1.0, 0.0, -0.0, 0.25, 0.5, np.inf, np.nan]) | st.floats(
     -100, 100, width=32, allow_subnormal=False
 )
@@ -31,8 +44,8 @@ def one_by_one(lists, total, least, most):
 
 
 def check(scores, total, bounds):
-    got = counts(jnp.asarray(scores), jnp.asarray(total, jnp.int32), **bounds)
-    assert got.dtype == jnp.int32
+    got = counts(np.asarray(scores), np.asarray(total, np.int32), **bounds)
+    assert got.dtype == np.int32
     want = [
         one_by_one(np.asarray(lists, np.float32), n, **bounds)
         for lists, n in zip(scores, total, strict=True)
@@ -40,11 +53,11 @@ def check(scores, total, bounds):
     np.testing.assert_array_equal(got, want)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(finite_or_not, min_size=5, max_size=5), min_size=6, max_size=6),
     st.lists(st.integers(0, 18), min_size=2, max_size=2),
-    st.sampled_from([(0, 9), (0, 2), (1, 3), (2, 2), (3, 5), (6, 9)]),
+    st.sampled_from([(0, 9), (1, 3), (3, 5), (6, 9)]),
 )
 def test_lists_get_the_best(rows, total, bounds):
     """Two rows of three lists of 5; with ties, floors and caps, and lists with fewer finite scores
@@ -54,7 +67,7 @@ def test_lists_get_the_best(rows, total, bounds):
     check(scores, total, dict(zip(("least", "most"), bounds, strict=True)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
 def test_cases(case):
     check(*jax.device_get(case.build()), case.bounds)
 
@@ -85,14 +98,21 @@ def test_ties_go_to_the_first_list():
 SCORES, TOTAL = Case("").build()
 
 
+def zeros(*shape, dtype=np.float32):
+    return jax.device_put(np.zeros(shape, dtype))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": SCORES[0]}, r"scores.shape=\(3, 200\): must be \[B, K, S\]"),
-        ({"scores": SCORES[:, :0]}, r"scores.shape=\(2, 0, 200\): must be \[B, K, S\], none"),
-        ({"scores": SCORES.astype(jnp.int32)}, "scores.dtype=int32: must be floating"),
-        ({"total": TOTAL[:1]}, r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]"),
-        ({"total": TOTAL.astype(jnp.float32)}, r"total=float32\[2\]: must be integers"),
+        ({"scores": zeros(3, 200)}, r"scores.shape=\(3, 200\): must be \[B, K, S\]"),
+        ({"scores": zeros(2, 0, 200)}, r"scores.shape=\(2, 0, 200\): must be \[B, K, S\], none"),
+        ({"scores": zeros(2, 3, 200, dtype=np.int32)}, "scores.dtype=int32: must be floating"),
+        (
+            {"total": zeros(1, dtype=np.int32)},
+            r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]",
+        ),
+        ({"total": zeros(2)}, r"total=float32\[2\]: must be integers"),
         ({"least": -1}, "least=-1: must be at least 0 and at most most=150"),
         ({"least": 151}, "least=151: must be at least 0 and at most most=150"),
         ({"implementation": "abacus"}, "implementation='abacus': shared_counts has"),
@@ -113,7 +133,7 @@ def test_wrong_calls_are_refused(change, message):
     ],
 )
 def test_the_kernel_refuses_what_registers_do_not_hold(shape, reason):
-    scores, total = jnp.zeros(shape), jnp.zeros(1, jnp.int32)
+    scores, total = zeros(*shape), zeros(1, dtype=np.int32)
     with pytest.raises(ValueError, match=reason):
         shared_counts(scores, total, least=0, most=9, implementation="triton")
 

@@ -2,9 +2,11 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +22,13 @@ from jsparse.models.layers import (
 )
 from jsparse.models.rope_scaling import rope_from_hf
 
+rotate = jax.jit(apply_rope)
+
 SCALED = json.loads((Path(__file__).parents[1] / "fixtures" / "rope_scaling.json").read_text())
+
+
+def table_of(frequencies, scale=1.0):
+    return jax.jit(partial(rope_table, frequencies=frequencies, scale=scale))
 
 
 def config(**changes) -> ModelConfig:
@@ -83,11 +91,10 @@ def test_only_yarn_scales_cos_and_sin():
         assert rope_scale(config(rope_scaling=rule)) == 1.0
     assert rope_scale(config(rope_scaling=YarnRope(4.0, 64))) == 0.1 * math.log(4.0) + 1
     frequencies = rope_frequencies(config())
-    positions = jnp.arange(5)[None]
-    for plain, scaled in zip(
-        rope_table(positions, frequencies), rope_table(positions, frequencies, 1.5), strict=True
-    ):
-        np.testing.assert_array_equal(scaled, 1.5 * plain)
+    positions = np.arange(5)[None]
+    plain, scaled = (table_of(frequencies, scale)(positions) for scale in (1.0, 1.5))
+    for one, other in zip(plain, scaled, strict=True):
+        np.testing.assert_array_equal(other, 1.5 * np.asarray(one))
 
 
 def test_rope_factors_divide_the_frequencies():
@@ -103,7 +110,7 @@ def test_rope_rotates_pairs_half_a_head_apart():
     x = rng.standard_normal((2, 3, 2, 8)).astype(np.float32)
     positions = np.array([[0, 1, 100], [7, 8, 5000]])
     frequencies = rope_frequencies(config(head_dim=8))
-    rotated = apply_rope(jnp.asarray(x), rope_table(jnp.asarray(positions), frequencies))
+    rotated = np.asarray(rotate(x, table_of(frequencies)(positions)))
     for b, t, h, i in np.ndindex(2, 3, 2, 4):
         turn = np.exp(1j * positions[b, t] * np.float64(frequencies[i]))
         expected = complex(x[b, t, h, i], x[b, t, h, i + 4]) * turn
@@ -114,19 +121,16 @@ def test_rope_rotates_pairs_half_a_head_apart():
 
 def test_rope_keeps_the_dtype_and_only_distances_matter():
     rng = np.random.default_rng(1)
-    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64)), jnp.float32) for _ in range(2))
-    frequencies = rope_frequencies(config())
+    q, k = rng.standard_normal((2, 1, 1, 1, 64)).astype(np.float32)
+    table = table_of(rope_frequencies(config()))
 
     def score(at_q, at_k):
-        turned = [
-            apply_rope(x, rope_table(jnp.array([[p]]), frequencies))
-            for x, p in ((q, at_q), (k, at_k))
-        ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        turned = [np.asarray(rotate(x, table(np.array([[p]])))) for x, p in ((q, at_q), (k, at_k))]
+        return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(905, 900), abs=1e-3)
     assert score(9, 4) != pytest.approx(score(9, 3), abs=1e-3)
-    half = apply_rope(q.astype(jnp.bfloat16), rope_table(jnp.array([[3]]), frequencies))
+    half = rotate(q.astype(jnp.bfloat16), table(np.array([[3]])))
     assert half.dtype == jnp.bfloat16
 
 
@@ -134,12 +138,12 @@ def test_rms_norm():
     rng = np.random.default_rng(2)
     x, scale = rng.standard_normal((3, 5)) * 100, rng.standard_normal(5)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
-    variables = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
-    actual = np.asarray(RMSNorm(0.5).apply(variables, jnp.asarray(x, jnp.float32)))
+    variables = {"params": {"scale": scale.astype(np.float32)}}
+    actual = np.asarray(jax.jit(RMSNorm(0.5).apply)(variables, x.astype(np.float32)))
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     # squares beyond the range of float16 are summed in float32
-    wide = RMSNorm(1e-5).apply(
-        {"params": {"scale": jnp.ones(4, jnp.float16)}}, jnp.full((1, 4), 6e4, jnp.float16)
+    wide = jax.jit(RMSNorm(1e-5).apply)(
+        {"params": {"scale": np.ones(4, np.float16)}}, np.full((1, 4), 6e4, np.float16)
     )
     np.testing.assert_allclose(np.asarray(wide), 1.0, rtol=1e-3)
 
@@ -151,9 +155,9 @@ def test_mlp_is_gated_by_silu():
     expected = (gate / (1 + np.exp(-gate)) * up) @ down
     variables = {
         "params": {
-            "gate_up": {"kernel": jnp.asarray(up_gate)},
-            "down": {"kernel": jnp.asarray(down)},
+            "gate_up": {"kernel": up_gate.astype(np.float32)},
+            "down": {"kernel": down.astype(np.float32)},
         }
     }
-    actual = np.asarray(MLP(6).apply(variables, jnp.asarray(x, jnp.float32)))
+    actual = np.asarray(jax.jit(MLP(6).apply)(variables, x.astype(np.float32)))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -7,9 +7,9 @@ import math
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow_except
 from slow_model import SlowModel, SlowRow, attend, logits_of, softmax
 from tiny import VOCAB, assert_close, tiny_params
 
@@ -58,8 +58,13 @@ def student(gates, given, keep=0.3, match="logits", sets="handed_on"):
     )
 
 
+measured = jax.jit(distill.distance)
+attention = jax.jit(distill.attention, static_argnums=6)
+head = jax.jit(partial(to_logits, PARAMS.decoder))
+
+
 def distance(gates, given, keep=0.3, match="logits"):
-    return float(distill.distance(student(gates, given, keep, match), given))
+    return float(measured(student(gates, given, keep, match), given))
 
 
 @jax.jit
@@ -71,7 +76,7 @@ def gradient(gates, given):
 def assert_rows_close(actual, expected, **at):
     """Compares rows where tokens are scored."""
     for row, answer in enumerate(ANSWERS):
-        assert_close(actual[row, :answer], expected[row][:answer], row=row, **at)
+        assert_close(np.asarray(actual)[row, :answer], expected[row][:answer], row=row, **at)
 
 
 # the teacher
@@ -80,13 +85,14 @@ def assert_rows_close(actual, expected, **at):
 def test_the_teacher_is_a_full_pass_over_context_and_target(given):
     texts = [np.concatenate(sample[:2]) for sample in SAMPLES]
     whole = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
-    expected = np.asarray(dense_pass(PARAMS.decoder, PARAMS.weights, jnp.asarray(whole)))
+    expected = np.asarray(dense_pass(PARAMS.decoder, PARAMS.weights, whole))
     assert_rows_close(
         given.outputs, [row[length - 1 :] for row, length in zip(expected, LENGTHS, strict=True)]
     )
     assert given.held.tolist() == [length - 1 for length in LENGTHS]
 
 
+@pytest.mark.slow
 def test_neither_padding_nor_bucket_matters(given):
     batch = batch_of(24)
     context, target = batch.context.copy(), batch.target.copy()
@@ -101,6 +107,7 @@ def test_neither_padding_nor_bucket_matters(given):
         (plain.outputs, padded.outputs),
         [student(GATES, teacher) for teacher in (plain, padded)],
     ):
+        one, two = np.asarray(one), np.asarray(two)
         np.testing.assert_array_equal(one[scored], two[scored])
         assert not np.array_equal(one, two)
     assert distance(GATES, plain) == distance(GATES, padded)
@@ -125,7 +132,7 @@ def test_predictions_are_those_of_the_slow_model(given, gates, ways):
     Where sets are handed on, a head below one half hands on what it inherited.
     """
     model, keep = SlowModel(PARAMS), 0.3
-    outputs = student(gates, given, keep, sets=ways)
+    outputs = np.asarray(student(gates, given, keep, sets=ways))
     for at, sample in enumerate(SAMPLES):
         row, sets = SlowRow(model, sample.context[:-1].tolist()), []
 
@@ -160,7 +167,7 @@ def best(logits, keep):
 
 
 def test_hidden_states_are_compared_before_the_head(given):
-    logits = partial(to_logits, PARAMS.decoder, PARAMS.weights)
+    logits = partial(head, PARAMS.weights)
     teacher = given._replace(outputs=student(None, given, match="hidden"))
     assert teacher.outputs.shape == (len(SAMPLES), max(ANSWERS), PARAMS.config.hidden_size)
     assert_rows_close(logits(teacher.outputs), given.outputs)
@@ -177,12 +184,12 @@ def moved(place, step):
 
 def test_the_first_layers_gates_do_nothing(given):
     assert distance(moved(0, -1), given) == distance(GATES, given)
-    np.testing.assert_array_equal(gradient(GATES, given)[0], 0)
+    np.testing.assert_array_equal(np.asarray(gradient(GATES, given))[0], 0)
 
 
 def test_gradients_are_differences(given):
     """No set depends on the gates with three layers, so that the distance is smooth."""
-    slope, step = gradient(GATES, given), 0.02
+    slope, step = np.asarray(gradient(GATES, given)), 0.02
     for place in ((1, 0), (1, 1), (2, 0)):
         ends = [distance(moved(place, sign * step), given) for sign in (1, -1)]
         assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(slope[place]), rel=0.02), (
@@ -217,11 +224,13 @@ def slow_attention(q, k, v, z, inherited, keep):
     return out, sets
 
 
-@pytest.mark.parametrize(
-    ("keep", "mixed"), [(0.3, True), (0.25, False), (0.01, True), (1.0, True), (None, True)]
-)
+ATTENTION = [(0.3, True), (0.25, False), (0.01, True), (1.0, True), (None, True)]  # keep, mixed
+
+
+@pytest.mark.parametrize("rules", slow_except(ATTENTION, *ATTENTION[:2], ATTENTION[-1]), ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_attention_is_the_slow_one(keep, mixed, ties):
+def test_attention_is_the_slow_one(rules, ties):
+    keep, mixed = rules
     rng = np.random.default_rng(5)
     draw = partial(rng.integers, -1, 2) if ties else lambda size: rng.normal(size=size)
     q, k, v = (
@@ -235,7 +244,7 @@ def test_attention_is_the_slow_one(keep, mixed, ties):
             inherited[row, :, step, slots] = (rng.random((len(slots), K)) < 0.3) | (
                 np.array(slots) == S + step
             )[:, None]
-    o, handed = distill.attention(q, k, v, jnp.int32(HELD), z if mixed else None, inherited, keep)
+    o, handed = attention(q, k, v, np.int32(HELD), z if mixed else None, inherited, keep)
     expected, sets = slow_attention(q, k, v, z, inherited, keep)
     assert_close(o, expected, rtol=1e-5)
     if keep is None:
@@ -249,7 +258,7 @@ def test_attention_is_the_slow_one(keep, mixed, ties):
 
 def cache_of(outputs, scored):
     return distill.TeacherCache(
-        (), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.float32(outputs), scored
+        (), np.zeros(2, np.int32), np.zeros((2, 3), np.int32), np.float32(outputs), scored
     )
 
 
@@ -261,10 +270,8 @@ def test_the_distance_is_a_share_of_the_teachers_variance_by_row():
     expected = np.mean([((y - x) ** 2).mean() / x.var() for x, y in rows])
     for scale in (1, 100):
         given = cache_of(scale * teacher, scored)
-        assert distill.distance(scale * jnp.float32(outputs), given) == pytest.approx(
-            expected, rel=1e-5
-        )
+        assert measured(scale * np.float32(outputs), given) == pytest.approx(expected, rel=1e-5)
     outputs[~scored] = 1e6
-    assert distill.distance(jnp.float32(outputs), cache_of(teacher, scored)) == pytest.approx(
+    assert measured(np.float32(outputs), cache_of(teacher, scored)) == pytest.approx(
         expected, rel=1e-5
     )

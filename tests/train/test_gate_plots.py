@@ -3,9 +3,10 @@
 import builtins
 from functools import partial
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
+from marks import slow_except
 
 from jsparse.train import hard_kuma
 from jsparse.train.plots import densities, heat_map
@@ -16,12 +17,12 @@ STEPS = [*range(0, 1000, 100), 950]
 NAMES = [f"layer {layer}, KV head {head}" for layer in (1, 2, 3) for head in (0, 1)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def values():
     return np.random.default_rng(0).random((len(STEPS), 4, 2))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def shapes():
     """Makes gates [steps, 3, 2] that part.
 
@@ -52,31 +53,53 @@ def test_the_heat_map_shows_six_steps_from_first_to_last(values, tmp_path, figur
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])
-def test_few_steps_are_all_shown(values, shapes, tmp_path, figures, count):
+def test_few_steps_are_all_shown(values, tmp_path, figures, count):
     heat_map(str(tmp_path / "h.png"), STEPS[:count], values[:count])
-    densities(str(tmp_path / "d.png"), STEPS[:count], shapes[0][:count], shapes[1][:count], NAMES)
     assert len(figures[0].axes) == count + 1
-    assert len(figures[1].axes[0].get_lines()) == count
 
 
-def test_the_densities_are_of_the_clearest_gates(shapes, tmp_path, figures):
-    densities(tmp_path / "d.png", STEPS, shapes[0], shapes[1], NAMES)
-    assert_png(tmp_path / "d.png")
-    retrieval, sparse = figures[0].axes
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_densities_of_few_steps_are_all_shown(shapes, tmp_path, figures, count):
+    densities(str(tmp_path / "d.png"), STEPS[:count], shapes[0][:count], shapes[1][:count], NAMES)
+    assert len(figures[0].axes[0].get_lines()) == count
+
+
+@pytest.fixture(scope="module")
+def drawn(shapes, tmp_path_factory):
+    """Draws the densities; returns the figure and its file."""
+    from matplotlib.figure import Figure
+
+    path, saved, save = tmp_path_factory.mktemp("densities") / "d.png", [], Figure.savefig
+
+    def savefig(figure, *given, **how):
+        saved.append(figure)
+        return save(figure, *given, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        densities(path, STEPS, shapes[0], shapes[1], NAMES)
+    return saved[0], path
+
+
+def test_the_densities_are_of_the_clearest_gates(shapes, drawn):
+    figure, path = drawn
+    assert_png(path)
+    retrieval, sparse = figure.axes
+    score, pdf = jax.jit(hard_kuma.score), jax.jit(hard_kuma.pdf)
     a, b = shapes[0].astype(np.float32), shapes[1].astype(np.float32)
     for panel, role, place in ((retrieval, "retrieval", (1, 1)), (sparse, "sparse", (1, 0))):
-        score = hard_kuma.score(hard_kuma.Kuma(a[-1], b[-1]))[place]
+        clearness = np.asarray(score(hard_kuma.Kuma(a[-1], b[-1])))[place]
         name = f"layer {1 + place[0]}, KV head {place[1]}"
-        assert panel.get_title() == f"most clearly {role}: {name}, E[s] = {score:.2f}"
+        assert panel.get_title() == f"most clearly {role}: {name}, E[s] = {clearness:.2f}"
         lines = panel.get_lines()
         assert [line.get_label() for line in lines] == [
             f"step {STEPS[i]}" for i in (0, 2, 4, 6, 8, 10)
         ]
         np.testing.assert_allclose(lines[0].get_ydata(), 1, rtol=1e-5)
-        last = hard_kuma.pdf(
-            hard_kuma.Kuma(a[-1][place], b[-1][place]), jnp.asarray(lines[-1].get_xdata())
-        )
-        np.testing.assert_allclose(lines[-1].get_ydata(), last)
+        shown = hard_kuma.Kuma(a[-1][place], b[-1][place])
+        last = pdf(shown, np.asarray(lines[-1].get_xdata(), np.float32))
+        np.testing.assert_allclose(lines[-1].get_ydata(), last, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(10, 4, 2), (11, 8), (11, 0, 2), (11, 4, 2, 1)])
@@ -108,20 +131,23 @@ def test_no_steps_are_refused(tmp_path):
         densities(tmp_path / "d.png", [], np.ones((0, 6)), np.ones((0, 6)), NAMES)
 
 
-def test_without_matplotlib_the_error_says_what_to_install(values, shapes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", slow_except(["heat_map", "densities"], "heat_map"))
+def test_without_matplotlib_the_error_says_what_to_install(
+    name, values, shapes, tmp_path, monkeypatch
+):
     found = builtins.__import__
 
-    def without(name, *args, **kwargs):
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
-        return found(name, *args, **kwargs)
+    def without(module, *args, **kwargs):
+        if module.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {module!r}", name="matplotlib")
+        return found(module, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for plot in (
-        partial(heat_map, values=values),
-        partial(densities, a=shapes[0], b=shapes[1], names=NAMES),
+    plots = {
+        "heat_map": partial(heat_map, values=values),
+        "densities": partial(densities, a=shapes[0], b=shapes[1], names=NAMES),
+    }
+    with pytest.raises(
+        ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"
     ):
-        with pytest.raises(
-            ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"
-        ):
-            plot(path=tmp_path / "p.png", steps=STEPS)
+        plots[name](path=tmp_path / "p.png", steps=STEPS)

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_training import HEADS, LAYERS, SEEDS, STEPS, left, model, timeless, trainer
@@ -69,9 +68,11 @@ def test_record_log_and_gates_say_the_same(whole):
         for name in ("distance", "active", "multiplier")
         for x in line[name]
     )
+    assert_target(folder, record, 6)
+    harden = jax.jit(hardened, static_argnums=1)
     for i, seed in enumerate(record["seeds"]):
         gates = head_gates.load(str(folder / f"gates_{i}.safetensors"))
-        np.testing.assert_array_equal(gates.retrieval, hardened(jnp.asarray(gates.scores), 6))
+        np.testing.assert_array_equal(gates.retrieval, harden(np.asarray(gates.scores), 6))
         assert gates.record == {**record, "seeds": None, "seed": i, **seed}
         assert seed["above_half"] == np.sum(np.asarray(gates.scores) > 0.5)
     one, other = record["seeds"]
@@ -114,6 +115,7 @@ def assert_target(folder, record, target):
         assert retrieval[0].all()
 
 
+@pytest.mark.slow
 def test_the_gates_run(whole):
     folder, record = whole
     assert_target(folder, record, 6)
@@ -129,8 +131,10 @@ def test_the_gates_run(whole):
 # going on
 
 
-def test_a_run_that_is_cut_off_anywhere_ends_as_one_in_one_piece(whole, tmp_path):
-    began = []
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory):
+    """Trains with a break after each step; returns where each run began, the folder, the record."""
+    folder, began = tmp_path_factory.mktemp("cut_off") / "run", []
 
     def cut_after(last):
         def report(step, steps, line):
@@ -142,31 +146,44 @@ def test_a_run_that_is_cut_off_anywhere_ends_as_one_in_one_piece(whole, tmp_path
 
         return report
 
-    begun = trainer(tmp_path)
+    begun = trainer(folder)
     for last in range(1, STEPS + 1):
         with pytest.raises(CutOffError):
             begun.run(cut_after(last), save_every=2)
+    assert not list(folder.glob("gates_*"))
+    return began, folder, trainer(folder, resume=True).run(save_every=2)
+
+
+def test_a_run_that_is_cut_off_anywhere_ends_as_one_in_one_piece(whole, cut_off):
+    began, folder, record = cut_off
     assert began == [1, 1, 3, 3, 5, 5]
-    assert not list(tmp_path.glob("gates_*"))
-    record = trainer(tmp_path, resume=True).run(save_every=2)
     assert timeless(record) == timeless(whole[1])
-    assert left(tmp_path) == left(whole[0])
+    assert left(folder) == left(whole[0])
 
 
-def test_another_process_goes_on_from_the_checkpoint_alone(whole, tmp_path):
+@pytest.fixture(scope="module")
+def gone_on(tmp_path_factory):
+    """Kills a training while it writes its log, and goes on; returns the steps, folder, record."""
+    folder = tmp_path_factory.mktemp("gone_on") / "run"
+
     def report(step, steps, line):
         if step == 3:
             raise CutOffError
 
     with pytest.raises(CutOffError):
-        trainer(tmp_path).run(report, save_every=2)
-    with (tmp_path / "log.jsonl").open("a") as log:
+        trainer(folder).run(report, save_every=2)
+    with (folder / "log.jsonl").open("a") as log:
         log.write('{"step": 4, "dist')  # killed while it wrote
     steps = []
-    record = trainer(tmp_path, resume=True).run(lambda step, *_: steps.append(step))
+    record = trainer(folder, resume=True).run(lambda step, *_: steps.append(step))
+    return steps, folder, record
+
+
+def test_another_process_goes_on_from_the_checkpoint_alone(whole, gone_on):
+    steps, folder, record = gone_on
     assert steps == [3, 4, 5, 6]
     assert timeless(record) == timeless(whole[1])
-    assert left(tmp_path) == left(whole[0])
+    assert left(folder) == left(whole[0])
 
 
 def test_a_log_that_goes_on_is_on_disk_at_once(tmp_path):
