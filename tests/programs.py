@@ -10,13 +10,15 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 MOST, MOST_OPERATIONS = 12, 60
+ADVICE = "share a shape or mark it slow"
 MOST_BYTES = 1 << 30
 # the compiler segfaults when a process has 65530 memory maps, of which a program takes a few
 MAPS, MOST_MAPS, LOOK_EVERY = Path("/proc/self/maps"), 30000, 100
@@ -25,12 +27,14 @@ HIT = "/jax/compilation_cache/cache_hits"
 MISSED = "/jax/compilation_cache/cache_misses"
 PROGRAMS, OPERATIONS = "programs", "single operations"
 
-_counted: Counter[str] = Counter()
+Counts = Counter[str]
+_counted: Counts = Counter()
+_shared: Counts = Counter()  # what several tests share
+_of_workers: Counts = Counter()
+_by_test: dict[str, Counts] = {}
 _listening = False
-_shared = 0  # programs compiled for what several tests share
 _looked = 0  # programs when the memory maps were last counted
-_by_test: Counter[str] = Counter()
-_of_workers: Counter[str] = Counter()
+BEGUN = pytest.StashKey[Counts]()
 
 
 def shared[T](function: Callable[..., T]) -> Callable[..., T]:
@@ -38,34 +42,42 @@ def shared[T](function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.cache
     def made(*args: Any, **kwargs: Any) -> T:
-        global _shared
-        before, shared_before = _counted[REQUESTED], _shared
-        try:
+        with sharing():
             return function(*args, **kwargs)
-        finally:
-            _shared = shared_before + _counted[REQUESTED] - before
 
     return made
 
 
-def count_programs() -> None:
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Counts what is compiled within as shared."""
+    global _shared
+    before, shared_before = _counted.copy(), _shared
+    try:
+        yield
+    finally:
+        _shared = shared_before + (_counted - before)
+
+
+def listen() -> None:
     """Begins to count, once jax has been imported."""
     global _listening
     if _listening or "jax" not in sys.modules:
         return
+    import jax.numpy
     from jax import monitoring
 
-    def count(event: str, *_, **__) -> None:
+    operations = {*dir(jax.lax), *dir(jax.numpy), "stage"}
+
+    def count(event: str, *_: Any, fun_name: str = "", **__: Any) -> None:
+        if event == REQUESTED:
+            name = fun_name.removeprefix("jit(").removesuffix(")").removeprefix("_")
+            event = OPERATIONS if name in operations else PROGRAMS
         _counted[event] += 1
 
     monitoring.register_event_listener(count)
     monitoring.register_event_duration_secs_listener(count)
     _listening = True
-
-
-def own_programs() -> int:
-    """Returns how many programs were asked for so far, but for what tests share."""
-    return _counted[REQUESTED] - _shared
 
 
 def pytest_addoption(parser):
@@ -77,60 +89,60 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish(session):
-    count_programs()
+    listen()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef, request):
     """Counts what fixtures of a wider scope than a test compile as shared."""
-    global _shared
-    before, shared_before = _counted[REQUESTED], _shared
-    try:
+    if fixturedef.scope == "function":
         return (yield)
-    finally:
-        if fixturedef.scope != "function":
-            _shared = shared_before + _counted[REQUESTED] - before
+    with sharing():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     """Notes where a test's own count begins."""
-    count_programs()
+    listen()
     if item.config.option.programs and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
-    item.stash[BEGUN] = own_programs()
+    item.stash[BEGUN] = _counted - _shared
     result = yield
     stay_below_the_maps_of_a_process()
     return result
 
 
-BEGUN = pytest.StashKey[int]()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a test of the default run that asked for too many programs."""
+    result = yield
+    made = _by_test[item.nodeid] = _counted - _shared - item.stash[BEGUN]
+    if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
+        for kind, most in ((PROGRAMS, MOST), (OPERATIONS, MOST_OPERATIONS)):
+            if made[kind] > most:
+                message = f"{made[kind]} {kind}: must compile at most {most}: {ADVICE}"
+                pytest.fail(message, pytrace=False)
+    return result
 
 
 def stay_below_the_maps_of_a_process() -> None:
     """Forgets compiled programs before they use up the process's memory maps."""
     global _looked
-    if _counted[REQUESTED] - _looked < LOOK_EVERY:
+    made = _counted[PROGRAMS] + _counted[OPERATIONS]
+    if made - _looked < LOOK_EVERY:
         return
-    _looked = _counted[REQUESTED]
+    _looked = made
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         sys.modules["jax"].clear_caches()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Notes how many programs a test asked for."""
-    result = yield
-    made = own_programs() - item.stash[BEGUN]
-    _by_test[item.nodeid] = made
-    return result
 
 
 def pytest_sessionfinish(session):
     """Hands a worker's counts to the process that prints them; that one bounds the cache."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["programs"] = dict(_counted)
-        session.config.workeroutput["programs_by_test"] = dict(_by_test)
+        by_test = {test: dict(made) for test, made in _by_test.items()}
+        session.config.workeroutput["programs_by_test"] = by_test
     else:
         trim(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), MOST_BYTES)
 
@@ -140,20 +152,24 @@ def pytest_testnodedown(node, error):
     """Adds up what workers of pytest-xdist counted."""
     output = getattr(node, "workeroutput", {})
     _of_workers.update(output.get("programs", {}))
-    _by_test.update(output.get("programs_by_test", {}))
+    for test, made in output.get("programs_by_test", {}).items():
+        _by_test[test] = Counter(made)
 
 
 def pytest_terminal_summary(terminalreporter, config):
     """Prints one line on the compilation cache, and with --programs the dearest tests."""
     total = _counted + _of_workers
-    if total[REQUESTED]:
+    if total[PROGRAMS] or total[OPERATIONS]:
         terminalreporter.write_line(
-            f"{total[REQUESTED]} programs: {total[HIT]} from the compilation cache, "
-            f"{total[MISSED]} compiled; {os.environ['JAX_COMPILATION_CACHE_DIR']}"
+            f"{total[PROGRAMS]} programs and {total[OPERATIONS]} single operations: "
+            f"{total[HIT]} from the compilation cache, {total[MISSED]} compiled "
+            f"({os.environ['JAX_COMPILATION_CACHE_DIR']})"
         )
     if config.option.programs:
-        for test, made in _by_test.most_common(20):
-            terminalreporter.write_line(f"{made:5} {test}")
+        dearest = sorted(_by_test, key=lambda test: (-_by_test[test][PROGRAMS], test))
+        for test in dearest[:20]:
+            made = _by_test[test]
+            terminalreporter.write_line(f"{made[PROGRAMS]:4} {made[OPERATIONS]:4} {test}")
 
 
 def trim(folder: Path, most_bytes: int) -> None:

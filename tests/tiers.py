@@ -13,10 +13,10 @@ import pytest
 
 PURE = "pytest.mark.pure"
 PARTS = 8
-NO_GPU = "need an NVIDIA GPU"
-NO_BROWSER = "need Chromium"
+NO_GPU, NO_BROWSER = "needs an NVIDIA GPU", "needs Chromium"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LEFT_OUT = pytest.StashKey[Counter]()
+SKIPPED_FILES: dict[str, str] = {}
 
 
 class NoJax:
@@ -95,13 +95,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collectreport(report):
-    """Counts files that a missing package skips."""
+    """Notes files that a missing package skips, and why."""
     if report.skipped:
         *_, reason = report.longrepr
         SKIPPED_FILES[report.nodeid] = reason.removeprefix("Skipped: ")
-
-
-SKIPPED_FILES: dict[str, str] = {}
 
 
 def pytest_sessionfinish(session):
@@ -117,12 +114,16 @@ def pytest_testnodedown(node, error):
     node.config.stash[LEFT_OUT].update(Counter(left_out) - node.config.stash[LEFT_OUT])
 
 
+def counted(count: int, what: str, reason: str) -> str:
+    """Returns how many tests or files need something, from a reason that begins with "needs"."""
+    if count == 1:
+        return f"1 {what} {reason}"
+    return f"{count:,} {what}s need{reason.removeprefix('needs')}"
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Prints one line on what this machine cannot run."""
-    said = [f"{count} tests {reason}" for reason, count in config.stash[LEFT_OUT].items()]
-    files = Counter(SKIPPED_FILES.values())
-    said += [
-        f"{count} {'file' if count == 1 else 'files'} {reason}" for reason, count in files.items()
-    ]
+    said = [counted(n, "test", reason) for reason, n in config.stash[LEFT_OUT].items()]
+    said += [counted(n, "file", why) for why, n in Counter(SKIPPED_FILES.values()).items()]
     if said:
         terminalreporter.write_line(f"left out here: {'; '.join(said)}")

@@ -1,7 +1,7 @@
 """Makes small engines of a tiny model, and compares what requests get."""
 
 import asyncio
-from concurrent.futures import CancelledError
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -71,8 +71,11 @@ def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
         for loop in {each.loop for each in listeners}:
             waiting = turns()
             try:
-                asyncio.run_coroutine_threadsafe(waiting, loop).result()
-            except (CancelledError, RuntimeError):  # the loop ends, or has ended
-                waiting.close()
+                had = asyncio.run_coroutine_threadsafe(waiting, loop)
+                while not (had.done() or loop.is_closed()):
+                    wait([had], 0.05)
+            except RuntimeError:  # the loop has been closed
+                pass
+            waiting.close()
 
     patch.setattr(engine, "_wake", wake_and_wait)

@@ -62,7 +62,7 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(expression):
     assert_at_rest(llm)
 
 
-@every_policy
+@pytest.mark.parametrize("expression", slow_except(SERVED, DEFAULT[0]))
 def test_a_request_gets_in_a_crowd_the_tokens_of_generate(expression):
     llm, crowd = served(expression)
     made = jsparse.generate(

@@ -136,6 +136,7 @@ def test_a_prompt_read_on_the_device_moves_to_host_memory():
     np.testing.assert_array_equal(forced_logits(adopted, FORCED), forced_logits(on_device, FORCED))
 
 
+@pytest.mark.slow
 def test_generate_takes_it():
     options = {"max_new_tokens": 12, "eos_token_id": []}
     device, host = (

@@ -105,6 +105,7 @@ def test_steps_of_one_program_are_steps_one_by_one(policy):
         np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_follows_an_end_token_in_its_program_is_dropped(monkeypatch):
     """Whatever generate() returns and tells on the way is what single steps give."""
     texts = jsparse.load(
