@@ -67,9 +67,7 @@ def check(case, seed=0):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except_named(
-        CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"
-    ),
+    slow_except_named(CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"),
     ids=lambda case: case.name,
 )
 def test_every_page_has_what_was_read_of_it(case):
