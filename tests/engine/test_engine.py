@@ -19,7 +19,7 @@ from jsparse.runtime.compilation import traces
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
-OF_LLM = {"steps_per_program": 3, "per_request": ["dense"], "layer_stats": True}
+OF_LLM = {"steps_per_program": 2, "per_request": ["dense"], "layer_stats": True}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def crowd(llm):
 @pytest.fixture(scope="module")
 def dense():
     """An engine of dense attention that has compiled what greedy requests need."""
-    made = tiny_llm(steps_per_program=3)
+    made = tiny_llm(steps_per_program=2)
     made.generate(PROMPTS, greedy(9))
     return made
 

@@ -78,6 +78,7 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     assert most[0] < 60 + steps
 
 
+@pytest.mark.slow
 def test_long_answers_fit_in_a_small_cache():
     """4096 tokens in 640 slots per head, all of which are in use before each compression."""
     cap, period, slots, tokens = 512, 128, 640, 4096

@@ -73,6 +73,7 @@ def scaled_params(layers):
 SENSITIVE = "double_sparsity(budget=8)", "quest(budget=16)", "twilight(all_pages(), p=0.6)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", slow_except(SCALE_FREE, SENSITIVE[-1]))
 def test_pairs_of_another_scale_change_nothing(expression):
     layers = 1 if expression in SENSITIVE else 2

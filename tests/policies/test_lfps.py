@@ -248,7 +248,7 @@ def expected(own, kind, number, always, q, keys):
     return {*found[order[: max(number - len(always), 0)]], *always}
 
 
-@pytest.mark.parametrize("kind", slow_except(RULES, "top", "threshold"))
+@pytest.mark.parametrize("kind", slow_except(RULES, "top"))
 def test_steps_are_those_of_the_slow_model(kind):
     """Across two renormalisations at decay 0.5, whose period is 12."""
     layer = check(kind, 26, 0.5)

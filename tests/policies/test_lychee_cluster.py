@@ -322,6 +322,7 @@ def test_the_index_and_what_is_selected_are_the_definition_s(expression):
                 np.testing.assert_allclose(groups.radius[b, h, :count], radii, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_token_is_a_sink_in_one_chunk_or_open_at_every_step():
     layer = Layer(FORMS[0], (29, 1), 72)
     counts = []
@@ -407,6 +408,7 @@ def test_points_are_grouped_alike_in_blocks_of_any_size(monkeypatch):
     np.testing.assert_allclose(made[0].radius, made[1].radius, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["lychee_cluster()", "cluster_kv()"])
 def test_building_needs_less_than_a_gigabyte_beside_the_index(expression):
     rows, policy = 8, parse(expression)
@@ -453,6 +455,7 @@ def test_a_short_prompt_founds_clusters_as_it_goes_on():
     assert sizes.max() < 12
 
 
+@pytest.mark.slow
 def test_chunks_do_not_depend_on_how_the_prompt_was_read():
     params, prompts = tiny_params(num_layers=1), random_prompts((70, 29))
     rng = np.random.default_rng(0)

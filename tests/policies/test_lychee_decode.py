@@ -196,6 +196,7 @@ def test_sinks_and_recent_text_are_picked_within_the_budget(rule, granularity):
         assert ids[b, head][: count[b, head]].tolist() == sorted(expected)
 
 
+@pytest.mark.slow
 def test_heads_attend_to_the_newest_text_of_each_step():
     """In the layers behind the one that picks, too, and to `value` tokens at most."""
     policy, seen = lychee(value=20, granularity="token", sink=2, recent=6), []

@@ -106,7 +106,7 @@ def decoded(expression, prompts, forced=FORCED):
     )
 
 
-@pytest.mark.parametrize("expression", slow_except(METHODS, *TWO, MECHANISMS[2]))
+@pytest.mark.parametrize("expression", slow_except(METHODS, *TWO))
 def test_full_hyper_parameters_equal_dense(expression):
     policy = at_dense(expression)
     if policy is None:
@@ -310,7 +310,7 @@ def checked(policy: Policy, called: set[str]) -> Policy:
     )
 
 
-@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME, *TOYS), ids=str)
+@pytest.mark.parametrize("policy", slow_except((*TABLE, *TOYS), *SOME), ids=str)
 def test_no_function_changes_the_type_of_the_state(policy):
     p, called = params(), set()
     policy = as_policy(policy)
