@@ -47,6 +47,7 @@ def random_selection(rng: np.random.Generator, kind: str, capacity: int, dense: 
         bits[rng.random(ids.shape) < 0.2] = 0
     flags = rng.random((B, K)) < 0.4 if dense else None
     granularity = "token" if kind == "token" else "page"
+    ids, count, bits, flags = jax.device_put((ids, count, bits, flags))
     return Selection(ids, count, bits=bits, dense=flags, granularity=granularity)
 
 
@@ -138,14 +139,13 @@ def test_mask_and_counts(kind, dense, seed):
 
 def test_newest_token_only_rides_with_a_list():
     lengths = np.array([[11]], np.int32)
-    listed = Selection(
-        np.array([[[0]]], np.int32), np.array([[1]], np.int32), np.array([[[0b10]]], np.uint32)
-    )
+    ids, bits = np.array([[[0]]], np.int32), np.array([[[0b10]]], np.uint32)
+    listed = Selection(*jax.device_put((ids, np.array([[1]], np.int32), bits)))
     mask, attended, read = map(np.asarray, counted(listed, lengths, num_pages=2))
     assert np.flatnonzero(mask).tolist() == [1, 10]
     assert attended.item() == 2
     assert read.item() == 8 + 3  # the newest token's page holds three
-    empty = Selection(listed.ids, np.array([[0]], np.int32), listed.bits)
+    empty = Selection(listed.ids, jax.device_put(np.array([[0]], np.int32)), listed.bits)
     mask, attended, read = map(np.asarray, counted(empty, lengths, num_pages=2))
     assert not mask.any()
     assert attended.item() == read.item() == 0
@@ -280,7 +280,7 @@ def test_bits_round_trip(page_size):
 
 def test_bits_of_a_large_page_are_refused():
     with pytest.raises(ValueError, match="page_size=33: must be at most 32"):
-        pack_bits(np.zeros((1, 33), bool))
+        pack_bits(jax.device_put(np.zeros((1, 33), bool)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

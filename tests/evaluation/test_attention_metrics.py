@@ -38,20 +38,23 @@ def ids(*rows):
     width = max(map(len, rows))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
     count = np.array([*map(len, rows)], np.int32)
-    return padded.reshape(BATCH, HEADS, -1), count.reshape(BATCH, HEADS)
+    return jax.device_put((padded.reshape(BATCH, HEADS, -1), count.reshape(BATCH, HEADS)))
 
 
 TOKENS = Selection(*ids([0, 3, 16], [1, 2], [0], [5, 6, 7, 8], [], [12]), granularity="token")
 WHOLE_PAGES = ids([0, 4], [1, 2], [0], [0, 1, 2], [1], [])
-BITS = np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape).astype(np.uint32)
+BITS = jax.device_put(
+    np.random.default_rng(3).integers(1, 16, WHOLE_PAGES[0].shape).astype(np.uint32)
+)
+DENSE = jax.device_put(np.array([[True, False, False], [False, True, False]]))
 SELECTIONS = {
     "tokens": TOKENS,
     "pages": Selection(*WHOLE_PAGES),
     "bits": Selection(*WHOLE_PAGES, bits=BITS),
-    "dense heads": Selection(
-        *WHOLE_PAGES, dense=np.array([[True, False, False], [False, True, False]])
+    "dense heads": Selection(*WHOLE_PAGES, dense=DENSE),
+    "all": Selection(
+        *ids([0], [0], [0], [0], [0], [0]), dense=jax.device_put(np.ones((BATCH, HEADS), bool))
     ),
-    "all": Selection(*ids([0], [0], [0], [0], [0], [0]), dense=np.ones((BATCH, HEADS), bool)),
     "none": Selection(*ids([], [], [], [], [], [])),
 }
 
@@ -64,10 +67,11 @@ def drawn(seed=0, bias=False):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
+        return jax.device_put(rng.standard_normal(shape).astype(np.float32))
 
     pool = BATCH * HEADS * PAGES, PAGE
-    layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), LENGTHS)
+    lengths = jax.device_put(LENGTHS)
+    layer = LayerCache(normal(*pool, HEAD_DIM), normal(*pool, HEAD_DIM), lengths)
     return normal(BATCH, HEADS * GROUP, HEAD_DIM), layer._replace(
         bias=normal(*pool)
     ) if bias else layer

@@ -90,7 +90,7 @@ def test_lowers_for_cuda(sizes, full):
     bias = spec(pool.shape[:2], jnp.float32) if full else None
     layer = LayerCache(pool, pool, spec((batch, heads), jnp.int32), table, bias)
     listed = spec((batch, heads, capacity), jnp.int32)
-    selection = Selection(
+    chosen = (
         listed,
         spec((batch, heads), jnp.int32),
         spec(listed.shape, jnp.uint32) if full and page_size <= 32 else None,
@@ -98,14 +98,14 @@ def test_lowers_for_cuda(sizes, full):
     )
     tiles = schedule.tiles(head_dim, mixed=full)
 
-    def attend(q, layer, selection):
-        stats = "page_mass" if full else None
+    def attend(q, layer, chosen):
+        stats, selection = "page_mass" if full else None, Selection(*chosen)
         return mosaic.block_sparse_decode(
             q, layer, selection, sm_scale=0.1, stats=stats, tiles=tiles
         )
 
     q = spec((batch, heads * group, head_dim), pool.dtype)
-    lowered = jax.jit(attend).trace(q, layer, selection).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(attend).trace(q, layer, chosen).lower(lowering_platforms=("cuda",))
     assert "block_sparse_decode" in lowered.as_text()
 
 

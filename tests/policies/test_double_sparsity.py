@@ -306,13 +306,13 @@ def test_many_tokens_are_appended_at_once():
     positions = np.asarray(cache.positions)[:, None] + np.arange(5, dtype=np.int32)
 
     @jax.jit
-    def appended(cache, state):
+    def appended(cache, state, k, positions):
         for layer in range(LAYERS):
-            cache = kv_cache.append(cache, layer, k, k, positions, np.full(2, 5, np.int32))
+            cache = kv_cache.append(cache, layer, k, k, positions, jnp.full(2, 5, jnp.int32))
             state = policy.append(state, layer, k, k, positions, positions, cache)
         return cache, state
 
-    cache, state = appended(cache, state)
+    cache, state = appended(cache, state, k, positions)
     assert cache.layers[0].lengths[:, 0].tolist() == [42, 14]
     assert_labels_are_of_the_cache(cache, state)
 

@@ -57,7 +57,7 @@ def files(tmp_path):
 
 def test_the_mean_is_that_of_keys_before_rope_and_keys_then_reach_as_far_as_queries():
     rng = np.random.default_rng(0)
-    positions = np.arange(512, dtype=np.int32)
+    positions = jax.device_put(np.arange(512, dtype=np.int32))
     frequencies = jnp.asarray(1e6 ** (-np.arange(16) / 16), jnp.float32)
     constant = np.zeros((2, 1, 32))
     constant[:, :, [13, 14, 29, 31]] = rng.uniform(50, 200, (2, 1, 4))

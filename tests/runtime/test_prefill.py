@@ -139,7 +139,7 @@ def test_padding_and_finished_rows_write_nothing():
 def spoil(layer, noise, first):
     """The layer with noise for K and V from each head's slot `first` on."""
     rows, count = noise.shape[:2]
-    positions, valid = np.zeros((rows, count), np.int32), np.full(rows, count)
+    positions, valid = jnp.zeros((rows, count), jnp.int32), jnp.full(rows, count)
     return kv_cache.write(layer, noise, -noise, positions, valid, first)
 
 
@@ -199,11 +199,12 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
     total = (lengths + valid).astype(np.int32)
 
     @jax.jit
-    def attended(q, k, v, valid):
-        cache = kv_cache.append(kv_cache.init(spec), 0, k_all, v_all, everything, total)
+    def attended(q, k, v, valid, *held):
+        cache = kv_cache.append(kv_cache.init(spec), 0, *held)
         return prefill.attend_chunk(q, k, v, cache.layers[0], valid)
 
-    o = np.asarray(attended(q, *chunk, valid.astype(np.int32)))
+    held = k_all, v_all, everything, total
+    o = np.asarray(attended(q, *chunk, valid.astype(np.int32), *held))
     for b, t, n in np.ndindex(3, 4, 4):
         if t < valid[b]:
             seen = slice(0, lengths[b] + t + 1)
