@@ -84,6 +84,7 @@ def test_it_is_registered():
     )
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate_with_the_policy(params):
     lm = model()
     contexts = [*PROMPTS, *PROMPTS]
