@@ -1,6 +1,6 @@
 """Marks some parameters of a test slow, so that the default run has a share of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,11 +19,3 @@ def slow_except_named(cases: Iterable[Any], *names: str) -> list[Any]:
     kept = [case for case in cases if case.name in names]
     assert len(kept) == len(names), names
     return slow_except(cases, *kept)
-
-
-def every_other(cases: Sequence[Any]) -> list[Any]:
-    """Returns the cases as parameters, every second one marked slow."""
-    return [
-        pytest.param(case, marks=pytest.mark.slow) if nth % 2 else case
-        for nth, case in enumerate(cases)
-    ]

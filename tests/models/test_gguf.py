@@ -9,22 +9,18 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from writers import assert_refused, expected_weights, hf_config, hf_tensors, write_gguf
+from writers import (
+    PACKAGE_CAN,
+    SMALL,
+    TENSORS,
+    WIDE,
+    assert_refused,
+    expected_weights,
+    hf_tensors,
+    write_gguf,
+)
 
 from jsparse.models.checkpoint import load
-
-# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
-# in plain order.
-WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
-PACKAGE_CAN = [
-    kind
-    for kind in gguf.GGML_QUANT_SIZES
-    if kind.name in ("F32", "F16")
-    or kind in gguf.quants._type_traits  # the package has no public list
-]
-
-SMALL = hf_config("llama", num_hidden_layers=1)
-TENSORS = hf_tensors(SMALL)
 
 
 @pytest.fixture

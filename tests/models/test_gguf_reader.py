@@ -4,29 +4,11 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from writers import gguf_name, hf_config, hf_tensors, write_gguf
+from writers import PACKAGE_CAN, SMALL, TENSORS, WIDE, gguf_name, hf_tensors, write_gguf
 
 from jsparse.models.gguf import QUANTISATIONS, GGUFFile
 
 pytestmark = pytest.mark.pure
-
-# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
-# in plain order.
-WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
-
-
-PACKAGE_CAN = [
-    kind
-    for kind in gguf.GGML_QUANT_SIZES
-    if kind.name in ("F32", "F16")
-    or kind in gguf.quants._type_traits  # the package has no public list
-]
-
-
-SMALL = hf_config("llama", num_hidden_layers=1)
-
-
-TENSORS = hf_tensors(SMALL)
 
 
 @pytest.fixture

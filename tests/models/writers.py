@@ -234,3 +234,16 @@ def assert_refused(
         load(model)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+# Rows of a multiple of 256 values, which the K and IQ types need; a family whose q and k are stored
+# in plain order.
+WIDE = hf_config("qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
+PACKAGE_CAN = [
+    kind
+    for kind in gguf.GGML_QUANT_SIZES
+    if kind.name in ("F32", "F16")
+    or kind in gguf.quants._type_traits  # the package has no public list
+]
+SMALL = hf_config("llama", num_hidden_layers=1)
+TENSORS = hf_tensors(SMALL)

@@ -7,23 +7,12 @@ import pytest
 from encoders import words
 from hypothesis import given
 from hypothesis import strategies as st
+from own_questions import ROWS, written
 
 from jsparse.evaluation.tasks import parse
 from jsparse.evaluation.tasks.questions import final_answer, same
 
 pytestmark = pytest.mark.pure
-
-ROWS = [
-    {"id": "sum", "question": "the cat sat on the mat", "answer": 42, "source": "made up"},
-    {"question": "the dog", "answer": " $\\frac{1}{2}$ "},
-    {"id": 7, "question": "the house is red", "answer": "1,000"},
-]
-
-
-def written(folder, *lines):
-    file = folder / "questions.jsonl"
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture

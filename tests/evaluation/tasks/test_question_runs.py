@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from own_questions import ROWS, written
 
 import jsparse
 from jsparse.evaluation import evaluators
@@ -20,19 +21,6 @@ SINK = "streaming(sink=1, recent=1)"
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-ROWS = [
-    {"id": "sum", "question": "the cat sat on the mat", "answer": 42, "source": "made up"},
-    {"question": "the dog", "answer": " $\\frac{1}{2}$ "},
-    {"id": 7, "question": "the house is red", "answer": "1,000"},
-]
-
-
-def written(folder, *lines):
-    file = folder / "questions.jsonl"
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture
