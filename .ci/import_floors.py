@@ -93,7 +93,9 @@ def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
             found = (alias.name for alias in node.names if alias.name.startswith("jsparse."))
             yield from ((node.lineno, name.removeprefix("jsparse.")) for name in found)
         elif (
-            isinstance(node, ast.Attribute) and ast.unparse(node).removeprefix("jsparse.") in public
+            isinstance(node, ast.Attribute)
+            and node.attr in public
+            and ast.unparse(node) == f"jsparse.{node.attr}"
         ):
             yield node.lineno, public[node.attr]
 

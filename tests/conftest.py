@@ -18,13 +18,14 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # not there under python -B
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # jax reads all of these on import. Several processes share a GPU, if there is one. On a CPU, most
-# of a test's time is compilation: LLVM need not optimise, while XLA's own passes stay as users have
-# them.
+# of a test's time is compilation: LLVM need not optimise, and loops need not be lowered by MLIR,
+# which takes twice as long as the rest. XLA's own passes stay as users have them.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     )
 
 

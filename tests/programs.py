@@ -7,6 +7,7 @@ cache holds counts, too.
 """
 
 import functools
+import gc
 import os
 import sys
 from collections import Counter
@@ -89,7 +90,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish(session):
+    """Begins to count; and what tests and modules are made of need not be searched for garbage."""
     listen()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)

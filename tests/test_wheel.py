@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[1]
 LINKED = ("models", "pallas_kernels", "train")
 
 
-# `uv run` names itself; what else is on the path may belong to another Python
+# `uv run` names itself; what else is on the path may belong to another Python, or answer here alone
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
-if subprocess.run([UV, "--version"], capture_output=True, check=False).returncode:
-    pytest.skip("needs uv to build", allow_module_level=True)
+ELSEWHERE = {"cwd": ROOT.anchor, "capture_output": True, "check": False}
+if not shutil.which(UV) or subprocess.run([UV, "--version"], **ELSEWHERE).returncode:
+    pytest.skip("needs the command uv", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 def only_pure(config) -> bool:
     """Returns whether tests marked pure are all that was asked for."""
-    return config.option.markexpr == "pure"
+    return "pure" in config.option.markexpr.split(" and ")
 
 
 def pytest_ignore_collect(collection_path: Path, config):

@@ -12,8 +12,11 @@ from jsparse.pallas_kernels.centroid_update.cases import CASES, JUNK, Case
 update = jax.jit(centroid_update, static_argnames="normalise")
 
 
-def check(case: Case, seed: int = 0) -> None:
+def check(case: Case, seed: int = 0, wider: float = 0.0) -> None:
     inputs = case.build(seed)
+    if wider:
+        of_groups = inputs.groups._replace(radius=inputs.groups.radius + wider)
+        inputs = inputs._replace(groups=of_groups)
     groups, points, radius, group, nth = jax.tree.map(np.asarray, inputs)
     made = update(*inputs, normalise=case.normalise)
     assert made.centroid.dtype == groups.centroid.dtype
@@ -57,6 +60,11 @@ def test_moves_centroids_as_a_loop_does(case):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_radii_reach_old_points_and_new_ones(seed):
     check(CASES[1], seed)
+
+
+def test_old_points_are_reached_from_where_their_centroid_moves():
+    """However near the new ones are."""
+    check(CASES[3], wider=10)
 
 
 def test_cases_are_what_they_say():

@@ -92,13 +92,15 @@ def test_what_is_usual_ends_at_the_target(family):
     """
     worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
     problem = Settings(target=11, family=family, penalty="ascent", steps=1000).lagrangian(30, 3)
-    end, _ = played(problem, seeds=(0, 1, 2), distance=partial(lost, worth))
+    end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, worth))
     active = jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
     np.testing.assert_allclose(active, 11, rtol=0.05)
     if family != "hard_concrete":  # many of its gates stay a little open
         kept = np.asarray(jax.jit(jax.vmap(problem.gates.score))(end.gates)) > 0.5
         best = np.sort(worth.ravel())[-8:].sum()
-        assert all((worth * seed).sum() > 0.9 * best for seed in kept)
+        shares = np.array([(worth * seed).sum() for seed in kept]) / best
+        assert np.median(shares) > 0.95
+        assert shares.min() > 0.8
 
 
 def lost(worth, z):
