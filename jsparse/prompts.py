@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 BYTES = bytes | bytearray | memoryview
 
 
-def encode(params: "Params", prompt: Any) -> tuple[list[list[int]], bool]:
+def encode(
+    params: "Params", prompt: Any, *, special_tokens: bool = False
+) -> tuple[list[list[int]], bool]:
     """Returns the token ids of every prompt, and whether a single prompt was given.
 
     Args:
         params: the model; its tokenizer turns text into ids.
         prompt: text, chat messages (dicts with role and content), token ids (a list or an integer
             array), or a list of any of these; a 2-D integer array is a list of rows.
+        special_tokens: whether special tokens that are spelled in chat messages count as such; in a
+            text they do.
 
     Raises:
         ValueError: a prompt is empty, is of another kind, or has ids outside the vocabulary.
@@ -28,7 +32,7 @@ def encode(params: "Params", prompt: Any) -> tuple[list[list[int]], bool]:
     prompts = [prompt] if alone else list(prompt)
     if not prompts:
         raise ValueError("prompt=[]: must hold at least one prompt")
-    rows = [_ids(params, p) for p in prompts]
+    rows = [_ids(params, p, special_tokens) for p in prompts]
     for row, ids in enumerate(rows):
         name = "prompt" if alone else f"prompt[{row}]"
         if not ids:
@@ -70,7 +74,7 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
-def _ids(params: "Params", prompt: Any) -> list[int]:
+def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer_of(params, "a text prompt").encode(prompt)
     if hasattr(prompt, "ndim"):
@@ -87,6 +91,5 @@ def _ids(params: "Params", prompt: Any) -> list[int]:
         return [int(item) for item in prompt]
     if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):
         tokenizer = tokenizer_of(params, "a chat")
-        text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode_chat(list(prompt), special_tokens=special_tokens)
     raise ValueError(f"prompt={prompt!r}: must be text, chat messages or token ids")

@@ -61,6 +61,9 @@ class SamplingParams:
             returns none. `generate` takes None and 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
+        cache_salt: a secret of those who may share what has been read of their prompts: an engine's
+            prefix cache serves nobody who names another one. How many tokens were cached then tells
+            them nothing of the prompts of others.
 
     Raises:
         ValueError: a value is outside its range.
@@ -84,6 +87,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         """Checks what does not depend on the model."""
@@ -104,6 +108,8 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 20, "None or an integer from 0 to 20")
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt={self.cache_salt!r}: must be a string")
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
         object.__setattr__(self, "policy", dict(self.policy))

@@ -3,6 +3,8 @@
 from jsparse.models.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# the most tokens, each of at least a byte, of which UTF-8 makes one character
+LONGEST = 4
 
 
 class TextStream:
@@ -46,10 +48,9 @@ class TextStream:
         """Returns the text decoded so far; a stop string ends it."""
         return self._text
 
-    @property
-    def shown(self) -> str:
-        """Returns the text that has been certain so far: all pieces together."""
-        return self._text[: self._emitted]
+    def shown(self, first: int = 0) -> str:
+        """Returns the text that has been certain so far, all pieces together, from `first` on."""
+        return self._text[first : self._emitted]
 
     def push(self, *tokens: int) -> str:
         """Takes ids and returns the text that is now certain, possibly none."""
@@ -66,19 +67,29 @@ class TextStream:
 
     def _advance(self, *, final: bool) -> str:
         assert self._tokenizer is not None
-        known = self._tokenizer.decode(self._ids[self._context : self._settled])
         grown = self._tokenizer.decode(self._ids[self._context :])
         if final or not grown.endswith(UNFINISHED):
-            self._text += grown[len(known) :]
-            if len(grown) > len(
-                known
-            ):  # ids without text are no context: a decoder may drop a leading space
-                self._context = self._settled
-            self._settled = len(self._ids)
+            self._settle(len(self._ids), grown)
+        elif len(self._ids) - self._settled > 2 * LONGEST:
+            # bytes of no character: what ends LONGEST ids before the end is not unfinished
+            for end in range(len(self._ids) - LONGEST, len(self._ids) - 2 * LONGEST, -1):
+                part = self._tokenizer.decode(self._ids[self._context : end])
+                if grown.startswith(part):  # no character spans its end
+                    self._settle(end, part)
+                    break
         self._cut()
         safe = len(self._text) if final or self.stopped else len(self._text) - self._held_back()
         piece, self._emitted = self._text[self._emitted : safe], max(safe, self._emitted)
         return piece
+
+    def _settle(self, end: int, grown: str) -> None:
+        """Takes in the text up to `end`, of which `grown` is what follows the context's start."""
+        assert self._tokenizer is not None
+        known = self._tokenizer.decode(self._ids[self._context : self._settled])
+        self._text += grown[len(known) :]
+        if len(grown) > len(known):  # ids without text are no context: a decoder may drop a space
+            self._context = self._settled
+        self._settled = end
 
     def _cut(self) -> None:
         if len(self._ids) > self._least:

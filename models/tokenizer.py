@@ -5,7 +5,10 @@
 """
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,20 @@ class Tokenizer:
         """
         return bytes_of_tokens.token_bytes(self._core)
 
+    @cached_property
+    def most_characters_per_token(self) -> int | None:
+        """Returns the most characters of a text that one token stands for, or None.
+
+        None where a token may stand for anything (unknown words), or where it is not known.
+        """
+        model = self._core.model
+        if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
+            return None
+        try:
+            return max(map(len, self.token_bytes()), default=None)
+        except ValueError:
+            return None
+
     def control_token_ids(self) -> list[int]:
         """Returns the ids of the tokens that are no text, such as the end of a turn."""
         added = self._core.get_added_tokens_decoder()
@@ -159,6 +176,61 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         return chat_templates.render(self.chat_template, messages, variables)
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, special_tokens: bool = False
+    ) -> list[int]:
+        """Returns the ids of a chat that is to be answered, by the model's chat template.
+
+        Args:
+            messages: as `apply_chat_template` takes them.
+            special_tokens: whether special tokens that are spelled in messages, such as
+                "<|im_end|>", count as such. Whoever writes a message can then write other turns, of
+                the system too. Otherwise they are text, and only the template's own count.
+
+        Raises:
+            ValueError: as `apply_chat_template` says.
+        """
+        mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # in no message
+
+        def marked(message: dict[str, Any]) -> dict[str, Any]:
+            content = message.get("content")
+            if special_tokens or not isinstance(content, str) or not self._special_tokens:
+                return message
+            hidden = self._special_pattern.sub(
+                lambda found: f"{mark}{self._special_tokens[found[0]]}{mark}", content
+            )
+            return message if hidden == content else message | {"content": hidden}
+
+        text = self.apply_chat_template([marked(message) for message in messages])
+        ids = []
+        # every other part is the id of a special token that a message spells
+        for nth, part in enumerate(text.split(mark)):
+            if nth % 2:
+                ids += self._as_text[int(part)]
+            elif part:
+                ids += self.encode(part, add_special_tokens=False)
+        return ids
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        added = self._core.get_added_tokens_decoder()
+        return {token.content: nth for nth, token in added.items() if token.special}
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    @cached_property
+    def _as_text(self) -> dict[int, list[int]]:
+        """Returns the ids of each special token's spelling, as text."""
+        plain = tokenizers.Tokenizer.from_str(self._core.to_str())
+        plain.encode_special_tokens = True
+        return {
+            nth: plain.encode(spelled, add_special_tokens=False).ids
+            for spelled, nth in self._special_tokens.items()
+        }
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":

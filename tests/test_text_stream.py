@@ -137,11 +137,27 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, lea
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from([*"aé→🙂".encode(), 0xFF, 0xC3, SPECIAL]), max_size=14))
+@given(st.lists(st.sampled_from([*"aé→🙂".encode(), 0xFF, 0xC3, SPECIAL]), max_size=40))
 @example([*"\N{REPLACEMENT CHARACTER}".encode(), 0x61])
+@example([0xF0] * 9 + [*"🙂🙂".encode(), 0x9F] * 3)
+@example([0xA1] * 8 + [0xF0, 0x9F] * 5 + [0xF0])
 def test_any_bytes_become_the_text_of_all_ids(ids):
     pieces, stream, _ = run(ByteTokenizer(), ids)
     assert "".join(pieces) == stream.text == ByteTokenizer().decode(ids)
+
+
+@pytest.mark.parametrize("token", [0xF0, 0xA1, 0x61])
+def test_bytes_of_no_character_cost_what_others_do(token):
+    """Per id, a number of ids is decoded that does not grow."""
+    decoded = []
+
+    class Counted(ByteTokenizer):
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    run(Counted(), [token] * 2000, ["zz"])
+    assert sum(decoded) < 2000 * 80
 
 
 @settings(max_examples=200)

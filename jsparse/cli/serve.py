@@ -1,6 +1,7 @@
 """Defines the command `jsparse serve`."""
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -9,6 +10,7 @@ from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
 
 if TYPE_CHECKING:
     from jsparse.engine.async_engine import AsyncEngine
+    from jsparse.policy import Policy
 
 
 def serve(
@@ -61,13 +63,30 @@ def serve(
             "Repeatable."
         ),
     ] = None,
-    seed: Annotated[int, Option(help="Random seed of requests that name none.")] = 0,
+    seed: Annotated[
+        int | None,
+        Option(help="Random seed of requests that name none; the default is drawn at the start."),
+    ] = None,
+    drain_seconds: Annotated[
+        float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            help="Further name under which browsers may reach a server of this machine alone that "
+            "has no key; * is any. Repeatable."
+        ),
+    ] = None,
+    special_tokens_in_messages: Annotated[
+        bool,
+        Option(help="Whether special tokens spelled in messages count: users could write turns."),
+    ] = False,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
-    Requests join and leave one running batch. SIGTERM finishes those that have begun.
+    Requests join and leave one running batch. SIGTERM lets those finish that have begun.
 
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
@@ -87,7 +106,8 @@ def serve(
     _require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
     if default_max_tokens is not None:
         _require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
-    _require("--seed", seed, 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+    _require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+    _require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
     # the key stays out of the message
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
         raise ValueError("--api-key: must be one or more visible ASCII characters")
@@ -108,7 +128,7 @@ def serve(
             enable_prefix_caching=enable_prefix_caching,
             max_waiting=max_waiting,
             per_request=tuple(per_request or ()),
-            layer_stats=True,
+            layer_stats="newest",
             prepare=True,
             seed=seed,
         )
@@ -119,8 +139,9 @@ def serve(
 
     def on_ready(engine: "AsyncEngine") -> None:
         where = f"[{address}]" if ":" in address else address
-        name, run_by = options.name, engine.engine.policy.name
-        print(f"jsparse serves {name} with {run_by} at http://{where}:{at}", flush=True)
+        name, run_by = options.name, engine.engine.policy
+        print(f"jsparse serves {name} with {run_by.name} at http://{where}:{at}", flush=True)
+        print(_what_is_sparse(run_by, per_request or ()), flush=True)
 
     options = Options(
         served_model_name or model,
@@ -128,10 +149,21 @@ def serve(
         max_waiting,
         max_logprobs=max_logprobs,
         default_max_tokens=default_max_tokens,
+        hosts=None if api_key else run.own_names(address, host, allowed_host or ()),
+        special_tokens=special_tokens_in_messages,
+        drain_seconds=drain_seconds,
     )
     run.serve(options, make_engine, listening, on_ready=on_ready)
 
 
-def _require(option: str, value: int, holds: bool, rule: str) -> None:
+def _what_is_sparse(policy: "Policy", per_request: Sequence[str]) -> str:
+    """Returns the line that says so at the start."""
+    settable = f"; requests may set {', '.join(per_request)}" if per_request else ""
+    if policy.name.startswith("dense("):
+        return f"Nothing is sparse: every step attends to all tokens{settable}."
+    return f"Answers attend to what the policy selects, prompts to all tokens{settable}."
+
+
+def _require(option: str, value: float | None, holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(f"{option} {value}: must be {rule}")

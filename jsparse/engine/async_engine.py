@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import secrets
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,12 @@ from jsparse.policy import Policy
 from jsparse.request import Request, SamplingParams, requests
 
 MAX_WAITING = 1024
+STREAMS = 2**20
+
+
+def drawn_seed() -> int:
+    """Returns a seed that nobody foresees."""
+    return secrets.randbits(63)
 
 
 class _Listener:
@@ -54,10 +61,12 @@ class AsyncEngine:
         policy: Policy | str = "dense",
         *,
         max_waiting: int = MAX_WAITING,
-        seed: int = 0,
+        seed: int | None = None,
         **options: Any,
     ) -> None:
         """Loads the model, prepares the engine and starts its thread; takes what LLM takes.
+
+        Without a `seed`, requests that name none draw differently in every process.
 
         Raises:
             ValueError: an option is out of its range, the policy cannot be served, or memory does
@@ -65,7 +74,7 @@ class AsyncEngine:
         """
         params = model if isinstance(model, Params) else load(model)
         self.engine = Engine(params, policy, max_waiting=max_waiting, **options)
-        self._seed = seed
+        self._seed = drawn_seed() if seed is None else seed
         self._streams, self._names = itertools.count(), itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
         self._listeners: dict[str, _Listener] = {}
@@ -125,10 +134,11 @@ class AsyncEngine:
             rows, alone = await asyncio.to_thread(prompts.encode, params, prompt)
             if not alone:
                 raise ValueError(f"prompt holds {len(rows)} prompts: must be one")
-            (request,) = requests(params, rows, options, self.engine.policy, seed=self._seed)
-            if options.seed is None:
-                # a stream of random numbers of its own
-                request = replace(request, stream=next(self._streams) % 2**20)
+            nth = next(self._streams) if options.seed is None else 0
+            # a stream of random numbers of its own, of which a seed has as many
+            seed = (self._seed + nth // STREAMS) % 2**63
+            (request,) = requests(params, rows, options, self.engine.policy, seed=seed)
+            request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             self._tell(lambda: self._add(request, name, text, listener))
             finished = False

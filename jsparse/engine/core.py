@@ -4,8 +4,9 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import numpy as np
@@ -50,6 +51,7 @@ class Served:
     answers: list[Answer]
     growing: list[Growing]
     metrics: RequestMetrics
+    policy: str
 
     @property
     def finished(self) -> bool:
@@ -65,7 +67,16 @@ class Served:
             max(answer.cached for answer in self.answers),
             self.metrics,
             all(answer.finish_reason is not None for answer in made),
+            self.policy,
         )
+
+
+def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:
+    """Returns the policy that decodes a request which sets some of its hyper-parameters."""
+    if own.get("dense"):
+        return "dense"
+    changed = ", ".join(f"{name}={value}" for name, value in own.items() if name != "dense")
+    return f"{policy.name} with {changed}" if changed else policy.name
 
 
 class Engine:
@@ -96,7 +107,7 @@ class Engine:
         page_size: int = 16,
         enable_prefix_caching: bool = True,
         per_request: Sequence[str] = (),
-        layer_stats: bool = False,
+        layer_stats: bool | Literal["newest"] = False,
         steps_per_program: int | None = None,
         decode_rows: Sequence[int] | None = None,
         ladder: Sequence[tuple[int, int]] | None = None,
@@ -125,7 +136,8 @@ class Engine:
                 where the policy's state allows that.
             per_request: the names of the hyper-parameters that requests may set, among those that
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
-            layer_stats: whether outputs hold the shares attended and read of each layer and step.
+            layer_stats: whether outputs hold the shares attended and read of each layer and step;
+                "newest" keeps those of the newest step alone, for those who watch.
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
             decode_rows: the numbers of rows for which decode programs are made, rising up to
                 `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
@@ -174,7 +186,7 @@ class Engine:
         self.programs = Programs(
             *(params, policy, spec, self.sizes),
             knobs=knobs,
-            layer_stats=layer_stats,
+            layer_stats=bool(layer_stats),
             sampling=row_sampling([neutral()], params.config.vocab_size),
         )
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
@@ -248,15 +260,20 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: must not be that of a live request")
         now = self._clock() if arrived is None else arrived
-        served = Served(request_id, prompt, request.ids, [], [], RequestMetrics(now))
+        ran = policy_of(self.policy, request.sampling.policy)
+        served = Served(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
         for index in range(request.sampling.n):
             # each answer draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
-            answer = Answer(next(self._numbers), own.ids, own.sampling.max_tokens, now)
+            answer = Answer(
+                *(next(self._numbers), own.ids, own.sampling.max_tokens, now),
+                salt=own.sampling.cache_salt,
+            )
             if self._log is not None:
                 self._log.asked(answer.number, own)
             served.answers.append(answer)
-            served.growing.append(Growing(own, index, self.params.tokenizer))
+            keep = self._layer_stats is True
+            served.growing.append(Growing(own, index, self.params.tokenizer, keep_layers=keep))
         self._requests[request_id] = served
         for answer, growing in zip(served.answers, served.growing, strict=True):
             self._live[answer.number] = served, answer, growing
@@ -334,7 +351,9 @@ class Engine:
                 continue  # it ended while this was on its way
             for nth in range(steps):
                 if growing.finish is None:
-                    growing.take(unpack(packed[nth, row], self.spec.num_layers, self._layer_stats))
+                    growing.take(
+                        unpack(packed[nth, row], self.spec.num_layers, bool(self._layer_stats))
+                    )
                     served.metrics.token_times.append(now)
                     self.counters.new_tokens += 1
             heard.append(served)
@@ -369,6 +388,6 @@ class Engine:
             "dtype": str(self.spec.dtype),
             "sizes": self.sizes._asdict(),
             "per_request": self._per_request,
-            "layer_stats": self._layer_stats,
+            "layer_stats": bool(self._layer_stats),
         }
         return plan_log.PlanLog(file, engine)

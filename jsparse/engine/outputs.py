@@ -93,6 +93,7 @@ class RequestOutput:
             another of these answers, had read them; the most of any answer.
         metrics: when things happened.
         finished: whether all answers are complete.
+        policy: the policy that decoded them, with what this request set of it.
     """
 
     request_id: str
@@ -102,6 +103,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics
     finished: bool
+    policy: str
 
 
 class Growing:
@@ -109,17 +111,32 @@ class Growing:
 
     Text is made when it is asked for, and for stop strings after every token. One thread may `take`
     while another asks for the `output`.
+
+    Attributes:
+        request, index: the request, and the number of the answer among its answers.
+        finish: why the answer has ended, or None.
+        token_ids, logprobs: its tokens and their log-probabilities.
+        layers: the newest decode step's shares attended and read in each layer, if known.
     """
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
-        """Begins an answer without tokens."""
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer | None,
+        *,
+        keep_layers: bool = True,
+    ) -> None:
+        """Begins an answer without tokens, which keeps each layer's shares of all steps or not."""
         options = request.sampling
         self.request, self.index = request, index
         self.finish: str | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
+        self.layers: np.ndarray | None = None
         self._layers: list[np.ndarray] = []
+        self._keep_layers = keep_layers
         self._attended = self._read = 0.0
         self._stream = TextStream(
             tokenizer, tuple(options.stop), options.include_stop_str_in_output, options.min_tokens
@@ -141,7 +158,8 @@ class Growing:
         if len(self.token_ids) > 1:  # the first comes from the prompt, not from a decode step
             self._attended += result.attended
             self._read += result.read
-            if result.layers is not None:
+            self.layers = result.layers
+            if result.layers is not None and self._keep_layers:
                 self._layers.append(result.layers)
         if options.logprobs:
             assert result.top is not None
@@ -169,11 +187,6 @@ class Growing:
         steps = len(self.token_ids) - 1
         return (self._attended / steps, self._read / steps) if steps > 0 else (None, None)
 
-    @property
-    def layers(self) -> np.ndarray | None:
-        """Returns the newest decode step's shares attended and read in each layer, if kept."""
-        return self._layers[-1] if self._layers else None
-
     def output(self, *, new: bool = False) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain.
 
@@ -181,13 +194,13 @@ class Growing:
         """
         with self._lock:
             self._advance()
-            text, (attended, read) = self._stream.shown, self.shares
             asked, (token, char) = self.request.sampling.logprobs, self._told if new else (0, 0)
-            self._told = len(self.token_ids), len(text)
+            text, (attended, read) = self._stream.shown(char), self.shares
+            self._told = len(self.token_ids), char + len(text)
             layers = self._layers[max(0, token - 1) :]
             return CompletionOutput(
                 index=self.index,
-                text=text[char:],
+                text=text,
                 token_ids=self.token_ids[token:],
                 logprobs=None if asked is None else self.logprobs[token:],
                 top_logprobs=self._top[token:] if asked else None,

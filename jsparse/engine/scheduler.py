@@ -102,6 +102,7 @@ class Answer:
         cached: the number of tokens that were taken over from other requests.
         sent: the number of its tokens that have been planned.
         stopped: whether it wants no more tokens.
+        salt: what those who share its blocks have in common beside the tokens.
         blocks: the blocks that it holds, from the prompt's beginning on.
         own: the groups behind them.
     """
@@ -111,6 +112,7 @@ class Answer:
     max_tokens: int
     born: float
     keys: list[bytes] = field(default_factory=list)
+    salt: str = ""
     phase: Phase = Phase.WAITING
     slot: int = -1
     read: int = 0
@@ -213,7 +215,8 @@ class Scheduler:
         """
         self.require_room(len(answer.ids), answer.max_tokens)
         if self.rules.root is not None:
-            answer.keys = block_keys(answer.ids, self.sizes.block_tokens, self.rules.root)
+            root = f"{self.rules.root}\n{answer.salt}"
+            answer.keys = block_keys(answer.ids, self.sizes.block_tokens, root)
         heapq.heappush(self.waiting, (answer.rank, answer.number, answer))
 
     def require_room(self, prompt: int, max_tokens: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -29,7 +30,7 @@ from jsparse.server.protocol import (
     chat_of,
 )
 from jsparse.server.service import Service
-from jsparse.server.sse import ClientGone, EventStream, Timely, event
+from jsparse.server.sse import ClientGone, EventStream, event
 
 PAGE = Path(__file__).parent / "page"
 # the page loads what lies beside it, talks to this server alone, and is shown in no other page
@@ -50,7 +51,13 @@ log = logging.getLogger("jsparse.server")
 
 def make_app(service: Service, page: Path = PAGE) -> FastAPI:
     """Returns the application of a service, which may get its engine later."""
-    app = FastAPI(title="jsparse", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="jsparse",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the address would be of the client's choosing
+    )
     files = {file.name: file.read_bytes() for file in page.glob("*.*")} if page.is_dir() else {}
     app.add_middleware(
         Gate, service=service, open_paths={*OPEN, "/", *(f"/{name}" for name in files)}
@@ -83,19 +90,18 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await refusal.response(scope, receive, send)
-        timely, self._service.inside = Timely(send), self._service.inside + 1
+        self._service.inside += 1
         try:
-            await self._app(scope, receive, timely)
-        except Exception:
-            if not timely.gone:
-                raise
+            await self._app(scope, receive, send)
         finally:
             self._service.inside -= 1
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        key = self._service.options.api_key
+        headers, key = Headers(scope=scope), self._service.options.api_key
+        if foreign := self._service.options.foreign(headers):
+            return ApiError(403, foreign, code="foreign_host")
         if key is not None and scope["path"] not in self._open:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            given = headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, b"Bearer " + key.encode()):
                 return ApiError(
                     401,
@@ -129,21 +135,23 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await completions.chat(service, request)
 
     async def tokenize(request: Request) -> Response:
+        asked = await service.body(TokenizeRequest, request)
         with service.arriving():
-            asked = await service.body(TokenizeRequest, request)
             try:
                 if asked.messages is not None:
                     (ids,) = await service.encode(chat_of(asked.messages))
                 else:
-                    ids = await service.texts.ids(asked.prompt or "", asked.add_special_tokens)
+                    ids = await service.ids(asked.prompt or "", asked.add_special_tokens)
             except ValueError as error:
-                raise as_api_error(error, {"text": "prompt"}) from error
+                field = "prompt" if asked.messages is None else "messages"
+                names: dict[str, str] = dict.fromkeys(("text", "prompt", "messages"), field)
+                raise as_api_error(error, names) from error
         most = service.ready.engine.sizes.max_model_len
         return json_response({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(request: Request) -> Response:
+        asked = await service.body(DetokenizeRequest, request)
         with service.arriving():
-            asked = await service.body(DetokenizeRequest, request)
             try:
                 text = await service.texts.text(asked.tokens)
             except ValueError as error:
@@ -205,6 +213,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _add_file(app: FastAPI, path: str, name: str, data: bytes) -> None:
     kind = mimetypes.guess_type(name)[0]
 
+    @app.head(path, response_model=None, include_in_schema=False, name=f"head {path}")
     @app.get(path, response_model=None, include_in_schema=False, name=path)
     async def file() -> Response:
         return Response(data, headers=PAGE_HEADERS, media_type=kind)

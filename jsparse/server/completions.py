@@ -173,16 +173,16 @@ class Chats(Answers):
 
 async def complete(service: Service, http: HttpRequest) -> Response:
     """Answers POST /v1/completions."""
+    request = await service.body(CompletionRequest, http)
     with service.arriving():
-        request = await service.body(CompletionRequest, http)
         answers = await unless_gone(http.receive, _complete(service, request))
     return await _answered(answers, http)
 
 
 async def chat(service: Service, http: HttpRequest) -> Response:
     """Answers POST /v1/chat/completions."""
+    request = await service.body(ChatRequest, http)
     with service.arriving():
-        request = await service.body(ChatRequest, http)
         answers = await unless_gone(http.receive, _chat(service, request))
     return await _answered(answers, http)
 
@@ -196,7 +196,8 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
         given = [request.prompt] if one else request.prompt
         texts = []
         if request.echo:
-            texts = await service.texts.encode(_echoed, service, given)
+            size = sum(map(len, given))
+            texts = await service.texts.encode(_echoed, service, given, size=size)
         options = request.sampling(request.most, service.temperature)
         asked = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:

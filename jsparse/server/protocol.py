@@ -21,7 +21,7 @@ from jsparse.server.errors import ApiError, shown
 # bounds on what the engine would work through for each token or each prompt
 MOST_LIKELY = 20
 MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS, MOST_KNOBS = 128, 16, 128, 1000, 64
-MOST_MESSAGES = 4096
+MOST_MESSAGES, MOST_SALT_CHARS = 4096, 256
 
 # fields that other servers know
 REFUSED = {
@@ -75,6 +75,7 @@ SAME = (
     "ignore_eos",
     "min_tokens",
     "policy",
+    "cache_salt",
 )
 
 
@@ -198,6 +199,7 @@ class Sampled(_Body):
     ignore_eos: bool = False
     min_tokens: int = 0
     policy: Annotated[dict[str, bool | float], _at_most(MOST_KNOBS)] = Field(default_factory=dict)
+    cache_salt: str = Field("", max_length=MOST_SALT_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -5,7 +5,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -13,7 +15,7 @@ from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
 from jsparse.server.app import make_app
-from jsparse.server.heads import BoundedHeads
+from jsparse.server.connections import SECONDS, BoundedConnection
 from jsparse.server.service import Options, Service
 
 POLL_SECONDS = 0.05
@@ -35,13 +37,27 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(f"--host {host} --port {port}: {error}") from None
 
 
+def own_names(address: str, host: str, more: Sequence[str]) -> frozenset[str] | None:
+    """Returns the names of a server that this machine alone can reach; None is any.
+
+    Args:
+        address: the address that it listens on.
+        host: the name by which it was told to.
+        more: further names; "*" is any.
+    """
+    if "*" in more or not (more or ip_address(address).is_loopback):
+        return None
+    given = ("localhost", "127.0.0.1", "::1", address, host, *more)
+    return frozenset(name.lower() for name in given)
+
+
 def configured(app: ASGIApp) -> uvicorn.Config:
     """Returns how the application is served."""
     return uvicorn.Config(
         app,
-        http=BoundedHeads,
+        http=BoundedConnection,
         log_level="warning",
-        timeout_keep_alive=65,
+        timeout_keep_alive=2 * SECONDS,  # the connection itself waits SECONDS
         timeout_graceful_shutdown=CLOSE_SECONDS,
         server_header=False,
     )
@@ -54,7 +70,7 @@ def serve(
     *,
     on_ready: Callable[[AsyncEngine], None] = lambda engine: None,
 ) -> None:
-    """Answers requests until SIGTERM or SIGINT; those that have begun are finished then.
+    """Answers requests until SIGTERM or SIGINT; those that have begun have time to finish then.
 
     /health tells meanwhile: the server listens before its model is loaded.
 
@@ -131,6 +147,11 @@ def _load(
 
 
 async def _end_when_drained(server: _Server, service: Service) -> None:
-    while not (service.draining and service.inside == 0):
+    while not service.draining:
         await asyncio.sleep(POLL_SECONDS)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(service.options.drain_seconds):
+            while service.inside:
+                await asyncio.sleep(POLL_SECONDS)
     server.should_exit = True
+    server.force_exit = service.inside > 0

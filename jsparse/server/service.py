@@ -6,8 +6,11 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
 from jsparse import prompts
@@ -15,15 +18,16 @@ from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
 from jsparse.engine.core import Served
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.request import SamplingParams
-from jsparse.server.errors import ApiError, full
+from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.metrics import Metrics
 from jsparse.server.protocol import MOST_LIKELY, _Body, parse
 from jsparse.server.text import Texts
 
 # a body may have this many bytes per token that a prompt can have, and at least LEAST_BODY
 BYTES_PER_TOKEN, LEAST_BODY = 32, 2**20
-# larger bodies are parsed in a thread
+# larger bodies are parsed in a thread, and count among those that are held at a time
 PARSED_AT_ONCE = 2**16
+LARGE_BODIES_HELD = 2**26
 BODY_SECONDS = 60
 
 
@@ -38,6 +42,9 @@ class Options:
         max_logprobs: the most likely tokens that requests may ask for beside each token.
         default_max_tokens: the most tokens of answers to chats that name no number; None is as many
             as there is room for.
+        hosts: the names under which browsers may reach the server, lower-case; None is any.
+        special_tokens: whether special tokens that are spelled in messages count as such.
+        drain_seconds: how long requests that have begun may take once the server is to end.
     """
 
     name: str
@@ -45,6 +52,22 @@ class Options:
     max_waiting: int = MAX_WAITING
     max_logprobs: int = MOST_LIKELY
     default_max_tokens: int | None = None
+    hosts: frozenset[str] | None = None
+    special_tokens: bool = False
+    drain_seconds: float = 30.0
+
+    def foreign(self, headers: Headers) -> str | None:
+        """Returns why a request must not be answered: it names a host that this one is not.
+
+        A page whose own name has been bound to this machine's address may ask, in a browser, as if
+        it were the server's own page (DNS rebinding).
+        """
+        for name in ("host", "origin") if self.hosts is not None else ():
+            given = headers.get(name)
+            if given and _host_of(given) not in (self.hosts or ()):
+                hosts = ", ".join(sorted(self.hosts or ()))
+                return f"{name}={shown(given)}: must be among {hosts} (--allowed-host)"
+        return None
 
 
 class Service:
@@ -65,7 +88,7 @@ class Service:
         self.engine: AsyncEngine | None = None
         self.live: dict[str, Asked] = {}
         self.created = int(time.time())
-        self.inside = self._arriving = 0
+        self.inside = self._arriving = self._held = 0
 
     def begin(self, engine: AsyncEngine) -> None:
         """Takes in the engine: from now on requests are answered. Any thread may call it."""
@@ -84,7 +107,7 @@ class Service:
         """Returns why no request can be answered, or None."""
         if self.engine is None:
             return "the model is being loaded"
-        if not self.engine.alive:
+        if not (self.engine.alive and self.texts.alive):
             return "the engine has failed"
         return "the server is shutting down" if self.draining else None
 
@@ -108,7 +131,7 @@ class Service:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Counts a request until the engine has it: bodies and their tokens take memory, too.
+        """Counts a request whose body is here until the engine has it: tokens take memory, too.
 
         Raises:
             ApiError: as many arrive as may wait.
@@ -133,7 +156,7 @@ class Service:
         if sort != "application/json":
             # a foreign page in a browser cannot send this type without asking, which is refused
             raise ApiError(415, f"Content-Type={sort!r}: must be 'application/json'")
-        data = bytearray()
+        data, held = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 if int(request.headers.get("content-length") or 0) > most:
@@ -142,13 +165,19 @@ class Service:
                     data += piece
                     if len(data) > most:
                         raise _too_large(most)
+                    if len(data) > PARSED_AT_ONCE:
+                        self._held, held = self._held + len(data) - held, len(data)
+                        if self._held > max(most, LARGE_BODIES_HELD):
+                            raise full("too many large bodies arrive")
+            if held:
+                asked = await self.texts.encode(parse, kind, bytes(data), size=held)
+            else:
+                asked = parse(kind, bytes(data))
         except TimeoutError:
             message = f"the body took over {BODY_SECONDS} s: must come sooner"
             raise ApiError(408, message, headers={"Connection": "close"}) from None
-        if len(data) > PARSED_AT_ONCE:
-            asked = await self.texts.encode(parse, kind, bytes(data))
-        else:
-            asked = parse(kind, bytes(data))
+        finally:
+            self._held -= held
         name = getattr(asked, "model", None)
         if name not in (None, self.options.name):
             raise ApiError(
@@ -160,9 +189,30 @@ class Service:
         return asked
 
     async def encode(self, prompt: Any) -> list[list[int]]:
-        """Returns the ids of each prompt: text, messages, ids, or a list of any of these."""
-        rows, _ = await self.texts.encode(prompts.encode, self.ready.engine.params, prompt)
+        """Returns the ids of each prompt: text, messages, ids, or a list of any of these.
+
+        Raises:
+            ValueError: a text is longer than any prompt can be, or `prompts.encode` refuses it.
+        """
+        encode = partial(prompts.encode, special_tokens=self.options.special_tokens)
+        sizes = _sizes(prompt)
+        self._require_short(max(sizes))
+        size = sum(sizes)
+        rows, _ = await self.texts.encode(encode, self.ready.engine.params, prompt, size=size)
         return rows
+
+    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Returns the ids of one text; raises ValueError as `encode` does."""
+        self._require_short(len(text))
+        return await self.texts.ids(text, add_special_tokens)
+
+    def _require_short(self, size: int) -> None:
+        """Refuses to tokenise what is far too long, which takes seconds."""
+        tokenizer, tokens = self.texts.tokenizer, self.ready.engine.sizes.max_model_len
+        longest = tokenizer and tokenizer.most_characters_per_token
+        if longest and size > tokens * longest:
+            rule = f"must be at most {tokens * longest}, as max_model_len={tokens}"
+            raise ValueError(f"prompt has {size} characters: {rule}")
 
     def room(self, ids: Sequence[int]) -> int:
         """Returns the most tokens of an answer for which a request names no number; at least 1."""
@@ -189,7 +239,9 @@ class Service:
             ValueError, EngineFull, EngineError: one was refused; none is worked on then.
         """
         wanted = sum(each.n for each in options)
-        most = self.options.max_waiting + self.ready.engine.sizes.num_slots
+        slots = self.ready.engine.sizes.num_slots
+        # nobody fills the queue alone
+        most = max(slots, (self.options.max_waiting + slots) // 2)
         if wanted > most:
             asked = f"n={max(each.n for each in options)} for {len(rows)} prompts"
             raise ValueError(f"{asked} asks for {wanted} answers: must be at most {most}")
@@ -287,7 +339,11 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(output.num_cached_tokens for output in outputs)
         },
-        "jsparse": {"attended": _mean(answers, "attended"), "read": _mean(answers, "read")},
+        "jsparse": {
+            "attended": _mean(answers, "attended"),
+            "read": _mean(answers, "read"),
+            "policy": outputs[0].policy,
+        },
     }
 
 
@@ -295,6 +351,23 @@ def _mean(answers: Sequence[CompletionOutput], share: str) -> float | None:
     known = [getattr(answer, f"{share}_fraction") for answer in answers]
     known = [value for value in known if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _sizes(prompt: Any) -> list[int]:
+    """Returns the number of characters of each prompt; 0 for ids."""
+    if isinstance(prompt, str):
+        return [len(prompt)]
+    if isinstance(prompt[0], dict):
+        return [sum(len(message["content"]) for message in prompt)]
+    return [len(each) if isinstance(each, str) else 0 for each in prompt]
+
+
+def _host_of(address: str) -> str | None:
+    """Returns the host of a Host or Origin header, lower-case; None if there is none."""
+    try:
+        return urlsplit(address if "://" in address else f"//{address}").hostname
+    except ValueError:
+        return None
 
 
 def _too_large(most: int) -> ApiError:

@@ -14,38 +14,11 @@ from jsparse.engine.errors import EngineError
 from jsparse.server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
-# a client that reads nothing for as long has hung up
-SEND_SECONDS = 60
 log = logging.getLogger("jsparse.server")
 
 
 class ClientGone(Exception):
     """Says that the client has hung up: nobody waits for an answer."""
-
-
-class Timely:
-    """Sends messages to a client that reads them.
-
-    Attributes:
-        gone: whether it has stopped reading.
-    """
-
-    def __init__(self, send: Send) -> None:
-        """Stands before what sends."""
-        self._send, self.gone = send, False
-
-    async def __call__(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises:
-            ClientGone: the client has read nothing for SEND_SECONDS.
-        """
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await self._send(message)
-        except TimeoutError:
-            self.gone = True
-            raise ClientGone from None
 
 
 def event(body: Any) -> bytes:
@@ -117,8 +90,6 @@ class EventStream(Response):
             try:
                 async for piece in events:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except ClientGone:
-                raise
             except Exception as error:
                 # the status has been sent: only an event can tell
                 if not isinstance(error, ApiError):

@@ -16,6 +16,8 @@ from jsparse.models.tokenizer import Tokenizer
 
 # a long prompt keeps a thread busy for a second; the tokenizer lets other threads run meanwhile
 ENCODERS = 2
+# characters of texts that do not wait for long ones
+SHORT = 2**14
 
 
 class Texts:
@@ -29,14 +31,25 @@ class Texts:
         """Starts the threads; takes a while, as the bytes of all tokens are looked up."""
         self.tokenizer = tokenizer
         _ = self._token_bytes
-        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="jsparse-tokenise")
+        self._encoders, self._of_short = (
+            ThreadPoolExecutor(ENCODERS, thread_name_prefix=f"jsparse-tokenise-{kind}")
+            for kind in ("long", "short")
+        )
         self._asked: SimpleQueue[tuple[asyncio.Future, Callable[[], Any]] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="jsparse-text", daemon=True)
         self._thread.start()
 
-    async def encode[Result](self, function: Callable[..., Result], *given: Any) -> Result:
-        """Returns what a function that tokenises returns."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *given)
+    @property
+    def alive(self) -> bool:
+        """Returns whether outputs are made."""
+        return self._thread.is_alive()
+
+    async def encode[Result](
+        self, function: Callable[..., Result], *given: Any, size: int
+    ) -> Result:
+        """Returns what a function that tokenises `size` characters returns."""
+        pool = self._of_short if size <= SHORT else self._encoders
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
     async def output(self, served: Served, *, new: bool) -> RequestOutput:
         """Returns a request's output, or what is `new` in it."""
@@ -51,17 +64,18 @@ class Texts:
     async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns a text's ids."""
         encode = partial(self._known("prompt").encode, add_special_tokens=add_special_tokens)
-        return await self.encode(encode, text)
+        return await self.encode(encode, text, size=len(text))
 
     async def text(self, ids: list[int]) -> str:
         """Returns the text of ids, special tokens included."""
         decode = partial(self._known("tokens").decode, skip_special_tokens=False)
-        return await self.encode(decode, ids)
+        return await self.encode(decode, ids, size=len(ids))
 
     def close(self) -> None:
         """Ends the threads."""
         self._asked.put(None)
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoders, self._of_short):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
     def completion_logprobs(self, answer: CompletionOutput, offset: int) -> dict[str, Any]:

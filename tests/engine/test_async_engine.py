@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 import time
 from functools import cache
@@ -17,6 +18,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse import SamplingParams, prompts
+from jsparse.engine import async_engine
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.compilation import traces
@@ -115,6 +117,34 @@ def test_what_is_new_adds_up(engine):
     parts, whole = asyncio.run(run())
     assert parts == result(whole) == result(asyncio.run(last(engine, "w3 w14", asked)))
     assert at_rest(engine)
+
+
+def test_prompts_are_shared_by_those_who_name_one_salt(engine):
+    async def cached(salt):
+        (out,) = (await last(engine, PROMPTS[3], options(2, cache_salt=salt)),)
+        return out.num_cached_tokens, out.outputs[0].token_ids
+
+    assert asyncio.run(cached("a"))[0] == 0
+    again, own = asyncio.run(cached("a"))
+    other, same = asyncio.run(cached("b"))
+    assert again > 0 == other
+    assert own == same
+    with pytest.raises(ValueError, match="cache_salt=3: must be a string"):
+        options(cache_salt=3)
+
+
+def test_requests_without_a_seed_draw_anew(engine, monkeypatch):
+    """From one to the next, past the last stream of a seed, and after a restart."""
+    asked = options(8, temperature=1.5)
+    monkeypatch.setattr(async_engine, "STREAMS", 2)
+    drawn = [asyncio.run(last(engine, PROMPTS[0], asked)).outputs[0].token_ids for _ in range(6)]
+    assert len({*map(tuple, drawn)}) == 6
+    drawn = []
+    for _ in range(2):
+        monkeypatch.setattr(engine, "_streams", itertools.count())
+        monkeypatch.setattr(engine, "_seed", async_engine.drawn_seed())
+        drawn.append(asyncio.run(last(engine, PROMPTS[0], asked)).outputs[0].token_ids)
+    assert drawn[0] != drawn[1]
 
 
 def test_more_answers_than_could_ever_wait_are_refused():

@@ -13,6 +13,7 @@ from tiny import random_prompts, tiny_params
 import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import plan_log
+from jsparse.engine.core import policy_of
 from jsparse.engine.replay import replay
 from jsparse.request import requests
 from jsparse.runtime.compilation import traces
@@ -123,6 +124,8 @@ def test_rows_may_set_what_the_engine_lets_them(llm, dense):
     assert full.outputs[0].token_ids == exact.outputs[0].token_ids
     assert full.outputs[0].attended_fraction == pytest.approx(1)
     assert sparse.outputs[0].attended_fraction < 0.9
+    assert (full.policy, sparse.policy) == ("dense", llm.engine.policy.name)
+    assert policy_of(llm.engine.policy, {"p": 0.5}) == f"{sparse.policy} with p=0.5"
 
 
 def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(dense):

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import uvicorn
@@ -95,15 +96,16 @@ def at_rest(service: Service) -> bool:
             pool.available == pool.size
             and inner._free_slots == inner.sizes.num_slots
             and not (inner._live or inner._requests or outer._listeners)
-            and not (service.live or service.inside or service._arriving)
+            and not (service.live or service.inside or service._arriving or service._held)
         )
 
-    if not _soon(idle):
+    if not soon(idle):
         return False
     inner.scheduler.plan()
-    return _soon(free)
+    return soon(free)
 
 
-def _soon(condition: Callable[[], bool]) -> bool:
+def soon(condition: Callable[[], Any]) -> bool:
+    """Waits until something is so; returns whether it came about."""
     wait = threading.Event()
     return any(condition() or wait.wait(0.01) for _ in range(1000))

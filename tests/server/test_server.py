@@ -60,6 +60,7 @@ def test_a_completion(client, service):
     assert usage.prompt_tokens_details.cached_tokens == 0
     assert 0 < usage.model_extra["jsparse"]["attended"] <= 1
     assert usage.model_extra["jsparse"]["read"] > 0
+    assert usage.model_extra["jsparse"]["policy"].startswith("twilight(")
     assert at_rest(service)
 
 

@@ -1,0 +1,153 @@
+"""Bounds what the peers of connections can hold, whether or not they have a key."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterator
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jsparse.server.errors import ApiError
+
+# of a head, which may be a quarter of a MiB longer: what came with its end is not counted
+MOST_BYTES = 2**16
+# in which a peer must send a whole head, or read some of its answer
+SECONDS = 60
+# of an answer that is to be read in that time
+LEAST_READ = 2**16
+MOST_CONNECTIONS = 4096
+# closes a socket at once and drops what has not been sent
+DROP = struct.pack("ii", 1, 0)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Closes a connection whose peer sends too much, or too little, or reads nothing.
+
+    A request that comes before the last one has been answered is not taken: the connection is
+    closed after that answer, and the client may ask again (RFC 9112, section 9.3.2). So reading
+    never stops, and a peer that hangs up is noticed at once. When there are too many connections,
+    the one that has been without a request for longest is closed.
+    """
+
+    _moved, _bytes, _unsent, _since = False, 0, 0, 0.0
+    _deaf = False  # to what comes after a request that has not been answered
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for a request."""
+        super().connection_made(transport)  # pyright: ignore[reportArgumentType]
+        self._watch()
+        if len(self.connections) > MOST_CONNECTIONS:
+            # those that are being dropped are among them for a moment
+            there = [each for each in self._all if not each.transport.is_closing()]
+            idle = (each for each in there if not each._answering)
+            if len(there) > MOST_CONNECTIONS:
+                min(idle, key=lambda each: each._since)._drop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the wait."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes in bytes, and counts those that neither end a head nor belong to a body."""
+        if self._deaf:
+            return
+        self._moved = False
+        super().data_received(data)
+        if self._moved or self.transport.is_closing():
+            return
+        self._bytes += len(data)
+        if self._bytes > MOST_BYTES:
+            self.send_400_response(f"The head is too large: must have at most {MOST_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        """Begins the request, unless it must not have come yet."""
+        if self._answering:
+            self._stop_listening()
+        if not self._deaf:
+            self._unwatch()
+            self._move()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes in a piece of the body, which is bounded where it is read."""
+        if not self._deaf:
+            self._move()
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends the request; another may follow once it is answered."""
+        if not self._deaf:
+            self._move()
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, or until the peer has read the answer."""
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """Waits until the peer reads; the application waits as well."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """Goes on."""
+        super().resume_writing()
+        if self._answering:
+            self._unwatch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP, in OpenAI's shape."""
+        if self._answering and not self.cycle.more_body:
+            self._stop_listening()
+            return
+        body = orjson.dumps(ApiError(400, msg).body)
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+        self._watch()
+
+    @property
+    def _all(self) -> Iterator["BoundedConnection"]:
+        return (each for each in self.connections if isinstance(each, BoundedConnection))
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stop_listening(self) -> None:
+        self._deaf, self.cycle.keep_alive = True, False
+
+    def _move(self) -> None:
+        # what follows in the same piece is not counted
+        self._moved, self._bytes = True, 0
+
+    def _watch(self) -> None:
+        """Ends the connection if what it waits for has not come in time."""
+        self._unwatch()
+        self._since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        self._late = self.loop.call_later(SECONDS, self._end)
+
+    def _unwatch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _end(self) -> None:
+        if self._unsent - self.transport.get_write_buffer_size() >= LEAST_READ:
+            self._watch()
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Closes the connection; what the peer has not read is lost."""
+        if self.transport.get_write_buffer_size():
+            peer: socket.socket = self.transport.get_extra_info("socket")
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROP)
+        self.transport.abort()

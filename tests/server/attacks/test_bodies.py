@@ -1,0 +1,183 @@
+"""Attacks by what requests hold: bodies that never end, texts far too long, names of others."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from raw_http import answer, connected, crowd, get, post
+from serving_http import a_service, an_engine, at_rest, serving, soon
+
+from jsparse import prompts
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.server import service as service_module
+from jsparse.server.run import _end_when_drained, own_names
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BRIEF = {"prompt": "w1 w2", "max_tokens": 2, "temperature": 0}
+MIB = "w1 " * (2**20 // 3)
+
+
+@pytest.fixture(scope="module")
+def service():
+    return a_service(max_waiting=4, hosts=own_names("127.0.0.1", "box", ()))
+
+
+@pytest.fixture(scope="module")
+def url(service):
+    with serving(service, an_engine(max_waiting=4)) as address:
+        yield address
+
+
+def is_answered(url):
+    got = httpx.post(f"{url}{COMPLETIONS}", json=BRIEF, timeout=60)
+    return got.status_code == 200
+
+
+def test_slow_bodies_keep_nobody_out(url, service):
+    """More of them than may wait, each a byte short."""
+    head = post(COMPLETIONS, BRIEF)[:-1]
+    with crowd(url, 16) as peers:
+        for peer in peers:
+            peer.sendall(head)
+        assert soon(lambda: service.inside == 16)
+        assert is_answered(url)
+        peers[0].sendall(b"}")
+        assert answer(peers[0])[0] == 200
+    assert at_rest(service)
+
+
+def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, monkeypatch):
+    monkeypatch.setattr(service_module, "LEAST_BODY", 2**17)
+    monkeypatch.setattr(service_module, "LARGE_BODIES_HELD", 2**17)
+    most = 10**5
+    begun = post(COMPLETIONS, b" " * most, length=most + 10)
+    with crowd(url, 2) as peers:
+        peers[0].sendall(begun)
+        assert soon(lambda: service._held == most)
+        peers[1].sendall(begun)
+        assert answer(peers[1])[0] == 429
+        assert is_answered(url)
+    assert at_rest(service)
+
+
+def test_a_body_has_its_time(url, service, monkeypatch):
+    monkeypatch.setattr(service_module, "BODY_SECONDS", 0.2)
+    with connected(url) as peer:
+        peer.sendall(post(COMPLETIONS, BRIEF)[:-1])
+        assert answer(peer)[0] == 408
+    assert at_rest(service)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": MIB[:900_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["w1", MIB[:900_000]]}, "prompt"),
+        (CHATS, {"messages": [{"role": "user", "content": MIB[:300_000]}] * 3}, "messages"),
+        ("/tokenize", {"prompt": MIB[:900_000]}, "prompt"),
+    ],
+)
+def test_what_is_far_too_long_is_not_tokenised(url, service, monkeypatch, path, body, field):
+    def never(*_, **__):
+        raise AssertionError("a text that is too long has been tokenised")
+
+    monkeypatch.setattr(service.texts.tokenizer, "most_characters_per_token", 20)
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    got = httpx.post(f"{url}{path}", json=body, timeout=60)
+    error = got.json()["error"]
+    assert got.status_code == 400, error
+    assert "must be at most 1920, as max_model_len=96" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == field
+    assert at_rest(service)
+
+
+def test_short_texts_do_not_wait_for_long_ones(url, service, monkeypatch):
+    encode, going, go = prompts.encode, threading.Semaphore(0), threading.Event()
+
+    def slow(params, prompt, **options):
+        if len(prompt) > 2**14:
+            going.release()
+            assert go.wait(30)
+            prompt = "w1"
+        return encode(params, prompt, **options)
+
+    monkeypatch.setattr(prompts, "encode", slow)
+    with crowd(url, 3) as peers:
+        for peer in peers:
+            peer.sendall(post(COMPLETIONS, BRIEF | {"prompt": "w1 " * 2**14}))
+        for _ in range(2):
+            assert going.acquire(timeout=30)
+        assert is_answered(url)
+        go.set()
+        assert {answer(peer)[0] for peer in peers} == {200}
+    assert at_rest(service)
+
+
+def test_nobody_fills_the_queue_alone(url):
+    """Of four slots and four that may wait, one request may have half."""
+    got = httpx.post(f"{url}{COMPLETIONS}", json=BRIEF | {"n": 5}, timeout=60)
+    assert got.status_code == 400
+    assert "asks for 5 answers: must be at most 4" in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost"}, 200),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "BOX"}, 200),
+        ({"host": "rebind.evil.example"}, 403),
+        ({"host": "rebind.evil.example:8000"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": "localhost", "origin": "http://rebind.evil.example"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+    ],
+)
+def test_pages_of_others_are_refused(url, headers, status):
+    """Though their name has been bound to this machine."""
+    for request in (get("/", **headers), post(COMPLETIONS, BRIEF, **headers)):
+        with connected(url) as peer:
+            peer.sendall(request)
+            got, body = answer(peer)
+            assert got == status, body
+            assert (b"foreign_host" in body) == (status == 403)
+
+
+def test_which_names_a_server_has():
+    assert own_names("0.0.0.0", "0.0.0.0", ()) is None
+    assert own_names("127.0.0.1", "127.0.0.1", ["*"]) is None
+    own = own_names("127.0.0.1", "localhost", ["My.Box"])
+    assert own == {"localhost", "127.0.0.1", "::1", "my.box"}
+    assert "evil" not in (own_names("0.0.0.0", "0.0.0.0", ["my.box"]) or ())
+
+
+def test_nothing_leads_to_the_host_that_a_client_names(url):
+    for request in (get("/v1/models/"), post(f"{COMPLETIONS}/", BRIEF)):
+        with connected(url) as peer:
+            peer.sendall(request)
+            status, body = answer(peer)
+            assert status == 404
+            assert b'"error"' in body
+
+
+def test_health_checks_by_head(url):
+    for path in ("/", "/health"):
+        assert httpx.head(f"{url}{path}").status_code == 200
+
+
+@pytest.mark.parametrize(("inside", "forced"), [(0, False), (1, True)])
+def test_the_end_waits_for_nobody_for_ever(inside, forced):
+    server = SimpleNamespace(should_exit=False, force_exit=False)
+    service = a_service(drain_seconds=0.1)
+    service.draining, service.inside = True, inside
+    began = time.monotonic()
+    asyncio.run(_end_when_drained(server, service))
+    assert server.should_exit
+    assert server.force_exit == forced
+    assert not forced or time.monotonic() - began >= 0.1

@@ -1,0 +1,184 @@
+"""Attacks by connections: what a peer can hold without a key, or by leaving without a word."""
+
+import json
+import time
+
+import httpx
+import pytest
+from raw_http import answer, connected, crowd, get, post, told
+from serving_http import a_service, an_engine, at_rest, serving, soon
+
+from jsparse.server import connections
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "w1 w2", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+BRIEF = LONG | {"max_tokens": 2}
+BIG = 2**24
+
+
+@pytest.fixture(scope="module")
+def service():
+    return a_service()
+
+
+@pytest.fixture(scope="module")
+def url(service, tmp_path_factory):
+    page = tmp_path_factory.mktemp("page")
+    (page / "big.js").write_bytes(bytes(BIG))
+    with serving(service, an_engine(), page) as address:
+        httpx.post(f"{address}{COMPLETIONS}", json=BRIEF, timeout=60)
+        yield address
+
+
+@pytest.fixture
+def unhurried(service, monkeypatch):
+    """The engine, each step of which takes a while, so that a hang-up comes in the middle."""
+    engine = service.engine.engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step())[1])
+    return engine
+
+
+def hurry(monkeypatch, seconds=0.3):
+    monkeypatch.setattr(connections, "SECONDS", seconds)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[b"x: " + b"a" * connections.MOST_BYTES], [b"x%d: y" % nth for nth in range(20000)]],
+    ids=["one long header", "many headers"],
+)
+def test_a_head_has_an_end(url, lines):
+    with connected(url) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        try:
+            for at in range(0, len(lines), 1000):
+                peer.sendall(b"\r\n".join(lines[at : at + 1000]) + b"\r\n")
+        except (ConnectionResetError, BrokenPipeError):  # before all was sent
+            return
+        assert told(peer).startswith(b"HTTP/1.1 400")
+
+
+def test_trailers_have_an_end(url):
+    with connected(url) as peer:
+        peer.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert answer(peer)[0] == 404
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            peer.sendall(b"0\r\n" + b"x: y\r\n" * 2**20)
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\nhost x\r\n\r\n", b"\x16\x03\x01\x02", b"GET"])
+def test_what_is_no_http_is_refused_as_everything_is(url, line, monkeypatch):
+    hurry(monkeypatch)
+    with connected(url) as peer:
+        peer.sendall(line)
+        said = told(peer)
+    if line == b"GET":  # it may become a request, and has had its time
+        assert said == b""
+        return
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("second", [get("/health"), post(COMPLETIONS, LONG), b"\x00\x01\x02"])
+def test_what_follows_a_request_hides_no_hang_up(url, service, unhurried, second, stream):
+    """Six slots' worth of requests, each with something behind it that never gets its turn."""
+    before = unhurried.counters.new_tokens
+    with crowd(url, 6) as peers:
+        for peer in peers:
+            peer.sendall(post(COMPLETIONS, LONG | {"stream": stream}) + second)
+        assert soon(lambda: len(service.live) == 6)
+        for peer in peers[:3]:
+            peer.sendall(second)
+    assert at_rest(service)
+    assert unhurried.counters.new_tokens - before < 3 * LONG["max_tokens"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_comes_before_the_answer_is_not_taken(url, service, unhurried, together):
+    """The answer is whole, and the connection ends: the client may ask again."""
+    with connected(url) as peer:
+        peer.sendall(post(COMPLETIONS, BRIEF) + get("/version") * together)
+        if not together:
+            assert soon(lambda: service.live)
+            peer.sendall(get("/version"))
+        status, body = answer(peer)
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 2
+        assert told(peer) == b""
+
+
+def test_requests_one_after_the_other_share_a_connection(url):
+    with connected(url) as peer:
+        for _ in range(3):
+            peer.sendall(get("/health"))
+            assert answer(peer)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "rest"),
+    [
+        (b"", None, b""),
+        (b"", None, b"GET /health HTTP/1.1\r\nhost"),
+        (get("/health"), 200, b""),
+        (get("/health"), 200, b"G"),
+        (post("/nothing", b"", length=50), 404, b""),
+        (post("/nothing", b"", length=50), 404, b"x"),
+    ],
+    ids=["silence", "half a head", "idle", "a byte", "no body", "a byte of the body"],
+)
+def test_a_connection_without_a_request_ends(url, monkeypatch, request_, status, rest):
+    hurry(monkeypatch)
+    with connected(url) as peer:
+        if request_:
+            peer.sendall(request_)
+            assert answer(peer)[0] == status
+        peer.sendall(rest)
+        assert told(peer) == b""
+
+
+def test_the_connection_that_has_waited_longest_makes_room(url, service, unhurried, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
+    with connected(url) as busy:
+        busy.sendall(post(COMPLETIONS, LONG))
+        assert soon(lambda: service.live)
+        with crowd(url, 20) as idle:
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert all(told(peer) == b"" for peer in idle[:10])
+            idle[-1].sendall(get("/health"))
+            assert answer(idle[-1])[0] == 200
+        assert answer(busy)[0] == 200
+    assert at_rest(service)
+
+
+def test_a_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):
+    hurry(monkeypatch)
+    with connected(url, receive=4096) as peer:
+        peer.sendall(get("/big.js"))
+        time.sleep(4 * connections.SECONDS)
+        assert len(told(peer)) < BIG
+    assert at_rest(service)
+
+
+@pytest.mark.slow
+def test_a_stream_that_nobody_reads_is_dropped(url, service, monkeypatch):
+    """While it is made: what it holds is freed."""
+    hurry(monkeypatch)
+    body = LONG | {"prompt": [[3]] * 16, "n": 6, "logprobs": 20, "stream": True}
+    with connected(url, receive=4096) as peer:
+        peer.sendall(post(COMPLETIONS, body))
+        assert soon(lambda: service.live)
+        assert at_rest(service)
+
+
+def test_a_peer_that_reads_slowly_gets_all(url, monkeypatch):
+    hurry(monkeypatch)
+    size = 0
+    with connected(url, receive=4096) as peer:
+        peer.sendall(get("/big.js"))
+        while size <= BIG and (piece := peer.recv(2**18)):
+            size += len(piece)
+            if size >> 20 != (size - len(piece)) >> 20:
+                time.sleep(0.05)
+    assert size > BIG
