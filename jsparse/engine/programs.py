@@ -30,7 +30,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
 from jsparse.policy import Policy, PrefillView
-from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.compilation import COMPILER_OPTIONS, inlined, note_trace
 from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -139,7 +139,8 @@ class Programs:
 
     def _compile(self, key: Any, name: str, arrays: tuple, static: dict[str, Any]) -> None:
         jitted, model = self._jitted[name]
-        self._made[key] = jitted.lower(*arrays, **model, **static).compile()
+        lowered = jitted.lower(*arrays, **model, **static)
+        self._made[key] = lowered.compile(compiler_options=COMPILER_OPTIONS)
         self.compiled += 1
 
     def _view(self, slots: Slots, active: Bool[Array, "B"] | None = None):
@@ -172,7 +173,7 @@ class Programs:
         """
         note_trace()
         policy, spec = self._policy, self._spec
-        carry = prefill_chunk(
+        carry = inlined(prefill_chunk)(
             *(self._decoder, policy, weights, tokens, valid[None]),
             PrefillCarry(
                 view(slots.pools, groups[None], start[None], spec.num_kv_heads),
@@ -337,7 +338,7 @@ class Programs:
         recent = jnp.take(slots.recent, slot[None], axis=0)
 
         def work(cache, state):
-            return correct(
+            return inlined(correct)(
                 *(self._decoder, self._policy, weights, recent, cache, state),
                 Lent(constants, self._row_of(slots.knobs, slot)),
             )
@@ -353,7 +354,9 @@ class Programs:
         return self._on_row(
             slots,
             slot,
-            lambda cache, state: maintain(self._policy, cache, state, Lent(constants, knobs)),
+            lambda cache, state: inlined(maintain)(
+                self._policy, cache, state, Lent(constants, knobs)
+            ),
         )
 
     def _on_row(self, slots: Slots, slot: Int32[Array, ""], work: Callable[..., Any]) -> Slots:

@@ -1,20 +1,17 @@
 """Corrects the cache: recomputes the newest tokens densely and overwrites their K and V."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.cache import NOTHING, KVCache, Lent, lend, replace_layer, write
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, State
-from jsparse.runtime.compilation import note_trace
+from jsparse.runtime.compilation import note_trace, program
 from jsparse.runtime.prefill import attend_chunk
 from jsparse.shapes import Tokens
 
 
-@partial(jax.jit, static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
+@program(static_argnames=("decoder", "policy"), donate_argnames=("cache", "state"))
 def correct(
     decoder: Decoder,
     policy: Policy,

@@ -7,7 +7,6 @@ serves every chunk of one size.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from jsparse.host_pool import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
+from jsparse.runtime.compilation import program
 from jsparse.runtime.offloading import HostMemory
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
@@ -118,7 +118,7 @@ def settle(*running: Any) -> None:
             array.block_until_ready()
 
 
-@partial(jax.jit, static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
+@program(static_argnames=("decoder", "policy", "last"), donate_argnames=("carry",))
 def prefill_chunk(
     decoder: Decoder,
     policy: Policy,

@@ -27,7 +27,7 @@ from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, resolved, whole_number
 from jsparse.runtime import capacity, offloading, prefill
-from jsparse.runtime.compilation import note_trace, traces
+from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -76,8 +76,7 @@ class Carry(NamedTuple):
     recent: Int32[Array, "B n"]
 
 
-@partial(
-    jax.jit,
+@program(
     static_argnames=("decoder", "policy", "choose", "count", "keep_logits"),
     donate_argnames=("carry",),
 )
@@ -113,7 +112,7 @@ def decode_steps(
     return carry, jax.tree.map(lambda x: x[None], result)
 
 
-@partial(jax.jit, static_argnames=("choose", "keep_logits"), donate_argnames=("given",))
+@program(static_argnames=("choose", "keep_logits"), donate_argnames=("given",))
 def first_tokens(
     choose: ChooseFn,
     keep_logits: bool,
@@ -136,7 +135,7 @@ def empty(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
     return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
 
 
-@partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "state"))
+@program(static_argnames=("policy",), donate_argnames=("cache", "state"))
 def maintain(
     policy: Policy, cache: KVCache, state: State, lent: Lent = NOTHING
 ) -> tuple[KVCache, State]:
