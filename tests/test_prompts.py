@@ -23,9 +23,10 @@ class LetterTokenizer:
     def encode(self, text, *, add_special_tokens=True):
         return [1] * (self.bos and add_special_tokens) + [ord(c) - ord("a") + 2 for c in text]
 
-    def apply_chat_template(self, messages, *, add_generation_prompt):
-        assert add_generation_prompt
-        return "".join(m["content"] for m in messages) + "z"
+    def encode_chat(self, messages, *, special_tokens):
+        assert not special_tokens
+        text = "".join(m["content"] for m in messages) + "z"
+        return self.encode(text, add_special_tokens=False)
 
 
 def params(tokenizer: Any = None) -> Any:

@@ -72,7 +72,7 @@ def read_context(decoder: Decoder, weights: Weights, context: Tokens, held: Rows
     shape = (config.num_layers, rows, config.num_heads, config.num_kv_heads, config.head_dim)
     spec = CacheSpec(*shape, page_size=16, num_pages=-(-size // 16), dtype=decoder.dtype)
     carry = prefill.start(decoder, dense(), kv_cache.init(spec), ())
-    carry = prefill.read_prompts(decoder, dense(), weights, context, held, carry)
+    carry = prefill.read_prompts(decoder, dense(), weights, context, held, carry, within=True)
     return tuple(
         (read_heads(held.k, held), read_heads(held.v, held)) for held in carry.cache.layers
     )

@@ -28,7 +28,7 @@ from jsparse.host_pool import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State
-from jsparse.runtime.compilation import program
+from jsparse.runtime.compilation import inlined, program
 from jsparse.runtime.offloading import HostMemory
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
@@ -76,13 +76,15 @@ def read_prompts(
     lent: Lent = NOTHING,
     host: HostMemory | None = None,
     report: OnProgress = lambda *_: None,
+    within: bool = False,
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
     Chunks are copied to `host` as they are read, if K and V lie there. They follow what `carry`,
     which is donated, has read already. `report` gets ("prefill", tokens done, tokens) after each
-    chunk.
+    chunk. `within` says that another program reads them, of which this becomes a part.
     """
+    read_chunk = inlined(prefill_chunk) if within else prefill_chunk
     batch, longest = tokens.shape
     sizes = chunk_sizes(longest, chunk_tokens(decoder, batch))
     array = np if isinstance(tokens, np.ndarray) else jnp
@@ -91,7 +93,7 @@ def read_prompts(
     try:
         for size in sizes:
             valid = jnp.asarray(array.clip(lengths - done, 0, size), jnp.int32)
-            carry = prefill_chunk(
+            carry = read_chunk(
                 decoder,
                 policy,
                 weights,

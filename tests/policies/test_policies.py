@@ -30,6 +30,7 @@ from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, builder
 from jsparse.runtime import prefill, session
+from jsparse.runtime.compilation import inlined
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.selection import Granularity, nothing
@@ -324,13 +325,14 @@ def test_no_function_changes_the_type_of_the_state(policy):
         start = signature(jax.tree.map(jax.typeof, (cache, state)))
         for last in (False, True):
             carry = prefill.start(p.decoder, watched, cache, state)
-            carry = prefill.prefill_chunk(
+            carry = inlined(prefill.prefill_chunk)(
                 p.decoder, watched, weights, tokens, count, carry, borrowed, last=last
             )
             cache, state = carry.cache, carry.state
         cache = kv_cache.lend(cache, borrowed)
         _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
-        cache, state = correct(p.decoder, watched, weights, tokens[:, :3], cache, state, borrowed)
+        corrected = p.decoder, watched, weights, tokens[:, :3], cache, state, borrowed
+        cache, state = inlined(correct)(*corrected)
         state, cache = watched.maintain(state, cache)
         assert signature(jax.tree.map(jax.typeof, (cache, state))) == start
         assert not any(weak for *_, weak in start[1])
