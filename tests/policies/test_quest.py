@@ -124,3 +124,7 @@ def test_8_bits_take_half_the_bytes():
     pages = 3 * 2 * 4 * 10
     assert policy_bytes(spec, jsparse.quest()) == pages * 4 * 128
     assert policy_bytes(spec, jsparse.quest(bounds_dtype="uint8")) == pages * (2 * 128 + 4)
+
+
+def test_half_of_the_bounds_slack_counts_by_default():
+    assert jsparse.quest() is jsparse.quest(slack=0.5)
