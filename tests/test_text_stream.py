@@ -141,9 +141,16 @@ def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, lea
 @example([*"\N{REPLACEMENT CHARACTER}".encode(), 0x61])
 @example([0xF0] * 9 + [*"🙂🙂".encode(), 0x9F] * 3)
 @example([0xA1] * 8 + [0xF0, 0x9F] * 5 + [0xF0])
+@example([0xFF] * 5 + [*"🙂".encode()] + [0xFF] * 3)
 def test_any_bytes_become_the_text_of_all_ids(ids):
+    """Whether they come one by one or many at a time."""
+    whole = ByteTokenizer().decode(ids)
     pieces, stream, _ = run(ByteTokenizer(), ids)
-    assert "".join(pieces) == stream.text == ByteTokenizer().decode(ids)
+    assert "".join(pieces) == stream.text == whole
+    for size in (5, 12, 40):
+        stream = TextStream(ByteTokenizer(), ())
+        pieces = [stream.push(*ids[at : at + size]) for at in range(0, len(ids), size)]
+        assert "".join([*pieces, stream.finish()]) == whole
 
 
 @pytest.mark.parametrize("token", [0xF0, 0xA1, 0x61])

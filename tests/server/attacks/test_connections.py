@@ -1,6 +1,7 @@
 """Attacks by connections: what a peer can hold without a key, or by leaving without a word."""
 
 import json
+import socket
 import time
 
 import httpx
@@ -161,11 +162,18 @@ def test_a_peer_that_reads_nothing_is_dropped(url, service, monkeypatch):
     assert at_rest(service)
 
 
-@pytest.mark.slow
 def test_a_stream_that_nobody_reads_is_dropped(url, service, monkeypatch):
-    """While it is made: what it holds is freed."""
+    """While it is made: what it holds is freed, though the kernel takes little of it."""
     hurry(monkeypatch)
-    body = LONG | {"prompt": [[3]] * 16, "n": 6, "logprobs": 20, "stream": True}
+    begin = connections.BoundedConnection.connection_made
+
+    def with_little_room(self, transport):
+        peer = transport.get_extra_info("socket")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        begin(self, transport)
+
+    monkeypatch.setattr(connections.BoundedConnection, "connection_made", with_little_room)
+    body = LONG | {"prompt": [[3]] * 4, "n": 2, "logprobs": 20, "stream": True}
     with connected(url, receive=4096) as peer:
         peer.sendall(post(COMPLETIONS, body))
         assert soon(lambda: service.live)
