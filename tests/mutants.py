@@ -355,6 +355,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="the file for the record")
     given = parser.parse_args()
     try:
+        if given.json is not None and not given.json.parent.is_dir():
+            raise ValueError(f"--json={given.json}: must be in a folder that exists")
         mutants = load()
         check(mutants)
         mutants = [mutant for mutant in mutants if given.only in mutant.name]

@@ -178,7 +178,8 @@ def test_abort_in_every_phase(dense, phase):
     engine, scheduler = dense.engine, dense.engine.scheduler
     (alone,) = dense.generate([PROMPTS[1]], greedy(12))
     engine.add(asked(dense, PROMPTS[1], greedy(12)), request_id="other")
-    engine.add(asked(dense, PROMPTS[3][::-1], greedy(20)), request_id="gone")
+    (unread,) = random_prompts([41], seed=sum(phase.encode()))  # that no other phase has read
+    engine.add(asked(dense, unread, greedy(20)), request_id="gone")
     number = max(engine._live)
     held = engine._live[number][1]
     heard = []
