@@ -4,6 +4,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -28,6 +29,10 @@ class BoundedConnection(HttpToolsProtocol):
     closed after that answer, and the client may ask again (RFC 9112, section 9.3.2). So reading
     never stops, and a peer that hangs up is noticed at once. When there are too many connections,
     the one that has been without a request for longest is closed.
+
+    After an answer that came before the end of its request, only sending ends at first: to close a
+    socket with unread bytes would reset the connection, and the peer might lose the answer (RFC
+    9112, section 9.6).
     """
 
     _moved, _bytes, _unsent, _since = False, 0, 0, 0.0
@@ -56,7 +61,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._moved = False
         super().data_received(data)
-        if self._moved or self.transport.is_closing():
+        if self._moved or self._deaf or self.transport.is_closing():
             return
         self._bytes += len(data)
         if self._bytes > MOST_BYTES:
@@ -70,6 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._unwatch()
             self._move()
             super().on_headers_complete()
+            self.cycle.transport = _Answered(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_body(self, body: bytes) -> None:
         """Takes in a piece of the body, which is bounded where it is read."""
@@ -110,8 +116,20 @@ class BoundedConnection(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.hang_up()
         self._watch()
+
+    def hang_up(self) -> None:
+        """Ends sending, and closes the connection once the peer has ended sending, too.
+
+        What it still sends is dropped. The time for the next request bounds the wait.
+        """
+        told_all = self.cycle is not None and not self.cycle.more_body
+        if told_all or not self.transport.can_write_eof():
+            self.transport.close()
+        else:
+            self._deaf = True
+            self.transport.write_eof()
 
     @property
     def _all(self) -> Iterator["BoundedConnection"]:
@@ -151,3 +169,14 @@ class BoundedConnection(HttpToolsProtocol):
             peer: socket.socket = self.transport.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROP)
         self.transport.abort()
+
+
+class _Answered:
+    """The transport of a connection as an answer writes to it."""
+
+    def __init__(self, connection: BoundedConnection) -> None:
+        self.close = connection.hang_up
+        self._transport = connection.transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

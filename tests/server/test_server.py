@@ -272,6 +272,7 @@ def test_live(client, http):
     assert layers is None or (len(layers) == 1 and all(0 < share <= 1 for share in layers))
 
 
+@pytest.mark.usefixtures("url")
 def test_the_bound_of_dense_decoding(service, monkeypatch):
     from jsparse.server.live import Live
 

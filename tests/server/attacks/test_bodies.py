@@ -62,6 +62,24 @@ def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, mon
     assert at_rest(service)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_too_much_reads_why(url, service, monkeypatch, chunked):
+    """The answer comes long before the body ends, and nothing of it is lost."""
+    monkeypatch.setattr(service_module, "LEAST_BODY", 2**17)
+    size = 2**26
+    if chunked:
+        head = post(COMPLETIONS, b"", **{"transfer-encoding": "chunked"})
+        head = head.replace(b"content-length: 0\r\n", b"") + f"{size:x}\r\n".encode()
+    else:
+        head = post(COMPLETIONS, b"", length=size)
+    with connected(url) as peer:
+        peer.sendall(head + b" " * size)
+        status, body = answer(peer)
+        assert (status, b"too large" in body) == (413, True)
+        assert peer.recv(1) == b""
+    assert at_rest(service)
+
+
 def test_a_body_has_its_time(url, service, monkeypatch):
     monkeypatch.setattr(service_module, "BODY_SECONDS", 0.2)
     with connected(url) as peer:
