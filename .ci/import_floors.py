@@ -14,6 +14,7 @@ FLOORS = (
     (
         "vocabulary",
         "memory",
+        "folders",
         "deprecated",
         "shapes",
         "threshold",

@@ -22,6 +22,7 @@ class CacheSpec(NamedTuple):
 
     `pool_pages` is None where every head has M pages of its own (the identity table). A number
     gives each layer a pool of that many pages that all rows and heads share, one of them scratch.
+    `model` is the name by which the model was loaded, "" where none was; `auto` looks it up.
     """
 
     num_layers: int
@@ -33,6 +34,7 @@ class CacheSpec(NamedTuple):
     num_pages: int
     dtype: Any
     pool_pages: int | None = None
+    model: str = ""
 
     @property
     def pages(self) -> int:

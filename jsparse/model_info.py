@@ -13,6 +13,7 @@ from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
+from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, resolved
 from jsparse.runtime import capacity, offloading
@@ -55,7 +56,8 @@ def describe(
     context = limit if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
-    policy = resolved(asked, _spec(config, dtype, -(-context // PAGE_SIZE)))
+    sizes = _spec(config, dtype, -(-context // PAGE_SIZE))._replace(model=model)
+    policy = resolved(asked, sizes)
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
     free, host_free = memory.available_bytes(), offloading.available_host_bytes()
@@ -80,6 +82,7 @@ def describe(
         "free_host_bytes": host_free,
         "policy": asked.name,
         "policy_that_runs": policy.name,
+        "policy_reason": choose(sizes).reason if asked is auto() else "",
         "policy_bytes_per_token": growth,
         "policy_bytes_per_prompt": fixed,
         "policy_fraction": growth / per_token,
@@ -211,7 +214,10 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _chosen(info: dict[str, Any]) -> str:
     asked, runs = info["policy"], info["policy_that_runs"]
-    return asked if asked == runs else f"{asked}, which chooses {runs} here"
+    if asked == runs:
+        return asked
+    reason = info["policy_reason"]
+    return f"{asked} is {runs} here" + (f": {reason}" if reason else "")
 
 
 def _rope(config: dict[str, Any]) -> str:

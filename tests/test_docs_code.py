@@ -19,6 +19,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.policies import POLICIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +34,19 @@ def blocks(page: Path, language: str) -> list[str]:
     """Returns the blocks of code in a language."""
     text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_policies_of_choosing_can_be_pasted_and_none_lacks_a_row():
+    text = (ROOT / "docs" / "choosing.md").read_text("utf-8")
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    expressions = [found for row in rows[1:] for found in re.findall(r"`([^`]+)`", row)]
+    built = [
+        jsparse.parse_policy(each.replace("gates.safetensors", "smollm2")) for each in expressions
+    ]
+    assert len(built) >= len(rows) - 1 >= 15
+    assert [name for name in POLICIES if not re.search(rf"\b{name}[(`]", text)] == [
+        "retrieval_heads"  # which duo_attention is made of
+    ]
 
 
 @pytest.mark.slow

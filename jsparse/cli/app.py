@@ -18,6 +18,7 @@ from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
 from jsparse.cli.inspect import inspect
+from jsparse.cli.recommend import recommend
 from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
 
@@ -78,6 +79,7 @@ for _name, _command in {
     "serve": serve,
     "info": info,
     "policies": policies,
+    "recommend": recommend,
     "inspect": inspect,
     "eval": evaluate,
     "train-gates": train_gates,

@@ -1,13 +1,19 @@
-"""Chooses a method by what was measured: dense attention where that is as fast, else Twilight.
+"""Chooses a method by what was measured on this device: dense attention where that is as fast.
 
-Short contexts are fastest dense. From how many bytes of K and V on another method is faster depends
-on the device; on devices that nobody has measured, CPUs among them, everything is dense.
+`jsparse recommend` measures a model on the device at hand, and what it found comes first. Else, on
+a device for which we measured from how many bytes of K and V on it is faster, Twilight; on all
+others, CPUs among them, dense attention.
 """
+
+import functools
+import logging
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
+from jsparse.policies import choices
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
 from jsparse.policy import Policy, builder, dense
@@ -19,24 +25,66 @@ CHOICE = twilight(all_pages(), p=0.95)
 # attention in batches of 1 to 64 (bench.twilight_speed).
 BREAK_EVENS = {"NVIDIA H200": 400e6}
 
+logger = logging.getLogger("jsparse.auto")
+
+
+class Chosen(NamedTuple):
+    """Holds the policy that `auto` stands for, why, and whether anybody has measured that."""
+
+    policy: Policy
+    reason: str
+    measured: bool = True
+
 
 @builder
 def auto() -> Policy:
-    """Attend as was measured to be fastest, on this device and for these sizes, and close to dense.
+    """Use the fastest policy measured for this device and size that stays close to dense.
 
-    This is `dense` for short contexts, small batches and devices that were not measured, and
-    Twilight elsewhere. The session decides before it reads; `Generation.stats.policy` and
-    `jsparse info --policy auto` say what it chose. It cannot stand inside another policy.
+    This is what `jsparse recommend` measured for the model on this device, else Twilight from the
+    sizes on at which it was faster on devices that we measured, else `dense`. The session decides
+    before it reads; `Generation.stats.policy` and `jsparse info --policy auto` say what it chose.
+    It cannot stand inside another policy.
     """
 
     def resolve(spec: CacheSpec) -> Policy:
-        least = BREAK_EVENS.get(jax.local_devices()[0].device_kind)
-        return dense() if least is None or layer_bytes(spec) < least else CHOICE
+        chosen = choose(spec)
+        if not chosen.measured:
+            _tell(chosen.reason, spec.model)
+        return chosen.policy
 
     return Policy(dense().select, shares="pages", dense_at={}, resolve=resolve)
+
+
+def choose(spec: CacheSpec) -> Chosen:
+    """Return the policy that `auto` stands for with a cache of these sizes, and why.
+
+    Raises:
+        ValueError: the file of choices is damaged, or names a policy that there is not.
+    """
+    from jsparse.policies.expressions import parse  # which knows auto
+
+    device = jax.local_devices()[0].device_kind
+    found = choices.find(spec, device)
+    if found is not None:
+        return Chosen(parse(found.policy), str(found))
+    least = BREAK_EVENS.get(device)
+    if least is None:
+        reason = f"nobody has measured this model and size on this device ({device})"
+        return Chosen(dense(), reason, measured=False)
+    if layer_bytes(spec) < least:
+        return Chosen(dense(), f"as fast as others at this size on this device ({device})")
+    return Chosen(CHOICE, f"faster than dense attention at this size on this device ({device})")
 
 
 def layer_bytes(spec: CacheSpec) -> int:
     """Return the bytes of K and V of one layer, all rows full."""
     tokens = spec.batch * spec.num_kv_heads * spec.capacity
     return 2 * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+@functools.cache
+def _tell(reason: str, model: str) -> None:
+    """Say, once, that dense attention is all that is known to be good here."""
+    logger.warning(
+        "policy=auto is dense() here: %s; `jsparse recommend %s` does", reason, model or "MODEL"
+    )

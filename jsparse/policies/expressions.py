@@ -38,6 +38,11 @@ def remember(expression: str, policy: Policy) -> Policy:
     return _FOUND[expression]
 
 
+def is_own(expression: str) -> bool:
+    """Return whether an expression names code of the user's own, by `remember`."""
+    return expression in _FOUND
+
+
 def call(name: str, function: Callable[..., Any], arguments: str, expression: str) -> Any:
     """Call a function with arguments such as "(sink=4)", spelled as in an expression."""
     return _call(name, function, _tree(f"{name}{arguments}", expression), expression)

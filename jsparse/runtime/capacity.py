@@ -81,6 +81,7 @@ def cache_spec(
         page_size=page_size,
         num_pages=-(-slots // page_size),
         dtype=jnp.dtype(params.dtype),
+        model=params.name,
     )
 
 

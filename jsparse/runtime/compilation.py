@@ -1,12 +1,12 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from jsparse.folders import cache_folder
 
 # What a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a trip count or
 # a condition is computed on the device, the host would otherwise wait for it in the middle of a
@@ -56,12 +56,3 @@ def keep_compilations() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-
-def cache_folder() -> Path:
-    """Returns the folder for what can be made again.
-
-    It is $JSPARSE_CACHE_DIR, else jsparse in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
-    """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("JSPARSE_CACHE_DIR") or Path(home) / "jsparse")

@@ -20,13 +20,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jsparse.boundary_classes import boundary_classes
+from jsparse.folders import cache_folder
 from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy
-from jsparse.runtime.compilation import cache_folder
 from jsparse.runtime.prefill import OnProgress, flash
 from jsparse.shapes import Tokens
 

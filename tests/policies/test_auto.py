@@ -105,6 +105,6 @@ def test_info_says_what_it_chooses(measured, monkeypatch):
 
     runs = json.loads(shown("--context", "4096", "--json"))["policy_that_runs"]
     assert runs.startswith("twilight(base=all_pages()")
-    assert "which chooses" in shown("--context", "4096")
+    assert "auto() is twilight" in shown("--context", "4096")
     monkeypatch.setattr(MODULE, "BREAK_EVENS", {})
     assert json.loads(shown("--json"))["policy_that_runs"] == "dense()"

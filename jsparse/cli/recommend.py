@@ -1,0 +1,183 @@
+"""Defines the command `jsparse recommend`."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from typer import Argument, Option
+
+from jsparse.cli.console import Bars
+from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+
+STAYS_DENSE = 1
+"""The exit status where nothing faster than dense attention is close enough to it."""
+
+
+def recommend(
+    model: Annotated[str, Argument(help=MODEL_HELP)],
+    context: Annotated[
+        int | None,
+        Option(
+            help="Tokens in the cache of each sequence; the default is 32768 on a GPU and 4096 "
+            "elsewhere, at most the model's maximum."
+        ),
+    ] = None,
+    batch: Annotated[int, Option(help="Number of sequences that decode together.")] = 1,
+    kl: Annotated[
+        float,
+        Option("--kl", help="Greatest mean KL divergence from dense attention, in nats per token."),
+    ] = 0.02,
+    exact: Annotated[
+        bool,
+        Option("--exact", help="Take only what chooses dense attention's token at every place."),
+    ] = False,
+    policy: Annotated[
+        list[str] | None,
+        Option(
+            help="Policy to try beside the usual ones: an expression (see `jsparse policies`), or "
+            "your own as path.py:function or module:function. Repeatable."
+        ),
+    ] = None,
+    only: Annotated[
+        bool, Option("--only", help="Try only what --policy names, not the usual policies.")
+    ] = False,
+    samples: Annotated[int, Option(help="Number of texts, and of pass keys of each kind.")] = 8,
+    keep: Annotated[
+        bool, Option(help="Whether to write what policy=auto uses from then on.")
+    ] = True,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Find the fastest policy for a model on this device that stays close to dense attention.
+
+    Times decode steps of ten policies, then compares those that are faster than dense attention
+    with it: KL divergence, and pass keys that the prompt's end or a later turn asks for. An
+    interrupted run goes on where it stopped. The exit status is 0 if a policy is recommended, 1 if
+    dense attention is best.
+
+    Example: jsparse recommend Qwen/Qwen3-8B --context 32768 --kl 0.01
+    """
+    import jax
+
+    from jsparse.benchmark.recommend import Wanted, candidates, checked
+    from jsparse.benchmark.recommend import recommend as measure
+    from jsparse.models.checkpoint import load, read_config
+    from jsparse.policies.own_code import resolve
+
+    longest = read_config(model, revision=revision).max_position_embeddings
+    usual = 32768 if jax.default_backend() == "gpu" else 4096
+    tokens = min(usual, longest) if context is None else context
+    named = [resolve(text).name for text in policy or []]
+    tried = (*named, *(() if only else candidates(tokens)))
+    wanted = Wanted(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
+    checked(wanted, longest)
+    bars = Bars()
+    try:
+        params = load(model, dtype=dtype, revision=revision, on_progress=bars.load)
+    finally:
+        bars.close()
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    with _shown() as report:
+        measured = measure(params, wanted, report=report, tell=notes.print)
+    if as_json:
+        print(json.dumps(measured))
+    else:
+        _print(measured)
+    if keep:
+        notes.print(_kept(measured))
+    if measured["best"]["policy"] == "dense()":
+        raise typer.Exit(STAYS_DENSE)
+
+
+def _kept(measured: dict[str, Any]) -> str:
+    """Writes what `auto` is to use, and says so."""
+    from jsparse.benchmark.recommend import choice
+    from jsparse.policies import choices
+    from jsparse.policies.expressions import is_own
+
+    best, wanted = measured["best"]["policy"], measured["wanted"]
+    if is_own(best):
+        return f"policy=auto stays as it was: it cannot take code of your own, {best}"
+    made = choice(measured)
+    choices.keep([made])
+    fewest, most = (int(part * wanted["context"]) for part in (choices.LEAST, choices.MOST))
+    return (
+        f"policy=auto is {best} from now on for {wanted['model']} on {measured['device']}, with "
+        f"caches of {fewest + 1} to {most} tokens and batches of {wanted['batch']} or more "
+        f"({choices.file()})."
+    )
+
+
+def _print(measured: dict[str, Any]) -> None:
+    """Prints the table, and the lines that say what it means."""
+    wanted = measured["wanted"]
+    table = Table(
+        title="{model}, {batch} x {context} tokens, ".format(**wanted)
+        + "{dtype}, {device}".format(**measured),
+        title_justify="left",
+    )
+    table.add_column("policy", overflow="fold", min_width=20)
+    for name in ("ms per step", "speed-up", "KL", "agreement", "pass keys", "asked later"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for place, row in enumerate(measured["rows"]):
+        verdict = row["verdict"] or ("recommended" if place == 0 else "close enough")
+        table.add_row(*_cells(row), verdict, style="bold" if place == 0 else None)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    best = measured["best"]["policy"]
+    if best == "dense()":
+        lines = ["No policy is both faster and close enough: dense attention is best."]
+    else:
+        lines = [f'Take it with --policy "{best}"']
+    dense = next(row for row in measured["rows"] if row["policy"] == "dense()")
+    if measured["length"]:
+        lines.append(
+            f"KL and agreement: {wanted['samples']} texts of {measured['length']} tokens, "
+            f"{wanted['steps']} steps each. Pass keys: found, of {dense['of']}, asked for by the "
+            "prompt's end and by a later turn."
+        )
+        for task, words in zip(dense["found"], ("", " of a later turn"), strict=True):
+            if dense["found"][task] < dense["of"] / 2:
+                lines.append(
+                    f"Dense attention itself finds {dense['found'][task]} of {dense['of']} pass "
+                    f"keys{words}, so that they say little about this model."
+                )
+    console.print(*lines, sep="\n", soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    speed = ["-", "-"] if row["ms"] is None else [f"{row['ms']:.3g}", f"{row['over_dense']:.2f}x"]
+    if row["kl"] is None:
+        return [row["policy"], *speed, *["-"] * 4]
+    found = [f"{count}/{row['of']}" if row["of"] else "-" for count in row["found"].values()]
+    return [row["policy"], *speed, f"{row['kl']:.2g}", f"{row['agreement']:.1%}", *found]
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows the progress on standard error: a bar on a terminal, else a line per part."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task("", total=None)
+        told: list[str] = []
+
+        def report(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now, completed=done, total=total)
+            if not sys.stderr.isatty() and now not in told:
+                told.append(now)
+                console.print(now)
+
+        yield report

@@ -1,0 +1,116 @@
+"""Keeps which policy was measured to be best, by device and model, for `auto` to take.
+
+`jsparse recommend` writes these choices into one JSON file, choices.json in `cache_folder`.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsparse.cache import CacheSpec
+from jsparse.folders import cache_folder
+
+# a cache that holds at most this part of the measured context, or more than it by this factor, is
+# not one that was measured: the budgets of policies are numbers of tokens
+LEAST, MOST = 1 / 2, 5 / 4
+
+
+class Choice(NamedTuple):
+    """Says which policy is the best for a model on a device, and how that was found out.
+
+    Attributes:
+        model: the model, as `known_as` names it.
+        device: the device, as jax names its kind.
+        dtype: the type of weights and cache.
+        batch: the sequences that decoded together.
+        context: the tokens in the cache of each sequence.
+        policy: the expression of the fastest policy that was close enough to dense attention;
+            "dense()" where none was faster.
+        ms: milliseconds per decode step.
+        dense_ms: those of dense attention in the same run.
+        kl: the mean KL divergence from dense attention, in nats.
+        date: the day of the measurement, as in ISO 8601.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    batch: int
+    context: int
+    policy: str
+    ms: float
+    dense_ms: float
+    kl: float
+    date: str
+
+    def __str__(self) -> str:
+        times = self.dense_ms / self.ms
+        return (
+            f"measured by `jsparse recommend` on {self.date}, {self.batch} x {self.context} "
+            f"tokens: {times:.2f} times as fast as dense attention, KL {self.kl:.2g}"
+        )
+
+
+def file() -> Path:
+    """Returns the file that holds all choices."""
+    return cache_folder() / "choices.json"
+
+
+def known_as(model: str) -> str:
+    """Returns the name by which a model is kept: a path in full, or a Hub id as it is."""
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+def find(spec: CacheSpec, device: str) -> Choice | None:
+    """Returns the choice for a cache of these sizes: that of the batch nearest from below.
+
+    Of several contexts it is the shortest that holds the cache's.
+    """
+    name, dtype = known_as(spec.model), str(spec.dtype)
+    fitting = [
+        choice
+        for choice in stored()
+        if (choice.model, choice.device, choice.dtype) == (name, device, dtype)
+        and choice.batch <= spec.batch
+        and LEAST * choice.context < spec.capacity <= MOST * choice.context
+    ]
+    return max(fitting, key=lambda choice: (choice.batch, -choice.context), default=None)
+
+
+def stored() -> list[Choice]:
+    """Returns all choices.
+
+    Raises:
+        ValueError: the file is not one that `keep` wrote.
+    """
+    try:
+        text = file().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    try:
+        return [_choice(entry) for entry in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{file()} is not what `jsparse recommend` writes ({error}): must be removed"
+        ) from None
+
+
+def keep(choices: Iterable[Choice]) -> None:
+    """Writes choices into the file, each in place of that of the same sizes, if there is one."""
+    kept = {choice[:5]: choice for choice in [*stored(), *choices]}
+    path = file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    lines = ",\n".join(json.dumps(choice._asdict()) for choice in kept.values())
+    beside.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _choice(entry: Any) -> Choice:
+    choice = Choice(**entry)
+    for value, kind in zip(choice, Choice.__annotations__.values(), strict=True):
+        if not isinstance(value, int if kind is float else kind) and not isinstance(value, kind):
+            raise ValueError(f"{value!r} must be of type {kind.__name__}")
+    return choice

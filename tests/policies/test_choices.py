@@ -1,0 +1,122 @@
+"""What `recommend` found is kept by device and model, and found again for caches of its sizes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jsparse.cache import CacheSpec
+from jsparse.policies import choices
+from jsparse.policies.auto import _tell, auto, choose
+from jsparse.policies.choices import Choice, find, keep, known_as, stored
+from jsparse.policy import dense, resolved
+
+HERE = "here"
+
+
+def a_choice(**changed):
+    given = {
+        "model": "org/name",
+        "device": HERE,
+        "dtype": "float32",
+        "batch": 2,
+        "context": 1024,
+        "policy": "streaming(sink=4, recent=60)",
+        "ms": 2.0,
+        "dense_ms": 3.0,
+        "kl": 0.01,
+        "date": "2026-01-02",
+    }
+    return Choice(**given | changed)
+
+
+def spec(tokens=1024, batch=2, model="org/name", dtype="float32"):
+    return CacheSpec(1, batch, 4, 2, 16, 8, tokens // 8, np.dtype(dtype), model=model)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+def test_nothing_is_kept_at_first():
+    assert stored() == []
+    assert find(spec(), HERE) is None
+
+
+def test_a_choice_takes_the_place_of_that_of_its_sizes(folder):
+    keep([a_choice(), a_choice(context=4096)])
+    keep([a_choice(policy="dense()")])
+    assert [(each.context, each.policy) for each in stored()] == [
+        (1024, "dense()"),
+        (4096, "streaming(sink=4, recent=60)"),
+    ]
+    assert [path.name for path in folder.iterdir()] == ["choices.json"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "org/x"},
+        {"dtype": "bfloat16"},
+        {"batch": 1},
+        {"tokens": 512},
+        {"tokens": 1288},
+    ],
+)
+def test_what_was_not_measured_has_no_choice(other):
+    keep([a_choice()])
+    assert find(spec(), HERE) == a_choice()
+    assert find(spec(batch=7), HERE) == find(spec(520), HERE) == find(spec(1280), HERE)
+    assert find(spec(**other), HERE) is None
+    assert find(spec(), "another device") is None
+
+
+def test_the_nearest_batch_and_the_shortest_context_speak():
+    keep([a_choice(batch=batch, context=context) for batch in (1, 4) for context in (1024, 1200)])
+    assert find(spec(1024, batch=3), HERE) == a_choice(batch=1, context=1024)
+    assert find(spec(1024, batch=9), HERE) == a_choice(batch=4, context=1024)
+    assert find(spec(1400, batch=9), HERE) == a_choice(batch=4, context=1200)
+
+
+def test_a_path_is_known_in_full(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert known_as("model") == known_as("./model") == str(tmp_path / "model")
+    assert known_as("org/model") == "org/model"
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "{}x", '[{"model": "m"}]', json.dumps([a_choice()._asdict() | {"batch": "2"}])]
+)
+def test_a_damaged_file_is_named(folder, text):
+    folder.mkdir()
+    (folder / "choices.json").write_text(text)
+    with pytest.raises(ValueError, match=r"choices\.json is not what `jsparse recommend` writes"):
+        find(spec(), HERE)
+
+
+def test_auto_is_what_was_measured_and_says_from_where():
+    assert resolved(auto(), spec()) is dense()
+    keep([a_choice(device=jax.local_devices()[0].device_kind)])
+    assert resolved(auto(), spec()).name == "streaming(sink=4, recent=60)"
+    assert choose(spec()).reason == (
+        "measured by `jsparse recommend` on 2026-01-02, 2 x 1024 tokens: 1.50 times as fast as "
+        "dense attention, KL 0.01"
+    )
+
+
+def test_auto_says_once_that_nobody_has_measured(caplog):
+    _tell.cache_clear()
+    for _ in range(2):
+        assert resolved(auto(), spec()) is dense()
+    (line,) = caplog.messages
+    assert "dense() here: nobody has measured this model" in line
+    assert line.endswith("`jsparse recommend org/name` does")
+    keep([a_choice(device=jax.local_devices()[0].device_kind, policy="dense()")])
+    _tell.cache_clear()
+    assert resolved(auto(), spec()) is dense()
+    assert len(caplog.messages) == 1
+    assert choices.file().exists()
