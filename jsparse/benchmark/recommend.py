@@ -29,6 +29,7 @@ from jsparse.runtime import capacity
 
 STEPS, DENSE, REFUSED = "steps", "dense()", "refused"
 KL, TURNS = "kl", ("passkey", "passkey_turn2")
+NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
 # a step must be this much faster than dense attention's to be worth a difference in the text
 LEAST_GAIN = 1.02
 PAGE_SIZE, LEAST_LENGTH = 16, 512
@@ -156,15 +157,14 @@ def recommend(
     for nth, policy in enumerate(wanted.policies):
         report("decode steps", nth, len(wanted.policies))
         _time(params, wanted, policy, store)
-    faster = [
-        row["policy"]
-        for row in ranked(store.entries, wanted)
-        if row["policy"] != DENSE
-        and row["over_dense"] >= LEAST_GAIN
-        and not row["verdict"].startswith(REFUSED)
-    ]
+    faster = _with(store, wanted, NO_KL)
     for group in _groups(params, wanted, faster, length):
-        _compare(params, wanted, _plan(wanted, group, (KL, *TURNS), length), store, report)
+        _compare(params, wanted, _plan(wanted, group, (KL,), length), store, report)
+    # the fastest that loses none is the one to take: what is slower need not be asked
+    while ranked(store.entries, wanted)[0]["policy"] == DENSE and (
+        near := _with(store, wanted, NO_KEYS)
+    ):
+        _compare(params, wanted, _plan(wanted, near[:1], TURNS, length), store, report)
     rows = ranked(store.entries, wanted)
     measured = {
         "wanted": wanted._asdict(),
@@ -200,8 +200,8 @@ def ranked(entries: Sequence[Entry], wanted: Wanted) -> list[dict[str, Any]]:
     """Returns a dict for dense attention and each candidate, the ones to take first.
 
     Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
-    lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
-    how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
+    lost, for each kind of pass key how many the policy finds (None if it was not asked) and how many
+    only dense attention; of, how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
     measured is None: a policy that cannot run has no ms, one that is no faster has no kl.
     """
     values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
@@ -243,7 +243,7 @@ def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> 
     for task in TURNS:
         own, dense = values.get((policy, task), {}), values.get((DENSE, task), {})
         of = max(of, len(own))
-        found[task] = sum(sample["score"] == 1 for sample in own.values())
+        found[task] = sum(sample["score"] == 1 for sample in own.values()) if own else None
         lost[task] = sum(own[i]["score"] < dense[i]["score"] for i in own if i in dense)
     return {"found": found, "lost": lost, "of": of}
 
@@ -257,15 +257,23 @@ def _verdict(row: Mapping[str, Any], wanted: Wanted) -> str:
     if row["over_dense"] < LEAST_GAIN:
         return "no faster than dense attention"
     if row["kl"] is None:
-        return "not compared yet"
+        return NO_KL
     if wanted.exact and row["agreement"] < 1:
         return f"chooses another token at {1 - row['agreement']:.1%} of the places"
     if row["kl"] > wanted.kl:
         return f"KL above {wanted.kl:g}"
+    if None in row["found"].values():
+        return NO_KEYS
     for task, words in zip(TURNS, ("", " that a later turn asks for"), strict=True):
         if row["lost"][task]:
             return f"loses {row['lost'][task]} of {row['of']} pass keys{words}"
     return ""
+
+
+def _with(store: Store, wanted: Wanted, verdict: str) -> list[str]:
+    """Returns the policies of which this is said, the fastest first."""
+    rows = ranked(store.entries, wanted)
+    return [row["policy"] for row in rows if row["verdict"] == verdict]
 
 
 def _store(params: Params, wanted: Wanted) -> Store:

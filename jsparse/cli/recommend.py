@@ -147,9 +147,10 @@ def _print(measured: dict[str, Any]) -> None:
             "prompt's end and by a later turn."
         )
         for task, words in zip(dense["found"], ("", " of a later turn"), strict=True):
-            if dense["found"][task] < dense["of"] / 2:
+            found = dense["found"][task]
+            if found is not None and found < dense["of"] / 2:
                 lines.append(
-                    f"Dense attention itself finds {dense['found'][task]} of {dense['of']} pass "
+                    f"Dense attention itself finds {found} of {dense['of']} pass "
                     f"keys{words}, so that they say little about this model."
                 )
     console.print(*lines, sep="\n", soft_wrap=True)
@@ -159,7 +160,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     speed = ["-", "-"] if row["ms"] is None else [f"{row['ms']:.3g}", f"{row['over_dense']:.2f}x"]
     if row["kl"] is None:
         return [row["policy"], *speed, *["-"] * 4]
-    found = [f"{count}/{row['of']}" if row["of"] else "-" for count in row["found"].values()]
+    found = ["-" if count is None else f"{count}/{row['of']}" for count in row["found"].values()]
     return [row["policy"], *speed, f"{row['kl']:.2g}", f"{row['agreement']:.1%}", *found]
 
 

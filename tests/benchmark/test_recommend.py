@@ -19,7 +19,7 @@ from jsparse.runtime import capacity
 
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 NEAR, FAR = "streaming(sink=4, recent=240)", "streaming(sink=4, recent=8)"
-SLOW = "streaming(sink=8, recent=8)"
+SLOW, SLOWER = "streaming(sink=8, recent=8)", "streaming(sink=4, recent=300)"
 WANTED = Wanted("m", 512, 1, (NEAR, FAR, SLOW))
 
 
@@ -114,7 +114,7 @@ def test_bad_values_are_refused(changed, words):
 def times(tmp_path, monkeypatch):
     """Times by policy instead of measured ones, and the policies whose times were asked for."""
     monkeypatch.setenv("JSPARSE_CACHE_DIR", str(tmp_path))
-    given, asked = {"dense()": 10.0, NEAR: 5.0, FAR: 4.0}, []
+    given, asked = {"dense()": 10.0, NEAR: 5.0, FAR: 4.0, SLOWER: 6.0}, []
 
     def time_steps(params, policy, *, batch, context):
         asked.append(policy)
@@ -129,7 +129,7 @@ def times(tmp_path, monkeypatch):
 @pytest.fixture
 def closeness(monkeypatch):
     """Closeness by policy instead of a measured one; other policies are refused."""
-    given = {"dense()": {}, NEAR: {"kl": 0.01}, FAR: {"kl": 0.3}}
+    given = {"dense()": {}, NEAR: {"kl": 0.01}, FAR: {"kl": 0.3}, SLOWER: {"kl": 0.01}}
 
     def run(params, plan, store, report=None):
         unknown = [policy for policy in plan.policies if policy not in given]
@@ -189,6 +189,18 @@ def test_what_refuses_to_be_compared_keeps_nobody_else_from_it(model, times, clo
 
 def asked(*options):
     return CliRunner().invoke(app, ["recommend", MODEL, "--only", "--context", "512", *options])
+
+
+def test_only_the_fastest_near_ones_are_asked_for_pass_keys(model, times, closeness):
+    closeness[FAR] = {"lost": (1,)}
+    wanted = Wanted(MODEL, 512, 1, (SLOWER, FAR, NEAR), samples=4)
+    rows = recommend(model, wanted)["rows"]
+    assert [(row["policy"], row["verdict"], row["found"]["passkey"]) for row in rows] == [
+        (NEAR, "", 4),
+        ("dense()", "", 4),
+        (FAR, "loses 1 of 4 pass keys", 3),
+        (SLOWER, "slower than the one to take", None),
+    ]
 
 
 def test_the_command_says_what_to_take_and_auto_takes_it(model, times, closeness):
