@@ -429,6 +429,55 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
         )
 
 
+def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summary | None, State]:
+    """Return what `select` returned, given the state `before`.
+
+    Raises:
+        ValueError: it is not what the contract asks for.
+    """
+    match made:
+        case (Selection() as choice, None | (_, _, _, _) as summary, state):
+            summary = None if summary is None else Summary(*summary)
+            return choice, summary, kept(policy, "select", before, state)
+    raise ValueError(
+        f"select of {policy} must return (Selection, Summary or None, state), not {_sketch(made)}"
+    )
+
+
+def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
+    """Return what `maintain` returned.
+
+    Raises:
+        ValueError: it is not what the contract asks for.
+    """
+    if type(made) is not tuple or len(made) != 2 or not isinstance(made[1], KVCache):
+        raise ValueError(f"maintain of {policy} must return (state, cache), not {_sketch(made)}")
+    return made
+
+
+def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
+    """Return the state that a hook returned, given the one `before`.
+
+    Raises:
+        ValueError: its arrays are not those of the state before, by structure, shapes and dtypes.
+    """
+    if _sketch(made) != _sketch(before):
+        raise ValueError(
+            f"{hook} of {policy} must return a state like the one it got, {_sketch(before)}, not "
+            f"{_sketch(made)}"
+        )
+    return made
+
+
+def _sketch(tree: Any) -> str:
+    """Tell what a hook returned: arrays by dtype and shape, the rest by type."""
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return f"an array {tree.dtype}{list(tree.shape)}"
+    if isinstance(tree, tuple | list):
+        return f"({', '.join(map(_sketch, tree))})"
+    return "None" if tree is None else f"a {type(tree).__name__}"
+
+
 def whole_number(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless a hyper-parameter is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

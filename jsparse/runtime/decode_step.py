@@ -17,7 +17,7 @@ from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, Summary, merge
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy, State, kept, selected
 from jsparse.runtime import host_attention
 from jsparse.runtime.host_attention import Fetched, fetch_ahead
 from jsparse.selection import Selection, count_tokens, everything
@@ -80,10 +80,11 @@ def decode_step(
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state, ahead
         cache = fill(cache, layer, k, v, positions, one)
-        state = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
+        grown = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
+        state = kept(policy, "append", state, grown)
         ready, ahead = ahead, fetch_ahead(policy, layer + 1, q[:, 0], cache, state)
         out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state, ready)
-        state = policy.update(state, layer, out.stats, cache)
+        state = kept(policy, "update", state, policy.update(state, layer, out.stats, cache))
         counts.append(counted)
         return out.o[:, None]
 
@@ -115,7 +116,7 @@ def attend_layer(
 
     def attend(selection, summary, state):
         if summary is not None:
-            summary = _of_active(Summary(*summary), cache)
+            summary = _of_active(summary, cache)
         selection, summary = _dense_rows(selection, summary, cache)
         dtype = q.dtype if summary is None else jnp.float32
         run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
@@ -130,7 +131,7 @@ def attend_layer(
     def sparse(state):
         if fetched is not None:
             return attend(fetched.selection, None, state)
-        return attend(*policy.select(state, layer, q, cache))
+        return attend(*selected(policy, state, policy.select(state, layer, q, cache)))
 
     if policy.fallback is None:
         return sparse(state)

@@ -20,7 +20,7 @@ from jsparse.host_pool import GatherFn, HostPool, pools
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
-from jsparse.policy import Offload, Policy, State
+from jsparse.policy import Offload, Policy, State, selected
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Ids, Lengths, Queries
 
@@ -98,7 +98,7 @@ def fetch_ahead(
         return None
     if not isinstance(cache.layers[layer].k, HostPool):
         return None
-    selection, summary, _ = policy.select(state, layer, q, cache)
+    selection, summary, _ = selected(policy, state, policy.select(state, layer, q, cache))
     if summary is not None:
         raise ValueError(f"prefetch=True: {policy} must not give a summary")
     return fetch(cache.layers[layer], selection, beside)

@@ -27,7 +27,7 @@ from jsparse.cache import (
 from jsparse.host_pool import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
-from jsparse.policy import Policy, PrefillView, State
+from jsparse.policy import Policy, PrefillView, State, kept
 from jsparse.runtime.compilation import inlined, program
 from jsparse.runtime.offloading import HostMemory
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
@@ -152,9 +152,8 @@ def prefill_chunk(
         window = windows[layer] if windows else q[:, :0]
         asked = jnp.minimum(before + valid, policy.window)
         view = replace_layer(cache, layer, held)
-        state = policy.prefill(
-            state, layer, PrefillView(tokens, positions, k, v, valid, view, window, asked, last)
-        )
+        part = PrefillView(tokens, positions, k, v, valid, view, window, asked, last)
+        state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
         if held is not cache.layers[layer]:
             # or XLA may put off what hooks make of a layer until all layers have come
             o, state = jax.lax.optimization_barrier((o, state))

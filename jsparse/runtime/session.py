@@ -25,7 +25,7 @@ from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, PagePool, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
-from jsparse.policy import Policy, State, resolved, whole_number
+from jsparse.policy import Policy, State, maintained, resolved, whole_number
 from jsparse.runtime import capacity, offloading, prefill
 from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
@@ -141,7 +141,7 @@ def maintain(
 ) -> tuple[KVCache, State]:
     """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
     note_trace()
-    state, cache = policy.maintain(state, lend(cache, lent))
+    state, cache = maintained(policy, policy.maintain(state, lend(cache, lent)))
     return lend(cache, NOTHING), state
 
 
