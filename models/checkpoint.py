@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from jsparse.models.weights import (
     list_weights,
     read_weights,
 )
+from jsparse.names import LOAD, takes
 
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 """Families that can be loaded, by config.json's `model_type` and GGUF's `general.architecture`."""
@@ -40,6 +42,7 @@ _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 _WEIGHTS = "weights"
 _CONSTANTS = "constants.safetensors"
 _ROPE_FACTORS = "rope_freqs.weight"
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,11 @@ class Params:
     name: str
     constants: dict[str, jax.Array] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
+        size = next(f"{count / n:.3g}{unit}" for n, unit in _UNITS if count >= n)
+        return f"Params({self.name!r}, {self.config.family}, {size} parameters, {self.dtype})"
+
     @property
     def dtype(self) -> Any:
         """Returns the dtype of the weights."""
@@ -77,6 +85,7 @@ class Params:
         return Decoder(self.config, self.dtype)
 
 
+@takes(LOAD)
 def load(
     model: str | os.PathLike[str],
     *,
@@ -98,12 +107,33 @@ def load(
     Raises:
         FileNotFoundError: the model does not exist, or a file is missing.
         ValueError: a file is damaged or lies about its contents, the model's kind is not
-            supported, or the tokenizer is a slow one.
+            supported, the tokenizer is a slow one, or an option is refused.
+        TypeError: there is no option of that name.
     """
     wanted = parse_dtype(dtype)
     path = _loadable(locate(model, revision), model)
     load_path = _load_folder if path.is_dir() else _load_gguf
     return load_path(path, str(model), wanted, tokenizer, on_progress)
+
+
+def given_params(model: str | os.PathLike[str] | Params, **options: Any) -> Params:
+    """Returns a model that may have been loaded already; `load` takes the options.
+
+    Raises:
+        ValueError: as `load` says, or the model has been loaded and an option is not None.
+    """
+    if not isinstance(model, Params):
+        return load(model, **options)
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: the model is loaded; give it to jsparse.load")
+    return model
+
+
+def require_params(params: Any) -> None:
+    """Raises ValueError unless `params` is a model that was loaded."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params={reprlib.repr(params)}: must be what jsparse.load returned")
 
 
 def read_config(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelConfig:

@@ -1,0 +1,100 @@
+"""Tests that options with other libraries' names are taken, or refused with what to use instead."""
+
+import inspect
+
+import pytest
+
+from jsparse import SamplingParams, names
+from jsparse.names import Refused, takes
+
+pytestmark = pytest.mark.pure
+
+WORDS = {"eager": Refused("programs are compiled", False), "beams": Refused("must be 1", 1)}
+
+
+def engine(params, *, seats: int = 4, share: float = 0.9):
+    return params, seats, share
+
+
+class Model:
+    @takes(WORDS, more=engine, portion="share")
+    def __init__(self, path, *, eager: bool = False, **options):
+        self.given = path, eager, engine(path, **options)
+
+    @takes({})
+    def run(self, prompt, *, tokens: int = 8):
+        return prompt, tokens
+
+
+def test_what_asks_for_nothing_is_taken():
+    assert Model("a", eager=False, beams=1, seats=2).given == ("a", False, ("a", 2, 0.9))
+    assert Model("a", beams=None).given == Model("a").given
+    assert Model("a").run("b", tokens=3) == ("b", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eager": True}, "eager=True: programs are compiled"),
+        ({"beams": 4}, "beams=4: must be 1"),
+        ({"beams": True}, "beams=True: must be 1"),
+        ({"beams": 1.0}, "beams=1.0: must be 1"),
+    ],
+)
+def test_what_is_refused_names_option_value_and_rule(given, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        Model("a", **given)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: Model("a", seat=1),
+            "Model() has no seat, did you mean seats? It has path, eager, seats, share",
+        ),
+        (lambda: Model("a", xyz=1), "Model() has no xyz. It has path, eager, seats, share"),
+        (lambda: Model("a", beam=1), "did you mean beams?"),
+        (lambda: Model("a").run("b", token=1), "Model.run() has no token, did you mean tokens?"),
+    ],
+)
+def test_an_unknown_name_gets_one_like_it_and_all_that_there_are(call, message):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_an_old_name_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="portion= is now share="):
+        assert Model("a", portion=0.5).given[-1] == ("a", 4, 0.5)
+
+
+def test_the_signature_lists_every_option():
+    assert str(inspect.signature(Model)) == (
+        "(path, *, eager: bool = False, seats: int = 4, share: float = 0.9)"
+    )
+
+
+@pytest.mark.parametrize("name", names.SAMPLING)
+def test_sampling_options_of_vllm_are_refused_by_name(name):
+    refused = names.SAMPLING[name]
+    assert SamplingParams(**{name: refused.nothing}) == SamplingParams()
+    with pytest.raises(ValueError, match=f"^{name}='something': {refused.rule[:20]}"):
+        SamplingParams(**{name: "something"})
+
+
+def test_sampling_options_of_vllm_that_mean_the_same():
+    same = {"top_k": -1, "stop": None, "stop_token_ids": None, "logit_bias": None}
+    assert SamplingParams(**same) == SamplingParams(top_k=0)
+    with pytest.raises(ValueError, match=r"^top_k=-2: must be .* \(0 and -1 are off\)"):
+        SamplingParams(top_k=-2)
+    with pytest.raises(TypeError, match="has no max_new_tokens, did you mean max_tokens"):
+        SamplingParams(**{"max_new_tokens": 3})
+
+
+@pytest.mark.parametrize("table", ["SAMPLING", "GENERATE", "LOAD", "ENGINE", "ANSWER", "CHAT"])
+def test_rules_go_on_after_a_colon(table):
+    for name, refused in getattr(names, table).items():
+        assert refused.rule[0].islower() or refused.rule.startswith(("K and", "SamplingParams"))
+        assert not refused.rule.endswith("."), name
