@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jsparse import prompts
+from jsparse.names import SAMPLING, takes
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -35,7 +36,7 @@ class SamplingParams:
 
     Attributes:
         temperature: the sampling temperature; 0 is greedy.
-        top_k: the number of likeliest tokens to keep; 0 is off.
+        top_k: the number of likeliest tokens to keep; 0 and -1 are off.
         top_p: the total probability of the likeliest tokens to keep; 1 is off.
         min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
         repetition_penalty: the factor that divides positive and multiplies negative logits of
@@ -51,6 +52,8 @@ class SamplingParams:
             draws from the seed of the call, differently for each prompt.
         stop: strings that end the text and are cut off.
         include_stop_str_in_output: whether the stop string stays in the text.
+        skip_special_tokens: whether special tokens other than the one that ends the text are left
+            out of it.
         stop_token_ids: ids that end the text, beside the model's own end tokens.
         ignore_eos: whether the model's own end tokens do not end the text.
         max_tokens: the maximum number of tokens to generate.
@@ -65,8 +68,12 @@ class SamplingParams:
             prefix cache serves nobody who names another one. How many tokens were cached then tells
             them nothing of the prompts of others.
 
+    None for logit_bias, stop and stop_token_ids is none of them. What vLLM has beyond these options
+    is refused by name (jsparse.names).
+
     Raises:
-        ValueError: a value is outside its range.
+        ValueError: a value is outside its range, or an option is refused.
+        TypeError: there is no option of that name.
     """
 
     temperature: float | None = None
@@ -76,12 +83,13 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
     n: int = 1
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     max_tokens: int = 128
     min_tokens: int = 0
@@ -96,7 +104,7 @@ class SamplingParams:
                 object.__setattr__(self, name, _option(name, value))
         for name in ("presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, _option(name, getattr(self, name)))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r}: must be true or false")
         most = self.max_tokens
@@ -113,9 +121,13 @@ class SamplingParams:
         if not isinstance(self.policy, Mapping):
             raise ValueError(f"policy={self.policy!r}: must map names to values")
         object.__setattr__(self, "policy", dict(self.policy))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
+        for name, check, none in (
+            ("logit_bias", _biases, {}),
+            ("stop", _stop_strings, ()),
+            ("stop_token_ids", _ids, ()),
+        ):
+            given = getattr(self, name)
+            object.__setattr__(self, name, check(none if given is None else given))
 
     @property
     def greedy(self) -> bool:
@@ -127,6 +139,9 @@ class SamplingParams:
             and not self.logit_bias
             and self.min_tokens == 0
         )
+
+
+SamplingParams.__init__ = takes(SAMPLING)(SamplingParams.__init__)
 
 
 @dataclass(frozen=True)
@@ -254,7 +269,7 @@ def _request(
 
 def _ends(params: "Params", sampling: SamplingParams) -> frozenset[int]:
     own = () if sampling.ignore_eos else end_tokens(params)
-    return frozenset((*sampling.stop_token_ids, *own))
+    return frozenset((*(sampling.stop_token_ids or ()), *own))
 
 
 def knobs(asked: Sequence[Request]) -> "dict[str, Array] | None":
@@ -287,6 +302,12 @@ def knob_row(request: Request, names: Sequence[str]) -> dict[str, np.ndarray]:
     }
 
 
+def default_sampling(params: "Params") -> SamplingParams:
+    """Returns SamplingParams with the model's own defaults in place of None."""
+    stated = params.generation_defaults
+    return SamplingParams(**{name: stated[name] for name in OFF if name in stated})
+
+
 def end_tokens(params: "Params") -> frozenset[int]:
     """Returns the model's own end tokens."""
     named = params.generation_defaults.get("eos_token_id")
@@ -305,7 +326,10 @@ def _option(name: str, value: Any) -> Any:
     number = int(value) if isinstance(value, Integral) else number
     ok, rule = {
         "temperature": (number >= 0, "a number of at least 0 (0 is greedy)"),
-        "top_k": (number >= 0 and number % 1 == 0, "an integer of at least 0 (0 is off)"),
+        "top_k": (
+            number >= -1 and number % 1 == 0,
+            "an integer of at least 0 (0 and -1 are off)",
+        ),
         "top_p": (0 < number <= 1, "a number above 0 and at most 1 (1 is off)"),
         "min_p": (0 <= number <= 1, "a number from 0 to 1 (0 is off)"),
         "repetition_penalty": (number > 0, "a number above 0 (1 is off)"),
@@ -314,7 +338,7 @@ def _option(name: str, value: Any) -> Any:
     }[name]
     if not ok or (name != "top_k" and number > FLOAT32_MAX):
         raise ValueError(f"{name}={value!r}: must be {rule}")
-    return number
+    return max(number, 0) if name == "top_k" else number
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ class TextStream:
         stop: tuple[str, ...],
         include_stop: bool = False,
         least: int = 0,
+        skip_special: bool = True,
     ) -> None:
         """Prepares an empty text.
 
@@ -30,9 +31,10 @@ class TextStream:
             include_stop: whether the stop string stays in the text.
             least: the number of ids whose text completes no stop string. One may begin there and
                 end in a later id's text.
+            skip_special: whether special tokens give no text.
         """
         self.stopped = False
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._stop, self._include_stop, self._least = stop, include_stop, least
         self._ids: list[int] = []
         self._settled = (
@@ -65,15 +67,18 @@ class TextStream:
             return ""
         return self._advance(final=True)
 
-    def _advance(self, *, final: bool) -> str:
+    def _decode(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
-        grown = self._tokenizer.decode(self._ids[self._context :])
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+    def _advance(self, *, final: bool) -> str:
+        grown = self._decode(self._ids[self._context :])
         if final or not grown.endswith(UNFINISHED):
             self._settle(len(self._ids), grown)
         elif len(self._ids) - self._settled > 2 * LONGEST:
             # bytes of no character: what ends LONGEST ids before the end is not unfinished
             for end in range(len(self._ids) - LONGEST, len(self._ids) - 2 * LONGEST, -1):
-                part = self._tokenizer.decode(self._ids[self._context : end])
+                part = self._decode(self._ids[self._context : end])
                 if grown.startswith(part):  # no character spans its end
                     self._settle(end, part)
                     break
@@ -84,8 +89,7 @@ class TextStream:
 
     def _settle(self, end: int, grown: str) -> None:
         """Takes in the text up to `end`, of which `grown` is what follows the context's start."""
-        assert self._tokenizer is not None
-        known = self._tokenizer.decode(self._ids[self._context : self._settled])
+        known = self._decode(self._ids[self._context : self._settled])
         self._text += grown[len(known) :]
         if len(grown) > len(known):  # ids without text are no context: a decoder may drop a space
             self._context = self._settled

@@ -6,12 +6,15 @@ it is given and nothing else.
 
 import functools
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import jinja2
+
+PART = {"type", "text"}
 
 
 def render(
@@ -39,6 +42,44 @@ def render(
         raise ValueError(
             f"the chat template failed with {type(error).__name__}: {reason}"
         ) from error
+
+
+def joined(content: Any) -> str:
+    """Returns a message's text, which may come in parts of {"type": "text", "text": …}.
+
+    Raises:
+        ValueError: it is no text, or a part is none; the message is the rule that it breaks.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be text, or a list of parts of type text")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or part.keys() != PART:
+            raise ValueError(
+                f"has a part of type {reprlib.repr(kind)}: must be parts with type 'text' and a "
+                "text; images and audio are not supported"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def with_text(messages: Any) -> Any:
+    """Returns messages whose contents are text where they came in parts; `render` checks the rest.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    made = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            try:
+                message = {**message, "content": joined(content)}
+            except ValueError as error:
+                raise ValueError(f"messages[{index}]['content'] {error}") from None
+        made.append(message)
+    return made
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -183,7 +183,8 @@ class Tokenizer:
         """Returns the ids of a chat that is to be answered, by the model's chat template.
 
         Args:
-            messages: as `apply_chat_template` takes them.
+            messages: as `apply_chat_template` takes them; a content may also be a list of parts
+                {"type": "text", "text": …}.
             special_tokens: whether special tokens that are spelled in messages, such as
                 "<|im_end|>", count as such. Whoever writes a message can then write other turns, of
                 the system too. Otherwise they are text, and only the template's own count.
@@ -202,7 +203,8 @@ class Tokenizer:
             )
             return message if hidden == content else message | {"content": hidden}
 
-        text = self.apply_chat_template([marked(message) for message in messages])
+        whole = chat_templates.with_text(messages)
+        text = self.apply_chat_template([marked(message) for message in whole])
         ids = []
         # every other part is the id of a special token that a message spells
         for nth, part in enumerate(text.split(mark)):

@@ -19,7 +19,7 @@ class ByteTokenizer:
     SPECIAL has no text.
     """
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=True):
         return bytes(i for i in ids if i != SPECIAL).decode("utf-8", errors="replace")
 
 
@@ -29,7 +29,7 @@ class WordTokenizer:
     def __init__(self, *pieces: str):
         self.pieces = pieces
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(self.pieces[i] for i in ids if i != SPECIAL).removeprefix(" ")
 
 
@@ -159,7 +159,7 @@ def test_bytes_of_no_character_cost_what_others_do(token):
     decoded = []
 
     class Counted(ByteTokenizer):
-        def decode(self, ids):
+        def decode(self, ids, skip_special_tokens=True):
             decoded.append(len(ids))
             return super().decode(ids)
 

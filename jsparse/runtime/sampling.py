@@ -100,8 +100,9 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     ends = np.full((rows, MOST_ENDS), vocab_size, np.int32)
     for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
-        bias_ids[row, : len(own.logit_bias)] = [*own.logit_bias]
-        bias_values[row, : len(own.logit_bias)] = [*own.logit_bias.values()]
+        biases = own.logit_bias or {}
+        bias_ids[row, : len(biases)] = [*biases]
+        bias_values[row, : len(biases)] = [*biases.values()]
         if own.min_tokens:
             ends[row, : len(request.ends)] = sorted(request.ends)
 

@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from jsparse.models.chat_template import joined
+from jsparse.names import SAMPLING
 from jsparse.request import MOST_BIASES, SamplingParams
 from jsparse.server.errors import ApiError, shown
 
@@ -25,8 +27,8 @@ MOST_MESSAGES, MOST_SALT_CHARS = 4096, 256
 
 # fields that other servers know
 REFUSED = {
+    **{name: refused.rule for name, refused in SAMPLING.items()},
     "audio": "audio is not supported",
-    "best_of": "use n, which returns all answers",
     "chat_template": "a template from a request is never run: the model's own is used",
     "chat_template_kwargs": "the model's own template is used as it is",
     "documents": "documents are not supported: write them into a message",
@@ -35,7 +37,6 @@ REFUSED = {
     "guided_json": "structured output is not supported",
     "modalities": "answers are text alone",
     "parallel_tool_calls": "tools are not supported",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
     "tool_choice": "tools are not supported",
@@ -43,19 +44,16 @@ REFUSED = {
 }
 # what clients send without asking for anything; it is dropped
 NOTHING_ASKED: dict[str, Any] = {
-    "best_of": 1,
+    **{name: refused.nothing for name, refused in SAMPLING.items()},
     "continuous_usage_stats": False,
     "include_obfuscation": False,
     "metadata": {},
     "parallel_tool_calls": False,
     "response_format": {"type": "text"},
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
     "store": False,
     "tool_calls": [],
     "tool_choice": "none",
     "tools": [],
-    "top_k": -1,
 }
 # SamplingParams' fields that requests set under the same name
 SAME = (
@@ -71,6 +69,7 @@ SAME = (
     "seed",
     "stop",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
@@ -96,26 +95,6 @@ def _prompt(given: Any) -> Any:
     return given
 
 
-def _content(given: Any) -> Any:
-    """Returns a message's text, which may come in parts."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise ValueError("must be text, or a list of parts of type text")
-    for part in given:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if (
-            kind != "text"
-            or not isinstance(part.get("text"), str)
-            or part.keys() - {"type", "text"}
-        ):
-            raise ValueError(
-                f"has a part of type {shown(kind)}: must be parts with type 'text' and a text; "
-                "images and audio are not supported"
-            )
-    return "".join(part["text"] for part in given)
-
-
 def _at_most(count: int) -> BeforeValidator:
     """Refuses larger objects before what they hold is looked at."""
 
@@ -135,7 +114,7 @@ _PROMPT_SCHEMA = {
 Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 Content = Annotated[
     str,
-    BeforeValidator(_content),
+    BeforeValidator(joined),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
 Stops = Annotated[
@@ -195,6 +174,7 @@ class Sampled(_Body):
     seed: int | None = None
     stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = 0

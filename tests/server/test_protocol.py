@@ -7,6 +7,7 @@ from malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
 from pydantic import ValidationError
 
 from jsparse.engine.errors import EngineFull
+from jsparse.names import SAMPLING
 from jsparse.request import SamplingParams
 from jsparse.server.errors import ApiError, as_api_error
 from jsparse.server.protocol import (
@@ -57,12 +58,20 @@ def test_what_only_the_model_can_refuse_passes():
 
 
 def test_what_asks_for_nothing_is_dropped():
-    more = {"metadata": {}, "store": False, "top_k": -1, "best_of": 1, "tools": [], "seed": None}
+    more = {"metadata": {}, "store": False, "bad_words": [], "best_of": 1, "tools": []}
+    more |= {"seed": None, "use_beam_search": False, "prompt_logprobs": None}
     plain, made = (
         parse(CompletionRequest, json.dumps({"prompt": [1]} | given).encode()).sampling(2, 0.5)
         for given in ({}, more)
     )
     assert made == plain == SamplingParams(max_tokens=2, temperature=0.5)
+
+
+def test_what_sampling_params_refuses_a_body_may_not_hold():
+    for name, refused in SAMPLING.items():
+        error = refusal(COMPLETIONS, {"prompt": "w1", name: "something"})
+        assert error is not None and error["param"] == name
+        assert error["message"] == f"{name}: {refused.rule}"
 
 
 @pytest.mark.parametrize(
