@@ -5,9 +5,10 @@ from typing import Any, Unpack
 
 from jsparse import prompts
 from jsparse.cache import CacheSpec
-from jsparse.generation import GenerateOptions, Message, chosen_sampling, run
+from jsparse.generation import GenerateOptions, Message, chosen_sampling, generate, run
 from jsparse.host_reader import Generation, OnProgress, Streamer
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_params
+from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.request import Request, requests
@@ -32,6 +33,7 @@ class Conversation:
         reads_anew: why every turn reads the whole conversation, or None if it does not.
     """
 
+    @takes(GENERATE, more=generate)
     def __init__(self, params: Params, **options: Unpack[GenerateOptions]) -> None:
         """Begins a conversation.
 
@@ -41,17 +43,19 @@ class Conversation:
                 on_progress and logprobs.
 
         Raises:
-            ValueError: an option is out of its range.
+            ValueError: an option is out of its range or is refused.
+            TypeError: there is no option of that name.
         """
+        require_params(params)
         given: dict[str, Any] = dict(options)
         for name in given:
-            if name not in GenerateOptions.__annotations__ or name in OF_A_TURN:
+            if name in OF_A_TURN:
                 raise ValueError(f"{name}={given[name]!r}: must not be given to a conversation")
         self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
         self._max_length = given.pop("max_length", None)
         self._page_size = given.pop("page_size", 16)
         self._seed, sampling = given.pop("seed", 0), given.pop("sampling", None)
-        given = {"max_new_tokens": 128, "stop": (), "eos_token_id": None} | given
+        given = {"max_new_tokens": 128} | given
         self._sampling = chosen_sampling(params, sampling, self._seed, **given)
         self._session: Session | None = None
         self._read: list[int] = []
@@ -74,7 +78,8 @@ class Conversation:
 
         Args:
             messages: the conversation; dicts with role and content.
-            streamer: a callable that gets each piece of the answer as it is made.
+            streamer: a callable that gets each piece of the answer as it is made, or an object with
+                Hugging Face's `put` and `end`.
             on_progress: a callable that gets ("prefill" | "decode", done, total), in tokens.
 
         Raises:

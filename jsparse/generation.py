@@ -9,9 +9,17 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse import prompts
-from jsparse.host_reader import Generation, OnProgress, Reader, Row, Streamer
-from jsparse.models.checkpoint import Params
-from jsparse.models.tokenizer import Tokenizer
+from jsparse.host_reader import (
+    Generation,
+    OnProgress,
+    Reader,
+    Row,
+    Streamer,
+    TokenStreamer,
+    text_stream,
+)
+from jsparse.models.checkpoint import Params, require_params
+from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, whole_number
 from jsparse.request import Request, SamplingParams, knobs, requests, require_alone
@@ -19,7 +27,6 @@ from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import chooser, forced_then_greedy
 from jsparse.runtime.session import Session
-from jsparse.text_stream import TextStream
 
 Message = Mapping[str, Any]
 OnePrompt = str | Sequence[int] | Sequence[Message]
@@ -31,13 +38,16 @@ class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate`, which documents them."""
 
     max_new_tokens: int
+    do_sample: bool | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
     seed: int
-    stop: str | Sequence[str]
+    min_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_strings: str | Sequence[str] | None
     eos_token_id: int | Sequence[int] | None
     logprobs: bool
     streamer: Streamer | Sequence[Streamer] | None
@@ -60,18 +70,22 @@ def generate(
 def generate(
     params: Params, prompt: np.ndarray | Array, **options: Unpack[GenerateOptions]
 ) -> Any: ...
+@takes(GENERATE)
 def generate(
     params: Params,
     prompt: Any,
     *,
     max_new_tokens: int = 128,
+    do_sample: bool | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     seed: int = 0,
-    stop: str | Sequence[str] = (),
+    min_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_strings: str | Sequence[str] | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     logprobs: bool = False,
     streamer: Streamer | Sequence[Streamer] | None = None,
@@ -92,6 +106,8 @@ def generate(
         prompt: text, chat messages (dicts with role and content), token ids, or a list of any of
             these.
         max_new_tokens: the maximum number of tokens to generate.
+        do_sample: False is greedy, True samples, at temperature 1 where neither `temperature` nor
+            the model names one; None leaves it to the temperature.
         temperature: the sampling temperature; 0 is greedy. For this and the next four options, None
             means the value in the model's generation_config, else off.
         top_k: the number of likeliest tokens to keep; 0 is off.
@@ -100,11 +116,13 @@ def generate(
         repetition_penalty: the factor that divides positive and multiplies negative logits of
             tokens seen so far; 1 is off.
         seed: the random seed; the same seed gives the same text.
-        stop: strings that end the text and are cut off.
+        min_new_tokens: the number of tokens before which nothing ends the text.
+        stop: strings that end the text and are cut off; `stop_strings` is another name for it.
+        stop_strings: the same.
         eos_token_id: ids that end the text; [] never stops; None means the model's own.
         logprobs: whether to return each token's log-probability.
-        streamer: a callable that gets each piece of text as it is made, or a list with one per
-            prompt.
+        streamer: a callable that gets each piece of text as it is made, an object that takes ids as
+            Hugging Face's streamers do (`put` and `end`), or a list with one per prompt.
         policy: the policy, or its expression, that chooses what decoding attends to; "auto" takes
             what was measured to be fastest for these sizes. The prompt is always read densely.
         sampling: how to continue each prompt, one SamplingParams for all or one per prompt; then
@@ -119,8 +137,11 @@ def generate(
         A Generation, or a list of them for a list of prompts.
 
     Raises:
-        ValueError: an argument is out of its range, or prompt and new tokens do not fit.
+        ValueError: an argument is out of its range or is refused, or prompt and new tokens do not
+            fit.
+        TypeError: there is no option of that name.
     """
+    require_params(params)
     rows, alone = prompts.encode(params, prompt)
     chosen = as_policy(policy)
     options = chosen_sampling(
@@ -128,12 +149,15 @@ def generate(
         sampling,
         seed,
         max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens,
         stop=stop,
+        stop_strings=stop_strings,
         eos_token_id=eos_token_id,
         logprobs=logprobs,
     )
@@ -141,7 +165,7 @@ def generate(
     spec = capacity.cache_spec(
         params, rows, [request.sampling.max_tokens for request in asked], max_length, page_size
     )
-    streamers = _streamers(streamer, len(rows), alone)
+    streamers = _streamers(streamer, len(rows))
     session = Session(params, chosen, spec)
     capacity.require_fit(spec, chosen)
     outs = run(session, asked, streamers, on_progress or (lambda *_: None))
@@ -164,6 +188,9 @@ def run(
     """
     keep_compilations()
     began = session.clock()
+    for request, streamer in zip(asked, streamers, strict=True):
+        if isinstance(streamer, TokenStreamer):
+            streamer.put(np.array([request.ids]))
     with capacity.exhaustion(session.spec):
         session.read([request.ids for request in asked] if read is None else read, report)
         return answers(session, asked, streamers, report, began)
@@ -185,7 +212,7 @@ def answers(
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        Row(request, _text_stream(tokenizer, request.sampling), emit, len(turn))
+        Row(request, text_stream(tokenizer, request.sampling), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, session.clock)
@@ -199,10 +226,6 @@ def answers(
     with closing(steps):
         reader.read_all(steps)
     return reader.generations(began, session.policy.name)
-
-
-def _text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
-    return TextStream(tokenizer, tuple(own.stop), own.include_stop_str_in_output, own.min_tokens)
 
 
 def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:
@@ -242,8 +265,12 @@ def sampling_params(
     params: Params,
     *,
     max_new_tokens: int,
-    stop: str | Sequence[str],
-    eos_token_id: int | Sequence[int] | None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    min_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     logprobs: bool = False,
     **options: float | None,
 ) -> SamplingParams:
@@ -253,14 +280,39 @@ def sampling_params(
         ValueError: a value is outside its range.
     """
     whole_number("max_new_tokens", max_new_tokens, 1)
+    least = 0 if min_new_tokens is None else min_new_tokens
+    whole_number("min_new_tokens", least, 0)
+    if least > max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens={least}: must be at most max_new_tokens, which is {max_new_tokens}"
+        )
+    if stop is not None and stop_strings is not None:
+        raise ValueError(f"stop_strings={stop_strings!r}: must not be given beside stop={stop!r}")
     return SamplingParams(
         max_tokens=max_new_tokens,
-        stop=stop,
+        min_tokens=least,
+        temperature=_temperature(params, do_sample, temperature),
+        stop=stop if stop_strings is None else stop_strings,
         stop_token_ids=_end_tokens(params, eos_token_id),
         ignore_eos=eos_token_id is not None,
         logprobs=0 if logprobs else None,
         **options,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _temperature(params: Params, do_sample: bool | None, temperature: float | None) -> float | None:
+    """Returns the temperature that Hugging Face's `do_sample` leads to."""
+    if do_sample is None:
+        return temperature
+    if not isinstance(do_sample, bool):
+        raise ValueError(f"do_sample={do_sample!r}: must be true or false")
+    if temperature is not None and do_sample != (temperature > 0):
+        rule = "above 0" if do_sample else "0, which is greedy, or not given"
+        raise ValueError(f"do_sample={do_sample}: temperature={temperature!r} must be {rule}")
+    if not do_sample:
+        return 0.0
+    stated = params.generation_defaults.get("temperature")
+    return temperature or stated or 1.0
 
 
 def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -274,14 +326,15 @@ def _end_tokens(params: Params, eos_token_id: int | Sequence[int] | None) -> tup
     return tuple(ids)
 
 
-def _streamers(
-    streamer: Streamer | Sequence[Streamer] | None, rows: int, alone: bool
-) -> list[Streamer]:
+def _streamers(streamer: Streamer | Sequence[Streamer] | None, rows: int) -> list[Streamer]:
     if streamer is None:
         return [lambda piece: None] * rows
     given = list(streamer) if isinstance(streamer, Sequence) else [streamer]
-    if len(given) != rows or not all(callable(s) for s in given):
+    for own in given:
+        if not callable(own) and not isinstance(own, TokenStreamer):
+            raise ValueError(f"streamer={own!r}: must be callable, or have the methods put and end")
+    if len(given) != rows:
         raise ValueError(
-            f"streamer={streamer!r}: must be one callable for each of the {rows} prompt(s)"
+            f"streamer={streamer!r}: must be a list of {rows}, one for each of the {rows} prompts"
         )
     return given

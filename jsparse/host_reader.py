@@ -8,19 +8,47 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from jsparse.request import Request
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.request import Request, SamplingParams
 from jsparse.runtime.prefill import OnProgress
 from jsparse.runtime.session import StepResult
 from jsparse.text_stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more
 HOST_LAG = 2
-Streamer = Callable[[str], Any]
+
+
+@runtime_checkable
+class TokenStreamer(Protocol):
+    """Takes token ids as Hugging Face's streamers do."""
+
+    def put(self, value: Any, /) -> Any:
+        """Takes the prompt's ids, int[1, T], and then each new id, int[1], as numpy arrays."""
+
+    def end(self) -> Any:
+        """Is called when the answer is complete."""
+
+
+Streamer = Callable[[str], Any] | TokenStreamer
+
+
+def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
+    """Returns what makes the text of an answer with these options."""
+    return TextStream(
+        *(tokenizer, tuple(own.stop or ()), own.include_stop_str_in_output, own.min_tokens),
+        skip_special=own.skip_special_tokens,
+    )
+
+
+def mean_share(total: float, steps: int) -> float | None:
+    """Returns a share of the positions so far averaged over steps; None if there was no step."""
+    # the device averages over heads and layers in float32, where ones can give 1.0000001
+    return min(total / steps, 1.0) if steps > 0 else None
 
 
 @dataclass(frozen=True)
@@ -90,10 +118,10 @@ class Row:
     def take(self, token: int, logprob: float) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
+        if isinstance(self.emit, TokenStreamer):
+            self.emit.put(np.array([token]))
         is_end = token in self.request.ends
-        piece = "" if is_end else self.stream.push(token)
-        if piece:
-            self.emit(piece)
+        self._emit("" if is_end else self.stream.push(token))
         if is_end or self.stream.stopped:
             self.close("stop")
         elif len(self.ids) == self.request.sampling.max_tokens:
@@ -102,9 +130,14 @@ class Row:
     def close(self, reason: str) -> None:
         """Ends the row and emits what was held back, unless it completes a stop string."""
         if self.finish is None:
-            if piece := self.stream.finish():
-                self.emit(piece)
+            self._emit(self.stream.finish())
             self.finish = "stop" if self.stream.stopped else reason
+            if isinstance(self.emit, TokenStreamer):
+                self.emit.end()
+
+    def _emit(self, piece: str) -> None:
+        if piece and not isinstance(self.emit, TokenStreamer):
+            self.emit(piece)
 
 
 class Reader:
@@ -184,8 +217,8 @@ class Reader:
             new_tokens=len(row.ids),
             prefill_seconds=times[0] - began,
             decode_tokens_per_second=made / (times[-1] - times[0]) if made else None,
-            attended_fraction=float(np.mean(row.attended)) if row.attended else None,
-            read_fraction=float(np.mean(row.read)) if row.read else None,
+            attended_fraction=mean_share(sum(row.attended), len(row.attended)),
+            read_fraction=mean_share(sum(row.read), len(row.read)),
             policy=policy,
         )
         return Generation(

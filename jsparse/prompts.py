@@ -1,5 +1,6 @@
 """Checks prompts and turns them into token ids."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
 
 BYTES = bytes | bytearray | memoryview
+# the keys of vLLM's prompts
+HELD_IN = {"prompt", "prompt_token_ids"}
 
 
 def encode(
@@ -21,13 +24,15 @@ def encode(
     Args:
         params: the model; its tokenizer turns text into ids.
         prompt: text, chat messages (dicts with role and content), token ids (a list or an integer
-            array), or a list of any of these; a 2-D integer array is a list of rows.
+            array), or a list of any of these; a 2-D integer array is a list of rows. vLLM's dicts
+            stand for what they hold, as `plain` says.
         special_tokens: whether special tokens that are spelled in chat messages count as such; in a
             text they do.
 
     Raises:
         ValueError: a prompt is empty, is of another kind, or has ids outside the vocabulary.
     """
+    prompt = plain(prompt)
     alone = _is_one(prompt)
     prompts = [prompt] if alone else list(prompt)
     if not prompts:
@@ -43,6 +48,24 @@ def encode(
                 f"{name} has token id {wrong}: must be from 0 to {params.config.vocab_size - 1}"
             )
     return rows, alone
+
+
+def plain(prompt: Any) -> Any:
+    """Returns prompts without vLLM's dicts, in whose place stands the text or the ids they hold.
+
+    Raises:
+        ValueError: a dict holds more than one text or one list of ids.
+    """
+    if isinstance(prompt, list | tuple):
+        return [plain(each) if isinstance(each, dict) else each for each in prompt]
+    if not isinstance(prompt, dict) or not prompt.keys() & HELD_IN:
+        return prompt
+    if len(prompt) > 1:
+        raise ValueError(
+            f"prompt={reprlib.repr(prompt)}: must have one key, prompt or prompt_token_ids; "
+            "text is all that a prompt holds"
+        )
+    return next(iter(prompt.values()))
 
 
 def tokenizer_of(params: "Params", purpose: str) -> Tokenizer:

@@ -185,10 +185,14 @@ def test_a_state_that_nobody_owns_is_read_anew(params):
     assert "policy=mine: state is [] for 2 rows" in str(chat.conversation.reads_anew)
 
 
-@pytest.mark.parametrize("name", ["streamer", "on_progress", "logprobs", "temprature"])
+@pytest.mark.parametrize("name", ["streamer", "on_progress", "logprobs"])
 def test_options_of_one_answer_and_unknown_ones_are_refused(params, name):
     with pytest.raises(ValueError, match=f"^{name}=1: must not be given to a conversation$"):
         Conversation(params, **{name: 1})
+    with pytest.raises(
+        TypeError, match=r"^Conversation\(\) has no temprature, did you mean temperat"
+    ):
+        Conversation(params, **{"temprature": 1})
 
 
 def test_an_interrupted_answer_leaves_the_conversation_usable(params):

@@ -659,7 +659,7 @@ def test_max_length_is_the_capacity(params, monkeypatch):
         ([1], {"temperature": -0.1}, ["temperature=-0.1", "at least 0"]),
         ([1], {"temperature": float("nan")}, ["temperature=nan", "number"]),
         ([1], {"temperature": "hot"}, ["temperature='hot'", "number"]),
-        ([1], {"top_k": -1}, ["top_k=-1", "integer"]),
+        ([1], {"top_k": -2}, ["top_k=-2", "integer"]),
         ([1], {"top_k": 2.5}, ["top_k=2.5", "integer"]),
         ([1], {"top_k": float("inf")}, ["top_k=inf", "integer"]),
         ([1], {"top_p": 0}, ["top_p=0", "above 0"]),

@@ -64,7 +64,10 @@ def cache_spec(
     needed, prompt, tokens = max(
         (len(ids) + n, len(ids), n) for ids, n in zip(rows, new, strict=True)
     )
-    limits = {"the model's maximum": config.max_position_embeddings, "max_length": max_length}
+    limits = {
+        "the model's maximum": config.max_position_embeddings,
+        "max_length, the capacity of the cache for both": max_length,
+    }
     for name, limit in limits.items():
         if limit is not None and needed > limit:
             raise ValueError(
@@ -152,7 +155,7 @@ def _nbytes(leaf: Any) -> int:
 
 
 def pool_groups(
-    spec: CacheSpec, policy: Policy, tokens: int | None, memory_utilization: float
+    spec: CacheSpec, policy: Policy, tokens: int | None, gpu_memory_utilization: float
 ) -> int:
     """Returns the pages per layer and head of a pool that rows share, a scratch page included.
 
@@ -161,18 +164,19 @@ def pool_groups(
         policy: the policy, whose state takes memory by page and by row.
         tokens: the tokens that the pool must hold; None is as many as memory allows, but no more
             than all rows can use.
-        memory_utilization: the share of the memory that may be in use then.
+        gpu_memory_utilization: the share of the memory that may be in use then.
 
     Raises:
         ValueError: an argument is out of its range, or memory does not suffice.
     """
     if (
-        isinstance(memory_utilization, bool)
-        or not isinstance(memory_utilization, int | float)
-        or not 0 < memory_utilization <= 1
+        isinstance(gpu_memory_utilization, bool)
+        or not isinstance(gpu_memory_utilization, int | float)
+        or not 0 < gpu_memory_utilization <= 1
     ):
         raise ValueError(
-            f"memory_utilization={memory_utilization!r}: must be a number above 0 and at most 1"
+            f"gpu_memory_utilization={gpu_memory_utilization!r}: must be a number above 0 and at "
+            "most 1"
         )
 
     def needs(groups: int) -> int:
@@ -181,7 +185,7 @@ def pool_groups(
     few, more = 64, 128
     per_group = (needs(more) - needs(few)) / (more - few)
     rows = needs(few) - few * per_group
-    there = memory.available_bytes(memory_utilization) - rows
+    there = memory.available_bytes(gpu_memory_utilization) - rows
     most = max(0, int(there // per_group))
     if tokens is None:
         # no more than all rows can use: what is shared counts once
@@ -194,7 +198,7 @@ def pool_groups(
         raise ValueError(
             f"K and V of {asked} tokens and the state of {policy} take "
             f"{memory.size(rows + max(wanted, 2) * per_group)}: must fit in the "
-            f"{memory.size(max(0, there + rows))} that memory_utilization={memory_utilization} "
-            "leaves beside the model"
+            f"{memory.size(max(0, there + rows))} that "
+            f"gpu_memory_utilization={gpu_memory_utilization} leaves beside the model"
         )
     return wanted
