@@ -124,7 +124,7 @@ def serve(
             chosen,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            memory_utilization=gpu_memory_utilization,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             max_waiting=max_waiting,
             per_request=tuple(per_request or ()),

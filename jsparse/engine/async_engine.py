@@ -17,7 +17,8 @@ from jsparse import prompts
 from jsparse.engine.core import Engine, Served
 from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
-from jsparse.models.checkpoint import Params, load
+from jsparse.models.checkpoint import Params, given_params
+from jsparse.names import ENGINE, takes
 from jsparse.policy import Policy
 from jsparse.request import Request, SamplingParams, requests
 
@@ -55,6 +56,7 @@ class AsyncEngine:
         engine: the engine; only its thread may use it.
     """
 
+    @takes(ENGINE, more=Engine.__init__, memory_utilization="gpu_memory_utilization")
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
@@ -62,6 +64,9 @@ class AsyncEngine:
         *,
         max_waiting: int = MAX_WAITING,
         seed: int | None = None,
+        dtype: Any = None,
+        revision: str | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> None:
         """Loads the model, prepares the engine and starts its thread; takes what LLM takes.
@@ -69,10 +74,11 @@ class AsyncEngine:
         Without a `seed`, requests that name none draw differently in every process.
 
         Raises:
-            ValueError: an option is out of its range, the policy cannot be served, or memory does
-                not suffice.
+            ValueError: an option is out of its range or is refused, the policy cannot be served, or
+                memory does not suffice.
+            TypeError: there is no option of that name.
         """
-        params = model if isinstance(model, Params) else load(model)
+        params = given_params(model, dtype=dtype, revision=revision, tokenizer=tokenizer)
         self.engine = Engine(params, policy, max_waiting=max_waiting, **options)
         self._seed = drawn_seed() if seed is None else seed
         self._streams, self._names = itertools.count(), itertools.count()
@@ -126,6 +132,7 @@ class AsyncEngine:
         The request is yielded as soon as it has been taken in, and whenever there is more of it.
         """
         params, options = self.engine.params, sampling_params or SamplingParams()
+        prompt = prompts.plain(prompt)
         name = f"request-{next(self._names)}" if request_id is None else request_id
         listener = _Listener(asyncio.get_running_loop())
         if self._listeners.setdefault(name, listener) is not listener:

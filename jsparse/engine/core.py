@@ -17,7 +17,8 @@ from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput, unpac
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Flight, Runner, neutral
 from jsparse.engine.scheduler import Answer, Rules, Scheduler
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_params
+from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, whole_number
 from jsparse.request import Request
@@ -94,6 +95,7 @@ class Engine:
         error: the error that made the engine fail, or None.
     """
 
+    @takes(ENGINE, memory_utilization="gpu_memory_utilization")
     def __init__(
         self,
         params: Params,
@@ -103,7 +105,7 @@ class Engine:
         max_model_len: int | None = None,
         max_waiting: int | None = None,
         kv_cache_tokens: int | None = None,
-        memory_utilization: float = 0.9,
+        gpu_memory_utilization: float = 0.9,
         page_size: int = 16,
         enable_prefix_caching: bool = True,
         per_request: Sequence[str] = (),
@@ -117,42 +119,14 @@ class Engine:
     ) -> None:
         """Allocates the memory and compiles the programs.
 
-        Args:
-            params: the model.
-            policy: the policy, or its expression. Those that evict tokens or keep K and V in host
-                memory are refused.
-            max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
-                CPU. A step computes this many rows whether or not they hold requests.
-            max_model_len: the most tokens of prompt and answer together; None is the model's
-                maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
-            max_waiting: the most requests that may wait, beside those with a slot; None is any
-                number.
-            kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
-                `memory_utilization` allows, but no more than all slots can use.
-            memory_utilization: the share of the memory that jax may use that model, K and V and the
-                policy's state may take; what is left is for the programs.
-            page_size: the number of tokens per page.
-            enable_prefix_caching: whether requests share what others have read of the same prompt,
-                where the policy's state allows that.
-            per_request: the names of the hyper-parameters that requests may set, among those that
-                the policy lists in `per_row`, and "dense". Each makes the step a little slower.
-            layer_stats: whether outputs hold the shares attended and read of each layer and step;
-                "newest" keeps those of the newest step alone, for those who watch.
-            steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
-            decode_rows: the numbers of rows for which decode programs are made, rising up to
-                `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
-                taken first. None is 8 and all on a GPU, and all on a CPU.
-            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
-            record: a file for a log of all plans (jsparse.engine.plan_log).
-            prepare: whether all programs but those that return likely tokens are compiled now,
-                several at a time, or each when it is first needed; None is now on a GPU.
-            clock: returns the time in seconds.
+        `params` is a model that `jsparse.load` returned; LLM documents what else there is.
 
         Raises:
             ValueError: an argument is out of its range, the policy cannot be served, or memory does
                 not suffice.
         """
         keep_compilations()
+        require_params(params)
         if max_waiting is not None:
             whole_number("max_waiting", max_waiting, 0)
         spec = setup.cache_spec(
@@ -166,7 +140,7 @@ class Engine:
         self.sizes = setup.sizes_of(
             *(params, policy, spec),
             kv_cache_tokens=kv_cache_tokens,
-            memory_utilization=memory_utilization,
+            gpu_memory_utilization=gpu_memory_utilization,
             steps_per_program=steps_per_program,
             decode_rows=decode_rows,
             ladder=ladder,

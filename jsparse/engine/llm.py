@@ -1,15 +1,19 @@
 """Defines LLM: prompts in, answers out, as many at a time as there is room for."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from jsparse import prompts as prompt_ids
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.models.checkpoint import Params, load
+from jsparse.engine.progress import OnAnswer, progress
+from jsparse.models.checkpoint import Params, given_params
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.names import ANSWER, CHAT, ENGINE, takes
 from jsparse.policy import Policy
-from jsparse.request import Request, SamplingParams, requests
+from jsparse.prompts import encode, plain, tokenizer_of
+from jsparse.request import Request, SamplingParams, default_sampling, requests
 from jsparse.runtime.interrupts import interrupts_wait
 
 
@@ -28,44 +32,123 @@ class LLM:
         engine: the engine that does the work.
     """
 
+    @takes(ENGINE, memory_utilization="gpu_memory_utilization")
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
         policy: Policy | str = "dense",
         *,
         seed: int = 0,
-        **options: Any,
+        dtype: Any = None,
+        revision: str | None = None,
+        tokenizer: Any = None,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_tokens: int | None = None,
+        max_waiting: int | None = None,
+        enable_prefix_caching: bool = True,
+        per_request: Sequence[str] = (),
+        layer_stats: bool | Literal["newest"] = False,
+        page_size: int = 16,
+        steps_per_program: int | None = None,
+        decode_rows: Sequence[int] | None = None,
+        ladder: Sequence[tuple[int, int]] | None = None,
+        record: str | os.PathLike[str] | None = None,
+        prepare: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Loads the model and prepares the engine.
 
         Args:
             model: what `jsparse.load` takes, or what it returned.
-            policy: the policy, or its expression, that chooses what decoding attends to.
+            policy: the policy, or its expression, that chooses what decoding attends to. Those that
+                evict tokens or keep K and V in host memory are refused.
             seed: the seed of requests whose SamplingParams names none.
-            options: keyword arguments of `jsparse.engine.core.Engine`, such as max_num_seqs and
-                max_model_len.
+            dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
+                elsewhere. It and the next two are for `jsparse.load`.
+            revision: a branch, tag or commit, for Hub ids.
+            tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the
+                model's.
+            max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
+                CPU. A step computes this many rows whether or not they hold requests.
+            max_model_len: the most tokens of prompt and answer together; None is the model's
+                maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
+            max_waiting: the most requests that may wait, beside those with a slot; None is any
+                number.
+            kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
+                `gpu_memory_utilization` allows, but no more than all slots can use.
+            gpu_memory_utilization: the share of the device's memory, from 0 to 1, that model, K and
+                V and the policy's state may take; what is left is for the programs. On a CPU it is
+                the share of the memory that is free.
+            page_size: the number of tokens per page.
+            enable_prefix_caching: whether requests share what others have read of the same prompt,
+                where the policy's state allows that.
+            per_request: the names of the hyper-parameters that requests may set, among those that
+                the policy lists in `per_row`, and "dense". Each makes the step a little slower.
+            layer_stats: whether outputs hold the shares attended and read of each layer and step;
+                "newest" keeps those of the newest step alone, for those who watch.
+            steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
+            decode_rows: the numbers of rows for which decode programs are made, rising up to
+                `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
+                taken first. None is 8 and all on a GPU, and all on a CPU.
+            ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
+            record: a file for a log of all plans (jsparse.engine.plan_log).
+            prepare: whether all programs but those that return likely tokens are compiled now,
+                several at a time, or each when it is first needed; None is now on a GPU.
+            clock: returns the time in seconds.
+            tensor_parallel_size: 1; an engine runs on one device.
+            enforce_eager: false; programs are always compiled.
+            trust_remote_code: false; no code that comes with a checkpoint is ever run.
 
         Raises:
-            ValueError: an option is out of its range, the policy cannot be served, or memory does
-                not suffice.
+            ValueError: an option is out of its range or is refused, the policy cannot be served, or
+                memory does not suffice.
+            TypeError: there is no option of that name.
         """
-        params = model if isinstance(model, Params) else load(model)
-        self.engine = Engine(params, policy, **options)
+        self.engine = Engine(
+            given_params(model, dtype=dtype, revision=revision, tokenizer=tokenizer),
+            policy,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_waiting=max_waiting,
+            kv_cache_tokens=kv_cache_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            page_size=page_size,
+            enable_prefix_caching=enable_prefix_caching,
+            per_request=per_request,
+            layer_stats=layer_stats,
+            steps_per_program=steps_per_program,
+            decode_rows=decode_rows,
+            ladder=ladder,
+            record=record,
+            prepare=prepare,
+            clock=clock,
+        )
         self._seed = seed
 
+    @takes(ANSWER)
     def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
         on_output: Callable[[RequestOutput], Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts.
 
         Args:
-            prompts: text, chat messages, token ids, or a list of any of these.
+            prompts: text, chat messages, token ids, or a list of any of these; vLLM's
+                {"prompt": text} and {"prompt_token_ids": ids} count as what they hold.
             sampling_params: the options of all prompts, or one entry per prompt; None is the
                 model's defaults.
+            use_tqdm: whether a bar on standard error, if that is a terminal, shows the prompts done
+                and the tokens per second. A callable such as `tqdm.tqdm` makes the bar: it gets
+                total, desc and unit, and what it returns is told by update(1) and close().
             on_output: a callable that gets each request's output when it is finished, in the order
                 in which they finish.
 
@@ -73,29 +156,28 @@ class LLM:
             The outputs, in the order of the prompts.
 
         Raises:
-            ValueError: an argument is out of its range; no prompt has been answered then.
+            ValueError: an argument is out of its range or is refused; no prompt has been answered
+                then.
+            TypeError: there is no option of that name.
             EngineError: the engine has failed.
             EngineFull: there are more prompts than may wait.
         """
-        rows, alone = prompt_ids.encode(self.engine.params, prompts)
-        texts = [
-            given if isinstance(given, str) else None for given in ([prompts] if alone else prompts)
-        ]
-        options = SamplingParams() if sampling_params is None else sampling_params
-        asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
-        for request in asked:
-            self.engine.check(request)
-        return self._run(asked, texts, on_output)
+        return self._answer(prompts, sampling_params, use_tqdm, on_output)
 
+    @takes(CHAT)
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_output: Callable[[RequestOutput], Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of dicts with role and content), or a list of them.
 
-        Takes and returns otherwise what `generate` does.
+        Takes and returns otherwise what `generate` does. A conversation is always answered:
+        `add_generation_prompt` may only be True.
         """
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         talks = [messages] if isinstance(first, dict) else messages
@@ -107,13 +189,39 @@ class LLM:
                 f"messages={messages!r}: must be chat messages, dicts with role and content, or a "
                 "list of conversations"
             )
-        return self.generate(list(talks), sampling_params, **options)
+        return self._answer(list(talks), sampling_params, use_tqdm, on_output)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer; raises ValueError if it has none."""
+        return tokenizer_of(self.engine.params, "get_tokenizer()")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the options of prompts without any, with the model's own defaults filled in."""
+        return default_sampling(self.engine.params)
+
+    def _answer(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        on_output: Callable[[RequestOutput], Any] | None,
+    ) -> list[RequestOutput]:
+        given = plain(prompts)
+        rows, alone = encode(self.engine.params, given)
+        texts = [each if isinstance(each, str) else None for each in ([given] if alone else given)]
+        options = SamplingParams() if sampling_params is None else sampling_params
+        asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
+        for request in asked:
+            self.engine.check(request)
+        with progress(use_tqdm, len(asked)) as bar:
+            return self._run(asked, texts, on_output, bar)
 
     def _run(
         self,
         asked: Sequence[Request],
         texts: Sequence[str | None],
         on_output: Callable[[RequestOutput], Any] | None,
+        bar: OnAnswer,
     ) -> list[RequestOutput]:
         engine, names = self.engine, []
         done: dict[str, RequestOutput] = {}
@@ -127,6 +235,7 @@ class LLM:
                 for served in news:
                     if served.finished and served.request_id in names:
                         done[served.request_id] = output = served.output()
+                        bar(sum(len(answer.token_ids) for answer in output.outputs))
                         if on_output is not None:
                             on_output(output)
         finally:

@@ -2,13 +2,14 @@
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from jsparse.host_reader import mean_share, text_stream
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.request import Request
-from jsparse.text_stream import TextStream
 
 
 class TokenResult(NamedTuple):
@@ -29,6 +30,22 @@ class TokenResult(NamedTuple):
     top: tuple[np.ndarray, np.ndarray] | None = None
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """Says how likely a token was at its place.
+
+    Attributes:
+        logprob: its natural log-probability under the model's own softmax, before any options.
+        rank: 1 for the likeliest token, 2 for the next; None where it is not known, as for a
+            generated token that is not among the likeliest 20, or where logprobs=0.
+        decoded_token: its text; None if the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 @dataclass
 class CompletionOutput:
     """Holds one answer to a prompt.
@@ -37,8 +54,10 @@ class CompletionOutput:
         index: the number of the answer, of those that the request asked for.
         text: the text, without special tokens and, unless it was to stay, the stop string.
         token_ids: the ids, including the end token if one came.
-        logprobs: the ids' natural log-probabilities under the model's own softmax; None unless
-            asked for.
+        cumulative_logprob: the sum of the log-probabilities of all tokens so far; None unless
+            log-probabilities were asked for.
+        token_logprobs: the ids' natural log-probabilities under the model's own softmax; None
+            unless asked for.
         top_logprobs: per token, the likeliest tokens and their log-probabilities; None unless asked
             for.
         finish_reason: "stop" (end token or stop string), "length", "abort", or None while it grows.
@@ -52,12 +71,40 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
+    cumulative_logprob: float | None = None
+    token_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
     attended_fraction: float | None = None
     read_fraction: float | None = None
     layer_stats: np.ndarray | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """Per token, as in vLLM: {token id: Logprob} of the likeliest tokens and of this one.
+
+        None unless asked for. It is made when it is first read.
+        """
+        if self.token_logprobs is None:
+            return None
+        tops = self.top_logprobs or [{} for _ in self.token_ids]
+        return [
+            self._named(top, token, logprob)
+            for token, logprob, top in zip(self.token_ids, self.token_logprobs, tops, strict=True)
+        ]
+
+    def _named(self, top: dict[int, float], token: int, logprob: float) -> dict[int, Logprob]:
+        ranks = {other: rank for rank, other in enumerate(top, 1)}
+        return {
+            other: Logprob(value, ranks.get(other), self._text(other))
+            for other, value in ({token: logprob} | top).items()
+        }
+
+    def _text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)
 
 
 @dataclass
@@ -137,10 +184,8 @@ class Growing:
         self.layers: np.ndarray | None = None
         self._layers: list[np.ndarray] = []
         self._keep_layers = keep_layers
-        self._attended = self._read = 0.0
-        self._stream = TextStream(
-            tokenizer, tuple(options.stop), options.include_stop_str_in_output, options.min_tokens
-        )
+        self._attended = self._read = self._logprob = 0.0
+        self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, options)
         self._unread: list[int] = []
         self._told = 0, 0  # tokens and characters that outputs have had
         self._lock = threading.Lock()
@@ -155,6 +200,7 @@ class Growing:
         options = self.request.sampling
         self.token_ids.append(result.token)
         self.logprobs.append(result.logprob)
+        self._logprob += result.logprob
         if len(self.token_ids) > 1:  # the first comes from the prompt, not from a decode step
             self._attended += result.attended
             self._read += result.read
@@ -185,7 +231,7 @@ class Growing:
     def shares(self) -> tuple[float | None, float | None]:
         """Returns the means of the shares attended and read; None before the first decode step."""
         steps = len(self.token_ids) - 1
-        return (self._attended / steps, self._read / steps) if steps > 0 else (None, None)
+        return mean_share(self._attended, steps), mean_share(self._read, steps)
 
     def output(self, *, new: bool = False) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain.
@@ -202,12 +248,14 @@ class Growing:
                 index=self.index,
                 text=text,
                 token_ids=self.token_ids[token:],
-                logprobs=None if asked is None else self.logprobs[token:],
+                cumulative_logprob=None if asked is None else self._logprob,
+                token_logprobs=None if asked is None else self.logprobs[token:],
                 top_logprobs=self._top[token:] if asked else None,
                 finish_reason=self.finish,
                 attended_fraction=attended,
                 read_fraction=read,
                 layer_stats=np.stack(layers) if layers else None,
+                tokenizer=self._tokenizer,
             )
 
     def _advance(self) -> None:

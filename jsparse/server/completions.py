@@ -88,8 +88,10 @@ class Answers:
                 # see `whole`; what takes no time need not wait for another thread
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
-                if choices:
-                    yield event(self._frame(self.piece_kind, choices) | extra)
+                # a chunk has one choice: many clients look at the first alone
+                frames = [self._frame(self.piece_kind, [choice]) | extra for choice in choices]
+                if frames:
+                    yield b"".join(map(event, frames))
         if self.request.with_usage:
             total = usage([last[nth] for nth in sorted(last)], new)
             yield event(self._frame(self.piece_kind, []) | {"usage": total})
@@ -108,7 +110,7 @@ class Answers:
                 self.piece(answer, prompt, offsets.get(index))
                 | {"index": index, "finish_reason": answer.finish_reason}
             )
-            width = self.service.texts.width(answer) if answer.logprobs is not None else 0
+            width = self.service.texts.width(answer) if answer.token_logprobs is not None else 0
             offsets[index] = offsets.get(index, 0) + width
         return choices
 
@@ -120,7 +122,8 @@ class Answers:
     def _tells(self, answer: CompletionOutput, *, first: bool) -> bool:
         """Returns whether a piece is worth sending: an answer that ended before tells nothing."""
         return bool(
-            answer.text or (answer.token_ids and (answer.logprobs or answer.finish_reason or first))
+            answer.text
+            or (answer.token_ids and (answer.token_logprobs or answer.finish_reason or first))
         )
 
     def _index(self, prompt: int, answer: CompletionOutput) -> int:
@@ -147,7 +150,7 @@ class Completions(Answers):
     def piece(self, answer: CompletionOutput, prompt: int, offset: int | None) -> dict[str, Any]:
         echoed = self.texts[prompt] if self.request.echo and offset is None else ""
         logprobs = None
-        if answer.logprobs is not None:
+        if answer.token_logprobs is not None:
             logprobs = self.service.texts.completion_logprobs(answer, offset or 0)
         return {"text": echoed + answer.text, "logprobs": logprobs}
 
@@ -166,7 +169,7 @@ class Chats(Answers):
         return {"delta": delta | {"content": answer.text}, "logprobs": self._logprobs(answer)}
 
     def _logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:
-        if answer.logprobs is None:
+        if answer.token_logprobs is None:
             return None
         return self.service.texts.chat_logprobs(answer)
 

@@ -80,19 +80,19 @@ class Texts:
 
     def completion_logprobs(self, answer: CompletionOutput, offset: int) -> dict[str, Any]:
         """Returns log-probabilities for /v1/completions; `offset` is where the text begins."""
-        assert answer.logprobs is not None
+        assert answer.token_logprobs is not None
         tokens = [self._name(token) for token in answer.token_ids]
         offsets = list(accumulate(self._widths(answer), initial=offset))[:-1]
         top = None
         if answer.top_logprobs is not None:
-            pairs = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True)
+            pairs = zip(answer.token_ids, answer.token_logprobs, answer.top_logprobs, strict=True)
             top = [
                 {self._name(own): value for own, value in ({token: logprob} | likely).items()}
                 for token, logprob, likely in pairs
             ]
         return {
             "tokens": tokens,
-            "token_logprobs": answer.logprobs,
+            "token_logprobs": answer.token_logprobs,
             "top_logprobs": top,
             "text_offset": offsets,
         }
@@ -103,13 +103,15 @@ class Texts:
 
     def chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any]:
         """Returns log-probabilities as /v1/chat/completions shows them."""
-        assert answer.logprobs is not None
+        assert answer.token_logprobs is not None
         tops = answer.top_logprobs or [{} for _ in answer.token_ids]
         return {
             "content": [
                 self._token(token, logprob)
                 | {"top_logprobs": [self._token(*likely) for likely in top.items()]}
-                for token, logprob, top in zip(answer.token_ids, answer.logprobs, tops, strict=True)
+                for token, logprob, top in zip(
+                    answer.token_ids, answer.token_logprobs, tops, strict=True
+                )
             ]
         }
 

@@ -38,7 +38,7 @@ def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
 
 def bits(out: jsparse.RequestOutput) -> list[tuple[list[int], list[float] | None]]:
     """What must not depend on what runs beside a request."""
-    return [(answer.token_ids, answer.logprobs) for answer in out.outputs]
+    return [(answer.token_ids, answer.token_logprobs) for answer in out.outputs]
 
 
 def assert_at_rest(llm: LLM) -> None:

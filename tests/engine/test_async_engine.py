@@ -109,7 +109,7 @@ def test_what_is_new_adds_up(engine):
             for nth, answer in enumerate(served.output(new=True).outputs):
                 texts[nth] += answer.text
                 ids[nth] += answer.token_ids
-                logprobs[nth] += answer.logprobs
+                logprobs[nth] += answer.token_logprobs
                 tops[nth] += answer.top_logprobs
         whole = served.output()
         return list(zip(texts, ids, logprobs, tops, strict=True)), whole
@@ -271,7 +271,7 @@ def kinds():
 
 
 def result(out):
-    return [(one.text, one.token_ids, one.logprobs, one.top_logprobs) for one in out.outputs]
+    return [(one.text, one.token_ids, one.token_logprobs, one.top_logprobs) for one in out.outputs]
 
 
 @pytest.fixture(scope="module")

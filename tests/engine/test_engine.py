@@ -71,7 +71,7 @@ def test_programs_of_several_steps_give_what_generate_gives(llm, crowd):
         (answer,) = out.outputs
         assert answer.token_ids == made.token_ids, nth
         assert answer.finish_reason == made.finish_reason
-        assert answer.logprobs == pytest.approx(made.logprobs, abs=1e-4)
+        assert answer.token_logprobs == pytest.approx(made.logprobs, abs=1e-4)
         assert answer.attended_fraction == pytest.approx(made.stats.attended_fraction, rel=1e-4)
         assert answer.read_fraction == pytest.approx(made.stats.read_fraction, rel=1e-4)
     assert_at_rest(llm)
@@ -103,7 +103,7 @@ def test_likeliest_tokens_are_those_of_the_model(dense):
         top = answer.top_logprobs[nth]
         assert list(top) == np.argsort(-expected, kind="stable")[:20].tolist()
         assert list(top.values()) == pytest.approx(expected[list(top)].tolist(), abs=1e-4)
-        assert answer.logprobs[nth] == top[answer.token_ids[nth]]
+        assert answer.token_logprobs[nth] == top[answer.token_ids[nth]]
 
 
 def test_shares_of_each_layer_have_the_mean_that_is_reported(llm):
@@ -288,7 +288,7 @@ def test_a_log_of_plans_replays_bit_for_bit(logged):
     file, outs = logged
     got = plan_log.read(file).got
     assert [got[nth] for nth in range(4)] == [
-        (out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outs
+        (out.outputs[0].token_ids, out.outputs[0].token_logprobs) for out in outs
     ]
     again = replay(tiny_params(num_layers=2), file)
     assert {nth: again[nth] for nth in got} == got
@@ -375,13 +375,13 @@ def test_too_many_waiting_are_refused_and_the_rest_goes_on():
         ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
         ({"max_waiting": -1}, "max_waiting=-1: must be an integer of at least 0"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens=0: must be an integer of at least 1"),
-        ({"memory_utilization": 1.5}, "memory_utilization=1.5: must be a number above 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be a number above 0"),
         ({"page_size": 12}, "page_size=12: must be one of"),
         ({"steps_per_program": 0}, "steps_per_program=0: must be an integer of at least 1"),
         ({"ladder": ((0, 12),)}, r"ladder=\(\(0, 12\),\): sizes must be multiples"),
         ({"ladder": ((8, 16),)}, r"positions must begin at 0 and rise"),
         ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
-        ({"kv_cache_tokens": 2**50}, "must fit in the .* that memory_utilization=0.9 leaves"),
+        ({"kv_cache_tokens": 2**50}, "must fit in the .* that gpu_memory_utilization=0.9 leaves"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -133,4 +133,6 @@ def test_few_rows_run_in_programs_of_few_rows(expression):
     for few, all_rows in zip(*made, strict=True):
         ours, theirs = few.outputs[0], all_rows.outputs[0]
         assert ours.token_ids == theirs.token_ids
-        np.testing.assert_allclose(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
+        np.testing.assert_allclose(
+            ours.token_logprobs or [], theirs.token_logprobs or [], atol=1e-5
+        )

@@ -1,0 +1,54 @@
+"""Shows how many prompts have been answered, and how fast, while `LLM` answers them."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# takes the number of tokens of an answer that is finished
+OnAnswer = Callable[[int], None]
+
+
+@contextmanager
+def progress(
+    wanted: bool | Callable[..., Any], total: int, console: Console | None = None
+) -> Iterator[OnAnswer]:
+    """Shows a bar while the body runs, and yields what moves it.
+
+    Args:
+        wanted: whether there is one, if `console` is a terminal or a notebook; or a callable that
+            makes one, as `tqdm.tqdm` does.
+        total: the number of prompts.
+        console: where it is shown; None is standard error.
+
+    Raises:
+        ValueError: `wanted` is neither a bool nor callable.
+    """
+    if callable(wanted):
+        made = wanted(total=total, desc="prompts", unit="prompt")
+        try:
+            yield lambda tokens: made.update(1)
+        finally:
+            made.close()
+        return
+    if not isinstance(wanted, bool):
+        raise ValueError(f"use_tqdm={wanted!r}: must be true, false or what makes a bar")
+    console = Console(stderr=True) if console is None else console
+    columns = (
+        *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[speed]}"), TimeRemainingColumn()),
+    )
+    shown = wanted and (console.is_terminal or console.is_jupyter)
+    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
+        task, began, new = bar.add_task("prompts", total=total, speed=""), time.monotonic(), 0
+
+        def answered(tokens: int) -> None:
+            nonlocal new
+            new += tokens
+            per_second = new / max(time.monotonic() - began, 1e-6)
+            bar.update(task, advance=1, speed=f"{per_second:.0f} tokens/s")
+
+        yield answered

@@ -1,0 +1,457 @@
+"""Tests what people who know vLLM or Hugging Face type first, with their names and shapes."""
+
+import inspect
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny import tiny_params
+
+import jsparse
+from jsparse import SamplingParams, names
+from jsparse.engine.core import Engine
+from jsparse.engine.progress import progress
+from jsparse.host_reader import mean_share
+from jsparse.policy import Policy, dense
+from jsparse.selection import everything
+
+GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
+TEMPLATE = "{% for m in messages %}{{ m.role }}<|eot_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+SIZES = {
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "kv_cache_tokens": 192,
+    "page_size": 8,
+    "ladder": ((0, 16),),
+    "prepare": False,
+}
+TEXTS = ["the cat sat on the mat", "or so"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """An engine made with vLLM's names, the values that ask for nothing included."""
+    made = jsparse.LLM(
+        **{"model": str(GGUF), "dtype": "float32", "gpu_memory_utilization": 0.5, "seed": 0},
+        **{"tensor_parallel_size": 1, "trust_remote_code": False, "enforce_eager": False},
+        **{"swap_space": 0, "kv_cache_dtype": "auto", "quantization": None, **SIZES},
+    )
+    tokenizer = made.get_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def params(llm):
+    return llm.engine.params
+
+
+def generate(params, prompt, **options):
+    """Generates with programs that all tests here share."""
+    return jsparse.generate(params, prompt, **{"max_new_tokens": 8, "max_length": 64} | options)
+
+
+# vLLM
+
+
+def test_what_vllm_s_quickstart_does(llm):
+    outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)
+    for text, output in zip(TEXTS, outputs, strict=True):
+        assert output.prompt == text
+        assert output.outputs[0].text
+        assert output.outputs[0].logprobs is output.outputs[0].cumulative_logprob is None
+
+
+def test_prompts_come_in_vllm_s_dicts(llm):
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    ids = llm.get_tokenizer().encode(TEXTS[0])
+    plain = llm.generate(TEXTS[0], sampling)[0]
+    given = [{"prompt": TEXTS[0]}, {"prompt_token_ids": ids}, ids, TEXTS[0]]
+    for output in [*llm.generate(given, sampling), *llm.generate(given[0], sampling)]:
+        assert output.outputs == plain.outputs
+        assert output.prompt_token_ids == ids
+    made = llm.generate(given, sampling)
+    assert [output.prompt for output in made] == [TEXTS[0], None, None, TEXTS[0]]
+    out = generate(llm.engine.params, [given[0], given[1]], max_new_tokens=5)
+    assert [one.token_ids for one in out] == [plain.outputs[0].token_ids] * 2
+    with pytest.raises(ValueError, match="must have one key, prompt or prompt_token_ids"):
+        llm.generate({"prompt": "a", "multi_modal_data": {}})
+
+
+@pytest.mark.parametrize("asked", [0, 3])
+def test_logprobs_have_vllm_s_shape(llm, asked):
+    (output,) = llm.generate(
+        TEXTS[:1], SamplingParams(temperature=1.5, max_tokens=6, logprobs=asked)
+    )
+    (answer,) = output.outputs
+    assert len(answer.logprobs) == len(answer.token_ids) == 6
+    for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        own = entries[token]
+        assert own.logprob == answer.token_logprobs[place]
+        assert own.decoded_token == llm.get_tokenizer().decode([token], skip_special_tokens=False)
+        likely = answer.top_logprobs[place] if asked else {}
+        assert entries.keys() == {token, *likely}
+        ranked = sorted(likely, key=lambda other: entries[other].rank)
+        assert ranked == list(likely)
+        assert [entries[other].rank for other in ranked] == [1, 2, 3][:asked]
+        assert own.rank is None or asked
+        assert [entries[other].logprob for other in ranked] == list(likely.values())
+    total = math.fsum(answer.logprobs[n][t].logprob for n, t in enumerate(answer.token_ids))
+    assert answer.cumulative_logprob == pytest.approx(total)
+
+
+def test_a_chat_s_content_may_come_in_parts(llm):
+    parts = [{"type": "text", "text": "the cat "}, {"type": "text", "text": "sat"}]
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    plain, split = (
+        llm.chat([{"role": "user", "content": content}], sampling, add_generation_prompt=True)[0]
+        for content in ("the cat sat", parts)
+    )
+    assert split.prompt_token_ids == plain.prompt_token_ids
+    assert split.outputs == plain.outputs
+    with pytest.raises(ValueError, match=r"messages\[0\]\['content'\] has a part of type 'image'"):
+        llm.chat([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_the_model_s_defaults_can_be_asked_for(llm, params, monkeypatch):
+    assert llm.get_default_sampling_params() == SamplingParams()
+    monkeypatch.setitem(params.generation_defaults, "temperature", 0.7)
+    monkeypatch.setitem(params.generation_defaults, "eos_token_id", 3)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7)
+
+
+def test_special_tokens_stay_in_the_text_if_asked(llm):
+    (end,) = llm.get_tokenizer().encode("<|eot_id|>", add_special_tokens=False)
+    forced = {"logit_bias": {end: 100}, "ignore_eos": True, "max_tokens": 2}
+    for skip, text in ((True, ""), (False, "<|eot_id|>" * 2)):
+        sampling = SamplingParams(**forced, skip_special_tokens=skip)
+        assert llm.generate(TEXTS[1], sampling)[0].outputs[0].text == text
+        out = jsparse.generate(llm.engine.params, TEXTS[1], sampling=sampling, max_length=64)
+        assert out.text == text
+    with pytest.raises(ValueError, match="skip_special_tokens=1: must be true or false"):
+        SamplingParams(skip_special_tokens=1)  # pyright: ignore[reportArgumentType]
+
+
+class Bar:
+    """Stands for tqdm."""
+
+    def __init__(self, **options):
+        self.options, self.done, self.closed = options, 0, False
+
+    def update(self, count):
+        assert not self.closed
+        self.done += count
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_bar_of_one_s_own_is_moved_by_each_prompt(llm):
+    bars = []
+
+    def make(**options):
+        bars.append(Bar(**options))
+        return bars[-1]
+
+    llm.generate(TEXTS, SamplingParams(max_tokens=2), use_tqdm=make)
+    assert bars[0].options["total"] == bars[0].done == 2
+    assert bars[0].closed
+    with pytest.raises(ValueError, match="use_tqdm='yes': must be true, false or what makes a bar"):
+        llm.generate(TEXTS, SamplingParams(max_tokens=2), use_tqdm="yes")
+
+
+def test_the_bar_is_shown_on_a_terminal_alone(llm, capsys):
+    shown = []
+    for terminal in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, width=100, force_jupyter=False)
+        with progress(True, 3, console) as answered:
+            answered(10)
+            answered(20)
+        shown.append(file.getvalue())
+    assert "2/3" in shown[0]
+    assert "tokens/s" in shown[0]
+    assert not shown[1].strip()
+    llm.generate(TEXTS[1], SamplingParams(max_tokens=2))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("a", lora_request=3), "lora_request=3: adapters are not"),
+        (
+            lambda llm: llm.generate(prompts=None, prompt_token_ids=[1]),
+            "prompt_token_ids=[1]: give token ids as the prompts",
+        ),
+        (lambda llm: llm.chat([], chat_template="x"), "chat_template='x': the model's own"),
+        (lambda llm: llm.chat([], tools=[1]), "tools=[1]: tools are not supported"),
+        (
+            lambda llm: llm.chat([], add_generation_prompt=False),
+            "add_generation_prompt=False: must be True",
+        ),
+        (lambda llm: llm.chat([], continue_final_message=True), "continue_final_message=True: "),
+        (lambda llm: jsparse.LLM(llm.engine.params, dtype="float16"), "dtype='float16': the model"),
+        (lambda llm: jsparse.LLM(llm.engine.params, revision="a"), "revision='a': the model is"),
+        (lambda llm: jsparse.LLM(3), "model=3: must be"),  # type: ignore[arg-type]
+        (lambda llm: Engine("smollm2"), "params='smollm2': must be what jsparse.load returned"),
+    ],
+)
+def test_what_an_llm_lacks_is_refused(llm, call, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        call(llm)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("made", [jsparse.LLM, jsparse.AsyncEngine, Engine])
+def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
+    for name, refused in names.ENGINE.items():
+        with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
+            made(llm.engine.params, **{name: "something"})
+        assert str(error.value).endswith(refused.rule)
+    with pytest.raises(TypeError, match="has no max_seqs, did you mean max_num_seqs"):
+        made(llm.engine.params, max_seqs=3)
+    with (
+        pytest.warns(
+            DeprecationWarning, match="memory_utilization= is now gpu_memory_utilization="
+        ),
+        pytest.raises(ValueError, match="^gpu_memory_utilization=2: must be a number above 0"),
+    ):
+        made(llm.engine.params, memory_utilization=2)
+
+
+def test_signatures_name_every_option_of_an_engine():
+    known = set(inspect.signature(Engine).parameters) - {"params", "policy"}
+    for made in (jsparse.LLM, jsparse.AsyncEngine):
+        parameters = inspect.signature(made).parameters
+        assert known <= set(parameters)
+        assert {"dtype", "revision", "tokenizer", "seed"} <= set(parameters)
+        assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    for name, parameter in inspect.signature(Engine).parameters.items():
+        if name in known:
+            assert inspect.signature(jsparse.LLM).parameters[name].default == parameter.default
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("a", tqdm=False), "LLM.generate() has no tqdm, did you mean use"),
+        (lambda llm: llm.chat([], sampling_param=1), "LLM.chat() has no sampling_param, did you"),
+        (lambda llm: jsparse.LLM("smollm2", dtyp=1), "LLM() has no dtyp, did you mean dtype?"),
+        (lambda llm: jsparse.load("smollm2", dtyp=1), "load() has no dtyp, did you mean dtype?"),
+    ],
+)
+def test_an_unknown_name_is_told_by_who_was_called(llm, call, message):
+    with pytest.raises(TypeError) as error:
+        call(llm)
+    assert str(error.value).startswith(message)
+
+
+# Hugging Face
+
+
+class Streamer:
+    """Does what Hugging Face's streamers do with what they are given."""
+
+    def __init__(self):
+        self.prompt, self.ids, self.ended = None, [], 0
+
+    def put(self, value):
+        if len(value.shape) > 1:
+            assert value.shape[0] == 1
+            value = value[0]
+        if self.prompt is None:
+            self.prompt = value.tolist()
+        else:
+            self.ids.extend(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_of_hugging_face_s_gets_the_prompt_and_each_id(params):
+    streamer = Streamer()
+    out = generate(params, TEXTS[0], streamer=streamer)
+    assert streamer.prompt == params.tokenizer.encode(TEXTS[0])
+    assert streamer.ids == out.token_ids
+    assert streamer.ended == 1
+    pieces, streamers = [], [Streamer(), None]
+    streamers[1] = pieces.append
+    outs = generate(params, TEXTS, streamer=streamers)
+    assert streamers[0].ids == outs[0].token_ids
+    assert "".join(pieces) == outs[1].text
+    for given, message in ((Streamer(), "must be a list of 2"), (3, "must be callable, or have")):
+        with pytest.raises(ValueError, match=message):
+            generate(params, TEXTS, streamer=given)
+
+
+def test_a_conversation_takes_such_a_streamer(params):
+    chat, streamer = jsparse.Conversation(params, max_new_tokens=4), Streamer()
+    out = chat.answer([{"role": "user", "content": "or so"}], streamer=streamer)
+    assert streamer.ids == out.token_ids
+    assert streamer.ended == 1
+
+
+def test_do_sample_says_whether_to_sample(params, monkeypatch):
+    greedy, drawn = generate(params, TEXTS[0]), generate(params, TEXTS[0], temperature=1.0)
+    assert generate(params, TEXTS[0], do_sample=False).token_ids == greedy.token_ids
+    assert generate(params, TEXTS[0], do_sample=True).token_ids == drawn.token_ids
+    assert drawn.token_ids != greedy.token_ids
+    monkeypatch.setitem(params.generation_defaults, "temperature", 1.0)
+    assert generate(params, TEXTS[0], do_sample=False).token_ids == greedy.token_ids
+    for options, message in (
+        ({"do_sample": True, "temperature": 0}, "do_sample=True: temperature=0 must be above 0"),
+        ({"do_sample": False, "temperature": 0.5}, "do_sample=False: temperature=0.5 must be 0"),
+        ({"do_sample": 1}, "do_sample=1: must be true or false"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(params, TEXTS[0], **options)
+
+
+def test_stop_strings_and_min_new_tokens_are_hugging_face_s(params):
+    whole = generate(params, TEXTS[0])
+    stop = whole.text[2:4]
+    cut = generate(params, TEXTS[0], stop_strings=stop)
+    assert cut == generate(params, TEXTS[0], stop=stop) or cut.text == whole.text[:2]
+    assert cut.finish_reason == "stop"
+    assert generate(params, TEXTS[0], stop=None).text == whole.text
+    end = whole.token_ids[1]
+    (short, long) = (
+        generate(params, TEXTS[0], eos_token_id=[end], min_new_tokens=least) for least in (None, 6)
+    )
+    assert len(short.token_ids) <= 2
+    assert len(long.token_ids) >= 6
+    assert end not in long.token_ids[:6]
+    for options, message in (
+        ({"stop": "a", "stop_strings": "b"}, "stop_strings='b': must not be given beside stop='a'"),
+        ({"min_new_tokens": 9}, "min_new_tokens=9: must be at most max_new_tokens, which is 8"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1: must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(params, TEXTS[0], **options)
+
+
+@pytest.mark.parametrize("name", names.GENERATE)
+def test_generate_refuses_hugging_face_s_options_by_name(params, name):
+    refused = names.GENERATE[name]
+    for call in (
+        lambda **o: generate(params, "a", **o),
+        lambda **o: jsparse.Conversation(params, **o),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
+            call(**{name: "something"})
+        assert str(error.value).endswith(refused.rule)
+
+
+def test_what_asks_for_nothing_changes_nothing(params):
+    nothing = {name: refused.nothing for name, refused in names.GENERATE.items()}
+    assert generate(params, TEXTS[0], **nothing).token_ids == generate(params, TEXTS[0]).token_ids
+
+
+@pytest.mark.parametrize("name", names.LOAD)
+def test_load_refuses_options_by_name(name):
+    with pytest.raises(ValueError, match=f"^{name}='something': ") as error:
+        jsparse.load("smollm2", **{name: "something"})
+    assert str(error.value).endswith(names.LOAD[name].rule)
+
+
+def test_max_length_says_what_it_means(params):
+    with pytest.raises(
+        ValueError, match="at most 8, max_length, the capacity of the cache for both"
+    ):
+        generate(params, TEXTS[0], max_length=8)
+
+
+# What is typed by mistake
+
+
+def test_a_model_is_told_in_a_line(params):
+    assert repr(tiny_params(num_layers=1)) == "Params('tiny', llama, 69.3K parameters, float32)"
+    assert len(repr(params)) < 200
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: jsparse.generate("smollm2", "Gravity is"), "params='smollm2': must be what"),
+        (lambda p: jsparse.generate("Gravity is", p), "params='Gravity is': must be what jsparse"),
+        (lambda p: jsparse.Conversation("smollm2"), "params='smollm2': must be what jsparse.load"),
+        (lambda p: jsparse.logits([1], p), "params=[1]: must be what jsparse.load returned"),
+        (lambda p: generate(p, "a", policy=jsparse.quest), "policy=quest: did you mean jsparse.qu"),
+        (lambda p: generate(p, "a", policy=dense), "policy=dense: did you mean jsparse.dense()?"),
+        (lambda p: generate(p, p), "prompt=Params("),
+    ],
+)
+def test_what_is_given_in_the_wrong_place_is_told(params, call, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        call(params)
+    assert str(error.value).startswith(message)
+    assert len(str(error.value)) < 300
+
+
+def all_of(cache, layer):
+    return everything(cache.layers[layer].lengths)
+
+
+STATE = {"init": lambda spec: (np.zeros(2, np.float32),)}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        (
+            {"select": lambda state, layer, q, cache: q},
+            "select of wrong must return (Selection, Summary or None, state), not an array float32",
+        ),
+        (
+            {"select": lambda state, layer, q, cache: all_of(cache, layer)},
+            "select of wrong must return (Selection, Summary or None, state), not a Selection",
+        ),
+        (
+            {"select": lambda state, layer, q, cache: (all_of(cache, layer), state)},
+            "select of wrong must return (Selection, Summary or None, state), not (a Selection, ()",
+        ),
+        (
+            {"select": lambda state, layer, q, cache: (all_of(cache, layer), None, None)},
+            "select of wrong must return a state like the one it got, (), not None",
+        ),
+        (
+            {"append": lambda state, layer, *_: None, **STATE},
+            "append of wrong must return a state like the one it got, (an array float32[2]), not",
+        ),
+        (
+            {"update": lambda state, *_: (state[0].astype("int32"),), **STATE},
+            "update of wrong must return a state like the one it got, (an array float32[2]), n",
+        ),
+        (
+            {"prefill": lambda state, *_: state[:0], **STATE},
+            "prefill of wrong must return a state like the one it got, (an array float32[2]), n",
+        ),
+        (
+            {"maintain": lambda state, cache: cache, "period": 1},
+            "maintain of wrong must return (state, cache), not (",
+        ),
+    ],
+)
+def test_a_hook_that_returns_the_wrong_thing_is_named(params, hooks, message):
+    fine = {"select": lambda state, layer, q, cache: (all_of(cache, layer), None, state)}
+    policy = Policy(**fine | hooks, name="wrong")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
+        generate(params, TEXTS[1], policy=policy)
+    assert str(error.value).startswith(message)
+
+
+def test_the_package_shows_what_is_public():
+    shown = {name for name in dir(jsparse) if not name.startswith("__")}
+    assert shown == set(jsparse.__all__) - {"__version__"}
+
+
+def test_a_share_is_never_above_one():
+    one = float(np.float32(1) + np.finfo(np.float32).eps)
+    assert one > 1
+    assert mean_share(3 * one, 3) == 1.0
+    assert mean_share(1.5, 3) == 0.5
+    assert mean_share(0.0, 0) is None
