@@ -56,7 +56,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # what this file imports for itself is no part of the library
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def _version() -> str:

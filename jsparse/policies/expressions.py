@@ -54,7 +54,16 @@ def as_policy(policy: Policy | str) -> Policy:
         return policy
     if isinstance(policy, str):
         return parse(policy)
+    if getattr(policy, "builds_policy", False):
+        builder: Any = policy
+        raise ValueError(f"policy={builder.__name__}: did you mean {_call_of(builder)}?")
     raise ValueError(f"policy={policy!r}: must be a policy or an expression such as {EXAMPLE!r}")
+
+
+def _call_of(build: Callable[..., Policy]) -> str:
+    """Returns the call of a builder that has been given in a policy's place."""
+    name = build.__name__
+    return f"jsparse.{name}()" if POLICIES.get(name) is build else f"{name}()"
 
 
 def _tree(text: str, expression: str) -> ast.expr:

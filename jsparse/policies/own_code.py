@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from jsparse.names import unknown
 from jsparse.policies import expressions
 from jsparse.policy import Policy
 
@@ -40,7 +41,10 @@ def resolve(text: str) -> Policy:
         return expressions.parse(text)
     expression = text.strip()
     source, name, arguments = reference.group("source", "name", "arguments")
-    found = getattr(_module(expression, source), name, None)
+    module = _module(expression, source)
+    if not hasattr(module, name):
+        raise ValueError(f"policy={expression!r}: {unknown(source, name, _policies(module))}")
+    found = getattr(module, name)
     if callable(found) and getattr(found, "builds_policy", False):
         found = expressions.call(name, found, arguments or "()", expression)
     if not isinstance(found, Policy):
@@ -49,6 +53,15 @@ def resolve(text: str) -> Policy:
             f"@builder, not {found!r}"
         )
     return expressions.remember(expression, found)
+
+
+def _policies(module: ModuleType) -> list[str]:
+    """Returns the names of the policies in a module, and of the functions marked @builder."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Policy) or getattr(value, "builds_policy", False)
+    ]
 
 
 def _module(expression: str, source: str) -> ModuleType:

@@ -55,7 +55,11 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is(own, source, call):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("own_policies.py:oldest", "oldest must be a policy in own_policies.py, or a function"),
+        (
+            "own_policies.py:newer",
+            "own_policies.py has no newer, did you mean newest. It has newest, plain$",
+        ),
+        ("os:systm", "os has no systm. It has none$"),
         (
             "own_policies.py:wrong",
             "wrong must be a policy in .* marked @builder, not 4",
