@@ -7,6 +7,7 @@ from jsparse.engine.errors import EngineError as EngineError
 from jsparse.engine.errors import EngineFull as EngineFull
 from jsparse.engine.llm import LLM as LLM
 from jsparse.engine.outputs import CompletionOutput as CompletionOutput
+from jsparse.engine.outputs import Logprob as Logprob
 from jsparse.engine.outputs import RequestOutput as RequestOutput
 from jsparse.generation import generate as generate
 from jsparse.host_reader import Generation as Generation

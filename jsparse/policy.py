@@ -436,7 +436,7 @@ def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summa
         ValueError: it is not what the contract asks for.
     """
     match made:
-        case (Selection() as choice, None | (_, _, _, _) as summary, state):
+        case (Selection() as choice, None | (_, _, *_) as summary, state):
             summary = None if summary is None else Summary(*summary)
             return choice, summary, kept(policy, "select", before, state)
     raise ValueError(

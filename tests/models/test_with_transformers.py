@@ -179,3 +179,10 @@ def test_neither_package_is_imported_before_it_is_needed():
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_streamer_of_transformers_prints_the_text(capsys):
+    params = jsparse.load(HF / "llama3" / "model.gguf", dtype="float32")
+    streamer = transformers.TextStreamer(params.tokenizer, skip_prompt=True)
+    out = jsparse.generate(params, "the cat sat", max_new_tokens=8, streamer=streamer)
+    assert capsys.readouterr().out == f"{out.text}\n"
