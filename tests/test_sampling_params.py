@@ -94,6 +94,7 @@ def test_what_is_given_is_kept_in_one_form():
 def test_biases_are_kept_by_id():
     given = {"7": 1, 3: fractions.Fraction(-1, 2), np.int32(5): np.float32(2.5)}
     own = SamplingParams(logit_bias=given)
+    assert own.logit_bias is not None
     assert own.logit_bias == {7: 1.0, 3: -0.5, 5: 2.5}
     assert {type(key) for key in own.logit_bias} == {int}
     assert {type(value) for value in own.logit_bias.values()} == {float}

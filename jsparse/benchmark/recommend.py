@@ -200,9 +200,10 @@ def ranked(entries: Sequence[Entry], wanted: Wanted) -> list[dict[str, Any]]:
     """Returns a dict for dense attention and each candidate, the ones to take first.
 
     Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
-    lost, for each kind of pass key how many the policy finds (None if it was not asked) and how many
-    only dense attention; of, how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
-    measured is None: a policy that cannot run has no ms, one that is no faster has no kl.
+    lost, for each kind of pass key how many the policy finds and how many only dense attention; of,
+    how many there are of each; verdict, why it is not to be taken, "" where it is. What was not
+    measured is None: a policy that cannot run has no ms, one that is no faster has no kl, one that
+    was not asked for pass keys has not found any number of them.
     """
     values: dict[tuple[str, str], dict[int, Mapping[str, float]]] = {}
     refused: dict[str, str] = {}
@@ -311,8 +312,11 @@ def _time(params: Params, wanted: Wanted, policy: str, store: Store) -> None:
 def _compare(params: Params, wanted: Wanted, group: Plan, store: Store, report: OnProgress) -> None:
     """Compares policies with dense attention; what one of them refuses does not touch others."""
 
+    cells = {(name, task) for name in group.policies for task in group.tasks}
+    others = sum((each["policy"], each["task"]) not in cells for each in store.entries)
+
     def update(done: int, total: int, now: str) -> None:
-        report(f"closeness to dense attention: {now}", done, total)
+        report(f"closeness to dense attention: {now}", done - others, total)
 
     try:
         run(params, group, store, update)
