@@ -27,7 +27,7 @@ FLOORS = (
     ),
     ("kernels", "pallas_kernels", "host_pool"),
     ("contract", "policy", "owners"),
-    ("policies", "policies", "extend"),
+    ("policies", "policies", "extend", "signatures"),
     ("models", "models"),
     (
         "runtime",

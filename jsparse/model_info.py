@@ -17,6 +17,7 @@ from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy, resolved
 from jsparse.runtime import capacity, offloading
+from jsparse.signatures import short_name
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16
@@ -213,7 +214,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _chosen(info: dict[str, Any]) -> str:
-    asked, runs = info["policy"], info["policy_that_runs"]
+    asked, runs = (short_name(info[name]) for name in ("policy", "policy_that_runs"))
     if asked == runs:
         return asked
     reason = info["policy_reason"]

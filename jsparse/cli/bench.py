@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from jsparse.cli.bench_serve import serve
 from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption, whole_numbers
+from jsparse.signatures import short_name
 
 bench = typer.Typer(no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
@@ -94,7 +95,7 @@ def throughput(
         print(json.dumps(measured))
         return
     table = Table(title=model, title_justify="left", show_header=False, box=None)
-    for name, value in measured.items():
+    for name, value in (measured | {"policy": short_name(engine.policy)}).items():
         table.add_row(name.replace("_", " "), _shown(value))
     Console(highlight=False).print(table)
 
@@ -182,7 +183,7 @@ def _print_steps(measured: dict[str, Any]) -> None:
     for row in measured["results"]:
         ms = row["ms"]
         table.add_row(
-            row["policy_that_runs"],
+            short_name(row["policy_that_runs"]),
             f"{row['batch']}",
             f"{row['context']}",
             f"{ms['median']:.3g}",
@@ -202,7 +203,7 @@ def _print_steps(measured: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     ran = {
-        f"{row['policy_that_runs']}: "
+        f"{short_name(row['policy_that_runs'])}: "
         + ", ".join(f"{op} ({'/'.join(names)})" for op, names in row["kernels"].items()): None
         for row in measured["results"]
     }

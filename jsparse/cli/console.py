@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.progress import (
 )
 
 from jsparse import deprecated
+from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.host_reader import Generation
@@ -143,7 +145,7 @@ class TextOutput:
 
 
 def print_stats(made: "Generation") -> None:
-    """Prints counts and speed as one dimmed line, if standard error is a terminal."""
+    """Prints counts and speed, dimmed, if standard error is a terminal; no part is broken."""
     if not sys.stderr.isatty():
         return
     stats = made.stats
@@ -159,5 +161,19 @@ def print_stats(made: "Generation") -> None:
     if stats.attended_fraction is not None:
         parts.append(f"attended {stats.attended_fraction:.1%}")
     parts.append(f"first token after {stats.prefill_seconds:.2f} s")
-    parts.append(f"policy {stats.policy}")
-    Console(stderr=True).print(" · ".join(parts), style="dim", highlight=False)
+    parts.append(f"policy {short_name(stats.policy)}")
+    console = Console(stderr=True, highlight=False)
+    for line in in_lines(parts, " · ", console.width):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def in_lines(parts: Sequence[str], between: str, width: int) -> list[str]:
+    """Joins parts to lines of at most `width` characters; a longer part has a line of its own."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = lines[-1] + between + part
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines

@@ -1,6 +1,5 @@
 """Defines the commands `jsparse info` and `jsparse policies`."""
 
-import inspect
 import json
 from typing import Annotated
 
@@ -62,14 +61,13 @@ def policies() -> None:
 
     Example: jsparse chat --policy "keep(oracle_top_k(budget=256), sink=4, recent=64)"
     """
-    from jsparse.policies import POLICIES
+    from jsparse.signatures import REQUIRED, registered
 
     table = Table("policy", "what it does")
-    for name, build in POLICIES.items():
-        parameters = inspect.signature(build).parameters.values()
+    for name, signature in registered().items():
         shown = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
+            argument if default is REQUIRED else f"{argument}={default!r}"
+            for argument, default in signature.parameters.items()
         )
-        summary = (inspect.getdoc(build) or "").partition("\n\n")[0].replace("\n", " ")
-        table.add_row(f"{name}({shown})" if shown else name, summary)
+        table.add_row(f"{name}({shown})" if shown else name, signature.summary)
     Console(highlight=False).print(table)

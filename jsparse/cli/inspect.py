@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from jsparse.cli.console import Bars
 from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_prompt
+from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.evaluation.inspection import Inspected
@@ -79,7 +80,9 @@ def show(shown: "Inspected", layer: int | None) -> None:
     columns = min(length, max(console.width - len(name) - 16, 8))
     edges = np.linspace(0, length, columns + 1).astype(int)
     cells = np.add.reduceat(of_rows.astype(float), edges[:-1], axis=1) / np.diff(edges)
-    console.print(f"{shown.policy}, {length} tokens, {shown.prompt_tokens} of them the prompt's")
+    console.print(
+        f"{short_name(shown.policy)}, {length} tokens, {shown.prompt_tokens} of them the prompt's"
+    )
     console.print(f"attended to {shown.told}; next token {shown.next_token!r}")
     where = "" if layer is None else f" of layer {layer}"
     per_cell = "" if columns == length else f", about {length / columns:.1f} tokens per column"

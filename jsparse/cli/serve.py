@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.engine.async_engine import AsyncEngine
@@ -140,7 +141,7 @@ def serve(
     def on_ready(engine: "AsyncEngine") -> None:
         where = f"[{address}]" if ":" in address else address
         name, run_by = options.name, engine.engine.policy
-        print(f"jsparse serves {name} with {run_by.name} at http://{where}:{at}", flush=True)
+        print(f"jsparse serves {name} with {short_name(run_by)} at http://{where}:{at}", flush=True)
         print(_what_is_sparse(run_by, per_request or ()), flush=True)
 
     options = Options(

@@ -31,6 +31,7 @@ from jsparse.server.protocol import (
 )
 from jsparse.server.service import Service
 from jsparse.server.sse import ClientGone, EventStream, event
+from jsparse.signatures import short_name
 
 PAGE = Path(__file__).parent / "page"
 # the page loads what lies beside it, talks to this server alone, and is shown in no other page
@@ -184,6 +185,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "root": engine.params.name,
             "max_model_len": engine.sizes.max_model_len,
             "policy": engine.policy.name,
+            "policy_short": short_name(engine.policy),
             "chat_template": service.has_chat_template,
         }
         return json_response({"object": "list", "data": [model]})

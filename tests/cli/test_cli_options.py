@@ -83,6 +83,21 @@ def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
     assert out.getvalue().endswith("made\n")
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_statistics_break_between_their_parts(width):
+    parts = [
+        "128 tokens, cut at --max-new-tokens",
+        "25.4 tok/s",
+        "attended 100.0%",
+        "first token after 3.14 s",
+        "policy twilight(quest(budget=1024), p=0.9)",
+    ]
+    lines = console.in_lines(parts, " · ", width)
+    assert " · ".join(lines) == " · ".join(parts)
+    assert all(len(line) <= width or line in parts for line in lines)
+    assert len(lines) == {40: 4, 80: 2, 200: 1}[width]
+
+
 def test_help_does_not_wait_for_the_model_code():
     code = (
         "import sys, jsparse.cli; "

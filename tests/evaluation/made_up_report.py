@@ -4,6 +4,8 @@ from jsparse.evaluation.report.statistics import averages, summarize
 
 DENSE, TOP_K = "dense()", "oracle_top_k(budget={}, granularity='token')"
 POLICIES = (DENSE, "streaming(sink=4, recent=512)", TOP_K.format(128), TOP_K.format(2048))
+# the same as readers see them
+SHORT = (DENSE, "streaming()", "oracle_top_k(budget=128)", "oracle_top_k(budget=2048)")
 
 
 def entry(policy, task, length, index, meta=None, **values):

@@ -140,7 +140,12 @@ def server():
     made.daemon_threads = True
     made.states, made.pieces, made.gone = queue.Queue(), queue.Queue(), threading.Event()
     made.seen, made.key, made.listeners = [], None, 0
-    made.model = {"id": "SmolLM2-135M", "policy": "quest(budget=1024)", "chat_template": True}
+    made.model = {
+        "id": "SmolLM2-135M",
+        "policy": "quest(budget=1024, slack=0.5)",
+        "policy_short": "quest(budget=1024)",
+        "chat_template": True,
+    }
     made.url = f"http://127.0.0.1:{made.server_port}/"
     made.handle_error = lambda *_: None  # readers that hang up
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})

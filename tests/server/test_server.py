@@ -207,7 +207,8 @@ def test_a_prompt_read_before_is_cached(client):
 def test_state(client, http, url):
     (model,) = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 96)
-    assert model.model_extra["policy"].startswith("twilight")
+    assert model.model_extra["policy"].startswith("twilight(base=")
+    assert model.model_extra["policy_short"] == "twilight(all_pages(), p=0.9)"
     assert model.model_extra["chat_template"] is True
     assert http.get("/health").status_code == 200
     assert "version" in http.get("/version").json()

@@ -15,6 +15,7 @@ from jsparse.evaluation.report.table import (
     number,
     tokens,
 )
+from jsparse.signatures import short_name
 
 # what plots are called in the page, by the name of their file
 PLOTS = {
@@ -47,7 +48,10 @@ def page(report: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
         "note": " ".join([MARKED] * marked + [BESIDE] * (YARDSTICK in tasks) + [NOTE]),
         "columns": columns,
         "rows": [
-            {"policy": policy, "values": [column["values"].pop(policy, None) for column in columns]}
+            {
+                "policy": short_name(policy),
+                "values": [column["values"].pop(policy, None) for column in columns],
+            }
             for policy in policies
         ],
         "plots": [
@@ -56,7 +60,7 @@ def page(report: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
         ],
         "cells": [
             {
-                "policy": cell["policy"],
+                "policy": short_name(cell["policy"]),
                 "task": cell["task"],
                 "length": cell["length"],
                 "samples": [_sample(sample) for sample in cell["samples"]],

@@ -6,6 +6,7 @@ import numpy as np
 
 from jsparse.evaluation.inspection import Inspected
 from jsparse.evaluation.report.pages import fill
+from jsparse.signatures import short_name
 
 ATTENDED, LEVELS = 128, 127
 
@@ -23,7 +24,7 @@ def page(shown: Inspected) -> str:
         "inspect",
         {
             "model": shown.model,
-            "policy": shown.policy,
+            "policy": short_name(shown.policy),
             "tokens": shown.tokens,
             "prompt_tokens": shown.prompt_tokens,
             "next_token": shown.next_token,

@@ -12,6 +12,7 @@ import numpy as np
 
 from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
+from jsparse.signatures import short_name
 
 QUALITY = ("kl", "agreement", "score")
 STEPPED = ("kl", "perplexity")
@@ -63,7 +64,7 @@ def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_gri
             scores.setdefault(cell["policy"], {}).setdefault(place, []).append(
                 sample["values"]["score"]
             )
-    panels = {policy: _needles(places) for policy, places in scores.items()}
+    panels = {short_name(policy): _needles(places) for policy, places in scores.items()}
     _save(report, panels, path, f"samples of {task} with a depth")
 
 
@@ -74,7 +75,7 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
     """
     heads: dict[str, list[Any]] = {}
     for cell, sample in _samples(report, "attended_heads"):
-        title = f"{cell['policy']}, {tokens(cell['length'])} tokens"
+        title = f"{short_name(cell['policy'])}, {tokens(cell['length'])} tokens"
         heads.setdefault(title, []).append(sample["meta"]["attended_heads"])
     panels = {title: _heads(np.array(fractions, float)) for title, fractions in heads.items()}
     _save(report, panels, path, "samples with attended_heads")
@@ -158,7 +159,13 @@ def _stepped(metric: str, lines: Mapping[str, list[float]], policies: Sequence[s
             nth = policies.index(policy)
             style = ("-", "--", ":", "-.")[nth // 10 % 4]
             color = "black" if is_dense(policy) else f"C{nth % 10}"
-            axis.plot(steps, values, label=textwrap.fill(policy, 60), color=color, linestyle=style)
+            axis.plot(
+                steps,
+                values,
+                label=textwrap.fill(short_name(policy), 60),
+                color=color,
+                linestyle=style,
+            )
         if metric == "kl":
             axis.set_yscale("log", nonpositive="mask")
         axis.grid(alpha=0.3)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jsparse.evaluation.report.statistics import YARDSTICK
+from jsparse.signatures import short_name
 
 # metric: its name, the factor and the format of its numbers
 FORMATS = {
@@ -142,7 +143,7 @@ def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], 
     ]
     rows = [
         [
-            policy,
+            short_name(policy),
             *(number(measured.get((policy, column)), column.metric) for column in columns),
             ", ".join(_attended(report, policy, length) for length in lengths),
         ]

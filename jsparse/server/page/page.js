@@ -192,7 +192,7 @@ async function loadModel() {
   model = listed.data[0].id;
   continues = listed.data[0].chat_template === false;
   $("model").textContent = model;
-  $("policy").textContent = listed.data[0].policy || "";
+  $("policy").textContent = listed.data[0].policy_short || listed.data[0].policy || "";
   document.title = `${model} · jsparse`;
 }
 

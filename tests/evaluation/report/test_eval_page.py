@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from made_up_report import POLICIES, report
+from made_up_report import SHORT, report
 
 from jsparse.evaluation.report.eval_page import page
 
@@ -42,7 +42,7 @@ def data_of(text):
 @pytest.mark.pure
 def test_it_has_every_policy_column_and_sample(made):
     data = data_of(made)
-    assert [row["policy"] for row in data["rows"]] == list(POLICIES)
+    assert [row["policy"] for row in data["rows"]] == list(SHORT)
     labels = {f"{column['task']} {column['label']}" for column in data["columns"]}
     assert {"drift KL, 1K", "niah_grid score %, 4K", "drift attended %, 1K"} <= labels
     assert all(len(row["values"]) == len(data["columns"]) for row in data["rows"])
@@ -107,12 +107,12 @@ class TestInABrowser:
     def test_columns_are_sorted_by_keyboard(self, opened, made):
         names = [f"{each['task']} {each['label']}" for each in data_of(made)["columns"]]
         nth = names.index("drift KL, 1K")
-        assert column(opened, 0) == list(POLICIES)
+        assert column(opened, 0) == list(SHORT)
         opened.run(f"document.querySelectorAll('#table th button')[{nth + 1}].focus()")
         opened.press("Enter")
-        assert column(opened, 0) == list(POLICIES)
+        assert column(opened, 0) == list(SHORT)
         opened.press("Enter")
-        assert column(opened, 0) == list(POLICIES)[::-1]
+        assert column(opened, 0) == list(SHORT)[::-1]
         kept = "document.querySelector('th[aria-sort=descending]').innerText"
         assert opened.run(kept).startswith("drift KL, 1K")
         assert not opened.errors
@@ -122,7 +122,7 @@ class TestInABrowser:
             "document.querySelector('#task').value = 'niah_grid';"
             "document.querySelector('#task').dispatchEvent(new Event('change'))"
         )
-        assert opened.run("document.querySelectorAll('#cells details').length") == 2 * len(POLICIES)
+        assert opened.run("document.querySelectorAll('#cells details').length") == 2 * len(SHORT)
         opened.run("document.querySelector('#cells summary').click()")
         opened.until("document.querySelectorAll('#cells details tbody tr').length === 8")
         assert "depth" in opened.text("#cells details thead")

@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from made_up_report import DENSE, POLICIES, TOP_K, entry, report
+from made_up_report import DENSE, SHORT, TOP_K, entry, report
 from rich.console import Console
 
 from jsparse.evaluation.report.statistics import YARDSTICK, averages, summarize
@@ -84,14 +84,14 @@ def test_a_table_by_hand():
     assert grid.header == ["policy", "a\nscore %", "attended %"]
     assert grid.rows == [
         [DENSE, "100.0", "100.0"],
-        ["streaming(sink=4, recent=8)", "0.0 (-100.0\n[-100.0, -100.0])", "12.5"],
+        ["streaming(recent=8)", "0.0 (-100.0\n[-100.0, -100.0])", "12.5"],
     ]
     assert markdown(made) == (
         "**made-up, 1K tokens**\n\n"
         "| policy | a score % | attended % |\n"
         "| --- | ---: | ---: |\n"
         "| `dense()` | 100.0 | 100.0 |\n"
-        "| `streaming(sink=4, recent=8)` | 0.0 (-100.0 [-100.0, -100.0]) | 12.5 |\n"
+        "| `streaming(recent=8)` | 0.0 (-100.0 [-100.0, -100.0]) | 12.5 |\n"
         f"\n{NOTE}\n"
     )
 
@@ -117,7 +117,7 @@ def test_more_columns_are_split_by_length_then_by_four():
     ]
     heads = ["drift\nKL", "drift\nagreement %", "drift\nperplexity", "niah_grid\nscore %"]
     assert [grid.header[1:-1] for grid in made] == [heads, ["vt†\nscore %"]] * 2
-    assert all([row[0] for row in grid.rows] == list(POLICIES) for grid in made)
+    assert all([row[0] for row in grid.rows] == list(SHORT) for grid in made)
     assert [grid.note for grid in made] == ["", MARKED, "", f"{MARKED} {NOTE}"]
     assert [row[-1] for row in made[1].rows] == [row[-1] for row in made[0].rows], (
         "attended is of the length"
@@ -157,7 +157,7 @@ def test_a_yardstick_stands_beside_the_policy():
 def test_what_was_not_measured_is_a_dash():
     made = of([entry(DENSE, "a", 64, 0, score=1), entry(TOP_K, "b", 64, 0, score=1)])
     (grid,) = grids(made)
-    assert grid.rows == [[DENSE, "100.0", "-", "-"], [TOP_K, "-", "100.0", "-"]]
+    assert grid.rows == [[DENSE, "100.0", "-", "-"], ["oracle_top_k(budget={})", "-", "100.0", "-"]]
     assert grids(of([])) == grids(made, metrics=["kl"]) == tables(of([])) == []
     assert markdown(of([])) == ""
 
