@@ -14,6 +14,7 @@ from jsparse.policy import resolved
 from jsparse.request import Request, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.session import Session, require_resumable
+from jsparse.signatures import short_name
 
 # options of `generate` that belong to one answer, not to a conversation
 OF_A_TURN = ("streamer", "on_progress", "logprobs")
@@ -65,7 +66,8 @@ class Conversation:
         try:
             require_resumable(resolved(self._policy, spec), spec)
         except ValueError as error:
-            self.reads_anew = f"every turn reads the whole conversation anew: {error}"
+            reason = f"{short_name(self._policy)} drops tokens" if self._policy.evicts else error
+            self.reads_anew = f"{reason}, so every turn reads the whole conversation again"
 
     def answer(
         self,

@@ -14,6 +14,7 @@ from jsparse import SamplingParams
 from jsparse.conversation import Conversation
 from jsparse.policy import dense
 from jsparse.runtime import capacity
+from jsparse.signatures import short_name
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
 # control tokens, so that no merge joins a prompt's end to its answer
@@ -169,8 +170,7 @@ def test_policies_that_change_the_cache_read_every_turn_anew(params, policy):
         chat.say(text)
     assert chat.read == chat.whole
     assert chat.conversation.reads_anew == (
-        f"every turn reads the whole conversation anew: policy={policy}: must leave the cache as "
-        "it is after the prompt, for a further dense chunk to follow"
+        f"{short_name(policy)} drops tokens, so every turn reads the whole conversation again"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
 
 from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels
@@ -19,11 +18,12 @@ from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
 from jsparse.cli.inspect import inspect
 from jsparse.cli.recommend import recommend
+from jsparse.cli.options import Command, Group
 from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
 
 
-class _Commands(TyperGroup):
+class _Commands(Group):
     """Prints the library's refusals as one line on standard error.
 
     Other exceptions keep their traceback.
@@ -41,9 +41,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -85,6 +83,6 @@ for _name, _command in {
     "train-gates": train_gates,
     "calibrate-channels": calibrate_channels,
 }.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=Command)(_command)
 
 app.add_typer(bench, name="bench")

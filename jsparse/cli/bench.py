@@ -7,13 +7,23 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
 from jsparse.cli.bench_serve import serve
-from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption, whole_numbers
+from jsparse.cli.options import (
+    Command,
+    DtypeOption,
+    Group,
+    ModelOption,
+    PolicyListOption,
+    PolicyOption,
+    RevisionOption,
+    takes_model,
+    whole_numbers,
+)
 from jsparse.signatures import short_name
 
-bench = typer.Typer(no_args_is_help=True, add_completion=False)
+bench = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
 
 
@@ -22,15 +32,14 @@ def _only_a_group() -> None:
     """Measure decode steps, the engine, or a server."""
 
 
-bench.command()(serve)
+bench.command(cls=Command)(serve)
 
 
-@bench.command()
+@bench.command(cls=Command)
+@takes_model
 def throughput(
-    model: Annotated[str, Argument(help=MODEL_HELP)],
-    policy: Annotated[
-        str, Option(help="Policy that chooses the tokens each step reads (see `jsparse policies`).")
-    ] = "dense",
+    model: ModelOption = "smollm2",
+    policy: PolicyOption = "dense",
     num_prompts: Annotated[int, Option(help="Number of requests.")] = 32,
     input_len: Annotated[str, Option(help=f"Tokens per prompt: {LENGTH}.")] = "512",
     output_len: Annotated[str, Option(help=f"Tokens per answer: {LENGTH}.")] = "64",
@@ -100,16 +109,11 @@ def throughput(
     Console(highlight=False).print(table)
 
 
-@bench.command()
+@bench.command(cls=Command)
+@takes_model
 def latency(
-    model: Annotated[str, Argument(help=MODEL_HELP)],
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            help="Policy to time beside dense attention: an expression (see `jsparse policies`), "
-            "or your own as path.py:function or module:function. Repeatable."
-        ),
-    ] = None,
+    model: ModelOption = "smollm2",
+    policy: PolicyListOption = None,
     context: Annotated[
         str, Option(help="Comma-separated numbers of tokens in the cache of each row.")
     ] = "4096",

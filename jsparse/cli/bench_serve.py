@@ -16,6 +16,7 @@ from rich.table import Table
 from typer import Option
 
 from jsparse.cli.console import Bars
+from jsparse.cli.options import takes_model
 
 if TYPE_CHECKING:
     from jsparse.benchmark.serve import Answer
@@ -31,6 +32,7 @@ DELAYS = {
 }
 
 
+@takes_model
 def serve(
     base_url: Annotated[str, Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[
@@ -104,7 +106,10 @@ def serve(
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        Option(help="Longest delay in ms, as ttft:500, tpot:50 or e2el:10000. Repeatable."),
+        Option(
+            metavar="<name:ms>",
+            help="Longest delay in ms, as ttft:500, tpot:50 or e2el:10000. Repeatable.",
+        ),
     ] = None,
     metric_percentiles: Annotated[
         str, Option(help="Percentiles of each delay, separated by commas.")

@@ -6,9 +6,10 @@ from typing import Annotated
 from typer import Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_text
+from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_text, takes_model
 
 
+@takes_model
 def calibrate_channels(
     text: Annotated[
         Path, Option(help="UTF-8 text file to calibrate on, similar to what the model will read.")

@@ -1,5 +1,6 @@
 """Defines `jsparse chat`: it reads turns from standard input and streams the answers."""
 
+import re
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
-from jsparse.cli.options import GenerationOptions, takes_generation_options
+from jsparse.cli.options import GenerationOptions, takes_generation_options, takes_model
 
 if TYPE_CHECKING:
     from jsparse.conversation import Conversation
     from jsparse.models.checkpoint import Params
 
+COMMANDS = ("/help", "/reset", "/exit", "/quit")
+HELP = "/reset starts over, /exit, /quit or Ctrl-D ends, Ctrl-C cuts an answer short"
 Messages = list[dict[str, str]]
 
 
@@ -46,6 +49,7 @@ class Chat:
         )
         self.messages = list(self._opening)
         self._conversation: Conversation | None = None
+        self._noted = False
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
@@ -61,8 +65,9 @@ class Chat:
 
         if self._conversation is None:
             self._conversation = Conversation(self._params, **self._arguments)
-            if self._conversation.reads_anew:
+            if self._conversation.reads_anew and not self._noted:
                 print_note(self._conversation.reads_anew)
+                self._noted = True
         asked: Messages = [*self.messages, {"role": "user", "content": text}]
         output = TextOutput(self._bars)
         made = None
@@ -79,6 +84,7 @@ class Chat:
             print_stats(made)
 
 
+@takes_model
 @takes_generation_options
 def chat(
     options: GenerationOptions,
@@ -88,7 +94,7 @@ def chat(
 ) -> None:
     """Chat with a model, one message per line, typed or piped in.
 
-    /reset starts over, /exit ends the chat.
+    /reset starts over, /exit or /quit ends the chat, /help lists these.
 
     Example: jsparse chat --system "Answer in one sentence." --temperature 0.7
     """
@@ -101,29 +107,44 @@ def chat(
 
 
 def run(chat: Chat) -> None:
-    """Reads one message per line until /exit or the end of the input; /reset starts over."""
+    """Reads one message per line until /exit or the end of the input.
+
+    A word behind a slash, at the beginning of a line, is a command.
+    """
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  gives input() a history and editing keys
-        print(
-            "/reset starts over, /exit or Ctrl-D ends, Ctrl-C cuts an answer short", file=sys.stderr
-        )
+        print(HELP, file=sys.stderr)
     while (line := _read_line(at_terminal)) is not None:
-        match line.strip():
-            case "":
-                continue
-            case "/exit":
-                return
-            case "/reset":
-                chat.reset()
-            case text:
-                try:
+        text = line.strip()
+        try:
+            match _command(line):
+                case "/exit" | "/quit":
+                    return
+                case "/reset":
+                    chat.reset()
+                case "/help":
+                    print(HELP, file=sys.stderr)
+                case None if text:
                     chat.answer(text)
-                except ValueError as error:
-                    if not at_terminal:
-                        raise
-                    print_error(error)
+                case None:
+                    continue
+                case unknown:
+                    raise ValueError(
+                        f"{unknown}: must be one of {', '.join(COMMANDS)}; a message may begin "
+                        "with a slash behind a space"
+                    )
+        except ValueError as error:
+            if not at_terminal:
+                raise
+            print_error(error)
+
+
+def _command(line: str) -> str | None:
+    """Returns the command that a line begins with; paths such as /etc/hosts are none."""
+    found = re.match(r"/[A-Za-z]*(?=\s|$)", line)
+    return found and found[0]
 
 
 def _read_line(at_terminal: bool) -> str | None:

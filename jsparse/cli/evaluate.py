@@ -13,7 +13,9 @@ from jsparse.cli.options import (
     DtypeName,
     DtypeOption,
     ModelOption,
+    PolicyListOption,
     RevisionOption,
+    takes_model,
     whole_numbers,
 )
 
@@ -23,15 +25,10 @@ if TYPE_CHECKING:
 DEFAULT_TASKS = "kl,ppl,passkey"
 
 
+@takes_model
 def evaluate(
     model: ModelOption = "smollm2",
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            help="Policy to compare with dense attention: an expression (see `jsparse policies`), "
-            "or your own as path.py:function or module:function. Repeatable."
-        ),
-    ] = None,
+    policy: PolicyListOption = None,
     tasks: Annotated[
         str,
         Option(

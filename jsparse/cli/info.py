@@ -5,21 +5,16 @@ from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
-from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
 
 
+@takes_model
 def info(
-    model: Annotated[str, Argument(help=MODEL_HELP)],
+    model: ModelOption = "smollm2",
     dtype: DtypeOption = None,
-    policy: Annotated[
-        str,
-        Option(
-            help="Policy whose memory beside the cache is counted: an expression (see `jsparse "
-            "policies`), or your own as path.py:function or module:function."
-        ),
-    ] = "dense",
+    policy: PolicyOption = "dense",
     context: Annotated[
         int | None,
         Option(

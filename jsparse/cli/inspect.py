@@ -10,7 +10,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_prompt
+from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, read_prompt
 from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ def inspect(
     ] = None,
     file: Annotated[Path | None, Option(help="UTF-8 text file to read the prompt from.")] = None,
     model: ModelOption = "smollm2",
-    policy: Annotated[
-        str,
-        Option(
-            help="Policy to look at: an expression (see `jsparse policies`), or your own as "
-            "path.py:function or module:function."
-        ),
-    ] = "dense",
+    policy: PolicyOption = "dense",
     step: Annotated[int, Option(help="Decode step to show; the first follows the prompt.")] = 1,
     layer: Annotated[
         int | None,

@@ -3,12 +3,13 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 DtypeName = Literal["float32", "bfloat16", "float16"]
 OnBytes = Callable[[int, int], None]
 
-# the options with which every command that loads a model names it
+# the options with which every command that loads a model names it; see also `takes_model`
 MODEL_HELP = "Model to load: smollm2, a folder, a .gguf file, or a Hub id such as org/name."
 ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
@@ -24,6 +25,32 @@ DtypeOption = Annotated[
     Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
+
+
+def complete_policy(incomplete: str) -> list[str]:
+    """Returns the names of policies that begin so, for the shell."""
+    from jsparse.signatures import registered
+
+    return [name for name in registered() if name.startswith(incomplete)]
+
+
+POLICY_FORMS = (
+    "an expression such as 'streaming(sink=4, recent=512)' (see `jsparse policies`), or your own "
+    "as path.py:function or module:function."
+)
+POLICY_HELP = f"Policy that chooses the tokens each step reads: {POLICY_FORMS}"
+PolicyOption = Annotated[
+    str, Option(metavar="<policy>", autocompletion=complete_policy, help=POLICY_HELP)
+]
+# for commands that compare policies with dense attention
+PolicyListOption = Annotated[
+    list[str] | None,
+    Option(
+        metavar="<policy>",
+        autocompletion=complete_policy,
+        help=f"Policy to compare with dense attention: {POLICY_FORMS} Repeatable.",
+    ),
+]
 
 _LOADING = ("model", "dtype", "revision")
 
@@ -33,14 +60,7 @@ class GenerationOptions:
     """Holds the model to load and the keyword arguments of `jsparse.generate`."""
 
     model: ModelOption = "smollm2"
-    policy: Annotated[
-        str,
-        Option(
-            help="Policy that chooses the tokens each step reads: an expression such as "
-            "'streaming(sink=4, recent=512)' (see `jsparse policies`), or your own as "
-            "path.py:function or module:function."
-        ),
-    ] = "dense"
+    policy: PolicyOption = "dense"
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
         float | None,
@@ -61,10 +81,15 @@ class GenerationOptions:
         float | None, Option(help="Make tokens that occurred before less likely; 1 is off.")
     ] = None
     seed: Annotated[int, Option(help="Random seed.")] = 0
-    stop: Annotated[list[str] | None, Option(help="String that ends the text. Repeatable.")] = None
+    stop: Annotated[
+        list[str] | None, Option(metavar="<str>", help="String that ends the text. Repeatable.")
+    ] = None
     eos_token_id: Annotated[
         list[int] | None,
-        Option(help="Token id that ends the text, instead of the model's own. Repeatable."),
+        Option(
+            metavar="<int>",
+            help="Token id that ends the text, instead of the model's own. Repeatable.",
+        ),
     ] = None
     max_length: Annotated[
         int | None,
@@ -104,10 +129,66 @@ def takes_generation_options(command: Callable[..., None]) -> Callable[..., None
         options = GenerationOptions(**{p.name: given.pop(p.name) for p in shared})
         command(options=options, **given)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
-    wrapper.__dict__["__signature__"] = inspect.Signature(parameters)
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return _with_parameters(wrapper, [*own, *shared])
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Lets a command take the model as its first argument, too, not only by its option --model."""
+    own = inspect.signature(command).parameters
+    default = own["model"].default
+    [option] = own["model"].annotation.__metadata__
+    help = option.help if default is None else f"{option.help} The default is {default}."
+    first = own["model"].replace(
+        default=None, annotation=Annotated[str | None, Argument(help=help, show_default=False)]
+    )
+    named = own["model"].replace(
+        name="named_model",
+        default=None,
+        annotation=Annotated[
+            str | None, Option("--model", "-m", help="The same, given as an option.")
+        ],
+    )
+
+    @functools.wraps(command)
+    def wrapper(*, model: str | None = None, named_model: str | None = None, **given: Any) -> None:
+        if None not in (model, named_model) and model != named_model:
+            raise ValueError(
+                f"--model {named_model!r}: must not differ from the argument, {model!r}; one is "
+                "enough"
+            )
+        command(model=model or named_model or default, **given)
+
+    others = [parameter for name, parameter in own.items() if name != "model"]
+    return _with_parameters(wrapper, [first, named, *others])
+
+
+def _with_parameters(
+    wrapper: Callable[..., None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Gives a command the parameters that typer shall see; all of them have names."""
+    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapper.__dict__["__signature__"] = inspect.Signature(named)
+    wrapper.__annotations__ = {p.name: p.annotation for p in named}
     return wrapper
+
+
+class _PlainFlags:
+    """Shows no type beside options that take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command."""
+
+
+class Group(_PlainFlags, TyperGroup):
+    """A group of commands."""
 
 
 def whole_numbers(name: str, text: str) -> list[int]:

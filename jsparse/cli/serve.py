@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
 from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from jsparse.policy import Policy
 
 
+@takes_model
 def serve(
-    model: Annotated[str, Argument(help=MODEL_HELP)],
-    policy: Annotated[
-        str, Option(help="Policy that chooses the tokens each step reads (see `jsparse policies`).")
-    ] = "dense",
+    model: ModelOption = "smollm2",
+    policy: PolicyOption = "dense",
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     max_model_len: Annotated[
@@ -41,7 +40,7 @@ def serve(
         Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
     ] = None,
     served_model_name: Annotated[
-        str | None, Option(help="Name of the model for clients; the default is MODEL.")
+        str | None, Option(help="Name of the model for clients; the default is the model as given.")
     ] = None,
     max_waiting: Annotated[
         int, Option(help="Most requests that wait; further ones get 429.")
@@ -60,8 +59,9 @@ def serve(
     per_request: Annotated[
         list[str] | None,
         Option(
+            metavar="<name>",
             help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
-            "Repeatable."
+            "Repeatable.",
         ),
     ] = None,
     seed: Annotated[
@@ -74,8 +74,9 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         Option(
+            metavar="<host>",
             help="Further name under which browsers may reach a server of this machine alone that "
-            "has no key; * is any. Repeatable."
+            "has no key; * is any. Repeatable.",
         ),
     ] = None,
     special_tokens_in_messages: Annotated[

@@ -11,13 +11,14 @@ from rich.table import Table
 from typer import Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption
+from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, takes_model
 
 if TYPE_CHECKING:
     from jsparse.models.tokenizer import Tokenizer
     from jsparse.train.data import Source
 
 
+@takes_model
 def train_gates(
     out: Annotated[
         Path, Option(help="Folder for the run: settings, log, checkpoints, gates, record, plots.")

@@ -236,26 +236,36 @@ def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     )
     own = f"{tmp_path / 'own.py'}:mine"
     options = ["--model", chat_model, "--max-new-tokens", "2", "--policy", own]
-    ran = run("chat", *options, stdin="one\ntwo\n")
+    ran = run("chat", *options, stdin="one\ntwo\n/reset\nthree\n")
     assert (ran.exit_code, ran.stderr) == (
         0,
-        f"note: every turn reads the whole conversation anew: policy={own}: must leave the cache "
-        "as it is after the prompt, for a further dense chunk to follow\n",
+        f"note: {own} drops tokens, so every turn reads the whole conversation again\n",
     )
     assert run("chat", *options[:-2], stdin="one\ntwo\n").stderr == ""
 
 
 @pytest.mark.slow
 def test_chat_with_a_policy_that_evicts_reads_anew(chat_model):
-    """Each turn with what was said before, under the policy's full name."""
+    """Each turn with what was said before, under the policy's short name."""
     policy = jsparse.hard_kv(budget=10, floor=7, cap=14, period=2, window=4, sink=2)
     options = ["--model", chat_model, "--max-new-tokens", "5", "--policy", str(policy)]
     ran = run("chat", *options, stdin="one\ntwo\n")
     assert (ran.exit_code, ran.stderr) == (
         0,
-        f"note: every turn reads the whole conversation anew: policy={policy}: must leave the "
-        "cache as it is after the prompt, for a further dense chunk to follow\n",
+        "note: hard_kv(budget=10, floor=7, cap=14, period=2, window=4, sink=2) drops tokens, so "
+        "every turn reads the whole conversation again\n",
     )
+
+
+def test_chat_commands_are_not_sent_to_the_model(chat_model):
+    options = ["--model", chat_model, "--max-new-tokens", "3"]
+    ran, calls = ran_once("chat", *options, stdin="/help\n/etc/hosts\n /x\n/quit\nfour\n")
+    assert ran.exit_code == 0
+    assert "/reset starts over" in ran.stderr
+    assert [messages[-1]["content"] for messages in calls] == ["/etc/hosts", "/x"]
+    ran, calls = ran_once("chat", *options, stdin="/resets now\ntwo\n")
+    assert (ran.exit_code, ran.stdout, calls) == (2, "", [])
+    assert ran.stderr.startswith("error: /resets: must be one of /help, /reset, /exit, /quit;")
 
 
 def test_chat_needs_a_template():
@@ -290,6 +300,15 @@ def test_info_names_the_rope_scaling(name, scaling, longest):
     shown = run("info", FIXTURES / name, "--dtype", "float32").stdout
     assert f"theta 5000, {scaling}" in shown
     assert f"{longest} tokens" in shown
+
+
+def test_info_takes_the_model_as_others_do():
+    as_argument = run("info", TINY, "--json").stdout
+    assert (
+        run("info", "--model", TINY, "--json").stdout.partition("free")[0]
+        == (as_argument.partition("free")[0])
+    )
+    assert run("info", "--context", "0").stderr.startswith("error: context=0: must be from 1")
 
 
 def test_info_tells_what_fits(monkeypatch):

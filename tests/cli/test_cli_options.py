@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from typer import Typer
 from typer.testing import CliRunner
 
 import jsparse
 from jsparse.cli import console
 from jsparse.cli.app import app
+from jsparse.cli.options import ModelOption, takes_model
 
 pytestmark = pytest.mark.pure
 
@@ -57,6 +59,77 @@ def test_version_and_help():
     assert run("--version").stdout == f"jsparse {jsparse.__version__}\n"
     for command in ("generate", "chat", "info", "policies"):
         assert "Example: jsparse" in run(command, "--help").stdout
+
+
+# with what each command cannot do without
+TAKE_A_MODEL = {
+    "chat": [],
+    "serve": [],
+    "info": [],
+    "eval": [],
+    "train-gates": ["--out", "x"],
+    "calibrate-channels": ["--text", "x"],
+    "bench throughput": [],
+    "bench latency": [],
+    "bench serve": [],
+}
+OTHERS = ("", "generate", "inspect", "policies", "bench")
+
+
+@pytest.mark.parametrize(("command", "needed"), TAKE_A_MODEL.items(), ids=TAKE_A_MODEL)
+def test_two_models_are_refused(command, needed):
+    ran = run(*command.split(), "a", "--model", "b", *needed)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr == (
+        "error: --model 'b': must not differ from the argument, 'a'; one is enough\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ([], "smollm2"),
+        (["a"], "a"),
+        (["--model", "a"], "a"),
+        (["-m", "a"], "a"),
+        (["a", "--model", "a", "--context", "7"], "a"),
+    ],
+)
+def test_a_model_is_an_argument_or_an_option(given, taken):
+    seen = []
+
+    def command(context: int = 3, model: ModelOption = "smollm2") -> None:
+        seen.append((model, context))
+
+    alone = Typer()
+    alone.command()(takes_model(command))
+    assert CliRunner().invoke(alone, given).exit_code == 0
+    assert seen == [(taken, 7 if "7" in given else 3)]
+
+
+@pytest.mark.parametrize("command", [*TAKE_A_MODEL, *OTHERS])
+def test_help_shows_no_types_that_nobody_types(command):
+    shown = run(*command.split(), "--help").stdout
+    assert "Usage: jsparse" in shown or "Usage: root" in shown
+    assert "<bool>" not in shown
+    assert "list[" not in shown
+    assert "{model}" not in shown
+
+
+def test_the_shell_completes_policies(monkeypatch):
+    assert "--install-completion" in run("--help").stdout
+    assert "--install-completion" not in run("bench", "--help").stdout
+    words = "jsparse chat --policy qu"
+    complete = {"_JSPARSE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3"}
+    code = "import sys, jsparse.cli.app as a; a.main(); assert 'jax' not in sys.modules"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | complete,
+    )
+    assert ran.stdout.split() == ["quest"]
 
 
 class Terminal(io.StringIO):
