@@ -69,8 +69,7 @@ def warn(old: Sequence[str], new: Sequence[str]) -> None:
 def renamed_arguments(check: Check | None = None, /, **names: str) -> Callable[..., Any]:
     """Let a function take keyword arguments by their old names, too.
 
-    The wrapper's `translate_arguments` maps them to the new names. An old argument that is None
-    counts as not given.
+    An old argument that is None counts as not given.
 
     Args:
         check: what else must hold of arguments with old names among them; raises ValueError.
@@ -103,7 +102,6 @@ def renamed_arguments(check: Check | None = None, /, **names: str) -> Callable[.
         def wrapper(*args: Any, **given: Any) -> Any:
             return function(*args, **translate(given))
 
-        wrapper.__dict__["translate_arguments"] = translate
         return wrapper
 
     return decorate

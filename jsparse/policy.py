@@ -303,6 +303,7 @@ class Policy(NamedTuple):
 Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
+SOME_TOKENS = 8192  # of a prompt, as an example in messages
 # the call and the arguments that built the policies of each name
 _BUILT: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {}
 
@@ -314,6 +315,11 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
     the call that built it, defaults included.
     """
     signature, call = inspect.signature(build), cast(Callable[..., Policy], build)
+    arguments = ", ".join(
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in signature.parameters.values()
+    )
+    spelled = f"{build.__name__}({arguments})"
 
     @functools.cache
     def once(arguments: tuple[tuple[str, type, Any], ...]) -> Policy:
@@ -327,9 +333,14 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
 
     @functools.wraps(build)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Policy:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            _refuse_ratio(signature, kwargs)
+            raise TypeError(f"{error}; the arguments are {spelled}") from None
         bound.apply_defaults()
         given = {key: _literal(value) for key, value in bound.arguments.items()}
+        _refuse_share(signature, given)
         for key, value in given.items():
             if not _is_plain(value):
                 raise ValueError(
@@ -340,6 +351,38 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
 
     wrapper.__dict__["builds_policy"] = True
     return wrapper
+
+
+def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a ratio by which other libraries ask for a budget.
+
+    What a ratio of the prompt leaves is known when the prompt is; a budget fixes beforehand the
+    memory that rows take and the programs that they share.
+    """
+    ratio = given.get("compression_ratio")
+    if "budget" in signature.parameters and isinstance(ratio, int | float) and 0 <= ratio < 1:
+        raise ValueError(
+            f"compression_ratio={ratio!r}: must be given as budget, {_budget(signature, 1 - ratio)}"
+        )
+
+
+def _refuse_share(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a share where the budget is a number of tokens."""
+    share = given.get("budget")
+    if type(share) is float and 0 < share < 1 and type(_default(signature)) is int:
+        raise ValueError(f"budget={share!r}: must be {_budget(signature, share)}")
+
+
+def _budget(signature: inspect.Signature, share: float) -> str:
+    """Say what a policy's budget is, for one that stands for this share of the tokens."""
+    if type(_default(signature)) is float:
+        return f"the share of the tokens: budget={share:g}"
+    tokens = round(SOME_TOKENS * share)
+    return f"a number of tokens: for {share:.4g} of {SOME_TOKENS} tokens, budget={tokens}"
+
+
+def _default(signature: inspect.Signature) -> Any:
+    return signature.parameters["budget"].default if "budget" in signature.parameters else None
 
 
 def _literal(value: Any) -> Any:

@@ -1,7 +1,9 @@
 """Builds policies from expressions such as "keep(oracle_top_k(budget=256), sink=4, recent=64)"."""
 
 import ast
+import difflib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,22 @@ from jsparse.policies import POLICIES
 from jsparse.policy import Policy
 
 EXAMPLE = "streaming(sink=4, recent=512)"
+# what other projects call methods that are here
+ALIASES = {
+    "adasnapkv": "ada_kv",
+    "doublesparse": "double_sparsity",
+    "duo": "duo_attention",
+    "eager": "dense",
+    "fullattention": "dense",
+    "heavyhitter": "h2o",
+    "observedattention": "h2o",
+    "sdpa": "dense",
+    "sink": "streaming",
+    "streamingllm": "streaming",
+    "tidaldecode": "tidal",
+    "topk": "oracle_top_k",
+    "topp": "oracle_top_p",
+}
 # policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
 _FOUND: dict[str, Policy] = {}
 
@@ -88,9 +106,9 @@ def _build(node: ast.expr, expression: str) -> Policy:
         deprecated.warn([f"the policy {name}"], [RENAMED[name]])
         name = RENAMED[name]
     if name not in POLICIES:
-        raise ValueError(
-            f"policy={expression!r}: unknown policy {name!r}, must be one of {', '.join(POLICIES)}"
-        )
+        near = _nearest(name)
+        rule = f"must be one of {', '.join(POLICIES)}" if near is None else f"did you mean {near}?"
+        raise ValueError(f"policy={expression!r}: unknown policy {name!r}, {rule}")
     return _call(name, POLICIES[name], node, expression)
 
 
@@ -104,22 +122,32 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
     names = [keyword.arg for keyword in keywords]
     if len(set(names)) < len(names):
         raise ValueError(f"policy={expression!r}: an argument of {name} is given twice")
+    for node in arguments:
+        _refuse_bare(name, function, node, expression)
     args = [_value(arg, expression) for arg in arguments]
     kwargs = {str(keyword.arg): _value(keyword.value, expression) for keyword in keywords}
-    translate = getattr(function, "translate_arguments", None)
-    if translate is not None:
-        kwargs = translate(kwargs)
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"policy={expression!r}: {error}; the arguments are {name}{signature}"
-        ) from error
     try:
         return function(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"policy={expression!r}: {error}") from error
+
+
+def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expression: str) -> None:
+    """Raise ValueError for the name of an argument without a value, as documentation writes it."""
+    parameters = inspect.signature(function).parameters
+    if isinstance(node, ast.Name) and node.id in parameters:
+        default = parameters[node.id].default
+        known = default is not None and default is not inspect.Parameter.empty
+        example = f", such as {name}({node.id}={default!r})" if known else ""
+        raise ValueError(f"policy={expression!r}: {node.id} of {name} needs a value{example}")
+
+
+def _nearest(name: str) -> str | None:
+    """Return the policy that a name stands for elsewhere or is a misspelling of, if any."""
+    plain = re.sub(r"(press|cache)$|[\W_]", "", name.lower())
+    known = {policy.replace("_", ""): policy for policy in POLICIES} | ALIASES
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
+    return known[near[0]] if near else None
 
 
 def _value(node: ast.expr, expression: str) -> Any:
@@ -130,9 +158,11 @@ def _value(node: ast.expr, expression: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        near = _nearest(node.id) if isinstance(node, ast.Name) else None
+        meant = f"; did you mean {near}?" if near else ""
         raise ValueError(
-            f"policy={expression!r}: {_source(expression, node)} must be a literal or one of "
-            f"{', '.join(POLICIES)}"
+            f"policy={expression!r}: {_source(expression, node)} must be a literal or a policy"
+            f"{meant}"
         ) from error
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import jsparse
 from jsparse.policies import POLICIES
-from jsparse.policies.expressions import as_policy, parse
+from jsparse.policies.expressions import ALIASES, as_policy, parse
 from jsparse.policy import Policy, builder, dense
 
 
@@ -84,10 +84,32 @@ def test_equal_arguments_give_one_object_and_others_another():
         ("streaming(sink=4, sink=5)", "an argument of streaming is given twice"),
         (
             "streaming(4, sink=5)",
-            "multiple values for argument 'sink'; the arguments are streaming\\(",
+            "multiple values for argument 'sink'; the arguments are streaming\\(sink=4, "
+            "recent=512\\)$",
         ),
         ("streaming(1, 2, 3)", "too many positional arguments"),
         ("streaming(size=4)", "unexpected keyword argument 'size'"),
+        ("adakv", "unknown policy 'adakv', did you mean ada_kv\\?$"),
+        ("SnapKVPress()", "unknown policy 'SnapKVPress', did you mean snapkv\\?$"),
+        ("streaming_llm(sink=4)", "did you mean streaming\\?$"),
+        ("keep(rkv)", "'rkv' must be a literal or a policy; did you mean r_kv\\?$"),
+        ("keep(lru)", "'lru' must be a literal or a policy$"),
+        (
+            "twilight(quest(budget), p=0.95)",
+            "budget of quest needs a value, such as quest\\(budget=",
+        ),
+        ("keep(policy)", "policy of keep needs a value$"),
+        ("snapkv(budget=0.25)", "budget=0.25: must be a number of tokens: .*, budget=2048$"),
+        ("keep(quest(budget=0.5))", "budget=0.5: must be a number of tokens: .*, budget=4096$"),
+        ("lfps(budget=2.0)", "budget=2.0: must be a number above 0 and at most 1"),
+        (
+            "snapkv(compression_ratio=0.9)",
+            "compression_ratio=0.9: must be given as budget, a number of tokens: for 0.1 of 8192 "
+            "tokens, budget=819$",
+        ),
+        ("lfps(compression_ratio=0.9)", "must be given as budget, the share .*: budget=0.1$"),
+        ("streaming(compression_ratio=0.9)", "unexpected keyword .*; the arguments are streaming"),
+        ("snapkv(compression_ratio='x')", "unexpected keyword .*; the arguments are snapkv"),
         ("keep()", "missing a required argument: 'policy'"),
         ("keep(4)", "policy=4: must be a policy"),
         ("keep('dense')", "policy='dense': must be a policy"),
@@ -195,6 +217,21 @@ def test_any_text_builds_a_policy_or_is_refused(text):
         except ValueError as error:
             outcome = str(error)
         assert isinstance(outcome, Policy) or "\n" not in outcome
+
+
+def test_names_of_other_projects_lead_to_policies_that_exist():
+    assert set(ALIASES.values()) <= set(POLICIES)
+    assert not {name.replace("_", "") for name in POLICIES} & set(ALIASES)
+    for absent in ("TOVAPress", "KnormPress", "PyramidKVPress", "ExpectedAttentionPress"):
+        with pytest.raises(ValueError, match="must be one of dense, auto"):
+            parse(absent)
+
+
+def test_a_call_in_python_names_the_arguments_too():
+    with pytest.raises(TypeError, match=r"'bugdet'; the arguments are h2o\(budget=1024, window="):
+        jsparse.h2o(bugdet=4)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="compression_ratio=0.5: must be given as budget"):
+        jsparse.ada_kv(compression_ratio=0.5)  # type: ignore[call-arg]
 
 
 def test_a_policy_may_be_given_itself_or_as_an_expression():
