@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import takes_model
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ def serve(
         result_dir.mkdir(parents=True, exist_ok=True)
         file = result_dir / (result_filename or _file_name(result))
         file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print_wrote(file)
     if as_json:
         print(json.dumps(result))
     else:

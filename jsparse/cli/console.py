@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -54,6 +55,11 @@ def print_error(error: BaseException) -> None:
 def print_note(text: str) -> None:
     """Prints `note: …` on standard error, as one line."""
     print("note:", " ".join(text.split("\n")), file=sys.stderr, flush=True)
+
+
+def print_wrote(path: Path) -> None:
+    """Says on standard error where a result is."""
+    print("wrote", path, file=sys.stderr, flush=True)
 
 
 class Bars:

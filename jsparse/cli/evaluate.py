@@ -1,14 +1,18 @@
 """Defines the command `jsparse eval`."""
 
+import math
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import (
     DtypeName,
     DtypeOption,
@@ -20,8 +24,9 @@ from jsparse.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jsparse.evaluation.plan import Plan
+    from jsparse.evaluation.plan import Plan, Progress
 
+SHORT_WAIT = 20.0  # seconds that need no estimate
 DEFAULT_TASKS = "kl,ppl,passkey"
 
 
@@ -114,11 +119,16 @@ def evaluate(
     result = carry_out(
         wanted, model, out, _environment(), dtype=dtype, revision=revision, resume=resume
     )
-    show(result)
+    # a pipe that closes while tables are printed ends the process: what is written comes first
+    if out is not None:
+        print_wrote(out)
     if plots is not None:
         draw(result, plots)
+        print_wrote(plots)
     if report is not None:
         write_page(result, report)
+        print_wrote(report)
+    show(result)
 
 
 def carry_out(
@@ -133,7 +143,7 @@ def carry_out(
 ) -> dict[str, Any]:
     """Loads the model, measures what is still missing, and returns the report.
 
-    A bar on standard error shows the progress.
+    Progress goes to standard error: a bar on a terminal, else lines.
 
     Args:
         wanted: the plan of what to measure.
@@ -165,14 +175,9 @@ def carry_out(
         "dtype": str(params.dtype),
         "versions": environment["versions"],
     }
-    with TemporaryDirectory() as folder, _progress() as progress:
+    with TemporaryDirectory() as folder, _shown_progress() as report:
         store = Store(out or Path(folder) / "report.json", settings, resume=resume)
-        task = progress.add_task("", total=None)
-
-        def update(done: int, total: int, now: str) -> None:
-            progress.update(task, completed=done, total=total, description=now)
-
-        run(params, wanted, store, update)
+        run(params, wanted, store, report)
         return store.finish(environment)
 
 
@@ -235,14 +240,63 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _progress() -> Progress:
-    """Returns a bar on standard error that counts the samples of all policies."""
+@contextmanager
+def _shown_progress() -> "Iterator[Callable[[Progress], None]]":
+    """Yields what shows a run's progress on standard error: a bar on a terminal, else lines."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
     )
-    return Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(now: "Progress") -> None:
+            name = f"{now.part.tasks[0]} {now.part.length}"
+            bar.update(task, completed=now.done, total=now.total, description=name)
+
+        yield update
+
+
+class _Lines:
+    """Prints a line when a task at one length is finished, and an estimate after its first batch.
+
+    Batches of a task take equally long, except that the first may have to wait for the compiler.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._estimated = False
+
+    def __call__(self, now: "Progress") -> None:
+        """Takes note of how far a run is."""
+        if now.part_done == 0:
+            self._began, self._estimated = time.monotonic(), False
+            return
+        seconds = time.monotonic() - self._began
+        name = f"{', '.join(now.part.tasks)} at {now.part.length} tokens"
+        if now.part_done == now.part_total:
+            self._print(f"{name}: {now.part_total} samples in {_duration(seconds)}", now)
+        elif not self._estimated:
+            self._estimated = True
+            left = seconds * (now.part_total / now.part_done - 1)
+            if left > SHORT_WAIT:
+                self._print(
+                    f"{name}: {now.part_done} of {now.part_total} samples in "
+                    f"{_duration(seconds)}, the rest in at most about {_duration(left)}",
+                    now,
+                )
+
+    def _print(self, text: str, now: "Progress") -> None:
+        print(f"{text} ({now.done} of {now.total} in all)", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time as one number: 42 s, 3 min, 2.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

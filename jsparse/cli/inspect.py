@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-from jsparse.cli.console import Bars
+from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, read_prompt
 from jsparse.signatures import short_name
 
@@ -60,9 +60,10 @@ def inspect(
         shown = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
     finally:
         bars.close()
-    show(shown, layer)
     if html is not None:
         html.write_text(page(shown), encoding="utf-8")
+        print_wrote(html)
+    show(shown, layer)
 
 
 def show(shown: "Inspected", layer: int | None) -> None:

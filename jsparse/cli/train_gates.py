@@ -169,8 +169,8 @@ def train_gates(
             shown.update(task, completed=done, told=told)
 
         record = trainer.run(report, save_every=save_every)
-    _show(record)
     _draw(out)
+    _show(record)
     best = min(range(seeds), key=lambda i: record["seeds"][i]["distance_of_hard_gates"])
     print(f"lychee_decode({str(out / f'gates_{best}.safetensors')!r})")
 

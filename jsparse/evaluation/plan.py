@@ -15,7 +15,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import parse
 from jsparse.prompts import tokenizer_of
 
-OnEntries = Callable[[int, int, str], Any]
+OnProgress = Callable[["Progress"], Any]
 
 
 class Plan(NamedTuple):
@@ -75,14 +75,14 @@ def plan(
     return made
 
 
-def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_: None) -> None:
+def run(params: Params, plan: Plan, store: Store, report: OnProgress = lambda _: None) -> None:
     """Measures what the store lacks, batch by batch; each finished batch is on disk.
 
     Args:
         params: the model, which needs a tokenizer.
         plan: what to measure.
         store: the store that receives the entries.
-        report: a callback with the number of entries done and wanted, and what is measured now.
+        report: a callback for how far it is, before each batch and after the last of a part.
 
     Raises:
         ValueError: a length exceeds the model's maximum, or what a task needs is missing.
@@ -93,8 +93,9 @@ def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_:
         cells = [Cell(policy, task, part.length) for task in part.tasks for policy in plan.policies]
         lacking = {cell: set(store.missing(cell, part.samples)) for cell in cells}
         indices = sorted(set().union(*lacking.values()))
+        before, new = done, sum(map(len, lacking.values()))
         for start in range(0, len(indices), plan.batch):
-            report(done, wanted, f"{part.tasks[0]} {part.length}")
+            report(Progress(done, wanted, part, done - before, new))
             batch = indices[start : start + plan.batch]
             lack = {cell.policy for cell in cells if lacking[cell] & set(batch)}
             policies = [policy for policy in plan.policies if policy in lack]
@@ -107,7 +108,7 @@ def run(params: Params, plan: Plan, store: Store, report: OnEntries = lambda *_:
             ]
             store.add(entries)
             done += len(entries)
-    report(done, wanted, "")
+        report(Progress(done, wanted, part, done - before, new))
 
 
 class Part(NamedTuple):
@@ -124,6 +125,24 @@ class Part(NamedTuple):
     length: int
     samples: int
     measure: Callable[[Sequence[str], Sequence[int]], list[Measured]]
+
+
+class Progress(NamedTuple):
+    """Says how far a run is, in samples of a policy and task.
+
+    Attributes:
+        done: the number of all samples that are stored.
+        total: the number of all samples.
+        part: what is measured now.
+        part_done: the number of its samples that this run has measured.
+        part_total: the number of its samples that were missing.
+    """
+
+    done: int
+    total: int
+    part: Part
+    part_done: int
+    part_total: int
 
 
 def _parts(params: Params, plan: Plan) -> Iterator[Part]:

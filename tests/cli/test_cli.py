@@ -491,6 +491,19 @@ def test_inspect_prints_a_map_and_writes_a_page(tmp_path):
     assert "text:" in by_head.stdout
 
 
+def test_inspect_writes_its_page_before_a_pipe_can_close(tmp_path, monkeypatch):
+    from jsparse.cli import inspect
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(inspect, "show", closed)
+    file = tmp_path / "step.html"
+    ran = run("inspect", "the cat", "--model", TINY, "--policy", "streaming(1, 1)", "--html", file)
+    assert file.read_text().startswith("<!doctype html>")
+    assert (ran.stdout, ran.stderr) == ("", f"wrote {file}\n")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from jsparse.cli import evaluate
 from jsparse.cli.app import app
 from jsparse.evaluation import evaluators, store
+from jsparse.evaluation.plan import Part, Progress
 
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 SINK = "streaming(sink=1, recent=1)"
@@ -68,6 +70,9 @@ def by_step(common, tmp_path_factory):
     out, plots = folder / "out.json", folder / "plots"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluators, "STEP_BLOCK", 3)
+        patch.setattr(
+            evaluate, "show", lambda report: print(out.exists(), len(list(plots.iterdir())))
+        )
         done = run(*common, "--tasks", "kl,ppl", "--json", out, "--plots", plots)
     return done, out, plots
 
@@ -84,6 +89,33 @@ def test_many_steps_have_means_by_step(by_step):
             mean = (3 * first + last) / 4
             assert mean == pytest.approx(cell["metrics"][name]["mean"], abs=1e-6)
         assert len(blocks["perplexity"]) == len(blocks["agreement"]) == 2
+
+
+def test_files_are_written_before_tables_and_named(by_step):
+    done, out, plots = by_step
+    assert done.stdout == "True 2\n"
+    lines = done.stderr.splitlines()
+    for line, task, count in zip(lines, ("kl", "ppl"), (6, 12), strict=False):
+        assert line.startswith(f"{task} at 32 tokens: 6 samples in ")
+        assert line.endswith(f"({count} of 12 in all)")
+    assert lines[2:] == [f"wrote {out}", f"wrote {plots}"]
+
+
+def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeypatch):
+    seconds = iter([10, 40, 70, 90, 100, 101, 105])
+    monkeypatch.setattr(evaluate.time, "monotonic", lambda: float(next(seconds)))
+    long, short = (Part((task,), 512, 4, lambda *_: []) for task in ("kl", "passkey"))
+    lines = evaluate._Lines()
+    for done in (0, 2, 6, 12):
+        lines(Progress(done, 16, long, done, 12))
+    for done in (0, 2, 4):
+        lines(Progress(12 + done, 16, short, done, 4))
+    assert capsys.readouterr().err.splitlines() == [
+        "kl at 512 tokens: 2 of 12 samples in 30 s, the rest in at most about 3 min "
+        "(2 of 16 in all)",
+        "kl at 512 tokens: 12 samples in 80 s (12 of 16 in all)",
+        "passkey at 512 tokens: 4 samples in 5 s (16 of 16 in all)",
+    ]
 
 
 @pytest.mark.slow
