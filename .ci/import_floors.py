@@ -15,6 +15,7 @@ FLOORS = (
         "vocabulary",
         "memory",
         "folders",
+        "extras",
         "deprecated",
         "names",
         "shapes",
@@ -44,7 +45,7 @@ FLOORS = (
     ("cli", "cli", "__main__"),
 )
 # models stand apart: of what is below they use these modules, which know nothing of caches
-FOR_MODELS = {"memory", "names"}
+FOR_MODELS = {"memory", "names", "extras"}
 # packages of one floor that do not know each other
 BESIDE = {"evaluation", "train", "engine"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 PACKAGE = Path(__file__).parent
+SHOWN = ("budget",)  # arguments that policies are compared by
 REQUIRED: Any = object()  # stands for the default of an argument that has none
 
 
@@ -48,7 +49,7 @@ def registered() -> Mapping[str, Signature]:
 def short_name(policy: Named | str) -> str:
     """Return a policy's name without the arguments that have their default values, for readers.
 
-    The result is an expression of the same policy. Results that are stored keep the whole name,
+    The result is an expression of the same policy; its budget always shows. Results that are stored keep the whole name,
     since a default may change. A name that is no expression of registered policies, such as that of
     the user's own code, stays as it is.
     """
@@ -74,7 +75,7 @@ def _short(node: ast.expr, source: str) -> str:
         text = _short(value, source)
         if default is REQUIRED:  # these come first, and are told by their place
             shown.append(text)
-        elif not _is(value, default):
+        elif name in SHOWN or not _is(value, default):
             shown.append(f"{name}={text}")
     return f"{node.func.id}({', '.join(shown)})"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jsparse.extras import install
 from jsparse.models.checkpoint import Params, checked_config, family_of, parse_dtype, read_store
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
@@ -107,8 +108,8 @@ def _check_model(model: Any) -> None:
     given = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
     raise ValueError(
         f"model is {given}: must be a transformers model in memory, such as AutoModelForCausalLM "
-        "gives (`pip install 'jsparse[hf]'` brings transformers and PyTorch); jsparse.load reads "
-        "files and Hub ids"
+        "gives; jsparse.load reads files and Hub ids. transformers and PyTorch belong to an extra: "
+        f"{install('hf')}"
     )
 
 

@@ -15,6 +15,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
+from jsparse.extras import install
 from jsparse.partials import StatsKind
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
@@ -94,7 +95,7 @@ def no_triton() -> str | None:
         return "needs an NVIDIA GPU"
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     return (
-        f"needs the package {missing[0].replace('_', '-')}: install jsparse[cuda13]"
+        f"needs the package {missing[0].replace('_', '-')}: {install('cuda13')}"
         if missing
         else None
     )

@@ -34,11 +34,11 @@ def test_a_short_name_builds_the_same_policy(expression):
     ("expression", "short"),
     [
         ("quest(budget=64)", "quest(budget=64)"),
-        ("quest", "quest()"),
+        ("quest", "quest(budget=1024)"),
         ("twilight(quest(64, slack=1.0), p=0.9)", "twilight(quest(budget=64, slack=1.0), p=0.9)"),
         ("dense_layers(streaming(4, recent=60))", "dense_layers(streaming(recent=60))"),
         ("lychee_decode('smollm2', 32)", "lychee_decode('smollm2', value=32)"),
-        ("snapkv(pool=5, pooling='max')", "snapkv(pooling='max')"),
+        ("snapkv(pool=5, pooling='max')", "snapkv(budget=1024, pooling='max')"),
     ],
 )
 def test_a_short_name_leaves_defaults_out(expression, short):

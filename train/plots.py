@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jsparse.extras import install
 from jsparse.train import hard_kuma, stretch_and_rectify
 
 MOST_STEPS, DPI = 6, 120
@@ -127,5 +128,5 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError(f"plots need {error.name}: run `pip install 'jsparse[eval]'`") from None
+        raise ValueError(f"plots need {error.name}: {install('eval')}") from None
     return Figure((width, height), layout="constrained")

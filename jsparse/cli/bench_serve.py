@@ -17,6 +17,7 @@ from typer import Option
 
 from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import takes_model
+from jsparse.extras import install
 
 if TYPE_CHECKING:
     from jsparse.benchmark.serve import Answer
@@ -145,7 +146,7 @@ def serve(
         from jsparse.benchmark.serve import ENDPOINTS, body_of, client, first_model, measure
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"jsparse bench serve needs {error.name}: run `pip install 'jsparse[server]'`"
+            f"jsparse bench serve needs the package {error.name}: {install('server')}"
         ) from None
     import numpy as np
 

@@ -22,6 +22,7 @@ from jsparse.cli.options import (
     takes_model,
     whole_numbers,
 )
+from jsparse.extras import install
 
 if TYPE_CHECKING:
     from jsparse.evaluation.plan import Plan, Progress
@@ -210,7 +211,7 @@ def require_plots(option: str) -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib: pip install 'jsparse[eval]'")
+        raise ValueError(f"{option} needs matplotlib: {install('eval')}")
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
+from jsparse.extras import install
 from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def serve(
         if str(error.name).startswith("jsparse"):
             raise
         raise ValueError(
-            f"jsparse serve needs the package {error.name}: pip install 'jsparse[server]'"
+            f"jsparse serve needs the package {error.name}: {install('server')}"
         ) from None
     from jsparse.policies.own_code import resolve
 

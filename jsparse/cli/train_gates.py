@@ -12,6 +12,7 @@ from typer import Option
 
 from jsparse.cli.console import Bars
 from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, takes_model
+from jsparse.extras import install
 
 if TYPE_CHECKING:
     from jsparse.models.tokenizer import Tokenizer
@@ -249,7 +250,7 @@ def _draw(folder: Path) -> None:
     from jsparse.train.trainer import read_log
 
     if find_spec("matplotlib") is None:
-        print("no plots: they need matplotlib, run `pip install 'jsparse[eval]'`", file=sys.stderr)
+        print(f"no plots, which need matplotlib: {install('eval')}", file=sys.stderr)
         return
     import numpy as np
 

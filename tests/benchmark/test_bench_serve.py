@@ -321,4 +321,4 @@ def test_without_httpx_the_extra_is_named(monkeypatch):
     monkeypatch.delattr("jsparse.benchmark.questions", raising=False)
     ran = command()
     assert ran.exit_code == 2
-    assert "pip install 'jsparse[server]'" in " ".join(ran.output.split())
+    assert "pip install '.[server]'" in " ".join(ran.output.split())

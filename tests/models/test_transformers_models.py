@@ -144,7 +144,7 @@ def with_tensor(name, tensor):
     ("model", "message"),
     [
         ("org/name", "model is 'org/name': must be a transformers model.*jsparse.load reads"),
-        (None, r"model is of type NoneType: .*pip install 'jsparse\[hf\]'"),
+        (None, r"model is of type NoneType: .*pip install '\.\[hf\]'"),
         (LlamaForCausalLM(CONFIG | {"model_type": "gpt2"}, TENSORS), "model_type is 'gpt2'.*llama"),
         (
             LlamaForCausalLM(CONFIG | {"attention_bias": True}, TENSORS),

@@ -78,7 +78,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         app(["serve", TINY], prog_name="jsparse")
     assert ended.value.code == 2
-    assert "pip install 'jsparse[server]'" in capsys.readouterr().err
+    assert "pip install '.[server]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

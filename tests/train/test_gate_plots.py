@@ -147,7 +147,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
         "heat_map": partial(heat_map, values=values),
         "densities": partial(densities, a=shapes[0], b=shapes[1], names=NAMES),
     }
-    with pytest.raises(
-        ValueError, match=r"plots need matplotlib: run `pip install 'jsparse\[eval\]'`"
-    ):
+    with pytest.raises(ValueError, match=r"plots need matplotlib: .*pip install '\.\[eval\]'"):
         plots[name](path=tmp_path / "p.png", steps=STEPS)

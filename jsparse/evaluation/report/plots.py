@@ -12,6 +12,7 @@ import numpy as np
 
 from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
+from jsparse.extras import install
 from jsparse.signatures import short_name
 
 QUALITY = ("kl", "agreement", "score")
@@ -237,7 +238,7 @@ def _save(
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError(f"plots need {error.name}: run `pip install 'jsparse[eval]'`") from None
+        raise ValueError(f"plots need {error.name}: {install('eval')}") from None
     columns = min(len(panels), columns)
     rows = -(-len(panels) // columns)
     figure = Figure((PANEL[0] * columns, PANEL[1] * rows + HEADING), layout="constrained")

@@ -15,6 +15,7 @@ from typing import Literal
 
 from jsparse.evaluation.tasks.ruler_files import among_sentences, essay_words
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
+from jsparse.extras import install
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
@@ -37,9 +38,7 @@ def word_list(kind: Literal["noun", "adjective", "verb"]) -> list[str]:
     try:
         folder = resources.files("wonderwords.assets")
     except ModuleNotFoundError:
-        raise ValueError(
-            "RULER's words need the package wonderwords: install jsparse[eval]"
-        ) from None
+        raise ValueError(f"RULER's words need the package wonderwords: {install('eval')}") from None
     return [word.rstrip() for word in (folder / f"{kind}list.txt").read_text("utf-8").splitlines()]
 
 

@@ -1,0 +1,12 @@
+"""Says how to install optional packages; this module imports nothing."""
+
+
+def install(extra: str) -> str:
+    """Return what an error about a missing package of an extra ends with.
+
+    jsparse is on no package index yet, so an extra is installed from a clone.
+    """
+    return (
+        f"in a clone of jsparse, run `pip install '.[{extra}]'`, or commands with "
+        f"`python3 -m uv run --extra {extra}`"
+    )
