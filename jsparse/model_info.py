@@ -176,14 +176,14 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             + " embeddings",
         ),
         ("RoPE", _rope(c)),
-        ("longest text", f"{c['max_position_embeddings']} tokens"),
+        ("maximum context", f"{c['max_position_embeddings']} tokens"),
         ("parameters", f"{info['parameters']:,}"),
         (
             "weights",
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
             "bfloat16 and float16",
         ),
-        ("cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
         *(
             [
                 (
@@ -197,20 +197,45 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             else []
         ),
         ("policy", _chosen(info)),
-        (
-            "policy keeps",
-            f"{memory.size(info['policy_bytes_per_token'])} per token beside the cache, "
-            f"{100 * info['policy_fraction']:.1f} % of it",
-        ),
-        ("", f"plus {memory.size(info['policy_bytes_per_prompt'])} per prompt"),
-        (
-            "cache while decoding",
-            f"at most {memory.size(info['most_cache_bytes'])} after a prompt of {info['context']}",
-        ),
+        ("policy keeps", _kept(info)),
+        *_cache_of_a_prompt(info),
         ("memory free now", memory.size(info["free_bytes"])),
-        ("fits beside weights", f"{info['longest_context']} tokens for one prompt, in {dtype}"),
-        ("", f"{info['largest_batch']} prompt(s) of {info['context']} tokens"),
+        (
+            "fits beside weights",
+            f"one prompt of up to {info['longest_context']} tokens, in {dtype}",
+        ),
+        (
+            "",
+            f"or {info['largest_batch']} {'prompt' if info['largest_batch'] == 1 else 'prompts'} "
+            f"of {info['context']} tokens, answers not counted",
+        ),
     ]
+
+
+def _kept(info: dict[str, Any]) -> str:
+    """Returns what a policy keeps beside K and V."""
+    parts = []
+    if info["policy_bytes_per_token"]:
+        size = memory.size(info["policy_bytes_per_token"])
+        parts.append(f"{size} per token, {100 * info['policy_fraction']:.1f} % of the KV cache")
+    if info["policy_bytes_per_prompt"]:
+        parts.append(f"{memory.size(info['policy_bytes_per_prompt'])} per prompt")
+    return " and ".join(parts) or "nothing beside the KV cache"
+
+
+def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the lines on K and V of one prompt, and of what may follow it."""
+    context, per_token = info["context"], info["cache_bytes_per_token"]
+    limit = info["config"]["max_position_embeddings"]
+    prompt, most = context * per_token, info["most_cache_bytes"]
+    lines = [("KV cache of a prompt", f"{memory.size(prompt)} for {context} tokens")]
+    if most < limit * per_token:
+        lines.append(("", f"at most {memory.size(most)} after it, since the policy drops tokens"))
+    elif most > prompt:
+        lines.append(
+            ("", f"{memory.size(most)} once its answer reaches the model's {limit} tokens")
+        )
+    return lines
 
 
 def _chosen(info: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ class Bars:
             return
         if phase != self._phase:
             self.close()
-            count = DownloadColumn() if phase == "load" else MofNCompleteColumn()
+            count = DownloadColumn(binary_units=True) if phase == "load" else MofNCompleteColumn()
             console = Console(stderr=True)
             self._progress = Progress(
                 TextColumn(phase), BarColumn(), count, console=console, transient=True

@@ -320,7 +320,7 @@ def test_info_tells_what_fits(monkeypatch):
     told = json.loads(run("info", TINY, "--json", "--dtype", "float32", "--context", "30").stdout)
     assert told["cache_bytes_per_token"] == per_token
     assert (told["longest_context"], told["context"], told["largest_batch"]) == (100, 30, 3)
-    assert "100 tokens for one prompt" in run("info", TINY, "--dtype", "float32").stdout
+    assert "one prompt of up to 100 tokens" in run("info", TINY, "--dtype", "float32").stdout
 
 
 @pytest.fixture(scope="module", params=[64, 128])
@@ -350,7 +350,7 @@ def test_info_tells_what_twilight_keeps(of_head_dim, policy, also):
     )
     assert told["policy_bytes_per_prompt"] == 0
     assert told["policy"] == jsparse.parse_policy(policy).name
-    share = f"per token beside the cache, {100 * (INT4[head_dim] + also):.1f} % of it"
+    share = f"per token, {100 * (INT4[head_dim] + also):.1f} % of the KV cache"
     assert share in run("info", model, "--dtype", "bfloat16", "--policy", policy).stdout
 
 
@@ -410,7 +410,30 @@ def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow(policy, slots
     told = json.loads(run("info", TINY, "--json", "--context", "400", "--policy", policy).stdout)
     assert told["most_cache_bytes"] == slots * told["cache_bytes_per_token"]
     shown = run("info", TINY, "--context", "400", "--policy", policy).stdout
-    assert "after a prompt of 400" in shown
+    shown = " ".join(shown.split())
+    assert "for 400 tokens" in shown
+    assert ("since the policy drops tokens" in shown) == (slots < 512)
+    assert ("once its answer reaches the model's 512 tokens" in shown) == (slots == 512)
+    assert f"{slots * told['cache_bytes_per_token'] / 1024:.2f} KiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ((0.0, 0), "nothing beside the KV cache"),
+        ((2048.0, 0), "2.00 KiB per token, 20.0 % of the KV cache"),
+        ((0.0, 512), "512 B per prompt"),
+        ((2048.0, 512), "2.00 KiB per token, 20.0 % of the KV cache and 512 B per prompt"),
+    ],
+)
+def test_info_says_what_a_policy_keeps_without_noughts(kept, said):
+    from jsparse import model_info
+
+    info = json.loads(run("info", TINY, "--json").stdout)
+    info |= {"policy_bytes_per_token": kept[0], "policy_bytes_per_prompt": kept[1]}
+    rows = dict(model_info.rows(info | {"policy_fraction": 0.2, "largest_batch": 1}))
+    assert rows["policy keeps"] == said
+    assert rows[""] == "or 1 prompt of 512 tokens, answers not counted"
 
 
 @pytest.mark.parametrize(
