@@ -45,10 +45,10 @@ def text_stream(tokenizer: Tokenizer | None, own: SamplingParams) -> TextStream:
     )
 
 
-def mean_share(total: float, steps: int) -> float | None:
-    """Returns a share of the positions so far averaged over steps; None if there was no step."""
+def shares(values: np.ndarray) -> np.ndarray:
+    """Returns shares of the positions so far as they are told: none is above 1."""
     # the device averages over heads and layers in float32, where ones can give 1.0000001
-    return min(total / steps, 1.0) if steps > 0 else None
+    return np.minimum(values, 1.0)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Reader:
                     row.close("overflow")
                     continue
                 if results.stats is not None:
-                    row.attended.append(float(results.stats.attended[nth, b]))
-                    row.read.append(float(results.stats.read[nth, b]))
+                    row.attended.append(float(shares(results.stats.attended[nth, b])))
+                    row.read.append(float(shares(results.stats.read[nth, b])))
                 row.take(int(tokens[b]), float(logprobs[b]))
             self._report("decode", len(self._times), self._most)
 
@@ -217,8 +217,8 @@ class Reader:
             new_tokens=len(row.ids),
             prefill_seconds=times[0] - began,
             decode_tokens_per_second=made / (times[-1] - times[0]) if made else None,
-            attended_fraction=mean_share(sum(row.attended), len(row.attended)),
-            read_fraction=mean_share(sum(row.read), len(row.read)),
+            attended_fraction=float(np.mean(row.attended)) if row.attended else None,
+            read_fraction=float(np.mean(row.read)) if row.read else None,
             policy=policy,
         )
         return Generation(

@@ -13,9 +13,10 @@ from tiny import tiny_params
 import jsparse
 from jsparse import SamplingParams, names
 from jsparse.engine.core import Engine
+from jsparse.engine.outputs import unpack
 from jsparse.engine.progress import progress
-from jsparse.host_reader import mean_share
 from jsparse.policy import Policy, dense
+from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama3" / "model.gguf"
@@ -379,7 +380,6 @@ def test_a_model_is_told_in_a_line(params):
         (lambda p: jsparse.generate("smollm2", "Gravity is"), "params='smollm2': must be what"),
         (lambda p: jsparse.generate("Gravity is", p), "params='Gravity is': must be what jsparse"),
         (lambda p: jsparse.Conversation("smollm2"), "params='smollm2': must be what jsparse.load"),
-        (lambda p: jsparse.logits([1], p), "params=[1]: must be what jsparse.load returned"),
         (lambda p: generate(p, "a", policy=jsparse.quest), "policy=quest: did you mean jsparse.qu"),
         (lambda p: generate(p, "a", policy=dense), "policy=dense: did you mean jsparse.dense()?"),
         (lambda p: generate(p, p), "prompt=Params("),
@@ -449,9 +449,18 @@ def test_the_package_shows_what_is_public():
     assert shown == set(jsparse.__all__) - {"__version__"}
 
 
-def test_a_share_is_never_above_one():
-    one = float(np.float32(1) + np.finfo(np.float32).eps)
-    assert one > 1
-    assert mean_share(3 * one, 3) == 1.0
-    assert mean_share(1.5, 3) == 0.5
-    assert mean_share(0.0, 0) is None
+def test_a_share_is_never_above_one(params, monkeypatch):
+    over = np.float32(1) + np.finfo(np.float32).eps
+    row = np.array([7, 0, 0, 0, 0, 0, 0, 0], np.int32)
+    row.view(np.float32)[1:] = [-2, over, 0.5, over, 0.25, over, 1]
+    told = unpack(row, 2, layer_stats=True)
+    assert (told.token, told.logprob, told.attended, told.read) == (7, -2.0, 1.0, 0.5)
+    assert told.layers is not None
+    assert told.layers.tolist() == [[1.0, 0.25], [1.0, 1.0]]
+    means = StepStats.over_layers
+    monkeypatch.setattr(
+        StepStats, "over_layers", lambda step: StepStats(*(over + 0 * x for x in means(step)))
+    )
+    # a policy of its own, since programs are kept by policy
+    stats = generate(params, TEXTS[1], policy=dense()._replace(name="over")).stats
+    assert stats.attended_fraction == stats.read_fraction == 1.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jsparse.host_reader import mean_share, text_stream
+from jsparse.host_reader import shares, text_stream
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.request import Request
 
@@ -231,7 +231,7 @@ class Growing:
     def shares(self) -> tuple[float | None, float | None]:
         """Returns the means of the shares attended and read; None before the first decode step."""
         steps = len(self.token_ids) - 1
-        return mean_share(self._attended, steps), mean_share(self._read, steps)
+        return (self._attended / steps, self._read / steps) if steps > 0 else (None, None)
 
     def output(self, *, new: bool = False) -> CompletionOutput:
         """Returns the answer as it is now; while it grows, the text that is certain.
@@ -273,8 +273,9 @@ def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
     half = (len(row) - at) // 2
     return TokenResult(
         int(row[0]),
-        *(float(x) for x in floats[1:4]),
+        float(floats[1]),
+        *shares(floats[2:4]).tolist(),
         # copied: a view would keep all rows' results as long as this answer
-        layers=floats[4:at].reshape(2, num_layers).copy() if layer_stats else None,
+        layers=shares(floats[4:at]).reshape(2, num_layers) if layer_stats else None,
         top=(row[at : at + half], floats[at + half :]) if half else None,
     )

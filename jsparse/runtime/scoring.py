@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse import memory
-from jsparse.models.checkpoint import Params, require_params
+from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.prefill import flash, has_flash
 from jsparse.shapes import Tokens
@@ -26,7 +26,6 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
         ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
             than the model's maximum.
     """
-    require_params(params)
     try:
         ids = np.asarray(tokens)
     except ValueError as error:
