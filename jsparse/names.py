@@ -31,9 +31,9 @@ class Refused(NamedTuple):
         return value is None or (type(value) is type(self.nothing) and value == self.nothing)
 
 
-_BEAMS = "beams are not searched; jsparse.LLM draws up to n=16 answers"
+_BEAMS = "beam search is not supported; jsparse.LLM draws up to n=16 answers"
 _STRUCTURE = "structured output is not supported; logit_bias forbids or favours single tokens"
-_PROCESSORS = "logits are not handed out; logit_bias adds to the logits of chosen tokens"
+_PROCESSORS = "functions of logits are not supported; logit_bias adds to those of chosen tokens"
 _NO_CODE = "no code that comes with a checkpoint is ever run; must be False"
 _PADDING = "prompts need no padding; give a list of prompts of any lengths"
 _LORA = "adapters are not supported; merge them into the weights before loading"
@@ -85,7 +85,9 @@ GENERATE: Mapping[str, Refused] = {
     "output_scores": Refused("use logprobs=True", False),
     "pad_token_id": Refused(_PADDING),
     "past_key_values": Refused("use jsparse.Conversation, which keeps the cache between turns"),
-    "return_dict_in_generate": Refused("what is returned has attributes always", False),
+    "return_dict_in_generate": Refused(
+        "leave it out; what generate returns always has attributes", False
+    ),
     "stopping_criteria": Refused("use stop, eos_token_id or max_new_tokens", []),
     "suppress_tokens": Refused("use sampling=SamplingParams(logit_bias={id: -100})", []),
     "tokenizer": Refused("params has the tokenizer; jsparse.load(model, tokenizer=…) takes one"),

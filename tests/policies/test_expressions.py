@@ -1,6 +1,7 @@
 """Policies from expressions: what they build, and that nothing else is ever done with them."""
 
 import inspect
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -238,6 +239,16 @@ def test_a_policy_may_be_given_itself_or_as_an_expression():
     assert as_policy(dense()) is as_policy("dense") is dense()
     for wrong in (None, 4, len, ("dense",)):
         with pytest.raises(ValueError, match="must be a policy or an expression"):
+            as_policy(wrong)  # type: ignore[arg-type]
+
+
+def test_a_builder_in_a_policy_s_place_is_told_how_it_is_called():
+    @builder
+    def mine() -> Policy:
+        return dense()
+
+    for wrong, call in ((jsparse.streaming, "jsparse.streaming()"), (mine, "mine()")):
+        with pytest.raises(ValueError, match=f"^policy=\\w+: did you mean {re.escape(call)}"):
             as_policy(wrong)  # type: ignore[arg-type]
 
 
