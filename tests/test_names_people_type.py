@@ -15,7 +15,8 @@ from jsparse import SamplingParams, names
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import unpack
 from jsparse.engine.progress import progress
-from jsparse.policy import Policy, dense
+from jsparse.partials import Summary
+from jsparse.policy import Policy, dense, selected
 from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
 
@@ -442,6 +443,15 @@ def test_a_hook_that_returns_the_wrong_thing_is_named(params, hooks, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
         generate(params, TEXTS[1], policy=policy)
     assert str(error.value).startswith(message)
+
+
+def test_a_summary_may_still_be_a_pair():
+    choice = everything(np.zeros((1, 2), np.int32))
+    for given in ((1, 2), (1, 2, 3, 4)):
+        _, summary, state = selected(dense(), (), (choice, given, ()))
+        assert summary == Summary(*given)
+        assert state == ()
+    assert selected(dense(), (), (choice, None, ())) == (choice, None, ())
 
 
 def test_the_package_shows_what_is_public():
