@@ -17,7 +17,7 @@ import jax
 
 from jsparse import __version__
 from jsparse.benchmark.steps import time_steps
-from jsparse.evaluation.plan import Plan, plan, run
+from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
 from jsparse.evaluation.store import Cell, Entry, Store
 from jsparse.folders import cache_folder
@@ -312,11 +312,8 @@ def _time(params: Params, wanted: Wanted, policy: str, store: Store) -> None:
 def _compare(params: Params, wanted: Wanted, group: Plan, store: Store, report: OnProgress) -> None:
     """Compares policies with dense attention; what one of them refuses does not touch others."""
 
-    cells = {(name, task) for name in group.policies for task in group.tasks}
-    others = sum((each["policy"], each["task"]) not in cells for each in store.entries)
-
-    def update(done: int, total: int, now: str) -> None:
-        report(f"closeness to dense attention: {now}", done - others, total)
+    def update(now: Progress) -> None:
+        report(f"closeness to dense attention: {now.part.tasks[0]}", now.part_done, now.part_total)
 
     try:
         run(params, group, store, update)

@@ -10,17 +10,26 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import MODEL_HELP, DtypeOption, RevisionOption
+from jsparse.cli.options import (
+    POLICY_FORMS,
+    DtypeOption,
+    ModelOption,
+    RevisionOption,
+    complete_policy,
+    takes_model,
+)
+from jsparse.signatures import short_name
 
 STAYS_DENSE = 1
 """The exit status where nothing faster than dense attention is close enough to it."""
 
 
+@takes_model
 def recommend(
-    model: Annotated[str, Argument(help=MODEL_HELP)],
+    model: ModelOption = "smollm2",
     context: Annotated[
         int | None,
         Option(
@@ -40,8 +49,9 @@ def recommend(
     policy: Annotated[
         list[str] | None,
         Option(
-            help="Policy to try beside the usual ones: an expression (see `jsparse policies`), or "
-            "your own as path.py:function or module:function. Repeatable."
+            metavar="<policy>",
+            autocompletion=complete_policy,
+            help=f"Policy to try beside the usual ones: {POLICY_FORMS} Repeatable.",
         ),
     ] = None,
     only: Annotated[
@@ -111,8 +121,8 @@ def _kept(measured: dict[str, Any]) -> str:
     choices.keep([made])
     fewest, most = (int(part * wanted["context"]) for part in (choices.LEAST, choices.MOST))
     return (
-        f"policy=auto is {best} from now on for {wanted['model']} on {measured['device']}, with "
-        f"caches of {fewest + 1} to {most} tokens and batches of {wanted['batch']} or more "
+        f"policy=auto is {short_name(best)} from now on for {wanted['model']} on "
+        f"{measured['device']}, with caches of {fewest + 1} to {most} tokens and batches of {wanted['batch']} or more "
         f"({choices.file()})."
     )
 
@@ -138,7 +148,7 @@ def _print(measured: dict[str, Any]) -> None:
     if best == "dense()":
         lines = ["No policy is both faster and close enough: dense attention is best."]
     else:
-        lines = [f'Take it with --policy "{best}"']
+        lines = [f'Take it with --policy "{short_name(best)}"']
     dense = next(row for row in measured["rows"] if row["policy"] == "dense()")
     if measured["length"]:
         lines.append(
@@ -157,11 +167,12 @@ def _print(measured: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    name = short_name(row["policy"])
     speed = ["-", "-"] if row["ms"] is None else [f"{row['ms']:.3g}", f"{row['over_dense']:.2f}x"]
     if row["kl"] is None:
-        return [row["policy"], *speed, *["-"] * 4]
+        return [name, *speed, *["-"] * 4]
     found = ["-" if count is None else f"{count}/{row['of']}" for count in row["found"].values()]
-    return [row["policy"], *speed, f"{row['kl']:.2g}", f"{row['agreement']:.1%}", *found]
+    return [name, *speed, f"{row['kl']:.2g}", f"{row['agreement']:.1%}", *found]
 
 
 @contextmanager

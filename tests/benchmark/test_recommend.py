@@ -206,7 +206,7 @@ def test_only_the_fastest_near_ones_are_asked_for_pass_keys(model, times, closen
 def test_the_command_says_what_to_take_and_auto_takes_it(model, times, closeness):
     ran = asked("--policy", NEAR, "--policy", FAR)
     assert ran.exit_code == 0
-    assert f'Take it with --policy "{NEAR}"' in ran.stdout
+    assert 'Take it with --policy "streaming(recent=240)"' in ran.stdout
     assert "about a minute" in ran.stderr
     assert [kept.policy for kept in stored()] == [NEAR]
     spec = capacity.cache_spec(model, [[]], 500, None, 16)

@@ -245,7 +245,7 @@ PROMPT = [2, 4, 4, 7]
 def slow_adjusted(own: SamplingParams, row, generated: list[int]) -> np.ndarray:
     """Applies the options that come before temperature to one row, token by token."""
     x = np.array(row, np.float64)
-    for token, bias in own.logit_bias.items():
+    for token, bias in (own.logit_bias or {}).items():
         x[token] += bias
     if len(generated) < own.min_tokens:
         x[list(ENDS)] = -np.inf
@@ -372,7 +372,7 @@ def test_generate_takes_options_into_account():
     for own, out, logits in zip(asked, outs, every, strict=True):
         ids = out.token_ids
         for nth, (token, x) in enumerate(zip(ids, logits, strict=False)):
-            for biased, bias in own.logit_bias.items():
+            for biased, bias in (own.logit_bias or {}).items():
                 x[biased] += bias
             if nth < own.min_tokens:
                 x[end] = -np.inf
