@@ -122,8 +122,8 @@ def _kept(measured: dict[str, Any]) -> str:
     fewest, most = (int(part * wanted["context"]) for part in (choices.LEAST, choices.MOST))
     return (
         f"policy=auto is {short_name(best)} from now on for {wanted['model']} on "
-        f"{measured['device']}, with caches of {fewest + 1} to {most} tokens and batches of {wanted['batch']} or more "
-        f"({choices.file()})."
+        f"{measured['device']}, with caches of {fewest + 1} to {most} tokens and "
+        f"batches of {wanted['batch']} or more ({choices.file()})."
     )
 
 
