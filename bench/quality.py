@@ -162,7 +162,7 @@ def at_budget(budget: int) -> tuple[str, ...]:
         hard_kv(budget),
         hard_kv(budget, ", window=8, metric='snapkv'"),
         hard_kv(budget, f", recent={budget // 2}"),
-        f"snapkv(budget={budget}, window=8)",
+        f"snapkv(budget={budget}, window=32)",
         *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
         f"streaming(sink=4, recent={budget - 4})",
         f"quest(budget={budget})",

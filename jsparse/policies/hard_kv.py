@@ -12,6 +12,8 @@ on; its published code computes something else. Slots are shared out among a lay
 (docs/results/eviction.md); these are an option. The paper's tier of masked pages is `patience`.
 """
 
+import functools
+import logging
 from typing import Literal, get_args
 
 from jsparse.policies.eviction import budgets as rules
@@ -23,6 +25,10 @@ from jsparse.policy import Policy, builder, fraction, whole_number
 
 Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
 Budgets = Literal["joint", "uniform", "n_star", "calibrated"]
+# as many last queries as lie within a question; of more, most belong to the text before it
+QUESTION = 8
+
+logger = logging.getLogger("jsparse.hard_kv")
 
 
 @builder
@@ -81,6 +87,8 @@ def hard_kv(
     whole_number("recent", newest, 1)
     if newest < window:
         raise ValueError(f"recent={recent}: must be at least window={window}")
+    if metric == "attention" and window > QUESTION:
+        _tell(window)
     room = _rooms(budget, floor, cap, newest, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
         "attention": pooled_attention(1, POOLING),
@@ -109,6 +117,17 @@ def hard_kv(
         tracking=SUMS if metric == "h2o" else None,
         calibrates=budgets == "calibrated",
     )._replace(dense_at={"budget": 2**30, "floor": 2**30, "cap": 2**30})
+
+
+@functools.cache
+def _tell(window: int) -> None:
+    """Say, once, what the default loses."""
+    logger.warning(
+        "hard_kv with metric='attention' and window=%d drops single facts in the middle of a "
+        "prompt, such as pass keys; metric='snapkv' with window=%d keeps most of them",
+        window,
+        QUESTION,
+    )
 
 
 def _rooms(

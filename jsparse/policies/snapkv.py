@@ -3,7 +3,9 @@
 Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
 
 Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
-mean over them (the paper has as many KV heads as query heads).
+mean over them (the paper has as many KV heads as query heads). The last 8 queries choose by default:
+of a longer window, as the paper has it, too little belongs to a question of a few tokens
+(docs/results/eviction.md).
 """
 
 from typing import Literal, get_args
@@ -20,7 +22,7 @@ POOL, POOLING = 5, "mean"
 
 @builder
 def snapkv(
-    budget: int = 1024, window: int = 32, pool: int = POOL, pooling: Pooling = POOLING
+    budget: int = 1024, window: int = 8, pool: int = POOL, pooling: Pooling = POOLING
 ) -> Policy:
     """Keep the prompt's last `window` tokens and those that they attend to most, and all new ones.
 

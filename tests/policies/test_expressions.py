@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -151,12 +152,12 @@ def test_equal_arguments_give_one_object_and_others_another():
         ("keep(hard_kv)", "policy=hard_kv.*: must leave tokens in their slots"),
         ("dense_layers(hard_kv)", "policy=hard_kv.*: must leave tokens in their slots"),
         ("twilight(hard_kv)", "base=hard_kv.*: must leave tokens in their slots"),
-        ("snapkv(budget=32)", "budget=32: must be above 32, the number of protected slots"),
+        ("snapkv(budget=8)", "budget=8: must be above 8, the number of protected slots"),
         ("snapkv(pool=4)", "pool=4: must be odd"),
         ("snapkv(pooling='sum')", "pooling='sum': must be one of \\['mean', 'max'\\]"),
         ("ada_kv(floor=0)", "floor=0: must be a number above 0 and at most 1"),
         ("ada_kv(cap=0.5)", "cap=0.5: must be a finite number of at least 1"),
-        ("snapkv(budget=2000000000)", "budget=2000000000: must be above 32.* at most 1073741824"),
+        ("snapkv(budget=2000000000)", "budget=2000000000: must be above 8.* at most 1073741824"),
         ("hard_kv(cap=2000000000)", "cap=2000000000: must be at most 1073741824"),
         ("h2o(budget=1)", "budget=1: must be an integer of at least 2"),
         ("h2o(period=0)", "period=0: must be an integer of at least 1"),
@@ -263,3 +264,16 @@ def test_a_builder_names_its_policies_and_freezes_their_dense_at():
     assert dense_at is not None
     with pytest.raises(TypeError):
         dense_at["size"] = 1  # type: ignore[index]
+
+
+def test_hard_kv_says_once_what_its_default_loses(caplog):
+    told = sys.modules[jsparse.hard_kv.__module__].__dict__["_tell"]
+    told.cache_clear()
+    for budget in (700, 701):
+        parse(f"hard_kv(budget={budget}, floor=600)")
+    (line,) = caplog.messages
+    assert "drops single facts" in line
+    told.cache_clear()
+    parse("hard_kv(budget=702, floor=600, metric='snapkv', window=8)")
+    parse("hard_kv(budget=703, floor=600, window=8)")
+    assert len(caplog.messages) == 1
