@@ -3,8 +3,8 @@
 Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
 
 Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
-mean over them (the paper has as many KV heads as query heads). The last 8 queries choose by default:
-of a longer window, as the paper has it, too little belongs to a question of a few tokens
+mean over them (the paper has as many KV heads as query heads). The last 8 queries choose by
+default: of a longer window, as the paper has it, too little belongs to a question of a few tokens
 (docs/results/eviction.md).
 """
 
