@@ -216,15 +216,10 @@ def require_plots(option: str) -> None:
 
 def write_page(report: dict[str, Any], file: Path) -> None:
     """Writes the report as one page, its plots inside."""
-    from tempfile import TemporaryDirectory
+    from jsparse.evaluation.report.eval_page import page
+    from jsparse.evaluation.report.plots import pictures
 
-    from jsparse.evaluation.report.eval_page import PLOTS, page
-
-    with TemporaryDirectory() as folder:
-        draw(report, Path(folder))
-        drawn = {name: Path(folder, f"{name}.png") for name in PLOTS}
-        plots = {name: path.read_bytes() for name, path in drawn.items() if path.exists()}
-    file.write_text(page(report, plots), encoding="utf-8")
+    file.write_text(page(report, pictures(report)), encoding="utf-8")
 
 
 def _environment() -> dict[str, Any]:

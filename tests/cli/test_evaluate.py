@@ -48,7 +48,7 @@ def test_writes_every_sample_and_the_plots(common, tmp_path):
     done = run(*common, "--tasks", "kl,ppl,attention", *given)
     assert done.exit_code == 0, done.output
     # both plots are inside
-    assert page.read_text().count('"png": "iVBOR') == 2
+    assert page.read_text().count('"panels": ') == 2
     assert "KL" in done.output
     assert "recall" in done.output
     report = json.loads(out.read_text())

@@ -1,6 +1,5 @@
 """Makes the page of `jsparse eval --report`: tables, plots and samples of a run, from its JSON."""
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from jsparse.evaluation.report.table import (
 )
 from jsparse.signatures import short_name
 
-# what plots are called in the page, by the name of their file
+# what plots are called in the page
 PLOTS = {
     "quality": "Quality over the share of tokens attended to",
     "by_step": "Quality over decode steps",
@@ -27,17 +26,17 @@ PLOTS = {
 SETTINGS = ("model", "revision", "dtype", "samples", "steps", "batch", "chat")
 
 
-def page(report: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
+def page(report: Mapping[str, Any], plots: Mapping[str, Mapping[str, str]]) -> str:
     """Returns the page, which needs nothing but itself.
 
     Args:
         report: the result of a run, as `--json` writes it.
-        plots: PNGs by name, among those of PLOTS.
+        plots: SVGs by name, among those of PLOTS, and by title.
     """
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     columns = _columns(report)
     settings = report["settings"]
-    shown = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    shown = {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, False)}
     environment = report["environment"]
     shown |= {name: environment[name] for name in ("device", "platform") if name in environment}
     tasks = {column["task"] for column in columns}
@@ -55,8 +54,8 @@ def page(report: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
             for policy in policies
         ],
         "plots": [
-            {"title": PLOTS[name], "png": base64.b64encode(png).decode("ascii")}
-            for name, png in plots.items()
+            {"title": PLOTS[name], "panels": [[*panel] for panel in panels.items()]}
+            for name, panels in plots.items()
         ],
         "cells": [
             {
@@ -87,14 +86,16 @@ def _columns(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         if len(row["tasks"]) > 1
     ]
     left_out = {(task, row["length"]) for row in report["averages"] for task in row["left_out"]}
+    several = len({length for _, _, length, _, _ in measured}) > 1
     columns: dict[tuple[str, str, int], dict[str, Any]] = {}
     for task, name, length, policy, value in measured:
         label = FORMATS[name][0] if name in FORMATS else "attended %"
+        at = f", {tokens(length)}" if several else ""
         column = columns.setdefault(
             (task, name, length),
             {
                 "task": task,
-                "label": f"{label}, {tokens(length)}",
+                "label": f"{label}{at}",
                 "left_out": name == "score" and (task, length) in left_out,
                 "values": {},
             },

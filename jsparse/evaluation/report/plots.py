@@ -3,6 +3,8 @@
 Plots need nothing but that JSON and matplotlib, whose settings and windows they leave alone.
 """
 
+import io
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,16 @@ PANEL = (4.0, 3.6)  # inches
 HEADING = 1.0  # inches for title and legend
 STEP = 0.05  # the range of depths in one row of the needle's map
 
+FEW_TICKS = 7
+PAD = 1.15  # what an axis shows beyond its outermost ticks
+ROUNDING = 1e-6
+TICK_SIZE = 8
+# what an SVG writes in black is light on a dark page
+INK = (
+    "<style>:root { --ink: #1c1d1f } text { fill: var(--ink) } "
+    "@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e3 } }</style>"
+)
+
 Draw = Callable[[Any], Any]
 
 
@@ -41,16 +53,10 @@ def plot_quality(report: Mapping[str, Any], path: Path | str) -> None:
     There is one panel per metric and length, a row per metric where there are several lengths, with
     one line per family of policies, and one of KL over the yardstick's where that was measured.
     """
-    families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
-    lengths = sorted({cell["length"] for cell in report["cells"]})
-    panels = {
-        f"{LABELS[metric][0]}, {tokens(length)} tokens": _quality(metric, points, families)
-        for metric in (*QUALITY, RATIO)
-        for length in lengths
-        if (points := quality_points(report, metric, length))
-    }
+    lengths = {cell["length"] for cell in report["cells"]}
     columns = len(lengths) if len(lengths) > 1 else COLUMNS
-    _save(report, panels, path, "kl, agreement or an averaged score beside attended", columns)
+    needed = "kl, agreement or an averaged score beside attended"
+    _save(report, _quality_panels(report), path, needed, columns)
 
 
 def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_grid") -> None:
@@ -58,15 +64,7 @@ def plot_niah(report: Mapping[str, Any], path: Path | str, task: str = "niah_gri
 
     A row holds the depths that round to it, in steps of 5 %.
     """
-    scores: dict[str, dict[tuple[float, int], list[float]]] = {}
-    for cell, sample in _samples(report, "depth"):
-        if cell["task"] == task:
-            place = STEP * round(sample["meta"]["depth"] / STEP), cell["length"]
-            scores.setdefault(cell["policy"], {}).setdefault(place, []).append(
-                sample["values"]["score"]
-            )
-    panels = {short_name(policy): _needles(places) for policy, places in scores.items()}
-    _save(report, panels, path, f"samples of {task} with a depth")
+    _save(report, _niah_panels(report, task), path, f"samples of {task} with a depth")
 
 
 def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
@@ -74,12 +72,7 @@ def plot_heads(report: Mapping[str, Any], path: Path | str) -> None:
 
     There is one panel per policy and length.
     """
-    heads: dict[str, list[Any]] = {}
-    for cell, sample in _samples(report, "attended_heads"):
-        title = f"{short_name(cell['policy'])}, {tokens(cell['length'])} tokens"
-        heads.setdefault(title, []).append(sample["meta"]["attended_heads"])
-    panels = {title: _heads(np.array(fractions, float)) for title, fractions in heads.items()}
-    _save(report, panels, path, "samples with attended_heads")
+    _save(report, _heads_panels(report), path, "samples with attended_heads")
 
 
 def plot_by_step(report: Mapping[str, Any], path: Path | str) -> None:
@@ -87,6 +80,55 @@ def plot_by_step(report: Mapping[str, Any], path: Path | str) -> None:
 
     There is one panel per metric, task and length.
     """
+    _save(report, _by_step_panels(report), path, "means by step", 2)
+
+
+def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Returns all that can be drawn, as SVGs by plot and title of the panel, for light and dark."""
+    plots = {
+        "quality": _quality_panels(report),
+        "by_step": _by_step_panels(report),
+        "niah": _niah_panels(report, "niah_grid"),
+        "heads": _heads_panels(report),
+    }
+    return {
+        name: {title: _svg(title, draw) for title, draw in panels.items()}
+        for name, panels in plots.items()
+        if panels
+    }
+
+
+def _quality_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
+    families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
+    lengths = sorted({cell["length"] for cell in report["cells"]})
+    return {
+        f"{LABELS[metric][0]}, {tokens(length)} tokens": _quality(metric, points, families)
+        for metric in (*QUALITY, RATIO)
+        for length in lengths
+        if (points := quality_points(report, metric, length))
+    }
+
+
+def _niah_panels(report: Mapping[str, Any], task: str) -> dict[str, Draw]:
+    scores: dict[str, dict[tuple[float, int], list[float]]] = {}
+    for cell, sample in _samples(report, "depth"):
+        if cell["task"] == task:
+            place = STEP * round(sample["meta"]["depth"] / STEP), cell["length"]
+            scores.setdefault(cell["policy"], {}).setdefault(place, []).append(
+                sample["values"]["score"]
+            )
+    return {short_name(policy): _needles(places) for policy, places in scores.items()}
+
+
+def _heads_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
+    heads: dict[str, list[Any]] = {}
+    for cell, sample in _samples(report, "attended_heads"):
+        title = f"{short_name(cell['policy'])}, {tokens(cell['length'])} tokens"
+        heads.setdefault(title, []).append(sample["meta"]["attended_heads"])
+    return {title: _heads(np.array(fractions, float)) for title, fractions in heads.items()}
+
+
+def _by_step_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
     panels: dict[str, Draw] = {}
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     for metric in STEPPED:
@@ -98,7 +140,7 @@ def plot_by_step(report: Mapping[str, Any], path: Path | str) -> None:
         for (task, length), of_panel in sorted(lines.items()):
             title = f"{LABELS[metric][0]} of {task}, {tokens(length)} tokens"
             panels[title] = _stepped(metric, of_panel, policies)
-    _save(report, panels, path, "means by step", 2)
+    return panels
 
 
 def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[str, list[Point]]:
@@ -143,12 +185,11 @@ def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[
                 axis.axhline(values[0], color="black", linewidth=0.8)
         if metric == RATIO:
             axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xscale("log")
+        _log(axis.xaxis, [point.attended for line in points.values() for point in line], _percent)
         if metric in ("kl", RATIO):
-            axis.set_yscale("log", nonpositive="mask")  # dense's own KL is 0
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+            _log(axis.yaxis, [factor * point.value for line in points.values() for point in line])
         axis.grid(alpha=0.3)
-        axis.set(xlabel="attended fraction", ylabel=label)
+        axis.set(xlabel="tokens attended to", ylabel=label)
 
     return draw
 
@@ -168,11 +209,53 @@ def _stepped(metric: str, lines: Mapping[str, list[float]], policies: Sequence[s
                 linestyle=style,
             )
         if metric == "kl":
-            axis.set_yscale("log", nonpositive="mask")
+            _log(axis.yaxis, [value for values in lines.values() for value in values])
         axis.grid(alpha=0.3)
         axis.set(xlabel="decode step", ylabel=LABELS[metric][0])
 
     return draw
+
+
+def _log(
+    axis: Any, values: Sequence[float], form: Callable[[float], str] = "{:.3g}".format
+) -> None:
+    """Makes an axis logarithmic, with ticks at round numbers around its values; 0 is left out."""
+    from matplotlib.ticker import NullLocator
+
+    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    set_scale("log", nonpositive="mask")
+    found = log_ticks([value for value in values if value > 0])
+    if not found:
+        return
+    axis.set_ticks(found, labels=[form(tick) for tick in found])
+    axis.set_minor_locator(NullLocator())
+    axis.set_tick_params(labelsize=TICK_SIZE)
+    low, high = found[0] / PAD, found[-1] * PAD
+    axis.set_view_interval(low, high, ignore=True)
+
+
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """Returns round numbers, of which the first and the last lie around the values: 2, 5, 10, 20.
+
+    They are 1, 2 and 5 times powers of ten, or, where these would be many, powers of ten alone.
+    """
+    if not values:
+        return []
+    # shares that rounding has put above 1 are 1
+    low, high = min(values) * (1 + ROUNDING), max(values) * (1 - ROUNDING)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
+        below = [tick for tick in ticks if tick <= low]
+        above = [tick for tick in ticks if tick >= high]
+        kept = [tick for tick in ticks if below[-1] <= tick <= above[0]]
+        if len(kept) <= FEW_TICKS:
+            break
+    return kept
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def _needles(scores: Mapping[tuple[float, int], list[float]]) -> Draw:
@@ -235,6 +318,24 @@ def _save(
     """Draws equally large panels by title, under a heading that says what was run where."""
     if not panels:
         raise ValueError(f"nothing to draw for {path}: the result must hold {needed}")
+    _figure_of(panels, columns, _heading(report)).savefig(path, dpi=DPI)
+
+
+def _svg(title: str, draw: Draw) -> str:
+    """Returns a panel as an SVG without ground, whose black is that of the page's theme."""
+    figure = _figure_of({title: draw}, 1)
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "jsparse"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue().replace("#000000", "var(--ink)")
+    begin = text.index(">", text.index("<svg")) + 1
+    return text[text.index("<svg") : begin] + INK + text[begin:]
+
+
+def _figure_of(panels: Mapping[str, Draw], columns: int, heading: str | None = None) -> Any:
+    """Returns a figure of equally large panels, with one legend for all."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -261,16 +362,17 @@ def _save(
             loc="outside lower center",
             ncols=2 if wide or columns == 1 else 4,
             fontsize=5 if wide else None,
+            frameon=False,
         )
-    figure.suptitle(textwrap.fill(_heading(report), 30 * columns), fontsize=8)
-    figure.savefig(path, dpi=DPI)
+    if heading:
+        figure.suptitle(textwrap.fill(heading, 30 * columns), fontsize=8)
+    return figure
 
 
 def _heading(report: Mapping[str, Any]) -> str:
     settings, environment = report["settings"], report["environment"]
     devices = ", ".join(dict.fromkeys(gpu["name"] for gpu in environment.get("gpus", ()))) or "CPU"
-    revision = (environment.get("git_revision") or "unknown")[:10]
-    return (
-        f"{settings['model']}, {settings['dtype']}, {devices}, {report['timestamp'][:10]}, "
-        f"revision {revision}"
-    )
+    parts = [settings["model"], settings["dtype"], devices, report["timestamp"][:10]]
+    if revision := environment.get("git_revision"):
+        parts.append(f"revision {revision[:10]}")
+    return ", ".join(parts)

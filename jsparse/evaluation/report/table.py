@@ -1,7 +1,7 @@
 """Renders a run's result as tables for the terminal and for Markdown, from its JSON alone."""
 
 from collections.abc import Mapping, Sequence
-from itertools import batched, chain
+from itertools import batched, chain, pairwise
 from typing import Any, NamedTuple
 
 from rich import box
@@ -136,10 +136,12 @@ def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], 
     }
     lengths = list(dict.fromkeys(column.length for column in columns))
     where = ", {}" if len(lengths) > 1 else ""
+    # a task stands over the first of its columns alone
+    follows = [False, *(a[::2] == b[::2] for a, b in pairwise(columns))]
     header = [
-        f"{column.task}{'†' * (column in left_out)}\n"
-        f"{FORMATS.get(column.metric, (column.metric,))[0]}" + where.format(tokens(column.length))
-        for column in columns
+        f"{'' if again else column.task}\n{FORMATS.get(column.metric, (column.metric,))[0]}"
+        f"{where.format(tokens(column.length))}{'†' * (column in left_out)}"
+        for column, again in zip(columns, follows, strict=True)
     ]
     rows = [
         [
@@ -181,7 +183,10 @@ def _rich(grid: Grid) -> Table:
 def _markdown(grid: Grid) -> str:
     rule = ["---", *["---:"] * (len(grid.header) - 1)]
     rows = [[f"`{policy}`", *numbers] for policy, *numbers in grid.rows]
-    lines = [" | ".join(row).replace("\n", " ") for row in (grid.header, rule, *rows)]
+    lines = [
+        " | ".join(cell.replace("\n", " ").strip() for cell in row)
+        for row in (grid.header, rule, *rows)
+    ]
     return (
         f"**{grid.title}**\n\n"
         + "".join(f"| {line} |\n" for line in lines)

@@ -3,7 +3,6 @@
 With JSPARSE_SCREENSHOTS=docs/images/report the browser's tests take screenshots.
 """
 
-import base64
 import json
 import os
 import re
@@ -24,14 +23,12 @@ in_browser = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium and the package websockets"),
 ]
-DOT = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+DOT = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 4 3'/>"
 
 
 @pytest.fixture(scope="module")
 def made():
-    return page(report(), {"quality": DOT})
+    return page(report(), {"quality": {"KL, 1K tokens": DOT}})
 
 
 def data_of(text):
@@ -63,7 +60,7 @@ def test_it_has_every_policy_column_and_sample(made):
     assert data["plots"] == [
         {
             "title": "Quality over the share of tokens attended to",
-            "png": base64.b64encode(DOT).decode(),
+            "panels": [["KL, 1K tokens", DOT]],
         }
     ]
 
@@ -105,8 +102,8 @@ class TestInABrowser:
     pytestmark = in_browser
 
     def test_columns_are_sorted_by_keyboard(self, opened, made):
-        names = [f"{each['task']} {each['label']}" for each in data_of(made)["columns"]]
-        nth = names.index("drift KL, 1K")
+        names = [(each["task"], each["label"]) for each in data_of(made)["columns"]]
+        nth = names.index(("drift", "KL, 1K"))
         assert column(opened, 0) == list(SHORT)
         opened.run(f"document.querySelectorAll('#table th button')[{nth + 1}].focus()")
         opened.press("Enter")
@@ -114,7 +111,13 @@ class TestInABrowser:
         opened.press("Enter")
         assert column(opened, 0) == list(SHORT)[::-1]
         kept = "document.querySelector('th[aria-sort=descending]').innerText"
-        assert opened.run(kept).startswith("drift KL, 1K")
+        assert opened.run(kept).startswith("KL, 1K")
+        first = "document.querySelector('th[scope=colgroup]')"
+        heads = f"[{first}.innerText, {first}.colSpan]"
+        assert opened.run(heads) == ["drift", sum(task == "drift" for task, _ in names) // 2]
+        picture = "document.querySelector('figure img')"
+        opened.until(f"{picture}.naturalWidth > 0")
+        assert opened.run(f"{picture}.alt") == "KL, 1K tokens"
         assert not opened.errors
 
     def test_samples_open(self, opened):

@@ -16,6 +16,8 @@ from jsparse.evaluation.report.plots import (
     DPI,
     HEADING,
     PANEL,
+    log_ticks,
+    pictures,
     plot_by_step,
     plot_heads,
     plot_niah,
@@ -97,7 +99,46 @@ def test_quality_has_a_line_a_family_against_log_attended(made, tmp_path, figure
     lines = {line.get_label(): line for line in axes["agreement %, 1K tokens"].get_lines()}
     np.testing.assert_allclose(lines["oracle_top_k"].get_xydata(), [[0.125, 80], [0.1875, 70]])
     np.testing.assert_allclose(lines["dense"].get_xydata(), [[1, 100]])
-    assert "made-up, float32, CPU, 2026-01-02, revision unknown" in figures[0].get_suptitle()
+    assert figures[0].get_suptitle() == "made-up, float32, CPU, 2026-01-02"
+
+
+def test_shares_have_round_ticks_in_percent_and_no_others(made, tmp_path, figures):
+    plot_quality(made, tmp_path / "q.png")
+    axis = panels(figures[0])["agreement %, 1K tokens"]  # 6.25 %, 12.5 %, 18.75 %, 100 %
+    ticks = ["5 %", "10 %", "20 %", "50 %", "100 %"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ticks
+    assert list(axis.get_xticks(minor=True)) == []
+    low, high = axis.get_xlim()
+    assert low < 0.05 and 1 < high < 2
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([], []),
+        ([0.3, 0.45], [0.2, 0.5]),
+        ([0.06, 1.00000003], [0.05, 0.1, 0.2, 0.5, 1]),
+        ([1], [1]),
+        ([0.0012, 0.9], [0.001, 0.01, 0.1, 1]),
+        ([2, 30], [2, 5, 10, 20, 50]),
+    ],
+)
+def test_log_ticks_lie_around_the_values(values, ticks):
+    assert log_ticks(values) == ticks
+
+
+def test_pictures_are_svgs_for_light_and_dark(made, figures):
+    made = pictures(made)
+    assert list(made) == ["quality", "niah", "heads"]
+    assert list(made["niah"]) == list(SHORT)
+    for panels_of in made.values():
+        for title, svg in panels_of.items():
+            assert svg.startswith("<svg") and "</svg>" in svg
+            assert "prefers-color-scheme: dark" in svg
+            assert "#000000" not in svg
+            assert title in svg.replace("\n", " ")
+    assert pictures(report() | {"cells": [], "averages": []}) == {}
 
 
 def test_a_family_has_one_colour_also_where_others_lack(tmp_path, figures):
