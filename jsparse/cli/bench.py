@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -135,7 +136,7 @@ def latency(
         bool, Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Time a decode step beside dense attention and the time that reading memory takes.
+    """Time a decode step, compared with dense attention and with a memory-bandwidth bound.
 
     The cache is full of random K and V, so no prompt is read.
 
@@ -181,7 +182,7 @@ def _print_steps(measured: dict[str, Any]) -> None:
     right: Any = {"justify": "right", "no_wrap": True}
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold", min_width=12)
-    for name in ("batch", "context", "ms per step", "", "over dense", "attended", "floor ms"):
+    for name in ("batch", "context", "ms per step", "range", "over dense", "attended", "floor ms"):
         table.add_column(name, **right)
     table.add_column("over floor", **right)
     for row in measured["results"]:
@@ -208,10 +209,14 @@ def _print_steps(measured: dict[str, Any]) -> None:
     )
     ran = {
         f"{short_name(row['policy_that_runs'])}: "
-        + ", ".join(f"{op} ({'/'.join(names)})" for op, names in row["kernels"].items()): None
+        + ", ".join(f"{op} ({_backends(names)})" for op, names in row["kernels"].items()): None
         for row in measured["results"]
     }
     console.print("Kernels:", *ran, sep="\n  ", soft_wrap=True)
+
+
+def _backends(names: Sequence[str]) -> str:
+    return "/".join("plain JAX" if name == "reference" else name for name in names)
 
 
 def _length(option: str, given: str) -> int | tuple[int, int]:

@@ -144,7 +144,7 @@ def test_the_command_prints_json_or_a_table(batches):
     table = printed_by()
     assert table.exit_code == 0, table.output
     assert "at 3 GB/s, as given" in table.output
-    assert "block_sparse_decode (reference)" in table.output
+    assert "block_sparse_decode (plain JAX)" in table.output
     made_up = printed_by("--json", "--random-weights", "--batch", batches)
     printed = json.loads(made_up.stdout)
     assert printed["bandwidth"] == 3e9

@@ -401,13 +401,20 @@ def test_live_figures_change(page, server):
     )
     server.states.put(live(rate=1234.5, bound=None, layers=0, requests=11))
     page.until("document.getElementById('rate').textContent === '1,235'")
-    assert page.text("#bound") == "not known"
+    hidden = "['dense', 'rate-bar', 'bound-bar'].map(i => document.getElementById(i).offsetWidth)"
+    assert page.run(hidden) == [0, 0, 0], "there is nothing to compare with"
     assert page.run("document.getElementById('layers').hidden")
+    assert page.text("#attended-mean") == "idle"
     assert page.run("document.querySelectorAll('tbody tr').length") == 8
     assert page.text("#more-requests") == "and 3 more"
     server.states.put(live(layers=12))
     page.until("document.querySelectorAll('#layers i').length === 12")
     assert not page.run("document.getElementById('layers').hidden")
+    assert page.text("#attended-mean").endswith("% on average")
+    assert 0 not in page.run(hidden)
+    server.states.put(live() | {"attended_by_layer": [1.0, 1.0]})
+    page.until("document.querySelectorAll('#layers i').length === 2")
+    assert page.text("#attended-mean") == "100 %, the text is short for this policy"
     quiet(page, server)
 
 

@@ -202,7 +202,10 @@ function draw(live) {
   const most = Math.max(live.tokens_per_second, bound || 0) || 1;
   $("rate").textContent = number(live.tokens_per_second);
   $("rate-bar").style.width = length(live.tokens_per_second / most);
-  $("bound").textContent = bound === null ? "not known" : number(bound);
+  // a bar says nothing without another one
+  $("rate-bar").parentElement.hidden = $("dense").hidden = $("bound-bar").parentElement.hidden =
+    bound === null;
+  $("bound").textContent = bound === null ? "" : number(bound);
   $("bound-bar").style.width = length((bound || 0) / most);
   $("cache").textContent = percent(live.kv_cache_usage);
   $("cache-bar").style.width = length(live.kv_cache_usage);
@@ -215,7 +218,7 @@ function drawLayers(shares) {
   const known = Boolean(shares && shares.length);
   $("layers").hidden = $("layers-ends").hidden = !known;
   if (!known) {
-    $("attended-mean").textContent = "nothing decodes";
+    $("attended-mean").textContent = "idle";
     return;
   }
   const bars = $("layers");
@@ -226,7 +229,9 @@ function drawLayers(shares) {
     bars.children[layer].title = `layer ${layer}: ${percent(share)}`;
   });
   const mean = shares.reduce((sum, share) => sum + share, 0) / shares.length;
-  $("attended-mean").textContent = `${percent(mean)} on average`;
+  const whole = mean > 0.9995 && !$("policy").textContent.startsWith("dense");
+  $("attended-mean").textContent = whole ? "100 %, the text is short for this policy"
+    : `${percent(mean)} on average`;
   $("last-layer").textContent = `layer ${shares.length - 1}`;
   bars.setAttribute(
     "aria-label",
