@@ -5,6 +5,7 @@ import io
 import math
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -446,7 +447,7 @@ def test_a_hook_that_returns_the_wrong_thing_is_named(params, hooks, message):
 
 
 def test_a_summary_may_still_be_a_pair():
-    choice = everything(np.zeros((1, 2), np.int32))
+    choice = everything(jnp.zeros((1, 2), jnp.int32))
     for given in ((1, 2), (1, 2, 3, 4)):
         _, summary, state = selected(dense(), (), (choice, given, ()))
         assert summary == Summary(*given)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
@@ -84,6 +84,13 @@ def serve(
         bool,
         Option(help="Whether special tokens spelled in messages count: users could write turns."),
     ] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Option(
+            help="Least level of what is logged: info has a line for each request, and how fast "
+            "the engine is every ten seconds; warning only what goes wrong."
+        ),
+    ] = "info",
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -94,7 +101,7 @@ def serve(
     Example: jsparse serve smollm2 --policy "quest(budget=1024)" --max-model-len 2048
     """
     try:
-        from jsparse.server import run
+        from jsparse.server import log, run
         from jsparse.server.service import Options
     except ModuleNotFoundError as error:
         if str(error.name).startswith("jsparse"):
@@ -118,10 +125,13 @@ def serve(
     listening = run.listen(host, port)
     address, at = listening.getsockname()[:2]
 
+    log.show(log_level)
+
     def make_engine() -> "AsyncEngine":
         from jsparse.engine.async_engine import AsyncEngine
         from jsparse.models.checkpoint import load
 
+        log.logger.info("loading %s", model)
         engine = AsyncEngine(
             load(model, dtype=dtype, revision=revision),
             chosen,
@@ -145,6 +155,7 @@ def serve(
         name, run_by = options.name, engine.engine.policy
         print(f"jsparse serves {name} with {short_name(run_by)} at http://{where}:{at}", flush=True)
         print(_what_is_sparse(run_by, per_request or ()), flush=True)
+        print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 
     options = Options(
         served_model_name or model,

@@ -5,6 +5,7 @@ request ever waits for a compilation but the first that samples, or that asks fo
 Compiled programs refuse other shapes, so none is traced again.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,8 @@ Choice = Literal["greedy", "sampled", "top"]
 # layer, and the likeliest tokens and their log-probabilities. `outputs.unpack` takes it apart.
 Packed = Int32[Array, "n B w"]
 CHOICES: tuple[Choice, ...] = ("greedy", "sampled", "top")
+
+logger = logging.getLogger("jsparse.engine")
 
 
 class Programs:
@@ -134,7 +137,8 @@ class Programs:
                 for name, size, arrays, static in wanted
                 if (key := (name, size, *static.values())) not in self._made
             ]
-            for job in jobs:
+            for nth, job in enumerate(jobs):
+                logger.info("compiled %d of %d programs", nth, len(jobs))
                 job.result()
 
     def _compile(self, key: Any, name: str, arrays: tuple, static: dict[str, Any]) -> None:

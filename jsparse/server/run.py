@@ -1,7 +1,6 @@
 """Runs a server until it is told to end."""
 
 import asyncio
-import logging
 import os
 import socket
 import threading
@@ -14,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jsparse.engine.async_engine import AsyncEngine
+from jsparse.server import log
 from jsparse.server.app import make_app
 from jsparse.server.connections import SECONDS, BoundedConnection
 from jsparse.server.service import Options, Service
@@ -21,7 +21,6 @@ from jsparse.server.service import Options, Service
 POLL_SECONDS = 0.05
 # what connections may still take once all requests are answered
 CLOSE_SECONDS = 5
-log = logging.getLogger("jsparse.server")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -125,9 +124,13 @@ async def _run(
         daemon=True,
     )
     loading.start()
-    ending = asyncio.create_task(_end_when_drained(server, service))
+    beside = [
+        asyncio.create_task(work)
+        for work in (_end_when_drained(server, service), log.tell_speed(service))
+    ]
     await server.serve([listening])
-    ending.cancel()
+    for task in beside:
+        task.cancel()
 
 
 def _load(
@@ -149,9 +152,12 @@ def _load(
 async def _end_when_drained(server: _Server, service: Service) -> None:
     while not service.draining:
         await asyncio.sleep(POLL_SECONDS)
+    seconds = service.options.drain_seconds
+    log.logger.info("ending: %d requests have up to %g s to finish", service.inside, seconds)
     with suppress(TimeoutError):
-        async with asyncio.timeout(service.options.drain_seconds):
+        async with asyncio.timeout(seconds):
             while service.inside:
                 await asyncio.sleep(POLL_SECONDS)
+    log.logger.info("ended: %d requests were cut off", service.inside)
     server.should_exit = True
     server.force_exit = service.inside > 0

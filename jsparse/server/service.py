@@ -18,6 +18,7 @@ from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
 from jsparse.engine.core import Served
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.request import SamplingParams
+from jsparse.server import log
 from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.metrics import Metrics
 from jsparse.server.protocol import MOST_LIKELY, _Body, parse
@@ -303,6 +304,7 @@ class Asked:
         if self._service.live.pop(self.name, None) is not None:
             self._count_beginning(self.served)
             self._service.metrics.left(self.served)
+            log.logger.info(log.of_request(self.served))
         await self._news.aclose()
 
     async def _followed(self) -> AsyncGenerator[Served]:

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from serving import hand_over
-from serving_http import a_service, an_engine, at_rest, serving
+from serving_http import a_service, an_engine, at_rest, serving, soon
 
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}
@@ -48,6 +48,15 @@ def http(url):
 def text_of(client, tokens=10, **options):
     made = client.completions.create(prompt=WORDS, max_tokens=tokens, **GREEDY, **options)
     return made.choices[0].text
+
+
+def test_a_request_that_has_ended_is_logged_without_its_words(http, caplog):
+    caplog.set_level("INFO", "jsparse.server")
+    http.post("/v1/completions", json={"prompt": WORDS, "max_tokens": 2, "temperature": 0})
+    assert soon(lambda: caplog.messages)
+    (line,) = caplog.messages
+    assert "prompt tokens" in line and line.endswith("length")
+    assert WORDS not in line
 
 
 def test_a_completion(client, service):

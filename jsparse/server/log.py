@@ -1,0 +1,87 @@
+"""Says on a log what the server does: how it starts, ends and speeds, and which requests end.
+
+Nothing of a prompt or an answer is logged.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from jsparse.engine.core import Engine, Served
+from jsparse.server.metrics import kv_cache_usage
+
+if TYPE_CHECKING:
+    from jsparse.server.service import Service
+
+EVERY_SECONDS = 10
+logger = logging.getLogger("jsparse.server")
+
+
+def show(level: str) -> None:
+    """Writes what jsparse logs from this level on to standard error, with the time of day."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    own = logging.getLogger("jsparse")
+    own.addHandler(handler)
+    own.setLevel(level.upper())
+    own.propagate = False
+
+
+def of_request(served: Served) -> str:
+    """Returns the line about a request that has ended, or that its client has left."""
+    metrics = served.metrics
+    times = list(metrics.token_times)
+    parts = [f"{len(served.ids)} prompt tokens"]
+    if cached := max(answer.cached for answer in served.answers):
+        parts[0] += f" ({cached} cached)"
+    parts.append(f"{len(times)} new")
+    if times:
+        parts.append(f"first after {times[0] - metrics.arrived:.2f} s")
+        if len(times) > 1 and times[-1] > times[0]:
+            parts.append(f"{(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s")
+    ends = sorted({growing.finish or "abort" for growing in served.growing})
+    return f"{served.request_id}: {', '.join(parts)}, {'/'.join(ends)}"
+
+
+class Seen(NamedTuple):
+    """Holds what an engine had done at a time, in seconds."""
+
+    time: float
+    read: int
+    new: int
+
+
+def seen(engine: Engine) -> Seen:
+    """Returns what the engine has done by now."""
+    return Seen(time.monotonic(), engine.counters.read_tokens, engine.counters.new_tokens)
+
+
+def of_speed(engine: Engine, before: Seen, now: Seen) -> str:
+    """Returns the line about what the engine has done between two times, or "" for nothing."""
+    scheduler = engine.scheduler
+    running = len(scheduler.reading) + len(scheduler.decoding)
+    waiting = len(scheduler.waiting)
+    if before[1:] == now[1:] and not running and not waiting:
+        return ""
+    seconds = max(now.time - before.time, 1e-9)
+    return (
+        f"{(now.read - before.read) / seconds:.1f} prompt tokens/s, "
+        f"{(now.new - before.new) / seconds:.1f} new tokens/s, {running} running, "
+        f"{waiting} waiting, KV cache {kv_cache_usage(engine):.1%} in use"
+    )
+
+
+async def tell_speed(service: "Service") -> None:
+    """Logs how fast the engine is, every ten seconds in which it has done something."""
+    before: Seen | None = None
+    while True:
+        await asyncio.sleep(EVERY_SECONDS)
+        if service.engine is None:
+            continue
+        engine = service.engine.engine
+        now = seen(engine)
+        if line := of_speed(engine, before or now, now):
+            logger.info(line)
+        before = now
