@@ -109,11 +109,23 @@ def _signature(module: str, name: str) -> Signature:
     parameters = [parameter.arg for parameter in build.args.args]
     optional = build.args.defaults
     values = [REQUIRED] * (len(parameters) - len(optional)) + [
-        constants[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
-        for node in optional
+        _value(node, constants, f"{module}.{name}") for node in optional
     ]
     summary = (ast.get_docstring(build) or "").partition("\n\n")[0].replace("\n", " ")
     return Signature(dict(zip(parameters, values, strict=True)), summary)
+
+
+def _value(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:
+    """Return the value of a default that is a literal or the name of one."""
+    if isinstance(node, ast.Name) and node.id in constants:
+        return constants[node.id]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(
+            f"{where}: the default {ast.unparse(node)} must be a literal, or the name of one in "
+            "the same file"
+        ) from None
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:

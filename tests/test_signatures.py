@@ -8,6 +8,7 @@ import sys
 import pytest
 from policy_table import TABLE
 
+from jsparse import signatures
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
 from jsparse.signatures import REQUIRED, registered, short_name
@@ -56,6 +57,13 @@ def test_other_names_stay_as_they_are(name):
 def test_a_default_of_another_type_is_shown():
     assert short_name("streaming(sink=4.0)") == "streaming(sink=4.0)"
     assert short_name("hard_kv(merge=1)") == "hard_kv(merge=1)"
+
+
+def test_a_default_that_must_be_computed_is_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "m.py").write_text("N = 3\ndef f(a, b=N, c=N + 1):\n    pass\n")
+    monkeypatch.setattr(signatures, "PACKAGE", tmp_path)
+    with pytest.raises(ValueError, match=r"jsparse.m.f: the default N \+ 1 must be a literal"):
+        signatures._signature("jsparse.m", "f")
 
 
 @pytest.mark.parametrize("command", ["policies", "--help"])
