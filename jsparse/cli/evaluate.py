@@ -283,7 +283,8 @@ class _Lines:
             if left > SHORT_WAIT:
                 self._print(
                     f"{name}: {now.part_done} of {now.part_total} samples in "
-                    f"{_duration(seconds)}, the rest in at most about {_duration(left)}",
+                    f"{_duration(seconds)}, compilation included; the rest in at most about "
+                    f"{_duration(left)}",
                     now,
                 )
 

@@ -111,8 +111,8 @@ def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeyp
     for done in (0, 2, 4):
         lines(Progress(12 + done, 16, short, done, 4))
     assert capsys.readouterr().err.splitlines() == [
-        "kl at 512 tokens: 2 of 12 samples in 30 s, the rest in at most about 3 min "
-        "(2 of 16 in all)",
+        "kl at 512 tokens: 2 of 12 samples in 30 s, compilation included; the rest in at most "
+        "about 3 min (2 of 16 in all)",
         "kl at 512 tokens: 12 samples in 80 s (12 of 16 in all)",
         "passkey at 512 tokens: 4 samples in 5 s (16 of 16 in all)",
     ]
