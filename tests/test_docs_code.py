@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies import POLICIES
+from jsparse.signatures import short_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +36,39 @@ def blocks(page: Path, language: str) -> list[str]:
     """Returns the blocks of code in a language."""
     text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def cells(pattern: str) -> Iterator[dict[str, Any]]:
+    """Yields the measured cells of committed evaluations of 8K tokens."""
+    for path in sorted((ROOT / "bench" / "results").glob(pattern)):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        yield from (each for each in report.get("cells", []) if each["length"] >= 8000)
+
+
+QUALITY = re.compile(
+    r"^\| \[`(.+?)`\]\([^)]+\)[^|]*\| ([\d.]+) % \| ([\d.]+) \| (\d+) of \d+ % \|$", re.MULTILINE
+)
+
+
+def test_quality_in_the_readme_is_of_the_policy_and_share_of_its_row():
+    """Each row's KL, pass keys and share stand in committed cells of that very policy."""
+    rows = QUALITY.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(rows) >= 6
+    measured: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for cell in cells("quality*/h200*.json"):
+        name = cell["policy"].replace("full()", "all_pages()")  # as it was called at first
+        of_policy = measured.setdefault(short_name(name), {})
+        of_policy.setdefault(cell["task"], []).append(cell["metrics"])
+    for expression, share, kl, found in rows:
+        if "gates" in expression:
+            continue  # named by other arguments then, as docs/results/retrieval_heads.md says
+        own = measured[short_name(jsparse.parse_policy(expression))]
+        assert any(
+            f"{each['kl']['mean']:.{len(kl.partition('.')[2])}f}" == kl
+            and abs(100 * each["attended"]["mean"] - float(share)) < 1
+            for each in own["kl"]
+        ), expression
+        assert any(round(100 * each["score"]["mean"]) == int(found) for each in own["passkey"])
 
 
 def test_policies_of_choosing_can_be_pasted_and_none_lacks_a_row():

@@ -94,16 +94,17 @@ class Bars:
             self._progress.stop()
         self._progress, self._phase = None, ""
 
-    def _update(self, phase: str, done: int, total: int) -> None:
+    def _update(self, phase: str, done: int, total: int | None) -> None:
         if not self._shown:
             return
+        if done == total and phase != "decode":
+            # what comes next first waits for its programs, and reports nothing until it runs
+            phase, done, total = "compile", 0, None
         if phase != self._phase:
             self.close()
             count = DownloadColumn(binary_units=True) if phase == "load" else MofNCompleteColumn()
-            console = Console(stderr=True)
-            self._progress = Progress(
-                TextColumn(phase), BarColumn(), count, console=console, transient=True
-            )
+            columns = [TextColumn(phase), BarColumn(), *([] if total is None else [count])]
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task, self._phase = self._progress.add_task(phase, total=total), phase
             self._progress.start()
         if self._progress is not None:

@@ -156,6 +156,19 @@ def test_bars_and_prompt_are_for_terminals(stdout, shown, monkeypatch):
     assert out.getvalue().endswith("made\n")
 
 
+@pytest.mark.parametrize(("phase", "then"), [("load", "compile"), ("decode", "decode")])
+def test_a_bar_does_not_stand_full_while_programs_compile(phase, then, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Terminal())
+    bars = console.Bars()
+    bars.generate(phase, 1, 2)
+    bars.generate(phase, 2, 2)
+    bars.close()
+    assert then in sys.stderr.getvalue()
+    assert ("compile" in sys.stderr.getvalue()) == (then == "compile")
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_statistics_break_between_their_parts(width):
     parts = [
