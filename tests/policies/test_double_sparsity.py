@@ -249,8 +249,10 @@ def random_layer(rows, pages, lengths, *, scrambled=False):
 
 @pytest.mark.parametrize("length", slow_except([1, 15, 16, 17, 256, 257, 270], 1, 257))
 def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
+    params = tiny_params(LAYERS)  # not within jit, whose tracers would be kept for all tests
+
     def framed_magnitudes(held):
-        sizes = spec_of(tiny_params(LAYERS), len(held.lengths))
+        sizes = spec_of(params, len(held.lengths))
         cache = kv_cache.KVCache((held,), held.lengths[:, 0], held.lengths[:, 0] < 0)
         cache = cache._replace(constants=no_constants(sizes))
         return key_magnitudes(held, frame_at(cache, 0))
