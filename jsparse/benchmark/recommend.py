@@ -143,7 +143,8 @@ def recommend(
     """
     wanted = checked(wanted, params.config.max_position_embeddings)
     store = _store(params, wanted)
-    if store.entries:
+    resumed = bool(store.entries)
+    if resumed:
         tell(f"An unfinished run goes on: {store.journal}")
     began = time.monotonic()
     _time(params, wanted, DENSE, store)
@@ -153,7 +154,8 @@ def recommend(
     first = _plan(wanted, [DENSE], TURNS[:1], length)._replace(samples=_rows(wanted))
     run(params, first, store)
     of_batch = time.monotonic() - began
-    tell(_outlook(params, wanted, length, of_one, of_batch))
+    if not resumed:  # else nothing was measured now that could tell how long the rest takes
+        tell(_outlook(params, wanted, length, of_one, of_batch))
     for nth, policy in enumerate(wanted.policies):
         report("decode steps", nth, len(wanted.policies))
         _time(params, wanted, policy, store)

@@ -60,8 +60,11 @@ def file() -> Path:
 
 
 def known_as(model: str) -> str:
-    """Returns the name by which a model is kept: a path in full, or a Hub id as it is."""
-    return str(Path(model).resolve()) if Path(model).exists() else model
+    """Returns the name by which a model is kept: a path in full, or a Hub id as it is.
+
+    A model without a name stays without one; its path would be the working folder's.
+    """
+    return str(Path(model).resolve()) if model and Path(model).exists() else model
 
 
 def find(spec: CacheSpec, device: str) -> Choice | None:

@@ -163,7 +163,7 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
     monkeypatch.setattr(module, "_compare", compare)
     found = recommend(model, wanted, tell=said.append)
     assert times == ["dense()", FAR, NEAR, SLOW]
-    assert sum("goes on" in line for line in said) == 1
+    assert ["goes on" in line for line in said] == [False, True]  # the first says how long
     assert [(row["policy"], row["verdict"]) for row in found["rows"]] == [
         (NEAR, ""),
         ("dense()", ""),

@@ -86,6 +86,7 @@ def test_a_path_is_known_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert known_as("model") == known_as("./model") == str(tmp_path / "model")
     assert known_as("org/model") == "org/model"
+    assert known_as("") == ""
 
 
 @pytest.mark.parametrize(
