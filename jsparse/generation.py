@@ -192,6 +192,12 @@ def run(
         if isinstance(streamer, TokenStreamer):
             streamer.put(np.array([request.ids]))
     with capacity.exhaustion(session.spec):
+        session.expect(
+            *chooser(asked, session.params.config.vocab_size),
+            limits=[request.sampling.max_tokens for request in asked],
+            knobs=knobs(asked),
+            report=report,
+        )
         session.read([request.ids for request in asked] if read is None else read, report)
         return answers(session, asked, streamers, report, began)
 

@@ -718,7 +718,7 @@ def test_memory_counts_the_policy_s_state(params, monkeypatch):
         raise Stopped
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
-    monkeypatch.setattr(session, "empty", stop)
+    monkeypatch.setattr(session.Session, "read", stop)
     with pytest.raises(Stopped):
         jsparse.generate(params, [1], max_new_tokens=2, max_length=512)
     heavy = dense()._replace(init=lambda spec: jnp.zeros((1024, 1024)))

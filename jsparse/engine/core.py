@@ -84,7 +84,8 @@ class Engine:
     """Decodes many requests side by side; each joins when there is room and leaves when it is done.
 
     A request gives the same bits whatever runs beside it, in whatever slot, and whether or not
-    others have read the beginning of its prompt. One thread may use it; see AsyncEngine and LLM.
+    others have read the beginning of its prompt, where programs have one number of rows and of
+    steps (`decode_rows`, `steps_per_program`). One thread may use it; see AsyncEngine and LLM.
 
     Attributes:
         policy: the policy that decodes.
@@ -172,7 +173,7 @@ class Engine:
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(
-            *(self.programs, policy, spec, params.config.vocab_size, knobs),
+            *(self.programs, policy, spec, self.sizes, params.config.vocab_size, knobs),
             lambda number: self._live[number][2].request,
         )
 

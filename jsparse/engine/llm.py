@@ -94,11 +94,11 @@ class LLM:
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
             decode_rows: the numbers of rows for which decode programs are made, rising up to
                 `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
-                taken first. None is 8 and all on a GPU, and all on a CPU.
+                taken first. None is 8 and all on a GPU, and 1 and all on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs but those that return likely tokens are compiled now,
-                several at a time, or each when it is first needed; None is now on a GPU.
+                several at a time, or those of a request when it comes; None is now on a GPU.
             clock: returns the time in seconds.
             tensor_parallel_size: 1; an engine runs on one device.
             enforce_eager: false; programs are always compiled.

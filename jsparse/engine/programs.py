@@ -2,15 +2,17 @@
 
 A program is compiled for the shapes of its arguments and for nothing that a request brings: no
 request ever waits for a compilation but the first that samples, or that asks for likely tokens.
-Compiled programs refuse other shapes, so none is traced again.
+Compiled programs refuse other shapes, so none is traced again. Where they are not compiled ahead,
+the first request begins to compile all that it will run, several at a time.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
 from jsparse.policy import Policy, PrefillView
-from jsparse.runtime.compilation import COMPILER_OPTIONS, inlined, note_trace
+from jsparse.runtime.compilation import compile_ahead, inlined, note_trace, program
 from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -40,8 +42,6 @@ from jsparse.runtime.sampling import RowSampling, greedy, sampled, top_logprobs
 from jsparse.runtime.session import maintain
 from jsparse.shapes import Rows
 
-# programs that compile at a time
-COMPILERS = 4
 # How tokens are chosen: all rows take the likeliest; each by its own options; and with the
 # likeliest tokens beside the chosen one.
 Choice = Literal["greedy", "sampled", "top"]
@@ -54,11 +54,23 @@ CHOICES: tuple[Choice, ...] = ("greedy", "sampled", "top")
 logger = logging.getLogger("jsparse.engine")
 
 
-class Programs:
-    """Holds the programs of one engine, by name and static arguments.
+class Wanted(NamedTuple):
+    """Names a program: what it does, the size that tells its shapes apart, its static arguments."""
 
-    `compiled` counts them; `seconds` is the time for which requests waited for one; `rows` are the
-    numbers of rows that decode programs may have.
+    name: str
+    size: int = 0
+    static: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, size: int = 0, **static: Any) -> "Wanted":
+        """Names the program that `Programs.run` runs when it is given these."""
+        return cls(name, size, tuple(static.items()))
+
+
+class Programs:
+    """Holds the programs of one engine.
+
+    `seconds` is the time for which requests waited for one to be compiled.
     """
 
     def __init__(
@@ -74,78 +86,110 @@ class Programs:
     ) -> None:
         """Prepares programs; `sampling` has the shapes of the options of one row."""
         self._decoder, self._weights = params.decoder, params.weights
-        self._policy, self._spec, self._sizes, self.rows = policy, spec, sizes, sizes.rows
+        self._policy, self._spec, self._sizes = policy, spec, sizes
         self._constants = constants(params, policy)
         self._knobs, self._layer_stats, self._sampling = knobs, layer_stats, sampling
-        self._made: dict[Any, Callable[..., Any]] = {}
-        self.compiled, self.seconds = 0, 0.0
+        self._made: dict[Wanted, Future[Callable[..., Any]]] = {}
+        self.seconds = 0.0
         model = {"weights": self._weights, "constants": self._constants}
         self._jitted = {
-            "start": (jax.jit(self._start), {}),
-            "begin": (jax.jit(self._begin), {}),
-            "read": (jax.jit(self._read, static_argnames="last", donate_argnums=(0, 1)), model),
-            "replay": (jax.jit(self._replay, donate_argnums=(0, 1)), model),
-            "join": (jax.jit(self._join, static_argnames="choice", donate_argnums=0), model),
+            "start": (program(self._start), {}),
+            "begin": (program(self._begin), {}),
+            "read": (program(self._read, static_argnames="last", donate_argnums=(0, 1)), model),
+            "replay": (program(self._replay, donate_argnums=(0, 1)), model),
+            "join": (program(self._join, static_argnames="choice", donate_argnums=0), model),
             "decode": (
-                jax.jit(self._decode, static_argnames=("count", "choice"), donate_argnums=0),
+                program(self._decode, static_argnames=("count", "choice"), donate_argnums=0),
                 model,
             ),
-            "correct": (jax.jit(self._correct, donate_argnums=0), model),
-            "maintain": (jax.jit(self._maintain, donate_argnums=0), model),
+            "correct": (program(self._correct, donate_argnums=0), model),
+            "maintain": (program(self._maintain, donate_argnums=0), model),
         }
+
+    @property
+    def compiled(self) -> int:
+        """The number of programs that have been compiled."""
+        return sum(job.done() for job in list(self._made.values()))
 
     def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
-        key = (name, size, *static.values())
-        if key not in self._made:
+        wanted = Wanted.of(name, size, **static)
+        job = self._made.get(wanted)
+        if job is None or not job.done():
             began = time.perf_counter()
-            self._compile(key, name, arrays, static)
+            self.expect([wanted])
+            job = self._made[wanted]
+            job.result()
             self.seconds += time.perf_counter() - began
-        return self._made[key](*arrays, **self._jitted[name][1])
+        return job.result()(*arrays, **self._jitted[name][1])
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to compile programs that have not been, several at a time, and returns at once."""
+        for each in wanted:
+            if each not in self._made:
+                jitted, model = self._jitted[each.name]
+                arrays = self._arguments(each.name, each.size)
+                self._made[each] = compile_ahead(jitted, *arrays, **model, **dict(each.static))
+
+    def expect_answer(
+        self, start: int, end: int, new_tokens: int, slot: int, choice: Choice
+    ) -> None:
+        """Begins to compile what a request runs that is alone.
+
+        Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
+        """
+        wanted = [
+            Wanted.of("read", size, last=last) for size, last in self._sizes.chunks(start, end)
+        ]
+        wanted.append(Wanted.of("join", choice=choice))
+        if new_tokens > 1:
+            rows = self._sizes.rows_for(slot)
+            count = self._sizes.steps if new_tokens > self._sizes.steps else 1
+            wanted.append(Wanted.of("decode", rows, count=count, choice=choice))
+        self.expect(wanted)
 
     def prepare(self, choices: Iterable[Choice] = ("greedy", "sampled")) -> None:
         """Compiles all programs that requests of these kinds need, several at a time."""
-        slots, reading = jax.eval_shape(self._start), jax.eval_shape(self._begin)
-        number, row = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
-        knobs = {name: no_knob(name, 1) for name in self._knobs}
-        wanted: list[tuple[str, int, tuple[Any, ...], dict[str, Any]]] = []
-        wanted += [("start", 0, (), {}), ("begin", 0, (), {})]
+        wanted = [Wanted.of("start"), Wanted.of("begin")]
         full = {size for _, size in self._sizes.ladder}
         for size in full | set(self._sizes.tails):
-            tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
-            arrays = (slots, reading, tokens, row, number, number)
             for last in (True, False) if size in full else (True,):
-                wanted.append(("read", size, arrays, {"last": last}))
+                wanted.append(Wanted.of("read", size, last=last))
             if self._policy.shares == "keys" and size in full:
-                wanted.append(("replay", size, arrays, {}))
+                wanted.append(Wanted.of("replay", size))
         for choice in choices:
-            arrays = (slots, reading, number, row, number, self._sampling, knobs)
-            wanted.append(("join", 0, arrays, {"choice": choice}))
+            wanted.append(Wanted.of("join", choice=choice))
             for rows, count in product(self._sizes.rows, sorted({1, self._sizes.steps})):
-                static = {"count": count, "choice": choice}
-                counts = jnp.zeros(rows, jnp.int32)
-                wanted.append(("decode", rows, (slots, counts), static))
+                wanted.append(Wanted.of("decode", rows, count=count, choice=choice))
         for name, every in (
             ("correct", self._policy.correct_every),
             ("maintain", self._policy.period),
         ):
             if every:
-                wanted.append((name, 0, (slots, number), {}))
-        with ThreadPoolExecutor(COMPILERS) as pool:
-            jobs = [
-                pool.submit(self._compile, key, name, arrays, static)
-                for name, size, arrays, static in wanted
-                if (key := (name, size, *static.values())) not in self._made
-            ]
-            for nth, job in enumerate(jobs):
-                logger.info("compiled %d of %d programs", nth, len(jobs))
-                job.result()
+                wanted.append(Wanted.of(name))
+        wanted = [each for each in wanted if each not in self._made]
+        self.expect(wanted)
+        for nth, each in enumerate(wanted):
+            logger.info("compiled %d of %d programs", nth, len(wanted))
+            self._made[each].result()
 
-    def _compile(self, key: Any, name: str, arrays: tuple, static: dict[str, Any]) -> None:
-        jitted, model = self._jitted[name]
-        lowered = jitted.lower(*arrays, **model, **static)
-        self._made[key] = lowered.compile(compiler_options=COMPILER_OPTIONS)
-        self.compiled += 1
+    @cached_property
+    def _shapes(self) -> tuple[Slots, Reading]:
+        return jax.eval_shape(self._start), jax.eval_shape(self._begin)
+
+    def _arguments(self, name: str, size: int) -> tuple[Any, ...]:
+        """Returns the shapes of the arguments with which a program of this size is run."""
+        if name in ("start", "begin"):
+            return ()
+        slots, reading = self._shapes
+        number, groups = jnp.int32(0), jnp.zeros(self._spec.num_pages, jnp.int32)
+        if name in ("read", "replay"):
+            tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
+            return slots, reading, tokens, groups, number, number
+        if name == "join":
+            knobs = {name: no_knob(name, 1) for name in self._knobs}
+            return slots, reading, number, groups, number, self._sampling, knobs
+        return slots, (jnp.zeros(size, jnp.int32) if name == "decode" else number)
 
     def _view(self, slots: Slots, active: Bool[Array, "B"] | None = None):
         """Returns the cache; rows that are not active are empty there, and cost nothing."""

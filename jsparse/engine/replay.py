@@ -52,7 +52,9 @@ def replay(
         sampling=row_sampling([neutral()], config.vocab_size),
     )
     requests = recorded.requests
-    runner = Runner(programs, policy, spec, config.vocab_size, knobs, lambda nth: requests[nth])
+    runner = Runner(
+        programs, policy, spec, sizes, config.vocab_size, knobs, lambda nth: requests[nth]
+    )
     growing = {nth: Growing(request, 0, params.tokenizer) for nth, request in requests.items()}
     for plan in recorded.plans:
         for flight in runner.run(plan):

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jsparse.cache import CacheSpec
 from jsparse.engine.programs import CHOICES, Choice, Programs
-from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.engine.scheduler import Chunk, Decode, Plan, Sizes
 from jsparse.engine.slots import Reading, Slots
 from jsparse.policy import Policy
 from jsparse.request import OFF, Request, SamplingParams, knob_row
@@ -46,6 +46,7 @@ class Runner:
         programs: Programs,
         policy: Policy,
         spec: CacheSpec,
+        sizes: Sizes,
         vocab_size: int,
         knobs: Sequence[str],
         request_of: Callable[[int], Request],
@@ -54,7 +55,7 @@ class Runner:
         self._programs, self._policy, self._vocab = programs, policy, vocab_size
         self._request_of, self._knobs = request_of, tuple(knobs)
         self._scratch = spec.pages // spec.num_kv_heads - 1
-        self._num_pages, self._rows = spec.num_pages, programs.rows
+        self._num_pages, self._sizes = spec.num_pages, sizes
         self._neutral = jax.device_put(row_sampling([neutral()], vocab_size))
         self._slots: Slots = programs.run("start")
         self._readings: dict[int, Reading] = {}
@@ -65,6 +66,9 @@ class Runner:
         for number in plan.ended:
             self._readings.pop(number, None)
         if plan.chunk is not None:
+            alone = all(row.answer == plan.chunk.answer for row in plan.rows)
+            if alone and plan.chunk.fresh and not plan.chunk.replay:
+                self._expect(plan.chunk)
             flights += self._read(plan.chunk)
         if plan.rows:
             flights.append(self._decode(plan.steps, plan.rows))
@@ -76,6 +80,14 @@ class Runner:
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
         settle(self._slots, list(self._readings.values()))
+
+    def _expect(self, chunk: Chunk) -> None:
+        """Has all programs compiled that an answer which is alone will run."""
+        request = self._request_of(chunk.answer)
+        self._programs.expect_answer(
+            *(chunk.start, len(request.ids), request.sampling.max_tokens),
+            *(chunk.slot, choice_of(request)),
+        )
 
     def _read(self, chunk: Chunk) -> list[Flight]:
         request = self._request_of(chunk.answer)
@@ -106,9 +118,7 @@ class Runner:
         return [Flight(packed, [(chunk.answer, 0, 1)])]
 
     def _decode(self, steps: int, rows: list[Decode]) -> Flight:
-        # the smallest program that has all of these slots
-        most = max(row.slot for row in rows)
-        counts = np.zeros(next(size for size in self._rows if size > most), np.int32)
+        counts = np.zeros(self._sizes.rows_for(max(row.slot for row in rows)), np.int32)
         for row in rows:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}

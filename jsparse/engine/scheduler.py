@@ -61,6 +61,19 @@ class Sizes(NamedTuple):
         sizes = {size for _, size in self.ladder} | set(self.tails)
         return min(size for size in sizes if tokens <= size <= most)
 
+    def chunks(self, start: int, end: int) -> list[tuple[int, bool]]:
+        """Returns the chunks that tokens from `start` to `end` are read in, as (size, last)."""
+        chunks = []
+        while start < end:
+            valid = min(self.chunk_size(start), end - start)
+            chunks.append((self.padded(valid, start), start + valid == end))
+            start += valid
+        return chunks
+
+    def rows_for(self, slot: int) -> int:
+        """Returns the rows of the smallest decode program that has a slot and those below it."""
+        return next(rows for rows in self.rows if rows > slot)
+
     def groups_for(self, tokens: int) -> int:
         """Returns the number of groups that hold this many tokens."""
         return -(-tokens // self.page_size)

@@ -1,7 +1,9 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -17,7 +19,12 @@ COMPILER_OPTIONS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
     )
 }
+# programs that compile at a time
+COMPILERS = 4
+
 _traced = 0
+_compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jsparse-compile")
+_tracing = Lock()
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -34,6 +41,22 @@ def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def inlined(made: Any) -> Callable[..., Any]:
     """Returns the function that `program` has compiled, for use in another program."""
     return made.__wrapped__
+
+
+def compile_ahead(jitted: Any, *args: Any, **kwargs: Any) -> Future[Callable[..., Any]]:
+    """Begins to compile a `program` for these arguments, or shapes, and returns at once.
+
+    The program itself is compiled for them then, too: called with such, it does not compile again.
+    Several compile side by side, but one is traced at a time, in the order in which they were asked
+    for: that is Python, of which threads do not make more.
+    """
+
+    def work() -> Callable[..., Any]:
+        with _tracing:
+            lowered = jitted.lower(*args, **kwargs)
+        return lowered.compile()
+
+    return _compilers.submit(work)
 
 
 def note_trace() -> None:

@@ -12,6 +12,7 @@ program than the device to run a small model's step.
 import operator
 import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, maintained, resolved, whole_number
 from jsparse.runtime import capacity, offloading, prefill
-from jsparse.runtime.compilation import note_trace, program, traces
+from jsparse.runtime.compilation import compile_ahead, note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -229,6 +230,7 @@ class Session:
         self._host: HostMemory | None = None
         self._resumable = resumable
         self._held: Held | None = None
+        self._expected: Future[Any] | None = None
         self._prompt_end: _AtPromptEnd | None = None
         self._begun = self._decoded = False
         self._age = 0
@@ -297,6 +299,34 @@ class Session:
             )
         logits = first_logits(decoder, weights, carry.last_hidden)
         self.adopt(Held(logits, carry.cache, carry.state))
+
+    def expect(
+        self,
+        choose: ChooseFn,
+        given: Any,
+        *,
+        limits: Sequence[int],
+        knobs: dict[str, Array] | None = None,
+        report: OnProgress = lambda *_: None,
+    ) -> None:
+        """Begins to compile the program that `steps` will run with these arguments.
+
+        So it compiles while the prompts are read. Where the shapes are known only then, since the
+        policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
+        """
+        policy, spec = self.policy, self.spec
+        if max(limits) < 2 or policy.after_prompt is not None or policy.offload is not None:
+            return
+        cache, state = empty.eval_shape(spec, policy)
+        recent = jnp.zeros((spec.batch, policy.correct_every), jnp.int32)
+        carry = Carry(
+            *(jnp.zeros(spec.batch, jnp.int32), cache, state, given, jnp.int32(1), recent)
+        )
+        self._expected = compile_ahead(
+            *(decode_steps, self.params.decoder, policy, choose, self._count(1, limits), False),
+            *(self.params.weights, Lent(constants(self.params, policy, report), knobs)),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry),
+        )
 
     def adopt(self, held: Held, host: HostMemory | None = None) -> None:
         """Takes over prompts that were read elsewhere for this policy.
@@ -373,13 +403,16 @@ class Session:
                 if self._host is not None:
                     lent = lent._replace(host=self._host.pages)
                 began, traced = time.perf_counter(), traces()
+                expected, self._expected = self._expected, None
+                if expected is not None:
+                    expected.result()
                 carry, result = decode_steps(
                     *(decoder, policy, choose, count, keep_logits),
                     *(self.params.weights, lent, carry),
                 )
                 done, self._age = done + count, self._age + count
                 carry = self._serviced(carry, lent)
-                if traces() != traced:
+                if expected is not None or traces() != traced:
                     self.compiling += time.perf_counter() - began
                 yield result
         finally:

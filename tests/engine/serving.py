@@ -1,6 +1,7 @@
 """Makes small engines of a tiny model, and compares what requests get."""
 
 import asyncio
+import threading
 from concurrent.futures import wait
 from typing import Any
 
@@ -13,7 +14,7 @@ from jsparse.engine.llm import LLM
 # chunks of two sizes, so that a prompt's chunks begin where position says
 LADDER = ((0, 16), (32, 8))
 PAGE = 8
-# four slots; programs are compiled when they are needed
+# four slots; programs are compiled when they are needed, of all slots unless a test asks for more
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_model_len": 96,
@@ -26,7 +27,13 @@ SMALL: dict[str, Any] = {
 
 def tiny_llm(policy: Any = "dense", *, params: Any = None, **options: Any) -> LLM:
     """A small LLM over the tiny model."""
-    return LLM(params or tiny_params(num_layers=2), policy, **SMALL | options)
+    return LLM(params or tiny_params(num_layers=2), policy, **small(**options))
+
+
+def small(**options: Any) -> dict[str, Any]:
+    """Options of a small engine."""
+    options = SMALL | options
+    return {"decode_rows": [options["max_num_seqs"]]} | options
 
 
 def greedy(tokens: int = 12, **options: Any) -> jsparse.SamplingParams:
@@ -55,21 +62,41 @@ def assert_at_rest(llm: LLM) -> None:
     assert not engine._runner._readings
 
 
-def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
-    """Makes the engine's thread wait, after each report, until coroutines have had their turns.
+def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:
+    """Makes the engine's thread wait, whenever it has reported tokens, while the event is clear.
 
-    Each report is then an output of its own; otherwise those that come too fast become one.
+    So a request lives until a test has looked at it.
+    """
+    wake, go_on = engine._wake, threading.Event()
+
+    def wake_and_wait(listeners):
+        wake(listeners)
+        if any(each.served and each.served.metrics.token_times for each in listeners):
+            go_on.wait(60)
+
+    patch.setattr(engine, "_wake", wake_and_wait)
+    return go_on
+
+
+def hand_over(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> None:
+    """Makes the engine's thread wait, after each report, until those who got it ask for the next.
+
+    Each report is then an output of its own; otherwise those that come too fast become one. Whoever
+    uses it reads all outputs to the end.
     """
     wake = engine._wake
 
-    async def turns():
-        for _ in range(10):
-            await asyncio.sleep(0)
+    def wants_more(listener):
+        return listener.served.finished or bool(listener.news._waiters)
+
+    async def turns(listeners):
+        while any(each.news.is_set() or not wants_more(each) for each in listeners):
+            await asyncio.sleep(0.001)
 
     def wake_and_wait(listeners):
         wake(listeners)
         for loop in {each.loop for each in listeners}:
-            waiting = turns()
+            waiting = turns([each for each in listeners if each.loop is loop])
             try:
                 had = asyncio.run_coroutine_threadsafe(waiting, loop)
                 while not (had.done() or loop.is_closed()):

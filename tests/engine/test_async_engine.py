@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from marks import slow_except
-from serving import SMALL, hand_over
+from serving import hand_over, small
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
@@ -37,7 +37,7 @@ def with_words() -> Params:
 
 
 def an_engine(policy="dense", **options):
-    return jsparse.AsyncEngine(with_words(), policy, **SMALL | options)
+    return jsparse.AsyncEngine(with_words(), policy, **small(**options))
 
 
 @pytest.fixture(scope="module")

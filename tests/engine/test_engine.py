@@ -143,6 +143,20 @@ def test_answers_of_one_prompt_differ_and_each_is_as_it_would_be_with_others(den
     assert tuple(first.outputs[0].token_ids) == texts[0]
 
 
+def test_the_first_request_has_all_its_programs_compiled_side_by_side():
+    """What its first plan asks for is what it runs to its end: two chunks, and steps of one row."""
+    llm = tiny_llm(decode_rows=[1, 4])
+    llm.engine.add(asked(llm, PROMPTS[3][:20], greedy(6)))
+    llm.engine.step()
+    made = set(llm.engine.programs._made)
+    chunks = {(each.size, *dict(each.static).values()) for each in made if each.name == "read"}
+    assert chunks == {(16, False), (8, True)}
+    assert [each.size for each in made if each.name == "decode"] == [1]
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert set(llm.engine.programs._made) == made
+
+
 def test_end_tokens_and_lengths_end_answers(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(12))
     ids = out.outputs[0].token_ids

@@ -307,3 +307,18 @@ def test_what_can_never_fit_is_refused(prompt, tokens, groups, message):
     with pytest.raises(ValueError, match=message):
         scheduler.add(answer(0, range(prompt), tokens))
     assert scheduler.idle
+
+
+@pytest.mark.parametrize("tokens", range(1, 60))
+def test_chunks_of_a_prompt_are_foretold_as_they_are_planned(tokens):
+    scheduler = Scheduler(SIZES, RULES)
+    scheduler.add(answer(0, range(tokens), 1))
+    planned = []
+    while (chunk := scheduler.plan().chunk) is not None:
+        planned.append((chunk.size, chunk.last))
+    assert SIZES.chunks(0, tokens) == planned
+
+
+def test_few_rows_decode_in_the_smallest_program_that_has_them():
+    sizes = SIZES._replace(rows=(1, 2, 6))
+    assert [sizes.rows_for(slot) for slot in range(6)] == [1, 2, 6, 6, 6, 6]

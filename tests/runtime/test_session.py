@@ -23,7 +23,7 @@ from jsparse import SamplingParams, generation
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import dense
 from jsparse.request import requests
-from jsparse.runtime import prefill, sampling, session
+from jsparse.runtime import compilation, prefill, sampling, session
 from jsparse.runtime.session import Session
 
 PAGE = 8
@@ -155,6 +155,7 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
         events.append("start")
         return real(*arguments)
 
+    vars(watched)["lower"] = real.lower
     monkeypatch.setattr(session, "decode_steps", watched)
     monkeypatch.setattr(generation, "Session", partial(Session, steps_per_program=8))
     jsparse.generate(
@@ -165,6 +166,25 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
     )
     first = [1, "start", "start", *range(2, 10), "start", *range(10, 18)]
     assert events == [*first, "start", *range(18, 34)]
+
+
+def test_steps_are_compiled_while_the_prompt_is_read():
+    params = tiny_params(num_layers=1)
+    run = Session(params, as_policy("streaming(sink=1, recent=5)"), spec_of(params, 1))
+    given = jax.numpy.zeros((1, 7), jax.numpy.float32)
+
+    def choose(given, nth, logits):
+        return *sampling.greedy((), nth, logits + given.sum())[:2], given
+
+    run.expect(choose, given, limits=[4])
+    run.read([[1, 2, 3]])
+    assert run._expected is not None
+    run._expected.result()
+    compiled = compilation.traces()
+    # the token that follows the prompt has a program of its own, which does not count
+    assert len(list(run.steps(choose, given, limits=[4]))) == 4
+    assert compilation.traces() == compiled
+    assert run.compiling > 0
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])
