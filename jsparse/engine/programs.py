@@ -33,7 +33,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
 from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
 from jsparse.policy import Policy, PrefillView
-from jsparse.runtime.compilation import compile_ahead, inlined, note_trace, program
+from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -92,18 +92,21 @@ class Programs:
         self._made: dict[Wanted, Future[Callable[..., Any]]] = {}
         self.seconds = 0.0
         model = {"weights": self._weights, "constants": self._constants}
-        self._jitted = {
+        self._programs = {
             "start": (program(self._start), {}),
             "begin": (program(self._begin), {}),
-            "read": (program(self._read, static_argnames="last", donate_argnums=(0, 1)), model),
-            "replay": (program(self._replay, donate_argnums=(0, 1)), model),
-            "join": (program(self._join, static_argnames="choice", donate_argnums=0), model),
-            "decode": (
-                program(self._decode, static_argnames=("count", "choice"), donate_argnums=0),
+            "read": (
+                program(self._read, static_argnames="last", donate_argnames=("slots", "reading")),
                 model,
             ),
-            "correct": (program(self._correct, donate_argnums=0), model),
-            "maintain": (program(self._maintain, donate_argnums=0), model),
+            "replay": (program(self._replay, donate_argnames=("slots", "reading")), model),
+            "join": (program(self._join, static_argnames="choice", donate_argnames="slots"), model),
+            "decode": (
+                program(self._decode, static_argnames=("count", "choice"), donate_argnames="slots"),
+                model,
+            ),
+            "correct": (program(self._correct, donate_argnames="slots"), model),
+            "maintain": (program(self._maintain, donate_argnames="slots"), model),
         }
 
     @property
@@ -121,15 +124,15 @@ class Programs:
             job = self._made[wanted]
             job.result()
             self.seconds += time.perf_counter() - began
-        return job.result()(*arrays, **self._jitted[name][1])
+        return job.result()(*arrays, **self._programs[name][1])
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to compile programs that have not been, several at a time, and returns at once."""
         for each in wanted:
             if each not in self._made:
-                jitted, model = self._jitted[each.name]
+                made, model = self._programs[each.name]
                 arrays = self._arguments(each.name, each.size)
-                self._made[each] = compile_ahead(jitted, *arrays, **model, **dict(each.static))
+                self._made[each] = made.ahead(*arrays, **model, **dict(each.static))
 
     def expect_answer(
         self, start: int, end: int, new_tokens: int, slot: int, choice: Choice
@@ -169,9 +172,23 @@ class Programs:
                 wanted.append(Wanted.of(name))
         wanted = [each for each in wanted if each not in self._made]
         self.expect(wanted)
-        for nth, each in enumerate(wanted):
-            logger.info("compiled %d of %d programs", nth, len(wanted))
-            self._made[each].result()
+        try:
+            for nth, each in enumerate(wanted):
+                logger.info("compiled %d of %d programs", nth, len(wanted))
+                self._made[each].result()
+        except BaseException:
+            # whoever interrupts need not wait for those that have not begun
+            for each in wanted:
+                if self._made[each].cancel():
+                    del self._made[each]
+            raise
+
+    def made_from(self) -> tuple[Any, ...]:
+        """Returns all that programs depend on beside their arguments."""
+        return (
+            *(self._decoder, self._policy, self._spec, self._sizes),
+            *(self._knobs, self._layer_stats),
+        )
 
     @cached_property
     def _shapes(self) -> tuple[Slots, Reading]:

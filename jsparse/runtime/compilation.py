@@ -1,14 +1,17 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from threading import Lock
-from typing import Any
+from functools import cache, partial
+from threading import Lock, Thread, local
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from jsparse.folders import cache_folder
+from jsparse.runtime.stored import Store, settings
 
 # What a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a trip count or
 # a condition is computed on the device, the host would otherwise wait for it in the middle of a
@@ -23,19 +26,168 @@ COMPILER_OPTIONS = {
 COMPILERS = 4
 
 _traced = 0
+_store: Store | None = None
+# jax's settings in other threads, as they were when someone looked last
+_elsewhere: tuple[Any, ...] = ()
 _compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jsparse-compile")
 _tracing = Lock()
+# whether the thread's last program came from jax's cache
+_cached = local()
+
+
+class _Call(NamedTuple):
+    """Holds what a program is called with.
+
+    Attributes:
+        given: all arguments.
+        static: the static ones, by name.
+        args, kwargs: the others.
+        key: what tells the program that they need from others.
+        plain: whether jax's settings are the same in other threads, which may compile it then.
+        storable: whether, besides, the arguments lie where a stored program expects them, on the
+            default device.
+    """
+
+    given: inspect.BoundArguments
+    static: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Any
+    plain: bool
+    storable: bool
+
+
+class Program:
+    """Is a function compiled as jax.jit does, so that a GPU runs it without the host.
+
+    Another program cannot call it, but what it was made of: `inlined(it)`. Where programs are
+    stored (`keep_compilations`), one that an earlier process has stored is neither traced nor
+    compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        """Prepares a program; `options` are jax.jit's, with names where it takes numbers too."""
+        self.__wrapped__, self.__doc__ = function, function.__doc__
+        self._jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
+        self._options, self._signature = options, inspect.signature(function)
+        names = options.get("static_argnames", ())
+        self._static = {names} if isinstance(names, str) else set(names)
+        self._made: dict[Any, Future[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program."""
+        if _store is None:
+            return self._jitted(*args, **kwargs)
+        call = self._call(args, kwargs)
+        if not call.storable:
+            return self._jitted(*args, **kwargs)
+        return self._begin(call).result()(*call.args, **call.kwargs)
+
+    def ahead(self, *args: Any, **kwargs: Any) -> Future[Callable[..., Any]]:
+        """Begins to compile for these arguments, or shapes, and returns at once.
+
+        The result takes the arguments that are not static. Called with such, the program itself
+        does not compile again. Several compile side by side, but one is traced at a time, in the
+        order in which they were asked for: that is Python, of which threads do not make more.
+        """
+        return self._begin(self._call(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what `lower` of a jitted function does."""
+        return self._jitted.lower(*args, **kwargs)
+
+    def _cache_size(self) -> int:
+        return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        bound = self._signature.bind(*args, **kwargs)
+        static = {name: bound.arguments[name] for name in self._static & bound.arguments.keys()}
+        names = list(bound.arguments)[: len(bound.args)]
+        args = tuple(
+            x for name, x in zip(names, bound.args, strict=True) if name not in self._static
+        )
+        kwargs = {name: x for name, x in bound.kwargs.items() if name not in self._static}
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        shapes = tuple(map(_shape, leaves))
+        plain = _as_elsewhere()
+        key = tuple(sorted(static.items())), structure, shapes, _elsewhere
+        storable = plain and all(shape[-1] is None for shape in shapes)
+        return _Call(bound, static, args, kwargs, key, plain, storable)
+
+    def _begin(self, call: _Call) -> Future[Callable[..., Any]]:
+        made = self._made.get(call.key) if call.plain else None
+        if made is not None and not made.cancelled():
+            return made
+        if not call.plain:
+            made = Future()
+            made.set_result(self._compile(call))
+            return made
+        made = _compilers.submit(self._compile, call)
+        if _store is not None:
+            self._made[call.key] = made
+        return made
+
+    def _compile(self, call: _Call) -> Callable[..., Any]:
+        name = None
+        if _store is not None and call.storable:
+            form = (sorted(self._options.items()), COMPILER_OPTIONS)
+            name = _store.key(self.__wrapped__, (call.static, form), call.key[1:3])
+        if _store is not None and name is not None:
+            stored = _store.get(name, (call.args, call.kwargs))
+            if stored is not None:
+                note_trace()
+                return stored
+        with _tracing:
+            lowered = self.lower(*call.given.args, **call.given.kwargs)
+        _cached.hit = False
+        made = lowered.compile()
+        # what a CPU has from jax's cache cannot be stored: it no longer has its functions' code
+        lost = _cached.hit and jax.default_backend() == "cpu"
+        if _store is not None and name is not None and not lost:
+            _compilers.submit(_store.put, name, made)
+        return made
 
 
 def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compiles a function as jax.jit does, so that a GPU runs it without the host.
+    """Makes a Program of a function; used as a decorator, with jax.jit's options."""
+    return partial(Program, **options) if function is None else Program(function, **options)
 
-    Used as a decorator, with jax.jit's options. Another program cannot call it, but what it was
-    made of: `inlined(it)`.
+
+def _shape(x: Any) -> tuple[Any, ...]:
+    """Returns what a program is compiled for of an argument; last, where it lies if elsewhere."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.shape, x.dtype, False, x.sharding
+    known = jax.typeof(x)
+    place = x.sharding if isinstance(x, jax.Array) and x.sharding != _default_place() else None
+    return known.shape, known.dtype, known.weak_type, place
+
+
+def _note_hit(event: str, **_: Any) -> None:
+    _cached.hit = event == "/jax/compilation_cache/cache_hits" or getattr(_cached, "hit", False)
+
+
+jax.monitoring.register_event_listener(_note_hit)
+
+
+def _as_elsewhere() -> bool:
+    """Returns whether jax's settings, some of which are those of a thread, are the same in others.
+
+    They are not within `with jax.default_matmul_precision(…)` and its like.
     """
-    if function is None:
-        return partial(program, **options)
-    return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
+    global _elsewhere
+    here = settings()
+    if here != _elsewhere:
+        found = []
+        thread = Thread(target=lambda: found.append(settings()))
+        thread.start()
+        thread.join()
+        (_elsewhere,) = found
+    return here == _elsewhere
+
+
+@cache
+def _default_place() -> jax.sharding.Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def inlined(made: Any) -> Callable[..., Any]:
@@ -43,39 +195,29 @@ def inlined(made: Any) -> Callable[..., Any]:
     return made.__wrapped__
 
 
-def compile_ahead(jitted: Any, *args: Any, **kwargs: Any) -> Future[Callable[..., Any]]:
-    """Begins to compile a `program` for these arguments, or shapes, and returns at once.
-
-    The program itself is compiled for them then, too: called with such, it does not compile again.
-    Several compile side by side, but one is traced at a time, in the order in which they were asked
-    for: that is Python, of which threads do not make more.
-    """
-
-    def work() -> Callable[..., Any]:
-        with _tracing:
-            lowered = jitted.lower(*args, **kwargs)
-        return lowered.compile()
-
-    return _compilers.submit(work)
-
-
 def note_trace() -> None:
-    """Counts a program; to be called in its body, which runs when it is traced and never else."""
+    """Counts a program; to be called in its body, which runs when it is traced and never else.
+
+    A program that is read from disk counts too.
+    """
     global _traced
     _traced += 1
 
 
 def traces() -> int:
-    """Returns how many programs have called `note_trace` so far, each time they were traced."""
+    """Returns how many programs have been traced, or read from disk, so far."""
     return _traced
 
 
 def keep_compilations() -> None:
-    """Turns jax's persistent compilation cache on, unless the user has set it up already.
+    """Keeps programs for later processes, unless the user has set up jax's own cache already.
 
-    The cache lies in `cache_folder`, under jax.
+    Programs are stored in `cache_folder`, under programs; jax's compilation cache, for what is not
+    a program of ours, lies beside them, under jax.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    global _store
+    if jax.config.jax_compilation_cache_dir is not None or jax.config.jax_disable_jit:
         return
+    _store = Store(cache_folder() / "programs")
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -28,7 +28,7 @@ from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Policy, State, maintained, resolved, whole_number
 from jsparse.runtime import capacity, offloading, prefill
-from jsparse.runtime.compilation import compile_ahead, note_trace, program, traces
+from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -127,7 +127,7 @@ def first_tokens(
     return tokens, given, jax.tree.map(lambda x: x[None], result)
 
 
-first_logits = jax.jit(to_logits, static_argnames=("decoder",))
+first_logits = program(to_logits, static_argnames=("decoder",))
 
 
 @partial(jax.jit, static_argnames=("spec", "policy"))
@@ -322,8 +322,8 @@ class Session:
         carry = Carry(
             *(jnp.zeros(spec.batch, jnp.int32), cache, state, given, jnp.int32(1), recent)
         )
-        self._expected = compile_ahead(
-            *(decode_steps, self.params.decoder, policy, choose, self._count(1, limits), False),
+        self._expected = decode_steps.ahead(
+            *(self.params.decoder, policy, choose, self._count(1, limits), False),
             *(self.params.weights, Lent(constants(self.params, policy, report), knobs)),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry),
         )

@@ -155,7 +155,7 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
         events.append("start")
         return real(*arguments)
 
-    vars(watched)["lower"] = real.lower
+    vars(watched)["ahead"] = real.ahead
     monkeypatch.setattr(session, "decode_steps", watched)
     monkeypatch.setattr(generation, "Session", partial(Session, steps_per_program=8))
     jsparse.generate(

@@ -1,0 +1,165 @@
+"""Keeps compiled programs on disk, so that the next process neither traces nor compiles them.
+
+jax's own cache is looked up by a program's text. To have it, a process must trace and lower the
+program, which takes most of the time in which a server starts. Here a program is looked up by what
+the text is made from: the versions and options of everything that takes part, the device, the
+function and its static arguments, and the shapes of the others. A file also lists the modules of
+jsparse that were loaded when it was written: where the code of one is no longer the same, in memory
+or on disk, the program is made anew.
+"""
+
+import logging
+import os
+import pickle
+import platform
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jsparse.runtime import fingerprint
+
+logger = logging.getLogger("jsparse.programs")
+
+# Bytes that the files may take; those that were used longest ago make room.
+MOST_BYTES = 4 * 2**30
+# modules that load a library which programs of theirs call
+RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
+# what a process sets for itself, and what programs do not depend on
+UNRELATED = ("cache", "log", "traceback", "tracer", "mock", "timeout")
+
+
+class Store:
+    """Holds programs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Prepares a store; the folder is made when something is stored."""
+        self.folder = folder
+
+    def key(self, function: Callable[..., Any], static: Any, shapes: Any) -> str | None:
+        """Returns the name under which a program is stored, or None if it cannot be.
+
+        Args:
+            function: what is compiled.
+            static: its static arguments, and how it is compiled.
+            shapes: the structure and the shapes of its other arguments.
+        """
+        try:
+            return fingerprint.of(environment(), function, static, str(shapes))
+        except fingerprint.Unknown as unknown:
+            logger.debug("%s is not stored: nothing is known of %s", function, unknown)
+            return None
+
+    def get(self, key: str, arguments: Any) -> Callable[..., Any] | None:
+        """Returns the program stored under a name, or None; `arguments` have their structure."""
+        file = self.folder / key
+        try:
+            stored = pickle.loads(zlib.decompress(file.read_bytes()))
+            if not fingerprint.still_hold(stored["modules"]):
+                return None
+            for name in stored["runtimes"]:
+                import_module(name)
+            made = serialize_executable.deserialize_and_load(
+                stored["program"],
+                jax.tree.structure(arguments),
+                jax.tree.structure(stored["results"]),
+                execution_devices=jax.local_devices()[:1],
+            )
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            logger.warning("%s cannot be read, and is compiled anew: %r", file, error)
+            return None
+        with suppress(OSError):
+            os.utime(file)
+        return made
+
+    def put(self, key: str, made: Any) -> None:
+        """Stores a program."""
+        try:
+            program, _, results = serialize_executable.serialize(made)
+            stored = {
+                "modules": fingerprint.of_modules(),
+                "program": program,
+                "runtimes": [name for name in RUNTIMES if name in sys.modules],
+                # a structure has no text of its own: one of numbers has
+                "results": jax.tree.unflatten(results, range(results.num_leaves)),
+            }
+            data = zlib.compress(pickle.dumps(stored), 1)
+        except Exception as error:
+            # such as one that calls back to the host
+            logger.debug("a program is not stored: %r", error)
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(data)
+            Path(file.name).replace(self.folder / key)
+            self._make_room()
+        except OSError as error:
+            logger.warning("a program cannot be stored in %s: %s", self.folder, error)
+
+    def _make_room(self) -> None:
+        files = []
+        for entry in os.scandir(self.folder):
+            # another process, or thread, may have taken it away
+            with suppress(FileNotFoundError):
+                files.append((entry.stat(), entry.path))
+        files.sort(key=lambda file: file[0].st_mtime, reverse=True)
+        total = 0
+        for stat, path in files:
+            total += stat.st_size
+            if total > MOST_BYTES:
+                with suppress(OSError):
+                    os.unlink(path)
+
+
+def environment() -> tuple[Any, ...]:
+    """Returns all that a program depends on and that is not in its own code."""
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
+    }
+    return *_machine(), repr(settings()), repr(variables)
+
+
+def settings() -> tuple[Any, ...]:
+    """Returns jax's settings as this thread sees them."""
+    return tuple(getattr(jax.config, name) for name in _setting_names())
+
+
+@cache
+def _setting_names() -> list[str]:
+    names = [name for name in sorted(jax.config.values) if hasattr(jax.config, name)]
+    return [name for name in names if not any(word in name for word in UNRELATED)]
+
+
+@cache
+def _machine() -> tuple[str, ...]:
+    device = jax.local_devices()[0]
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    here = (sys.version, platform.machine(), device.platform, device.device_kind)
+    features = ""
+    if device.platform == "cpu":
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            features = next((line for line in lines if line.startswith("flags")), "")
+    return *versions, *here, str(device.client.platform_version), features
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,318 @@
+"""Tests programs on disk: they are found again, and never where anything has changed."""
+
+import subprocess
+import sys
+from functools import partial
+from threading import Semaphore
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from serving import bits, greedy, tiny_llm
+from tiny import random_prompts, tiny_params
+
+import jsparse
+from jsparse.policies.expressions import parse
+from jsparse.policy import dense
+from jsparse.runtime import compilation, fingerprint, prefill, session, stored
+from jsparse.runtime.compilation import Program
+from jsparse.runtime.stored import Store
+
+EXPRESSIONS = [
+    "dense()",
+    "quest(budget=64)",
+    "quest(budget=128)",
+    "keep(lychee_decode(gates='smollm2', value=64))",
+    "twilight(quest(budget=64), p=0.9)",
+    "hard_kv(budget=512)",
+    "lychee_cluster(budget=256)",
+    "offloaded(lfps(budget=0.5))",
+]
+TELL = f"""
+from jsparse.policies.expressions import parse
+from jsparse.runtime import fingerprint
+for expression in {EXPRESSIONS!r}:
+    print(fingerprint.of(parse(expression)))
+import jsparse.runtime.session
+print(fingerprint.of(sorted(fingerprint.of_modules().items())))
+"""
+
+
+class Watched(Store):
+    """Counts what it has stored and found."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.puts, self.asked, self.found = Semaphore(0), 0, 0
+
+    def put(self, key, made):
+        super().put(key, made)
+        self.puts.release()
+
+    def get(self, key, arguments):
+        found = super().get(key, arguments)
+        self.asked += 1
+        self.found += found is not None
+        return found
+
+    def settle(self, number):
+        """Waits until so many programs have been stored: that goes on beside them."""
+        for _ in range(number):
+            assert self.puts.acquire(timeout=60)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """Programs are stored in an empty folder, and jax's own cache is off."""
+    made = Watched(tmp_path / "programs")
+    monkeypatch.setattr(compilation, "_store", made)
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield made
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def test_fingerprints_are_those_of_other_processes_and_tell_policies_apart():
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", TELL],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PATH": "", "JAX_PLATFORMS": "cpu"},
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len(set(told[0])) == len(EXPRESSIONS) + 1
+    assert told[0][:-1] == [fingerprint.of(parse(expression)) for expression in EXPRESSIONS]
+
+
+def scaled(factor):
+    def scale(x):
+        return factor * x
+
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (0, False),
+        ("1", b"1"),
+        ((1, (2, 3)), ((1, 2), 3)),
+        ([1], (1,)),
+        ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+        (np.float32(1), np.float64(1)),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.arange(3), np.arange(3)[::-1]),
+        (jnp.float32, jnp.bfloat16),
+        (len, max),
+        (partial(max, 1), partial(max, 2)),
+    ],
+)
+def test_values_that_differ_have_different_fingerprints(one, other):
+    assert fingerprint.of(one) != fingerprint.of(other)
+    assert fingerprint.of(one) == fingerprint.of(one)
+
+
+def test_code_that_is_not_ours_has_no_fingerprint():
+    with pytest.raises(fingerprint.Unknown, match="test_stored"):
+        fingerprint.of(scaled(2))
+    with pytest.raises(fingerprint.Unknown):
+        fingerprint.of(dense()._replace(init=lambda spec: ()))
+    with pytest.raises(fingerprint.Unknown):
+        fingerprint.of(object())
+
+
+def test_functions_are_told_apart_by_what_they_close_over(monkeypatch):
+    monkeypatch.setattr(fingerprint, "KNOWN", fingerprint.KNOWN | {__name__})
+    assert fingerprint.of(scaled(2)) == fingerprint.of(scaled(2)) != fingerprint.of(scaled(3))
+
+
+def test_what_has_been_replaced_at_run_time_shows(monkeypatch):
+    modules = fingerprint.of_modules()
+    assert "jsparse.runtime.prefill" in modules
+    assert fingerprint.still_hold(modules)
+    changes = [
+        (prefill, "PLAIN_CHUNK", 64),
+        (prefill, "attend_chunk", scaled(2)),
+        (jsparse.LLM, "chat", scaled(2)),
+    ]
+    for where, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            if isinstance(where, type):
+                # a class is looked at again where its module has changed
+                fingerprint._looked.clear()
+            assert not fingerprint.still_hold(modules)
+        fingerprint._looked.clear()
+        assert fingerprint.still_hold(modules)
+
+
+def test_a_file_that_has_changed_shows_before_it_is_imported(tmp_path, monkeypatch):
+    package = ModuleType("pack")
+    package.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "pack", package)
+    monkeypatch.setattr(fingerprint, "PACKAGE", "pack")
+    file = tmp_path / "part.py"
+    file.write_text("A = 1\n")
+    modules = {"pack.part": ("code", fingerprint._of_file(file))}
+    assert fingerprint.still_hold(modules)
+    fingerprint._of_file.cache_clear()
+    file.write_text("A = 2\n")
+    assert not fingerprint.still_hold(modules)
+    file.unlink()
+    assert not fingerprint.still_hold(modules)
+
+
+def weigh(x, tree, *, times):
+    """Returns more than arrays: a named tuple within a dict."""
+    return {
+        "sum": times * x.sum(),
+        "call": compilation._Call(x, {}, (tree["a"],), {}, 0, True, True),
+    }
+
+
+@pytest.fixture
+def weighing(monkeypatch):
+    """Makes the program as each process makes it; its function is known."""
+    monkeypatch.setattr(fingerprint, "KNOWN", fingerprint.KNOWN | {__name__})
+    return lambda: Program(weigh, static_argnames="times", donate_argnames="x")
+
+
+def run(program, x=(0.0, 1.0, 2.0), times=2):
+    return program(jnp.array(x), {"a": jnp.ones(2)}, times=times)
+
+
+def test_the_next_process_neither_traces_nor_compiles(store, weighing, monkeypatch):
+    made = run(weighing())
+    store.settle(1)
+    again = weighing()
+    monkeypatch.setattr(again, "lower", None)
+    given = jnp.arange(3.0)
+    found = again(given, {"a": jnp.ones(2)}, times=2)
+    assert (store.asked, store.found) == (2, 1)
+    assert jax.tree.structure(found) == jax.tree.structure(made)
+    assert found["sum"] == made["sum"] == 6
+    np.testing.assert_array_equal(found["call"].given, [0, 1, 2])
+    assert given.is_deleted()  # donated
+    assert run(again)["sum"] == 6
+    assert store.asked == 2
+
+
+@pytest.mark.parametrize("change", [{"times": 3}, {"x": (1.0, 2.0)}, {"x": (1, 2, 3)}])
+def test_another_argument_is_another_program(store, weighing, change):
+    run(weighing())
+    store.settle(1)
+    run(weighing(), **change)
+    assert (store.asked, store.found) == (2, 0)
+
+
+def test_a_program_of_shapes_is_that_of_arrays(store, weighing):
+    made = weighing()
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (jnp.zeros(3), {"a": jnp.ones(2)})
+    )
+    ahead = made.ahead(*shapes, times=2).result()
+    assert ahead(jnp.arange(3.0), {"a": jnp.ones(2)})["sum"] == 6
+    assert run(made)["sum"] == 6
+    assert store.asked == 1
+
+
+def test_a_file_that_cannot_be_read_is_made_anew(store, weighing, caplog):
+    run(weighing())
+    store.settle(1)
+    (file,) = store.folder.iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:100], b"", stored.zlib.compress(b"other")):
+        file.write_bytes(damaged)
+        caplog.clear()
+        assert run(weighing())["sum"] == 6
+        store.settle(1)
+        assert "cannot be read, and is compiled anew" in caplog.text
+    assert store.found == 0
+    run(weighing())
+    assert store.found == 1
+
+
+def test_what_has_changed_since_is_made_anew(store, weighing, monkeypatch):
+    run(weighing())
+    store.settle(1)
+    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 64)
+    run(weighing())
+    assert store.found == 0
+
+
+def test_settings_of_a_thread_are_heeded(store, weighing):
+    """Programs are compiled by other threads, but not then."""
+    made = weighing()
+    run(made)
+    store.settle(1)
+    with jax.enable_x64(True):
+        assert run(made)["sum"].dtype == jnp.float64
+    assert (store.asked, store.found) == (1, 0)
+    assert run(made)["sum"].dtype == jnp.float32
+    # a setting of all threads makes another program
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "float32")
+    try:
+        run(made)
+        assert (store.asked, store.found) == (2, 0)
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    run(made)
+    assert store.asked == 2
+
+
+def test_what_cannot_be_stored_runs_all_the_same(store):
+    made = Program(weigh, static_argnames="times")
+    assert run(made)["sum"] == 6
+    assert store.asked == 0
+    assert not store.folder.exists()
+
+
+def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
+    store.folder.mkdir()
+    for nth, name in enumerate("abcd"):
+        (store.folder / name).write_bytes(bytes(100))
+        stored.os.utime(store.folder / name, (nth, nth))
+    monkeypatch.setattr(stored, "MOST_BYTES", 250)
+    store._make_room()
+    assert sorted(file.name for file in store.folder.iterdir()) == ["c", "d"]
+
+
+def test_an_engine_whose_programs_were_stored_gives_the_same_bits(store):
+    expression = "quest(budget=16)"
+    prompts = random_prompts((9, 21), seed=5)
+    first = tiny_llm(expression, params=tiny_params(num_layers=1))
+    expected = [bits(out) for out in first.generate(prompts, greedy(6))]
+    store.settle(first.engine.programs.compiled)
+    again = tiny_llm(expression, params=tiny_params(num_layers=1))
+    assert [bits(out) for out in again.generate(prompts, greedy(6))] == expected
+    assert store.found == again.engine.programs.compiled
+
+
+def test_answers_of_stored_programs_are_the_same(store):
+    params, prompts = tiny_params(num_layers=1), random_prompts((9, 21), seed=5)
+
+    def answer() -> list[list[int]]:
+        options: Any = {"max_new_tokens": 5, "seed": 3, "temperature": 0.8}
+        policy = "streaming(sink=1, recent=7)"
+        return [
+            out.token_ids for out in jsparse.generate(params, prompts, policy=policy, **options)
+        ]
+
+    first = answer()
+    store.settle(3)
+    for each in (prefill.prefill_chunk, session.first_tokens, session.decode_steps):
+        each._made.clear()
+    assert answer() == first
+    assert store.found == 3
