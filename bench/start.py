@@ -42,20 +42,13 @@ def main() -> None:
         "policy": given.policy,
         "starts": {},
     }
+    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "stored": [], "jax": []}
     with tempfile.TemporaryDirectory() as folder:
-        runs = {kind: [] for kind in ("cold", "stored", "jax")}
-        runs["cold"].append(child(given.policy, folder, own=True))
-        for _ in range(REPEATS):
-            runs["stored"].append(child(given.policy, folder, own=True))
-            runs["jax"].append(child(given.policy, folder, own=False))
-    report["device"] = runs["cold"][0].pop("device")
-    for kind, starts in runs.items():
-        for each in starts:
-            each.pop("device", None)
-        report["starts"][kind] = {
-            name: spread([each["seconds"][name] for each in starts]) for name in PHASES
-        } | {name: starts[-1][name] for name in ("programs", "traced", "tokens")}
-    write_report(given.json, report)
+        for kind in ("cold", *("stored", "jax") * REPEATS):
+            runs[kind].append(child(given.policy, folder, own=kind != "jax"))
+            report["device"] = runs[kind][-1]["device"]
+            report["starts"][kind] = summary(runs[kind])
+            write_report(given.json, report)
     print(f"{'':8}" + "".join(f"{name:>14}" for name in PHASES) + f"{'traced':>10}")
     for kind, row in report["starts"].items():
         seconds = "".join(f"{row[name]['median']:14.2f}" for name in PHASES)
@@ -63,6 +56,12 @@ def main() -> None:
     answers = {tuple(row["tokens"]) for row in report["starts"].values()}
     if len(answers) > 1:
         sys.exit(f"error: the starts answered differently: {answers}")
+
+
+def summary(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the starts of one kind took, and what the last of them did."""
+    seconds = {name: spread([each["seconds"][name] for each in starts]) for name in PHASES}
+    return seconds | {name: starts[-1][name] for name in ("programs", "traced", "tokens")}
 
 
 def child(policy: str, folder: str, *, own: bool) -> dict[str, Any]:
