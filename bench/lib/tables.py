@@ -20,7 +20,7 @@ class Table:
     Attributes:
         name: the folder of its files in bench/results.
         shows: what it shows, in one sentence.
-        machine: h200 (NVIDIA H200) or cpu (two cores of an AMD EPYC).
+        machine: h200 or h100 (NVIDIA H200, H100) or cpu (two cores of an AMD EPYC).
         files: its files; a script writes the first, and the plots with it.
         page: the page that shows it.
         script: the module that makes it; "" if it cannot be run again.
