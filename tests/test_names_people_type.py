@@ -178,6 +178,12 @@ def test_the_bar_is_shown_on_a_terminal_alone(llm, capsys):
     assert "2/3" in shown[0]
     assert "tokens/s" in shown[0]
     assert not shown[1].strip()
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, force_jupyter=False)
+    with progress(True, 3, console, doing=lambda: "compiling") as answered:
+        answered(10)
+    assert "compiling" in file.getvalue()
+    assert "tokens/s" not in file.getvalue()
     llm.generate(TEXTS[1], SamplingParams(max_tokens=2))
     assert capsys.readouterr() == ("", "")
 

@@ -213,7 +213,10 @@ class LLM:
         asked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
         for request in asked:
             self.engine.check(request)
-        with progress(use_tqdm, len(asked)) as bar:
+        programs = self.engine.programs
+        with progress(
+            use_tqdm, len(asked), doing=lambda: "compiling" if programs.compiling else ""
+        ) as bar:
             return self._run(asked, texts, on_output, bar)
 
     def _run(

@@ -114,6 +114,11 @@ class Programs:
         """The number of programs that have been compiled."""
         return sum(job.done() for job in list(self._made.values()))
 
+    @property
+    def compiling(self) -> bool:
+        """Whether any is being compiled, or read from disk."""
+        return self.compiled < len(self._made)
+
     def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
         wanted = Wanted.of(name, size, **static)

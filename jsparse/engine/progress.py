@@ -6,15 +6,38 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 # takes the number of tokens of an answer that is finished
 OnAnswer = Callable[[int], None]
 
 
+class _Speed(ProgressColumn):
+    """Shows what is being done where that is not answering, and the speed otherwise."""
+
+    def __init__(self, doing: Callable[[], str]) -> None:
+        super().__init__()
+        self._doing = doing
+
+    def render(self, task: Task) -> Text:
+        return Text(self._doing() or task.fields["speed"])
+
+
 @contextmanager
 def progress(
-    wanted: bool | Callable[..., Any], total: int, console: Console | None = None
+    wanted: bool | Callable[..., Any],
+    total: int,
+    console: Console | None = None,
+    doing: Callable[[], str] = lambda: "",
 ) -> Iterator[OnAnswer]:
     """Shows a bar while the body runs, and yields what moves it.
 
@@ -23,6 +46,8 @@ def progress(
             makes one, as `tqdm.tqdm` does.
         total: the number of prompts.
         console: where it is shown; None is standard error.
+        doing: says what takes the time now, where it is not answering; the bar asks it again and
+            again, and shows that in place of the speed.
 
     Raises:
         ValueError: `wanted` is neither a bool nor callable.
@@ -39,7 +64,7 @@ def progress(
     console = Console(stderr=True) if console is None else console
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[speed]}"), TimeRemainingColumn()),
+        *(_Speed(doing), TimeRemainingColumn()),
     )
     shown = wanted and (console.is_terminal or console.is_jupyter)
     with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
