@@ -36,7 +36,7 @@ MOST_BYTES = 4 * 2**30
 RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
 # what a process sets for itself, and what programs do not depend on
-UNRELATED = ("cache", "log", "traceback", "tracer", "mock", "timeout")
+UNRELATED = ("cache", "_log_", "logging", "traceback", "tracer", "mock", "timeout")
 
 
 class Store:
