@@ -42,6 +42,7 @@ def an_engine(policy="twilight(all_pages(), p=0.9)", **options) -> jsparse.Async
     """An engine of four slots over the tiny model."""
     given = {
         "max_num_seqs": 4,
+        "decode_rows": [4],
         "max_model_len": 96,
         "kv_cache_tokens": 384,
         "page_size": PAGE,

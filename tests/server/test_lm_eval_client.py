@@ -10,9 +10,15 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion
 
 
-def test_the_harness_chats():
+@pytest.fixture(scope="module")
+def engine():
+    """Compiles all programs as shared ones, since CI runs this file apart from its neighbours."""
+    return an_engine(prepare=True)
+
+
+def test_the_harness_chats(engine):
     service, asked = a_service(), ("w1 w2", "w3", "w4 w5 w6", "w7")
-    with serving(service, an_engine()) as url:
+    with serving(service, engine) as url:
         path = f"{url}/v1/chat/completions"
         model = LocalChatCompletion(
             base_url=path, model="tiny", num_concurrent=2, max_retries=1, tokenizer_backend=None
