@@ -86,6 +86,7 @@ TASKS = (
     "fwe",
 )
 ANSWERED_WHEN_LONG = TASKS[:4]
+AGAIN = 14  # the layer of SmolLM2 that picks again, by bench.layer_overlap
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATES = (
     "hard_kuma",
@@ -114,7 +115,8 @@ def lychee(gates: Path) -> tuple[str, ...]:
         *(f"lychee_decode({file!r}, value=512)" for file in files),
         *(f"lychee_decode({files[0]!r}, {way})" for way in ways),
         *(f"duo_attention({file!r}, sink=64, recent=448)" for file in (files[0], files[2])),
-        *("tidal(budget=512)", "tidal(budget=512, sink=0, recent=0)"),
+        *(f"tidal(budget=512{more})" for more in ("", ", sink=0, recent=0")),
+        *(f"tidal(budget=512, again={AGAIN}{more})" for more in ("", ", correct_every=32")),
         _behind_two("quest(budget=1024)"),
     )
 
@@ -135,7 +137,7 @@ def defaults(gates: Path) -> tuple[str, ...]:
     )
     return (
         *map(_behind_two, behind_two),
-        *(f"tidal(budget=2048{more})" for more in ("", ", sink=0, recent=0")),
+        *(f"tidal(budget=2048{more})" for more in ("", f", again={AGAIN}", ", sink=0, recent=0")),
         *(f"{picked}{more})" for more in ("", ", sink=0, recent=0")),
         "oracle_top_k(budget=1024)",
         "oracle_top_p(p=0.95)",

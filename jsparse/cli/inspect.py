@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
@@ -36,6 +37,10 @@ def inspect(
     html: Annotated[
         Path | None, Option(help="File to write a page to, for a browser; it needs no network.")
     ] = None,
+    overlap: Annotated[
+        int | None,
+        Option(help="Also show which share of so many heaviest tokens a head and the next share."),
+    ] = None,
     page_size: Annotated[int, Option(help="Tokens per page of the cache: 8, 16, 32 or 64.")] = 16,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
@@ -58,12 +63,15 @@ def inspect(
             raise ValueError(f"layer={layer}: must be from 0 to {layers - 1}, the model's last")
         options: dict[str, Any] = {"step": step, "page_size": page_size}
         shown = inspect_step(params, chosen, text, on_progress=bars.prefill, **options)
+        shares = None if overlap is None else shown.overlap(overlap)
     finally:
         bars.close()
     if html is not None:
         html.write_text(page(shown), encoding="utf-8")
         print_wrote(html)
     show(shown, layer)
+    if shares is not None and overlap is not None:
+        show_overlap(shares, overlap)
 
 
 def show(shown: "Inspected", layer: int | None) -> None:
@@ -95,6 +103,26 @@ def show(shown: "Inspected", layer: int | None) -> None:
     console.print(f"share of tokens attended: {SHADES[0]!r} 0, ░ to 25%, ▒ 50%, ▓ 75%, █ 100%")
     if layer is not None:
         _show_text(console, shown, layer)
+
+
+def show_overlap(shares: np.ndarray, count: int) -> None:
+    """Prints the shares of Inspected.overlap, a row per pair of layers and a column per KV head."""
+    table = Table(
+        "layers",
+        *(f"head {head}" for head in range(shares.shape[1])),
+        "mean",
+        box=None,
+        pad_edge=False,
+    )
+    for nth, row in enumerate(shares):
+        cells = ("dense" if np.isnan(share) else f"{share:.0%}" for share in (*row, row.mean()))
+        table.add_row(f"{nth}-{nth + 1}", *cells)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(
+        f"\nof a head's {count} heaviest tokens, the share that are the next layer's too",
+        style="bold",
+    )
+    console.print(table)
 
 
 def _show_text(console: Console, shown: "Inspected", layer: int) -> None:

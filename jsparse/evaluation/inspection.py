@@ -70,6 +70,29 @@ class Inspected(NamedTuple):
         total = weights.sum()
         return float((weights * self.attended[layers]).sum() / total) if total else 1.0
 
+    def overlap(self, count: int) -> Float32[np.ndarray, "pairs K"]:
+        """Returns the share of each head's `count` heaviest tokens that the next layer shares.
+
+        Row l compares a head of layer l with the head of the same index in layer l + 1, by dense
+        attention's weights; it is NaN where one of the two fell back. Source: LycheeDecode
+        (arXiv:2602.04541), Figures 2 and 11 to 14.
+
+        Raises:
+            ValueError: the step had fewer tokens than `count`.
+        """
+        whole_number("overlap", count, 1)
+        if count > len(self.tokens):
+            raise ValueError(
+                f"overlap={count}: must be at most {len(self.tokens)}, the number of tokens"
+            )
+        heaviest = np.argsort(-self.weights, axis=-1, kind="stable")[..., :count]
+        marks = np.zeros(self.weights.shape, np.bool_)
+        np.put_along_axis(marks, heaviest, True, axis=-1)
+        shares = (marks[:-1] & marks[1:]).sum(-1, dtype=np.float32) / count
+        fell_back = np.isin(np.arange(len(marks)), self.fell_back)
+        shares[fell_back[:-1] | fell_back[1:]] = np.nan
+        return shares
+
     @property
     def told(self) -> str:
         """Returns the step's shares in words."""

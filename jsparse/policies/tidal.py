@@ -22,19 +22,32 @@ from jsparse.selection import Selection, everything
 
 @builder
 def tidal(
-    budget: int = 1024, first: int = 2, again: int = 13, sink: int = 4, recent: int = 64
+    budget: int = 1024,
+    first: int = 2,
+    again: int = 13,
+    sink: int = 4,
+    recent: int = 64,
+    correct_every: int = 0,
 ) -> Policy:
     """Attend to the `budget` tokens that layer `first`, and later `again`, weighs most.
 
-    Layers up to `first` and layer `again` are dense. The defaults are the paper's for models of 32
-    layers; a model without layer `again` picks once. All heads of a row must hold the same number
-    of tokens.
+    All heads of a row must hold the same number of tokens.
 
-    The first `sink` and the last `recent` tokens are among the `budget`, whatever they weigh; where
-    they are more than it, the heaviest of them take all of it. 0 and 0 are the paper's.
+    Args:
+        budget: the number of tokens that are picked.
+        first: the first layer that picks; it and the layers before it are dense.
+        again: the layer that is dense and picks anew, for all layers behind it; a model without it
+            picks once. The paper chooses it for each model, and 13 for one of 32 layers
+            (`bench.layer_overlap` shows how, by weight instead of by needles).
+        sink: the number of first tokens that are among the `budget`, whatever they weigh.
+        recent: the same of the last tokens; where both are more than the budget, the heaviest of
+            them take all of it. 0 and 0 are the paper's.
+        correct_every: the number of new tokens after which K and V of the newest tokens are
+            recomputed densely; 0 is never. Table 2 of LycheeDecode compares with 32.
     """
     whole_number("budget", budget, 1)
-    for name, value in (("first", first), ("again", again), ("sink", sink), ("recent", recent)):
+    counts = {"first": first, "again": again, "sink": sink, "recent": recent}
+    for name, value in (counts | {"correct_every": correct_every}).items():
         whole_number(name, value, 0)
 
     def picks(layer: int) -> bool:
@@ -79,5 +92,11 @@ def tidal(
         return "token_logits" if picks(layer) else None
 
     return Policy(
-        select, init=init, update=update, stats=stats, shares="pages", dense_at={"budget": 2**30}
+        select,
+        init=init,
+        update=update,
+        stats=stats,
+        correct_every=correct_every,
+        shares="pages",
+        dense_at={"budget": 2**30},
     )

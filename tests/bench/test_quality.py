@@ -49,7 +49,7 @@ def test_lychee_compares_all_gates_and_names_them_as_given(gates):
     assert Counter(name.partition("(")[0] for name in names) == {
         "lychee_decode": 7 + 3 + 3 + 3 + 3 + 3 + 2,
         "duo_attention": 2,
-        "tidal": 2,
+        "tidal": 4,
         "dense_layers": 1,
     }
 

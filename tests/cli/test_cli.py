@@ -509,9 +509,10 @@ def test_inspect_prints_a_map_and_writes_a_page(tmp_path):
     assert "streaming(sink=1, recent=1)" in shown.stdout
     assert "layers by position" in shown.stdout
     assert file.read_text().startswith("<!doctype html>")
-    by_head = printed("inspect", "the cat", *given, "--layer", "0")
+    by_head = printed("inspect", "the cat", *given, "--layer", "0", "--overlap", "2")
     assert "heads of layer 0 by position" in by_head.stdout
     assert "text:" in by_head.stdout
+    assert "of a head's 2 heaviest tokens" in by_head.stdout and "0-1" in by_head.stdout
 
 
 def test_inspect_writes_its_page_before_a_pipe_can_close(tmp_path, monkeypatch):
@@ -532,6 +533,7 @@ def test_inspect_writes_its_page_before_a_pipe_can_close(tmp_path, monkeypatch):
     [
         (["the cat", "--layer", "99"], "layer=99: must be from 0 to"),
         (["the cat", "--step", "0"], "step=0: must be"),
+        (["the cat", "--overlap", "99"], "overlap=99: must be at most"),
         ([], "PROMPT or --file: must give exactly one of them"),
     ],
 )

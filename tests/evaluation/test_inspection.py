@@ -65,6 +65,25 @@ def test_weights_are_dense_attention_s():
     assert best.covered == pytest.approx((best.weights * best.attended).sum() / 4)
 
 
+def test_overlap_compares_a_head_with_the_one_below_it():
+    weights = np.array(  # three layers of two heads
+        [
+            [[0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]],
+            [[0.3, 0.4, 0.1, 0.2], [0.1, 0.2, 0.4, 0.3]],
+            [[0.1, 0.4, 0.3, 0.2], [0.1, 0.2, 0.4, 0.3]],
+        ],
+        np.float32,
+    )
+    shown = inspected(WINDOW)._replace(tokens=list("abcd"), weights=weights, fell_back=())
+    np.testing.assert_array_equal(shown.overlap(2), [[1, 0], [0.5, 1]])
+    np.testing.assert_array_equal(shown.overlap(4), np.ones((2, 2)))
+    shares = shown._replace(fell_back=(2,)).overlap(1)
+    np.testing.assert_array_equal(shares, [[0, 0], [np.nan, np.nan]])
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=f"overlap={count}: must be"):
+            shown.overlap(count)
+
+
 @pytest.mark.slow
 def test_tokens_that_a_policy_has_dropped_have_no_weight():
     shown = inspected("snapkv(budget=12, window=4)", step=2)

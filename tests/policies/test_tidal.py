@@ -87,7 +87,15 @@ def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"budget": 0}, {"first": -1}, {"again": 2.0}, {"sink": -1}, {"recent": 1.5}]
+    "wrong",
+    [
+        {"budget": 0},
+        {"first": -1},
+        {"again": 2.0},
+        {"sink": -1},
+        {"recent": 1.5},
+        {"correct_every": -1},
+    ],
 )
 def test_wrong_hyper_parameters_are_refused(wrong):
     ((name, value),) = wrong.items()
