@@ -65,7 +65,13 @@ def results(steps: Sequence[Inspected], budget: int) -> dict[str, Any]:
     shares = np.mean([covered(step.weights, budget, FIRST) for step in steps], axis=0)
     return {
         "overlap": [
-            {"heaviest": count, "mean": float(of.mean()), "by_layer_and_head": of.tolist()}
+            {
+                "heaviest": count,
+                "mean": float(of.mean()),
+                "least": float(of.min()),
+                "most": float(of.max()),
+                "by_layer_and_head": of.tolist(),
+            }
             for count, of in overlaps.items()
         ],
         "covered": [
@@ -78,8 +84,7 @@ def tables_of(found: Mapping[str, Any]) -> list[Table]:
     """Returns the table of overlaps and that of the layers that pick again, best first."""
     near = Table("heaviest tokens", "mean overlap", "least of a head", "most of a head")
     for row in found["overlap"]:
-        of = np.array(row["by_layer_and_head"])
-        near.add_row(str(row["heaviest"]), *(f"{x:.1%}" for x in (row["mean"], of.min(), of.max())))
+        near.add_row(str(row["heaviest"]), *(f"{row[x]:.1%}" for x in ("mean", "least", "most")))
     again = Table("picks again", "weight covered")
     for row in sorted(found["covered"], key=lambda row: -row["covered"]):
         name = "never" if row["again"] == FIRST else f"layer {row['again']}"

@@ -35,7 +35,7 @@ def test_covered_is_what_a_model_that_follows_the_layers_finds():
 
 def test_tables_name_the_best_layer_first():
     found = {
-        "overlap": [{"heaviest": 4, "mean": 0.5, "by_layer_and_head": [[0.25, 0.75]]}],
+        "overlap": [{"heaviest": 4, "mean": 0.5, "least": 0.25, "most": 0.75}],
         "covered": [{"again": 2, "covered": 0.5}, {"again": 3, "covered": 0.75}],
     }
     near, again = tables_of(found)
