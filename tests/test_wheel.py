@@ -158,6 +158,7 @@ def test_every_source_file_is_in_it(wheel):
         "jsparse/py.typed",
         "jsparse/__init__.pyi",
         "jsparse/policies/gates/smollm2.safetensors",
+        "jsparse/policies/gates/smollm2_direct.safetensors",
         *(f"jsparse/server/page/{name}" for name in ("index.html", "page.js", "style.css")),
     }
     assert data | {"jsparse/evaluation/texts/shakespeare_1911.txt"} <= set(
