@@ -44,6 +44,7 @@ from jsparse.selection import everything
 BATCHES, CONTEXTS = (1, 8, 32, 64), (10240, 30720, 131072)
 BREAK_EVEN = (
     (1, 2048),
+    (1, 65536),
     (8, 2048),
     (8, 4096),
     (32, 1024),

@@ -19,9 +19,8 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "docs" / "papers"
 CLAIMS = tomllib.loads((PAPERS / "claims.toml").read_text("utf-8"))
-MEASURED = re.compile(
-    r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= (?:%|times|µs|ms|GB|tokens/s))|(?<![\w.])\d+\.\d+"
-)
+UNITS = "%|times|µs|ms|GB|tokens/s"
+MEASURED = re.compile(rf"(?<![\w.-])(?:\d[\d,]*(?:\.\d+)?(?= (?:{UNITS}))|\d+\.\d+(?!\w))")
 
 
 @cache

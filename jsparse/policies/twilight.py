@@ -41,10 +41,10 @@ from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
-# Bytes of a layer's K and V, all rows together: 44,000 tokens of 8 KV heads, 128 channels, 16 bits.
+# Bytes of a layer's K and V, all rows together: 58,600 tokens of 8 KV heads, 128 channels, 16 bits.
 # In that shape, over a Quest that takes a quarter of the context, Twilight was measured to break
-# even at 46,000 tokens in one row, 43,000 in 8 rows together, 58,000 in 64 (bench.twilight_speed).
-BREAK_EVEN_BYTES = 180e6
+# even at 57,000 tokens in one row and 61,000 in 8 rows together (bench.twilight_speed).
+BREAK_EVEN_BYTES = 240e6
 
 
 @builder

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.offloaded import STEPS, line, main
+from bench.offloaded import asked, line, main
 
 
 def run(monkeypatch, *arguments):
@@ -15,14 +15,18 @@ def run(monkeypatch, *arguments):
 @pytest.mark.slow
 def test_a_tiny_run_has_a_line_for_each_step(monkeypatch, capsys, tmp_path):
     names = ["lfps, fetched ahead", "copy K and V", "copy K, exact top-k", "dense, device"]
+    names += ["quest, a quarter", "twilight"]
     path = tmp_path / "report.json"
     run(monkeypatch, "steps", "--context", "4096", "--only", *names, "--json", str(path))
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [text[:28].strip() for text in lines] == names
     rows = json.loads(path.read_text())["results"][1:]
     assert all(row["seconds"]["median"] > 0 for row in rows)
-    assert [row["policy"] for row in rows] == [STEPS[name] for name in names]
-    assert rows[0]["read_fraction"] == pytest.approx(0.02, abs=2e-3)
+    assert [row["policy"] for row in rows] == [asked(name, 4096) for name in names]
+    lfps, *_, quest, twilight = (row.get("read_fraction") for row in rows)
+    assert lfps == pytest.approx(0.02, abs=2e-3)
+    assert quest == pytest.approx(0.25, abs=2e-3)
+    assert 0 < twilight < quest
 
 
 @pytest.mark.slow

@@ -196,9 +196,9 @@ def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape()
         pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
         return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
 
-    assert 36_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 48_000  # what was measured
+    assert 57_000 <= tokens(1, 8, 128, jnp.bfloat16) <= 61_000  # what was measured
     assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
-    assert tokens(1, 2, 64, jnp.float32) == 180e6 // (2 * 2 * 64 * 4)
+    assert tokens(1, 2, 64, jnp.float32) == 240e6 // (2 * 2 * 64 * 4)
 
 
 @pytest.mark.slow
