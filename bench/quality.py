@@ -16,6 +16,8 @@ unless others are named:
     eviction_ablation   hard_kv at 12.5 %: every metric, budget rule, with and without merging
     second_turn  the same policies at 25 %, where the question comes only after the context was
                  compressed
+    every_method   every method at a quarter of the length, evicting or selecting, on the real texts
+                 of `bench.real_text` (--files, --text)
     lfps         LFPS, exact and with the paper's rule, next to an oracle, Quest and StreamingLLM
     lychee_cluster   LycheeCluster at three budgets, next to Quest, ClusterKV, ArkVale, LFPS,
                  StreamingLLM and oracles that attend to as many tokens, and one argument of it
@@ -87,7 +89,9 @@ TASKS = (
 )
 ANSWERED_WHEN_LONG = TASKS[:4]
 AGAIN = 14  # the layer of SmolLM2 that picks again, by bench.layer_overlap
+TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
+GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 GATES = (
     "hard_kuma",
     "hard_concrete",
@@ -256,6 +260,40 @@ def lychee_cluster(length: int) -> tuple[str, ...]:
     return tuple(map(_behind_two, (*at_budgets, *ablations)))
 
 
+def every_method(gates: Path, length: int) -> tuple[str, ...]:
+    """Returns every method such that heads read a quarter of the length on average.
+
+    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and so
+    have less in the others. What Twilight reads follows from p.
+    """
+    budget = length // 4
+    in_layers, in_heads = (
+        16 * round(length * (0.25 - dense) / (1 - dense) / 16)
+        for dense in (TIDAL_DENSE, DUO_RETRIEVAL)
+    )
+    return (
+        f"streaming(sink=4, recent={budget - 4})",
+        f"oracle_top_k(budget={budget})",
+        f"quest(budget={budget})",
+        f"quest(budget={budget}, slack=1.0, group='max')",
+        f"double_sparsity(budget={budget})",
+        f"tidal(budget={in_layers}, again={AGAIN})",
+        *(f"lychee_decode({str(gates / name)!r}, value={in_heads})" for name in GATE_FILES),
+        f"duo_attention({str(gates / GATE_FILES[1])!r}, sink=4, recent={in_heads - 4})",
+        f"lfps(budget={budget / length:.5f})",
+        f"lfps(budget={budget / length:.5f}, exact=True)",
+        f"lychee_cluster(budget={budget})",
+        f"cluster_kv(budget={budget})",
+        f"arkvale(budget={budget})",
+        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
+        hard_kv(budget),
+        hard_kv(budget, ", window=8, metric='snapkv'"),
+        f"twilight(quest(budget={length // 2}), p=0.95)",
+        "twilight(all_pages(), p=0.9)",
+        "twilight(all_pages(), p=0.95)",
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -286,6 +324,11 @@ SETS = {
         lambda _, length: lychee_cluster(length),
         ("kl", "ppl", "passkey", "niah_single_1", "json_retrieval"),
         LONG,
+    ),
+    "every_method": Set(
+        every_method,
+        ("kl", "passkey", "longbench_lcc", "niah_single_2", "niah_multikey_1"),
+        (4096,),
     ),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
@@ -357,6 +400,12 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
             str(args.batch),
             "--steps",
             str(args.steps),
+            *(
+                word
+                for name in ("files", "text")
+                if (path_of := getattr(args, name)) is not None
+                for word in (f"--{name}", str(path_of))
+            ),
             *["--resume"] * args.resume,
             *["--yardstick"] * args.yardstick,
         ]
@@ -435,6 +484,8 @@ def main() -> None:
         "since the report names it (default bench/gates)",
     )
     parser.add_argument("--tasks", nargs="+", help="instead of the set's")
+    parser.add_argument("--files", type=Path, help="as in `jsparse eval`")
+    parser.add_argument("--text", type=Path, help="as in `jsparse eval`")
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of the set's")
     parser.add_argument("--samples", type=int, default=100, help="samples per task (default 100)")
     parser.add_argument("--batch", type=int, default=50, help="samples per batch (default 50)")

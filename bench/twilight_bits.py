@@ -139,7 +139,7 @@ def main() -> None:
     own = [recorded(params, tokens[start : start + args.length]) for start in starts]
     foreign = from_file(QWEN)
     half = foreign.keys.shape[-1] // 2
-    of_foreign = np.float32(QWEN_THETA ** -(np.arange(half) / half))
+    of_foreign = (QWEN_THETA ** -(np.arange(half) / half)).astype(np.float32)
     rows = [
         {"model": model} | row
         for model, sources, frequencies in (

@@ -1,0 +1,160 @@
+"""Makes long real texts, and tasks in the form of LongBench and RULER, of what is installed here.
+
+Nothing is downloaded. Modules of Python's standard library are code, the licences of installed
+packages are prose. The folder then serves `jsparse eval --files` and `--text`:
+
+    N/lcc.jsonl             LongBench's task lcc, for prompts of N tokens: a module's next line.
+                            Lines are taken that repeat a name which stands before them, though not
+                            within the last FAR characters; nothing of the prompt is cut.
+    PaulGrahamEssays.json   licences, under the name that RULER's tasks look for: haystacks for
+                            niah_single_2, niah_multikey_1 and others
+    code.txt, prose.txt     modules and licences one after the other, for kl, ppl and attention
+
+    python -m bench.real_text --out build/real_text
+    jsparse eval --files build/real_text/1984 --tasks longbench_lcc --lengths 2048 …
+    jsparse eval --files build/real_text --tasks niah_single_2 --lengths 2048,4096 …
+    jsparse eval --text build/real_text/code.txt --tasks kl --lengths 4096 …
+"""
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+import re
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LENGTHS = (1984, 4032)  # tokens of a prompt, which with the answer stay below 2K and 4K
+CHARACTERS = 2.6  # per token of code, fewer than any model here has
+FAR = 2000  # characters between a line and what it repeats
+SAMPLES = 100  # of each length
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{7,}")
+WANTED = range(20, 81)  # characters of a line that is asked for
+LEAST_LICENCE = 5000  # characters
+
+
+class Line(NamedTuple):
+    """A line of a module that repeats a name from far before.
+
+    Attributes:
+        first: where the text before it begins, a whole line too.
+        start: where the line begins.
+        text: the line without its end.
+    """
+
+    first: int
+    start: int
+    text: str
+
+
+def modules() -> list[tuple[str, str]]:
+    """Returns the names and texts of the standard library's modules, no packages, in order."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [(path.name, path.read_text("utf-8")) for path in sorted(folder.glob("*.py"))]
+
+
+def licences() -> list[str]:
+    """Returns the long licences of installed packages, each text once, longest first."""
+    found = {
+        path.read_text("utf-8", "replace")
+        for distribution in distributions()
+        for file in distribution.files or ()
+        if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING", "NOTICE"))
+        for path in [Path(str(distribution.locate_file(file)))]
+        if path.is_file()
+    }
+    return sorted(
+        (text for text in found if len(text) >= LEAST_LICENCE), key=lambda x: (-len(x), x)
+    )
+
+
+def repeating(text: str, before: int) -> Iterator[Line]:
+    """Yields the lines that repeat a name from between `before` and FAR characters before them."""
+    start = 0
+    for whole in text.splitlines(keepends=True):
+        line, stripped = whole.rstrip("\n"), whole.strip()
+        if start >= before and len(stripped) in WANTED and not stripped.startswith("#"):
+            first = 0 if start == before else text.index("\n", start - before - 1) + 1
+            far, near = text[first : start - FAR], text[start - FAR : start]
+            if any(re.search(rf"\b{x}\b", far) and x not in near for x in NAME.findall(line)):
+                yield Line(first, start, line)
+        start += len(whole)
+
+
+def next_lines(length: int, count: int) -> list[dict[str, Any]]:
+    """Returns rows of LongBench's form, whose prompts have up to `length` tokens.
+
+    A module gives one row, and more only where there are not enough modules.
+    """
+    before, rows = int(length * CHARACTERS), []
+    rng = random.Random(length)
+    drawn = [
+        (name, text, rng.sample(lines, len(lines)))
+        for name, text in modules()
+        if (lines := list(repeating(text, before)))
+    ]
+    for nth in range(max((len(lines) for *_, lines in drawn), default=0)):
+        for name, text, lines in rng.sample(drawn, len(drawn)):
+            if nth < len(lines) and len(rows) < count:
+                first, start, line = lines[nth]
+                rows.append(
+                    {
+                        "context": text[first:start],
+                        "input": "",
+                        "answers": [line],
+                        "all_classes": None,
+                        "length": length,
+                        "_id": f"{name}:{text[:start].count(chr(10)) + 1}",
+                    }
+                )
+    return rows
+
+
+def write(folder: Path, lengths: tuple[int, ...], samples: int) -> dict[str, Any]:
+    """Writes the files, and returns what they are made of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prose, code = "\n\n".join(licences()), "\n\n".join(text for _, text in modules())
+    files = {"code.txt": code, "prose.txt": prose}
+    files["PaulGrahamEssays.json"] = json.dumps({"text": prose})
+    for length in lengths:
+        rows = [json.dumps(row) for row in next_lines(length, samples)]
+        (folder / str(length)).mkdir(exist_ok=True)
+        files[f"{length}/lcc.jsonl"] = "\n".join(rows) + "\n"
+    for name, text in files.items():
+        (folder / name).write_text(text, "utf-8")
+    return {
+        "python": platform.python_version(),
+        "modules": len(modules()),
+        "licences": len(licences()),
+        "files": {
+            name: {
+                "characters": len(text),
+                "lines": text.count("\n"),
+                "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            }
+            for name, text in files.items()
+        },
+    }
+
+
+def main() -> None:
+    """Writes the folder and prints what is in it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.real_text", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of prompts")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="lines of each length")
+    args = parser.parse_args()
+    if args.samples < 1 or min(args.lengths) * CHARACTERS <= FAR:
+        parser.error(f"--samples must be at least 1, --lengths above {FAR / CHARACTERS:.0f}")
+    made = write(args.out, tuple(args.lengths), args.samples)
+    (args.out / "sources.json").write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+    for name, of in made["files"].items():
+        print(f"{name:24} {of['characters']:9,} characters, {of['lines']:7,} lines")
+
+
+if __name__ == "__main__":
+    main()
