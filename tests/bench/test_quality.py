@@ -1,5 +1,6 @@
 """Tests bench.quality: its sets name policies, and reports of several lengths are joined."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -132,6 +133,39 @@ def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):
         with pytest.raises(SystemExit):
             main()
     assert asked == ["512", "32", "64"]
+
+
+def test_texts_and_files_reach_the_command(monkeypatch, tmp_path):
+    asked = []
+
+    def record(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(quality.subprocess, "run", record)
+    given = ["--files", "some/folder", "--text", "a.txt", "--policy", "snapkv()", "--tasks", "kl"]
+    path = str(tmp_path / "report.json")
+    monkeypatch.setattr(sys, "argv", ["quality", "--json", path, "--lengths", "1024", *given])
+    with pytest.raises(SystemExit):
+        main()
+    (command,) = asked
+    assert command[command.index("--files") + 1] == "some/folder"
+    assert command[command.index("--text") + 1] == "a.txt"
+
+
+def test_methods_that_are_dense_somewhere_read_a_quarter_too():
+    named = SETS["every_method"].policies(Path("bench/gates"), 4096)
+    budgets = {
+        parse(text).name.partition("(")[0]: int(
+            re.search(r"(?:budget|value|recent)=(\d+)", text)[1]
+        )
+        for text in named
+        if text.startswith(("tidal", "lychee_decode", "duo_attention"))
+    }
+    dense = {"tidal": 4 / 30, "lychee_decode": 11 / 90, "duo_attention": 11 / 90}
+    for name, share in dense.items():
+        held = budgets[name] + 4 * (name == "duo_attention")
+        assert share + (1 - share) * held / 4096 == pytest.approx(0.25, abs=0.002)
 
 
 def test_missing_gates_are_named_before_anything_is_measured(measured, gates, capsys):
