@@ -88,19 +88,21 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
 def test_what_is_usual_ends_at_the_target(family):
     """Gates that vanish at 0 and 1 are hard to hold to a number.
 
-    There are 90 of very different worth, and 11 are wanted.
+    There are 90 of very different worth, and 11 are wanted. A step moves Hard Concrete's log α by
+    0.01 at most, and from a gate that is open half of the time to one that is closed it is far:
+    after 1000 steps all are still a little open.
     """
     worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
-    problem = Settings(target=11, family=family, penalty="ascent", steps=1000).lagrangian(30, 3)
+    steps = 3000 if family == "hard_concrete" else 1000
+    problem = Settings(target=11, family=family, penalty="ascent", steps=steps).lagrangian(30, 3)
     end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, worth))
     active = jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
     np.testing.assert_allclose(active, 11, rtol=0.05)
-    if family != "hard_concrete":  # many of its gates stay a little open
-        kept = np.asarray(jax.jit(jax.vmap(problem.gates.score))(end.gates)) > 0.5
-        best = np.sort(worth.ravel())[-8:].sum()
-        shares = np.array([(worth * seed).sum() for seed in kept]) / best
-        assert np.median(shares) > 0.95
-        assert shares.min() > 0.8
+    kept = np.asarray(jax.jit(jax.vmap(problem.gates.score))(end.gates)) > 0.5
+    best = np.sort(worth.ravel())[-8:].sum()
+    shares = np.array([(worth * seed).sum() for seed in kept]) / best
+    assert np.median(shares) > 0.95
+    assert shares.min() > 0.8
 
 
 def lost(worth, z):
