@@ -84,25 +84,44 @@ def test_ascent_reaches_the_target_at_the_least_distance(target, more):
     assert progress.distance[-1, 0] == pytest.approx(np.sum(COSTS * (1 - expected) ** 2), rel=0.02)
 
 
+WORTH = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
+
+
+def played_90(**settings):
+    """Returns the problem of 90 gates of very different worth, of which 11 are wanted, the end of
+    all steps of 12 seeds, and E[L0] of each.
+    """
+    problem = Settings(target=11, penalty="ascent", **settings).lagrangian(30, 3)
+    end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, WORTH))
+    return problem, end, jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
+
+
 @pytest.mark.parametrize("family", slow_except(FAMILIES, "hard_kuma"))
 def test_what_is_usual_ends_at_the_target(family):
     """Gates that vanish at 0 and 1 are hard to hold to a number.
 
-    There are 90 of very different worth, and 11 are wanted. A step moves Hard Concrete's log α by
-    0.01 at most, and from a gate that is open half of the time to one that is closed it is far:
-    after 1000 steps all are still a little open.
+    A step moves Hard Concrete's log α by 0.01 at most, and from a gate that is open half of the
+    time to one that is closed it is far: after 1000 steps all are still a little open.
     """
-    worth = np.float32(1e-3 * np.exp(2 * np.random.default_rng(0).standard_normal((29, 3))))
-    steps = 3000 if family == "hard_concrete" else 1000
-    problem = Settings(target=11, family=family, penalty="ascent", steps=steps).lagrangian(30, 3)
-    end, _ = played(problem, seeds=tuple(range(12)), distance=partial(lost, worth))
-    active = jax.jit(jax.vmap(partial(lagrangian.expected, problem)))(end.gates)
+    problem, end, active = played_90(
+        family=family, steps=3000 if family == "hard_concrete" else 1000
+    )
     np.testing.assert_allclose(active, 11, rtol=0.05)
     kept = np.asarray(jax.jit(jax.vmap(problem.gates.score))(end.gates)) > 0.5
-    best = np.sort(worth.ravel())[-8:].sum()
-    shares = np.array([(worth * seed).sum() for seed in kept]) / best
+    best = np.sort(WORTH.ravel())[-8:].sum()
+    shares = np.array([(WORTH * seed).sum() for seed in kept]) / best
     assert np.median(shares) > 0.95
     assert shares.min() > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anneal", [0.0, 0.5])
+def test_without_damping_the_paper_s_equation_misses_the_number(anneal):
+    """Equation 7 of LycheeDecode: the multiplier goes on rising while gates are still moving."""
+    *_, active = played_90(steps=3000, anneal=anneal, damping=0.0)
+    assert (np.abs(active - 11) > 0.05 * 11).all()
+    *_, damped = played_90(steps=3000, anneal=anneal)
+    np.testing.assert_allclose(damped, 11, rtol=0.05)
 
 
 def lost(worth, z):
