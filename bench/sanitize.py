@@ -296,7 +296,7 @@ OPS = {
     ),
     "centroid_scores": Op(
         centroids_scored,
-        named(centroid_cases.CASES, "any radii_bfloat16 group_of_20 odd many_blocks float16"),
+        named(centroid_cases.CASES, "any radii_bfloat16 group_of_20 odd many_blocks float16 units"),
     ),
     "compact_pages": Op(
         compacted,

@@ -229,7 +229,7 @@ def _centroids(name: str, batch: int, clusters: int, most_calls: int) -> Job:
     calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
 
     def build():
-        q, centroids, number, _ = case.build()
+        q, centroids, number, *_ = case.build()
         return number, [(q, centroids + jnp.bfloat16(seed)) for seed in range(calls)]
 
     def op(number, one):

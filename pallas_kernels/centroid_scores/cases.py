@@ -1,6 +1,7 @@
 """Builds the inputs that tests and benchmarks share: named cases, each from a seed.
 
-Centroids and radii past a head's number are `JUNK`, so that reading them shows.
+Centroids and radii past a head's number, or in no chosen unit, are `JUNK`, so that reading them
+shows.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ class Inputs(NamedTuple):
     centroids: jnp.ndarray
     number: jnp.ndarray
     radius: jnp.ndarray | None
+    unit: jnp.ndarray | None
+    chosen: jnp.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Case:
         clusters: L.
         number: centroids of a head: "any" number, L and 0 among them; "all" L; or that many.
         radii: whether centroids have radii.
+        units: U; 0 is none. A quarter of a head's units are chosen, none of the second head's.
         dtype: type of queries and centroids.
     """
 
@@ -42,6 +46,7 @@ class Case:
     head_dim: int = 64
     number: Literal["any", "all"] | int = "any"
     radii: bool = False
+    units: int = 0
     dtype: str = "float32"
 
     def build(self, seed: int = 0) -> Inputs:
@@ -55,6 +60,14 @@ class Case:
         q = rng.normal(size=(self.batch, self.kv_heads * self.group, self.head_dim))
         centroids = rng.normal(size=(*heads, self.clusters, self.head_dim))
         past = np.arange(self.clusters) >= number[..., None]
+        unit = chosen = None
+        if self.units:
+            # units of very different sizes
+            unit = (self.units * rng.random(past.shape) ** 2).astype(np.int32)
+            chosen = rng.random((*heads, self.units)) < 0.25
+            chosen.reshape(-1, self.units)[1:2] = False
+            past |= ~np.take_along_axis(chosen, unit, -1)
+            unit, chosen = jax.device_put(unit), jax.device_put(chosen)
         centroids[past] = JUNK
         radius = None
         if self.radii:
@@ -62,7 +75,8 @@ class Case:
                 np.asarray(np.where(past, JUNK, rng.random(past.shape)), np.float32)
             )
         q, centroids = (jax.device_put(np.asarray(x, self.dtype)) for x in (q, centroids))
-        return Inputs(q, centroids, jax.device_put(np.asarray(number, np.int32)), radius)
+        number = jax.device_put(np.asarray(number, np.int32))
+        return Inputs(q, centroids, number, radius, unit, chosen)
 
 
 CASES = (
@@ -80,4 +94,8 @@ CASES = (
     Case("none", number=0),
     Case("many_blocks", clusters=901, dtype="bfloat16", head_dim=128),
     Case("float16", dtype="float16", head_dim=80, radii=True),
+    Case("units", units=7),
+    Case("units_radii_bfloat16", clusters=301, units=18, radii=True, dtype="bfloat16"),
+    Case("one_unit", units=1, number="all", group=1),
+    Case("units_many_blocks", clusters=901, units=64, dtype="bfloat16", head_dim=128),
 )

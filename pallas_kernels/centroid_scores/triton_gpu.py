@@ -1,10 +1,16 @@
-"""Implements `api.centroid_scores` with jax-triton, one program per block of a head's centroids."""
+"""Implements `api.centroid_scores` with jax-triton, one program per block of a head's centroids.
+
+Where units are chosen, a program first looks up which of its centroids belong to one. Its loads
+leave out the rows of all others, whose bytes then stay in memory. A row of 64 channels has at least
+128 bytes, so that single rows are read as well as neighbours are, and a unit needs no list of its
+centroids.
+"""
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.shapes import Lengths, Queries
 
@@ -18,6 +24,8 @@ def centroid_scores(
     centroids: Float[Array, "B K L H"],
     number: Lengths,
     radius: Float32[Array, "B K L"] | None,
+    unit: Int32[Array, "B K L"] | None,
+    chosen: Bool[Array, "B K U"] | None,
 ) -> Float32[Array, "B K L"]:
     """Implement `api.centroid_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -30,6 +38,8 @@ def centroid_scores(
     group = q.shape[1] // heads
     return triton_call(
         *(q, centroids, number, centroids if radius is None else radius),
+        number if unit is None else unit,
+        number if chosen is None else chosen.astype(jnp.int32),
         kernel=score_kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, clusters), jnp.float32),
         grid=(batch * heads * blocks,),
@@ -43,6 +53,7 @@ def centroid_scores(
         GROUP=max(triton.next_power_of_2(group), LEAST),
         SAME=q.dtype == centroids.dtype,
         RADII=radius is not None,
+        UNITS=0 if chosen is None else chosen.shape[2],
     )
 
 
@@ -52,6 +63,8 @@ def score_kernel(
     centroids_ptr,  # [pairs, L, H]
     number_ptr,  # [pairs]
     radius_ptr,  # [pairs, L], read where RADII
+    unit_ptr,  # [pairs, L], read where UNITS
+    chosen_ptr,  # [pairs, UNITS], likewise
     scores_ptr,  # [pairs, L]
     BLOCKS: tl.constexpr,
     L: tl.constexpr,
@@ -62,14 +75,20 @@ def score_kernel(
     GROUP: tl.constexpr,
     SAME: tl.constexpr,
     RADII: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """Score one block of a head's centroids."""
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     cluster = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     number = tl.minimum(tl.load(number_ptr + pair), L)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    if tl.program_id(0) % BLOCKS * BLOCK < number:
-        there = cluster < number
+    there = cluster < number
+    some = tl.program_id(0) % BLOCKS * BLOCK < number
+    if UNITS:
+        unit = tl.load(unit_ptr + pair * L + cluster, mask=there, other=0)
+        there &= tl.load(chosen_ptr + pair * UNITS + unit, mask=there, other=0) != 0
+        some = tl.max(there.to(tl.int32), 0) > 0
+    if some:
         channel, head = tl.arange(0, WIDTH), tl.arange(0, GROUP)
         q = tl.load(  # [WIDTH, GROUP]
             q_ptr + pair * (G * H) + head[None, :] * H + channel[:, None],

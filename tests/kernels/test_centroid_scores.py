@@ -12,7 +12,9 @@ compiled = jax.jit(centroid_scores, static_argnames="implementation")
 
 
 @pytest.mark.parametrize(
-    "case", slow_except_named(CASES, "any", "radii_bfloat16", "odd"), ids=lambda case: case.name
+    "case",
+    slow_except_named(CASES, "any", "radii_bfloat16", "odd", "units"),
+    ids=lambda case: case.name,
 )
 def test_scores_what_a_loop_scores(case):
     inputs = case.build()
@@ -23,6 +25,9 @@ def test_scores_what_a_loop_scores(case):
     for b, k in np.ndindex(case.batch, case.kv_heads):
         heads, number = q[b, k * case.group : (k + 1) * case.group], int(inputs.number[b, k])
         for i, centroid in enumerate(centroids[b, k, :number]):
+            if inputs.unit is not None and not inputs.chosen[b, k, inputs.unit[b, k, i]]:
+                assert np.isneginf(got[b, k, i])
+                continue
             reach = 0.0 if inputs.radius is None else float(inputs.radius[b, k, i])
             want = max(head @ centroid + reach * np.linalg.norm(head) for head in heads)
             assert float(got[b, k, i]) == pytest.approx(want, rel=1e-5, abs=1e-4)

@@ -24,9 +24,9 @@ from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, 
 from jsparse.policies.clusters.index import (
     Clusters,
     Form,
+    best_units,
     build,
     empty,
-    in_units,
     num_clusters,
 )
 from jsparse.policies.clusters.joining import join
@@ -167,9 +167,12 @@ def cluster_policy(settings: Settings) -> Policy:
         held, chunks, index = cache.layers[0].lengths, state.chunks, state.layers[layer]
         budget, fine = min(settings.budget, cache.layers[0].capacity), index.fine
         count = jnp.broadcast_to(chunks.count[:, None], held.shape)
-        scores = centroid_scores(q, fine.centroid, num_clusters(count, form), fine.radius)
-        if form.units:
-            scores = in_units(index, q, scores, WIDER * budget, LEAST_UNITS)
+        unit = wanted = None
+        if index.coarse is not None and index.tokens is not None:
+            unit = index.coarse.of_point
+            wanted = best_units(index.coarse, index.tokens, q, WIDER * budget, LEAST_UNITS)
+        number = num_clusters(count, form)
+        scores = centroid_scores(q, fine.centroid, number, fine.radius, unit, wanted)
         scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
         there = jnp.arange(scores.shape[-1]) < count[..., None]
         chosen = threshold_select(

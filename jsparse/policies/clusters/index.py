@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
@@ -249,24 +249,21 @@ def k_means(
     return made._replace(radius=farthest)
 
 
-def in_units(
-    index: Clusters, q: Queries, scores: Float32[Array, "B K L"], tokens: int, least: int
-) -> Float32[Array, "B K L"]:
-    """Return the scores of clusters in the best units, -inf for the others.
+def best_units(
+    coarse: Groups, tokens: Int32[Array, "B K U"], q: Queries, wanted: int, least: int
+) -> Bool[Array, "B K U"]:
+    """Mark the units that clusters are looked for in (Algorithm 1, step 1).
 
-    These are at least `least` units, and as many more, best first, as it takes to hold `tokens`.
+    These are at least `least` units, and as many more, best first, as it takes to hold `wanted` of
+    the `tokens` of all.
     """
-    assert index.coarse is not None
-    assert index.tokens is not None
-    size = index.coarse.size
+    size = coarse.size
     number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
-    units = centroid_scores(q, index.coarse.centroid, number, index.coarse.radius)
+    units = centroid_scores(q, coarse.centroid, number, coarse.radius)
     units = jnp.where(size > 0, units, -jnp.inf)
     nth = jnp.arange(units.shape[-1])
     this, other = units[..., :, None], units[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))
     rank = jnp.sum(better, -1)
-    held = jnp.sum(jnp.where(better, index.tokens[..., None, :], 0), -1)
-    chosen = (rank < least) | (held < tokens)
-    there = jnp.take_along_axis(chosen, index.coarse.of_point, axis=-1)
-    return jnp.where(there, scores, -jnp.inf)
+    held = jnp.sum(jnp.where(better, tokens[..., None, :], 0), -1)
+    return (rank < least) | (held < wanted)

@@ -15,6 +15,7 @@ LARGE = (
     Case("large", 1, 8, clusters=6554, head_dim=128, number=4915, dtype="bfloat16"),
     Case("large_batch", 8, 8, clusters=6554, head_dim=128, dtype="bfloat16", radii=True),
     Case("large_float32", 2, 4, clusters=3000, head_dim=128, radii=True),
+    Case("large_units", 8, 8, clusters=6554, head_dim=128, units=64, dtype="bfloat16"),
 )
 scored = jax.jit(centroid_scores, static_argnames="implementation")
 
@@ -45,10 +46,11 @@ def test_blocks_of_any_size(size, monkeypatch):
         assert_close(inputs, jax.jit(triton_gpu.centroid_scores)(*inputs))
 
 
-def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch():
-    inputs = LARGE[1].build()
+@pytest.mark.parametrize("case", [LARGE[1], LARGE[-1]], ids=lambda case: case.name)
+def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch(case):
+    inputs = case.build()
     together = scored(*inputs, implementation="triton")
-    alone = scored(*(x[5:6] for x in inputs), implementation="triton")
+    alone = scored(*jax.tree.map(lambda x: x[5:6], inputs), implementation="triton")
     np.testing.assert_array_equal(alone, together[5:6])
 
 
@@ -56,6 +58,15 @@ def test_types_that_differ_meet_in_float32():
     inputs = CASES[0].build()
     inputs = inputs._replace(q=inputs.q.astype(jnp.bfloat16))
     assert_close(inputs, scored(*inputs, implementation="triton"))
+
+
+def test_centroids_of_chosen_units_get_the_bits_that_they_get_without_units():
+    inputs = LARGE[-1].build()
+    inputs = inputs._replace(centroids=jnp.nan_to_num(inputs.centroids))
+    flat = scored(*inputs[:3], implementation="triton")
+    got = np.asarray(scored(*inputs, implementation="triton"))
+    assert 0.1 < np.isfinite(got).mean() < 0.4
+    np.testing.assert_array_equal(got, np.where(np.isfinite(got), flat, -np.inf))
 
 
 def test_wide_heads_are_refused():
