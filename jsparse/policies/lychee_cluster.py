@@ -41,6 +41,7 @@ def lychee_cluster(
     chunks: Cut | None = None,
     rank: Rank = "centroid",
     levels: Literal[1, 2] = 1,
+    exact: bool = False,
     cluster_size: int = 2,
     pooling: Pooling = "mean",
     normalise: bool = True,
@@ -60,7 +61,10 @@ def lychee_cluster(
             the model has a tokenizer, else "fixed", and the log says so.
         rank: "centroid" ranks clusters by q·μ, "bound" by q·μ + |q|·r, the most that q·v can be
             for the representative v of a chunk.
-        levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8.
+        levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8, and
+            reads the centroids of no others.
+        exact: whether to look on, with levels=2 and rank="bound", in all units whose bound exceeds
+            the worst that was found, so that the chunks are those of levels=1.
         cluster_size: chunks per cluster, on average.
         pooling: "mean" represents a chunk by the mean of its keys, "max" by their greatest value
             in every channel.
@@ -79,8 +83,11 @@ def lychee_cluster(
             raise ValueError(f"{name}={given!r}: must be one of {allowed}")
     if type(levels) is not int or levels not in (1, 2):
         raise ValueError(f"levels={levels!r}: must be 1 or 2")
-    if not isinstance(normalise, bool):
-        raise ValueError(f"normalise={normalise!r}: must be True or False")
+    for name, flag in (("normalise", normalise), ("exact", exact)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r}: must be True or False")
+    if exact and (rank, levels) != ("bound", 2):
+        raise ValueError("exact=True: needs rank='bound' and levels=2")
     whole_number("budget", budget, 1)
     whole_number("cluster_size", cluster_size, 1)
     whole_number("sink", sink, 0)
@@ -94,6 +101,6 @@ def lychee_cluster(
         shortest = longest
     whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
     form = Form(longest, cluster_size, pooling, normalise, rank == "bound", levels == 2)
-    settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period)
+    settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period, exact)
     require_budget(settings)
     return cluster_policy(settings)

@@ -14,7 +14,7 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.pallas_kernels import point_blocks
-from jsparse.policies.clusters import index
+from jsparse.policies.clusters import engine, index, search
 from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import outside
 from jsparse.policies.clusters.joining import join
@@ -49,13 +49,14 @@ def classes(seed=0):
 class Layer:
     """Rows of different lengths in one layer, to which tokens come one by one."""
 
-    def __init__(self, policy, prompts, tokens, seed=0, spread=1.0, dtype=jnp.float32):
-        """Draw `tokens` tokens for every row and read the prompts."""
+    def __init__(self, policy, prompts, tokens, seed=0, spread=1.0, dtype=jnp.float32, k=None):
+        """Draw `tokens` tokens for every row and read the prompts; `k` are given keys."""
         self.policy, rng = parse(policy), np.random.default_rng(seed)
         # keys of few directions, so that there is something to cluster
         centers = rng.normal(size=(12, HEADS, DIM))
         near = centers[rng.integers(0, 12, (ROWS, tokens))]
-        k = jnp.asarray(spread * (near + 0.6 * rng.normal(size=near.shape)), dtype)
+        drawn = spread * (near + 0.6 * rng.normal(size=near.shape))
+        k = jnp.asarray(drawn if k is None else k, dtype)
         self.k = np.asarray(k.astype(jnp.float32))
         self.q = rng.normal(size=(ROWS, tokens, HEADS * GROUP, DIM)).astype(np.float32)
         self.tokens = rng.integers(0, VOCAB, (ROWS, tokens)).astype(np.int32)
@@ -248,7 +249,11 @@ class Model:
                 tokens[self.of_cluster[cluster]] += chunk[1] - chunk[0]
             units = np.argsort([-s for s in self.scores(self.coarse, q, bound)], kind="stable")
             held = np.cumsum(tokens[units]) - tokens[units]
-            kept = {u for n, u in enumerate(units) if n < 8 or held[n] < 4 * budget}
+            kept = {
+                u
+                for n, u in enumerate(units)
+                if n < search.LEAST_UNITS or held[n] < engine.WIDER * budget
+            }
             allowed = {i for i in allowed if self.of_cluster[i] in kept}
         ranked = sorted(
             (-clusters[cluster], n) for n, cluster in enumerate(self.of_chunk) if cluster in allowed
@@ -373,6 +378,64 @@ def test_radii_bound_every_chunk_after_many_updates(levels, dtype):
     assert int(layer.state.chunks.count.sum()) > 1000 - 300
     assert layer.state.layers[0].fine.radius.max() > 0.5
     require_bounds(layer)
+
+
+FAR = "budget=33, sink=2, recent=3, period=4, lengths=(2, 4)"  # in rows of 160 tokens
+
+
+def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
+    """Of eight units one or two are looked into, which the slow model does unit by unit."""
+    monkeypatch.setattr(search, "LEAST_UNITS", 1)
+    monkeypatch.setattr(engine, "WIDER", 1)
+    layer = Layer(f"lychee_cluster({FAR}, cluster_size=1, levels=2)", (140, 121), 160)
+    models = [
+        [Model(layer.k[b, :, h], chunks_of(layer.state, b), size=1) for h in range(HEADS)]
+        for b in range(ROWS)
+    ]
+    elsewhere = 0
+    for _ in range(9):
+        chosen, q = layer.step()
+        q = q.reshape(ROWS, HEADS, GROUP, DIM)
+        for b, h in np.ndindex(ROWS, HEADS):
+            model, length = models[b][h], layer.lengths[b]
+            assert len(model.coarse) > 5
+            got = set(np.asarray(chosen.ids)[b, h, : int(chosen.count[b, h])].tolist())
+            flat, wanted = (
+                model.select(q[b, h], length, budget=33, sink=2, bound=False, levels=levels)
+                for levels in (1, 2)
+            )
+            assert got == wanted
+            elsewhere += len(flat - got)
+        if layer.maintain():
+            for b, h in np.ndindex(ROWS, HEADS):
+                models[b][h].join(chunks_of(layer.state, b)[len(models[b][h].chunks) :])
+    assert elsewhere > 50
+
+
+def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
+    """Also where nearly all keys agree, and where all do."""
+    monkeypatch.setattr(search, "LEAST_UNITS", 1)
+    monkeypatch.setattr(engine, "WIDER", 1)
+    rng, shape = np.random.default_rng(0), (ROWS, 160, HEADS, DIM)
+    alike = np.ones(shape) + 1e-3 * rng.normal(size=shape)
+    few = alike.copy()
+    few[:, ::17] = rng.normal(size=few[:, ::17].shape)
+    opposite = np.where(np.arange(160)[:, None, None] % 64 < 60, alike, -alike)
+    flat, exact, pruned = (
+        f"lychee_cluster({FAR}, rank='bound'{more})"
+        for more in ("", ", levels=2, exact=True", ", levels=2")
+    )
+    missed = 0
+    for keys in (None, rng.normal(size=shape), np.ones(shape), few, opposite):
+        layers = [Layer(policy, (140, 121), 160, k=keys) for policy in (flat, exact, pruned)]
+        for _ in range(5):
+            wanted, got, without = (layer.step()[0] for layer in layers)
+            np.testing.assert_array_equal(got.count, wanted.count)
+            np.testing.assert_array_equal(got.ids, wanted.ids)
+            missed += int((np.asarray(without.ids) != wanted.ids).sum())
+            for layer in layers:
+                layer.maintain()
+    assert missed > 100
 
 
 @pytest.mark.slow
@@ -546,6 +609,9 @@ def test_keys_of_any_size_have_a_direction():
         ("budget=0", r"budget=0: must be an integer of at least 1"),
         ("levels=3", r"levels=3: must be 1 or 2"),
         ("levels=True", r"levels=True: must be 1 or 2"),
+        ("exact=1", r"exact=1: must be True or False"),
+        ("exact=True", r"exact=True: needs rank='bound' and levels=2"),
+        ("exact=True, levels=2", r"exact=True: needs rank='bound' and levels=2"),
         ("rank='radius'", r"rank='radius': must be one of \['centroid', 'bound'\]"),
         ("pooling='sum'", r"pooling='sum': must be one of \['mean', 'max'\]"),
         ("chunks='pages'", r"chunks='pages': must be one of \[None, 'structure', 'fixed'\]"),

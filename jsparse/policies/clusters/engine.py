@@ -17,25 +17,18 @@ import numpy as np
 from jaxtyping import Array, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, taking_part
-from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
-from jsparse.policies.clusters.index import (
-    Clusters,
-    Form,
-    best_units,
-    build,
-    empty,
-    num_clusters,
-)
+from jsparse.policies.clusters.index import Clusters, Form, build, empty, num_clusters
 from jsparse.policies.clusters.joining import join
+from jsparse.policies.clusters.search import cluster_scores
 from jsparse.policy import Policy, PrefillView, at_layer
+from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
 Classes = Literal["boundary_classes", "boundary_classes_or_none"]
 WIDER = 4  # units are chosen that hold this times the budget
-LEAST_UNITS = 8  # of them, at the least
 
 
 class Settings(NamedTuple):
@@ -50,6 +43,8 @@ class Settings(NamedTuple):
         sink: the number of first tokens that are always attended to.
         recent: the number of newest tokens that are in no chunk.
         period: new tokens of a row between two times that it cuts chunks.
+        exact: whether units that were not chosen are looked into where their bounds ask for it, so
+            that the chunks are those that are chosen without units.
     """
 
     budget: int
@@ -59,6 +54,7 @@ class Settings(NamedTuple):
     sink: int
     recent: int
     period: int
+    exact: bool = False
 
     @property
     def longest(self) -> int:
@@ -167,20 +163,32 @@ def cluster_policy(settings: Settings) -> Policy:
         held, chunks, index = cache.layers[0].lengths, state.chunks, state.layers[layer]
         budget, fine = min(settings.budget, cache.layers[0].capacity), index.fine
         count = jnp.broadcast_to(chunks.count[:, None], held.shape)
-        unit = wanted = None
-        if index.coarse is not None and index.tokens is not None:
-            unit = index.coarse.of_point
-            wanted = best_units(index.coarse, index.tokens, q, WIDER * budget, LEAST_UNITS)
-        number = num_clusters(count, form)
-        scores = centroid_scores(q, fine.centroid, number, fine.radius, unit, wanted)
-        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
-        there = jnp.arange(scores.shape[-1]) < count[..., None]
-        chosen = threshold_select(
-            jnp.where(there, scores, -jnp.inf)[:, :, None],
-            Budget(budget - outside(chunks, held), jnp.diff(chunks.starts)[:, None].astype(narrow)),
-            capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
-            weights="raw",
-        )
+
+        def best_chunks(scores: Array, budget: int) -> Selection:
+            scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
+            there = jnp.arange(scores.shape[-1]) < count[..., None]
+            sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
+            return threshold_select(
+                jnp.where(there, scores, -jnp.inf)[:, :, None],
+                Budget(budget - outside(chunks, held), sizes),
+                capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
+                weights="raw",
+            )
+
+        def worst(scores: Array) -> Array:
+            """Return at most the score of the first chunk that the budget has no room for.
+
+            There is one among the scores, since more tokens than the budget are looked at.
+            """
+            chosen = best_chunks(scores, budget + settings.longest)
+            cluster = jnp.take_along_axis(fine.of_point, chosen.ids, axis=-1)
+            scores = jnp.take_along_axis(scores, cluster, axis=-1)
+            there = jnp.arange(scores.shape[-1]) < chosen.count[..., None]
+            return jnp.min(jnp.where(there, scores, jnp.inf), axis=-1)
+
+        number, looked = num_clusters(count, form), worst if settings.exact else None
+        scores = cluster_scores(index, q, number, WIDER * budget, looked)
+        chosen = best_chunks(scores, budget)
         tokens = runs_to_tokens(
             chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget
         )

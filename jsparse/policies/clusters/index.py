@@ -15,16 +15,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
-from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.point_blocks import Blocks
 from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
 from jsparse.policies.clusters.chunking import Chunks
-from jsparse.shapes import Queries, Rows
+from jsparse.shapes import Rows
 
 Pooling = Literal["mean", "max"]
 ITERATIONS = 10
@@ -247,23 +246,3 @@ def k_means(
     farthest = jnp.zeros(sizes.shape, jnp.float32)
     farthest = farthest.at[row, head, of_point].max(jnp.where(there, away, 0.0))
     return made._replace(radius=farthest)
-
-
-def best_units(
-    coarse: Groups, tokens: Int32[Array, "B K U"], q: Queries, wanted: int, least: int
-) -> Bool[Array, "B K U"]:
-    """Mark the units that clusters are looked for in (Algorithm 1, step 1).
-
-    These are at least `least` units, and as many more, best first, as it takes to hold `wanted` of
-    the `tokens` of all.
-    """
-    size = coarse.size
-    number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
-    units = centroid_scores(q, coarse.centroid, number, coarse.radius)
-    units = jnp.where(size > 0, units, -jnp.inf)
-    nth = jnp.arange(units.shape[-1])
-    this, other = units[..., :, None], units[..., None, :]
-    better = (other > this) | ((other == this) & (nth < nth[:, None]))
-    rank = jnp.sum(better, -1)
-    held = jnp.sum(jnp.where(better, tokens[..., None, :], 0), -1)
-    return (rank < least) | (held < wanted)

@@ -1,0 +1,86 @@
+"""Scores clusters for a query: all of them, or top-down, by units (Algorithm 1, lines 8 to 13).
+
+Top-down, the best units are chosen first, and of the others no centroid is read. With radii the
+score of a unit bounds those of its clusters (equation 2), which tells what may have been missed.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.pallas_kernels.centroid_scores import centroid_scores
+from jsparse.pallas_kernels.point_groups import Groups
+from jsparse.policies.clusters.index import Clusters
+from jsparse.shapes import Lengths, Queries
+
+LEAST_UNITS = 8  # that are chosen
+PRODUCT_ERROR = 2.0**-14  # of a product of vectors of length 1, at the most
+
+
+def cluster_scores(
+    index: Clusters,
+    q: Queries,
+    number: Lengths,
+    tokens: int,
+    worst: Callable[[Float32[Array, "B K L"]], Float32[Array, "B K"]] | None = None,
+) -> Float32[Array, "B K L"]:
+    """Return what clusters are worth for a query, -inf for those that are not looked at.
+
+    Args:
+        index: one layer's; without units all clusters are scored.
+        q: the queries of one step.
+        number: the number of clusters of each head.
+        tokens: the tokens that the units looked into hold together, at least.
+        worst: the least score that matters, by the scores found so far. Units that may reach it
+            are looked into as well, so that every cluster that does has its score.
+    """
+    fine, coarse = index.fine, index.coarse
+    if coarse is None or index.tokens is None:
+        return centroid_scores(q, fine.centroid, number, fine.radius)
+
+    def scores_in(units: Bool[Array, "B K U"]) -> Float32[Array, "B K L"]:
+        return centroid_scores(q, fine.centroid, number, fine.radius, coarse.of_point, units)
+
+    units = unit_scores(coarse, q)
+    first = best_units(units, index.tokens, tokens)
+    scores = scores_in(first)
+    if worst is None:
+        return scores
+    more = units_that_reach(units, coarse, q, worst(scores))
+    return jnp.maximum(scores, scores_in(more & ~first))
+
+
+def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
+    """Return what units are worth for a query; with radii, the most that a cluster of theirs is."""
+    size = coarse.size
+    number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
+    scores = centroid_scores(q, coarse.centroid, number, coarse.radius)
+    return jnp.where(size > 0, scores, -jnp.inf)
+
+
+def best_units(
+    scores: Float32[Array, "B K U"], held: Int32[Array, "B K U"], tokens: int
+) -> Bool[Array, "B K U"]:
+    """Mark the units of the greatest scores: LEAST_UNITS, and more until they hold `tokens`."""
+    nth = jnp.arange(scores.shape[-1])
+    this, other = scores[..., :, None], scores[..., None, :]
+    better = (other > this) | ((other == this) & (nth < nth[:, None]))
+    rank = jnp.sum(better, -1)
+    before = jnp.sum(jnp.where(better, held[..., None, :], 0), -1)
+    return (rank < LEAST_UNITS) | (before < tokens)
+
+
+def units_that_reach(
+    scores: Float32[Array, "B K U"], coarse: Groups, q: Queries, least: Float32[Array, "B K"]
+) -> Bool[Array, "B K U"]:
+    """Mark the units of which a cluster may score `least` or more, by their own scores.
+
+    They have radii. By the triangle inequality no cluster of another unit scores as much, nor does
+    a product that was rounded up.
+    """
+    assert coarse.radius is not None
+    q = q.astype(jnp.float32).reshape(*least.shape, -1, q.shape[-1])
+    longest = jnp.max(jnp.linalg.norm(q, axis=-1), axis=-1, keepdims=True)
+    farthest = jnp.linalg.norm(coarse.centroid.astype(jnp.float32), axis=-1) + coarse.radius
+    return scores + PRODUCT_ERROR * longest * farthest >= least[..., None]
