@@ -5,6 +5,8 @@
     index       building the index at the last chunk of a prompt, over all layers, packing new
                 tokens into it, and its bytes; a process per length
     prefill     reading the prompt, dense and with the policy; a process per length and policy
+    search      scoring the clusters of one layer for one query, all of them and by units, and what
+                remains to be done over all chunks; bench.lib.cluster_search has the contenders
 
 Prompts are of random tokens, which are cut into chunks as prose is. In the operator's table,
 microseconds per call on the device, launch gaps included, or the host's where there is no profile;
@@ -40,6 +42,7 @@ import numpy as np
 from jaxtyping import Array
 
 from bench.lib.arguments import report_parser
+from bench.lib.cluster_search import search_job
 from bench.lib.environment import describe
 from bench.lib.kernel_cases import HEAD_DIM, ITEM_BYTES, KV_HEADS, ROTATED_BYTES, Attention
 from bench.lib.kernel_programs import Contender, Job, lengths, random
@@ -55,8 +58,9 @@ from jsparse.policies.expressions import parse
 from jsparse.policy import Policy, PrefillView, State
 from jsparse.runtime.prefill import FLASH_CHUNK
 
-PARTS = ("operator", "index", "prefill")
+PARTS = ("operator", "index", "prefill", "search")
 SHAPES, CONTEXTS = ((1, 131072), (8, 131072), (1, 32768), (8, 32768)), (32768, 131072)
+SEARCHED = ((1, 32768), (1, 131072), (1, 1048576), (8, 131072))
 BUDGET, CALLS, PAGE = 1024, 16, 16
 COPIES = 32  # of the pools that dense attention rotates: sparse calls read a thirtieth of its bytes
 DIRECTIONS, SCATTER = 256, 0.5  # of keys: how many there are, and the noise around them
@@ -238,6 +242,23 @@ def operator_rows(
     return compared(rows, held, case, budget, parse(expressions(budget)[OURS]).period)
 
 
+def search_rows(
+    batch: int, context: int, budget: int, before: Program, rate: Bandwidth, settings: Settings
+) -> list[dict[str, Any]]:
+    """Measures the search of one shape; `read_bytes` are what a contender must read."""
+    job, read = search_job(batch, context, budget)
+    rows = job_rows(job, before, rate, settings)
+    return [row | {"read_bytes": read[row["contender"]]} for row in rows]
+
+
+def line_of_search(row: dict[str, Any]) -> str:
+    """Formats one line of the search."""
+    text = f"search  {row['case']:14}{row['contender']:10}{row['read_bytes'] / 1e6:9.2f} MB"
+    if "us" not in row:
+        return f"{text}  {row.get('refused') or row.get('error')}".replace("\n", " ")[:150]
+    return f"{text}{row['us']['median']:9.1f} us"
+
+
 def index_times(context: int, expression: str, layers: int) -> dict[str, Any]:
     """Times what a policy does at the end of a prompt and in `maintain`, and counts its bytes.
 
@@ -398,7 +419,9 @@ def main() -> None:
     if not on_gpu and not args.tiny:
         parser.error("needs a GPU; --tiny tests the script on a CPU")
     shapes: Sequence[Sequence[int]] = SHAPES
+    searched: Sequence[tuple[int, int]] = SEARCHED
     if args.tiny:
+        searched = [(2, 4096)]
         shapes, args.contexts, args.budget = [(2, 512)], [512], 256
         args.parts = [part for part in args.parts if part != "prefill"]
     elif args.cases:
@@ -416,16 +439,22 @@ def main() -> None:
         "budget": args.budget,
         "results": [],
     }
-    if "operator" in args.parts:
-        report["peers"] = peers(cases) if on_gpu else []
+    if {"operator", "search"} & set(args.parts):
         nbytes = LEAD_BYTES // 1000 if args.tiny else LEAD_BYTES
         before, settings = lead(nbytes), Settings(calls=40, repeats=3, runs=6)
         rate = bandwidth(before, nbytes, settings, on_gpu=on_gpu)
         report["bandwidth"] = rate._asdict()
-        for case in cases:
-            rows = operator_rows(case, args.budget, before, rate, settings)
-            report["results"] += [{"part": "operator", **row} for row in rows]
-            print(*(line(row, report["peers"]) for row in rows), sep="\n", flush=True)
+        if "operator" in args.parts:
+            report["peers"] = peers(cases) if on_gpu else []
+            for case in cases:
+                rows = operator_rows(case, args.budget, before, rate, settings)
+                report["results"] += [{"part": "operator", **row} for row in rows]
+                print(*(line(row, report["peers"]) for row in rows), sep="\n", flush=True)
+                write_report(args.json, report)
+        for shape in searched if "search" in args.parts else ():
+            rows = search_rows(*shape, args.budget, before, rate, settings)
+            report["results"] += [{"part": "search", **row} for row in rows]
+            print(*map(line_of_search, rows), sep="\n", flush=True)
             write_report(args.json, report)
     ours = expressions(args.budget)[OURS]
     for part in ("prefill", "index"):

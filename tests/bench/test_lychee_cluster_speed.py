@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench import lychee_cluster_speed
+from bench.lib.cluster_search import clusters_of, made, read_bytes
 from bench.lib.kernel_cases import Attention
 from bench.lib.llama_8b import LLAMA_8B, boundary_constants
 from bench.lychee_cluster_speed import (
@@ -90,6 +91,31 @@ def test_an_index_is_built_and_packed():
     assert 0 < row["used_bytes"] <= row["allocated_bytes"]
     assert 0.005 < row["used_share"] < row["allocated_share"] < 0.05
     assert min(row["build_seconds"]["min"], row["packing_seconds"]["min"]) > 0
+
+
+def test_a_search_by_units_reads_the_centroids_of_those_that_were_chosen():
+    """Of 13 units the best 8, or as many as hold 4 times the budget."""
+    context, heads = 4096, 2 * 8
+    index, clusters = made(0, 2, context), clusters_of(context)
+    assert clusters == 157
+    sizes = np.asarray(index.coarse.size)
+    assert sizes.sum(-1).tolist() == [[clusters] * 8] * 2
+    q = jnp.zeros((2, 32, 128), jnp.bfloat16)  # to which all units are worth the same
+    few, all_of_them = read_bytes(index, q, 1), read_bytes(index, q, context)
+    assert few["flat"] == all_of_them["flat"] == heads * clusters * 256
+    read = sizes[..., :8].sum()  # of equal scores the first
+    assert few["levels"] == read * 256 + heads * 13 * 256 + heads * clusters * 4
+    assert all_of_them["levels"] == heads * (clusters * 260 + 13 * 256)
+    assert few["chunks"] == heads * 2 * clusters * 9
+
+
+@pytest.mark.slow
+def test_a_tiny_search_has_a_line_for_each_contender(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lychee_cluster_speed", "--tiny", "--parts", "search"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in lines] == ["flat", "levels", "chunks"]
+    assert all(line.endswith(" us") for line in lines)
 
 
 @pytest.mark.slow

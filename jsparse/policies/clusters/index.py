@@ -128,17 +128,22 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     fine = k_means(values, chunks.count, starts, clusters, held.k.dtype, form)
     if not form.units:
         return Clusters(fine, None, None)
-    number = num_units(clusters)[:, None]
-    nth = jnp.arange(most_units(most), dtype=jnp.int32)
-    starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
-    points = fine.centroid.astype(jnp.float32)
-    coarse = k_means(points, clusters, starts, number[:, 0], held.k.dtype, form, fine.radius)
+    coarse = units_of(fine, clusters, form)
     unit = jnp.take_along_axis(coarse.of_point, fine.of_point, axis=-1)
     there = jnp.arange(lengths.shape[1]) < chunks.count[:, None]
     row, head = (i[..., None] for i in jnp.indices(unit.shape[:2]))
     tokens = jnp.zeros(coarse.size.shape, jnp.int32)
     tokens = tokens.at[row, head, unit].add(jnp.where(there, lengths, 0)[:, None])
     return Clusters(fine, coarse, tokens)
+
+
+def units_of(fine: Groups, clusters: Rows, form: Form) -> Groups:
+    """Group the first `clusters` clusters of every row to units."""
+    number = num_units(clusters)[:, None]
+    nth = jnp.arange(most_units(fine.size.shape[2]), dtype=jnp.int32)
+    starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
+    points, dtype = fine.centroid.astype(jnp.float32), fine.centroid.dtype
+    return k_means(points, clusters, starts, number[:, 0], dtype, form, fine.radius)
 
 
 def representatives(
