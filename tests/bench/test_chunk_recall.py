@@ -19,6 +19,7 @@ from bench.chunk_recall import (
     compared,
     follow,
     measure,
+    reached,
     texts,
 )
 from bench.lib.head_replay import Heads
@@ -62,6 +63,21 @@ def test_recall_and_mass_are_those_of_a_window():
     assert row["recall"] == pytest.approx(np.mean(recalls))
     assert row["mass"] == pytest.approx(np.mean(masses), rel=1e-4)
     assert row["attended"] == 8
+
+
+def test_bounds_reach_all_units_that_hold_what_was_taken():
+    """Of 28 chunks in 14 clusters and 4 units: nearly all are taken, or the best alone."""
+    policy = "lychee_cluster(budget={}, sink=1, recent=1, lengths=(2, 2), period=1, rank='bound'"
+    policy += ", levels=2, exact=True, chunks='fixed')"
+    most, least = (
+        measure([policy.format(budget)], [random_source()], STEPS, budget, None, reached)[0]
+        for budget in (56, 6)
+    )
+    assert most["units"] == least["units"] == 4
+    assert most["chosen_units"] == most["chosen_clusters"] == least["chosen_units"] == 1
+    assert most["reached_units"] == most["reached_clusters"] == 1
+    assert 1 / 4 <= least["reached_units"] < 1
+    assert 1 / 14 <= least["reached_clusters"] < 1
 
 
 def test_too_few_queries_are_refused():
