@@ -296,7 +296,10 @@ OPS = {
     ),
     "centroid_scores": Op(
         centroids_scored,
-        named(centroid_cases.CASES, "any radii_bfloat16 group_of_20 odd many_blocks float16 units"),
+        named(
+            centroid_cases.CASES,
+            "any radii_bfloat16 group_of_20 odd many_blocks float16 units bytes",
+        ),
     ),
     "compact_pages": Op(
         compacted,
@@ -316,7 +319,9 @@ OPS = {
         listed_runs,
         named(runs_cases.CASES, "shared cut_in_a_long_run one_slot many_blocks outside odd"),
     ),
-    "nearest_centroid": Op(nearest, named(nearest_cases.CASES, "any float32 few_points odd wide")),
+    "nearest_centroid": Op(
+        nearest, named(nearest_cases.CASES, "any float32 few_points odd wide bytes")
+    ),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
     "window_attention": Op(

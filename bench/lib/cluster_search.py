@@ -48,7 +48,7 @@ def made(seed: int, batch: int, context: int) -> Clusters:
         jnp.broadcast_to(jax.random.permutation(keys[3], chunks), (*heads, chunks.size)),
         None,
     )
-    coarse = units_of(fine, jnp.full(batch, number, jnp.int32), FORM)
+    coarse = units_of(fine, jnp.full(batch, number, jnp.int32), jnp.bfloat16, FORM)
     return Clusters(fine, coarse, coarse.size * FORM.cluster_size * TOKENS)
 
 

@@ -17,7 +17,9 @@ the prompt; the paper lets all of them join, so that the clusters of a short pro
 hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
 as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that
 the index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16
-the centroid of some hundred chunks hardly moves when another joins.
+the centroid of some hundred chunks hardly moves when another joins. With `centroid_dtype="int8"`
+they have a scale each, around their mean when the prompt ends, and one that moves by less than half
+a scale stays.
 """
 
 from typing import Literal, get_args
@@ -28,6 +30,7 @@ from jsparse.policy import Policy, builder, whole_number
 
 Cut = Literal["structure", "fixed"]
 Rank = Literal["centroid", "bound"]
+CentroidDtype = Literal["int8"]
 CLASSES: dict[str | None, Classes | None] = {
     None: "boundary_classes_or_none",
     "structure": "boundary_classes",
@@ -41,7 +44,6 @@ def lychee_cluster(
     chunks: Cut | None = None,
     rank: Rank = "centroid",
     levels: Literal[1, 2] = 1,
-    exact: bool = False,
     cluster_size: int = 2,
     pooling: Pooling = "mean",
     normalise: bool = True,
@@ -49,6 +51,8 @@ def lychee_cluster(
     recent: int = 112,
     lengths: tuple[int, int] = (8, 16),
     period: int = 16,
+    exact: bool = False,
+    centroid_dtype: CentroidDtype | None = None,
 ) -> Policy:
     """Attend to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
 
@@ -63,8 +67,6 @@ def lychee_cluster(
             for the representative v of a chunk.
         levels: 2 first chooses units of clusters, which hold 4 times the budget, at least 8, and
             reads the centroids of no others.
-        exact: whether to look on, with levels=2 and rank="bound", in all units whose bound exceeds
-            the worst that was found, so that the chunks are those of levels=1.
         cluster_size: chunks per cluster, on average.
         pooling: "mean" represents a chunk by the mean of its keys, "max" by their greatest value
             in every channel.
@@ -73,11 +75,16 @@ def lychee_cluster(
         recent: the newest tokens that are always attended to, at the least; they are in no chunk.
         lengths: the fewest and the most tokens of a chunk.
         period: new tokens of a row between two times that it cuts chunks.
+        exact: whether to look on, with levels=2 and rank="bound", in all units whose bound exceeds
+            the worst that was found, so that the chunks are those of levels=1.
+        centroid_dtype: "int8" holds centroids in bytes, which nearly halves the index; None in K's
+            type.
     """
     for name, given, allowed in (
         ("chunks", chunks, [*CLASSES]),
         ("rank", rank, [*get_args(Rank)]),
         ("pooling", pooling, [*get_args(Pooling)]),
+        ("centroid_dtype", centroid_dtype, [None, *get_args(CentroidDtype)]),
     ):
         if given not in allowed:
             raise ValueError(f"{name}={given!r}: must be one of {allowed}")
@@ -100,7 +107,12 @@ def lychee_cluster(
     if chunks == "fixed":
         shortest = longest
     whole_number("recent", recent, longest - shortest + 1)  # what decides where a chunk ends
-    form = Form(longest, cluster_size, pooling, normalise, rank == "bound", levels == 2)
+    form = Form(
+        *(longest, cluster_size, pooling, normalise),
+        radii=rank == "bound",
+        units=levels == 2,
+        in_bytes=centroid_dtype == "int8",
+    )
     settings = Settings(budget, shortest, CLASSES[chunks], form, sink, recent, period, exact)
     require_budget(settings)
     return cluster_policy(settings)

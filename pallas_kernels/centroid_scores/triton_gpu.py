@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from jsparse.shapes import Lengths, Queries
 
@@ -21,11 +21,13 @@ LEAST = 16  # rows and columns of a product
 
 def centroid_scores(
     q: Queries,
-    centroids: Float[Array, "B K L H"],
+    centroids: Num[Array, "B K L H"],
     number: Lengths,
     radius: Float32[Array, "B K L"] | None,
     unit: Int32[Array, "B K L"] | None,
     chosen: Bool[Array, "B K U"] | None,
+    scale: Float32[Array, "B K L"] | None,
+    middle: Float32[Array, "B K H"] | None,
 ) -> Float32[Array, "B K L"]:
     """Implement `api.centroid_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -40,6 +42,7 @@ def centroid_scores(
         *(q, centroids, number, centroids if radius is None else radius),
         number if unit is None else unit,
         number if chosen is None else chosen.astype(jnp.int32),
+        *(number if x is None else x for x in (scale, middle)),
         kernel=score_kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, clusters), jnp.float32),
         grid=(batch * heads * blocks,),
@@ -51,9 +54,10 @@ def centroid_scores(
         BLOCK=block,
         WIDTH=padded,
         GROUP=max(triton.next_power_of_2(group), LEAST),
-        SAME=q.dtype == centroids.dtype,
+        SAME=scale is not None or q.dtype == centroids.dtype,
         RADII=radius is not None,
         UNITS=0 if chosen is None else chosen.shape[2],
+        BYTES=scale is not None,
     )
 
 
@@ -65,6 +69,8 @@ def score_kernel(
     radius_ptr,  # [pairs, L], read where RADII
     unit_ptr,  # [pairs, L], read where UNITS
     chosen_ptr,  # [pairs, UNITS], likewise
+    scale_ptr,  # [pairs, L], read where BYTES
+    middle_ptr,  # [pairs, H], likewise
     scores_ptr,  # [pairs, L]
     BLOCKS: tl.constexpr,
     L: tl.constexpr,
@@ -76,6 +82,7 @@ def score_kernel(
     SAME: tl.constexpr,
     RADII: tl.constexpr,
     UNITS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """Score one block of a head's centroids."""
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -100,9 +107,16 @@ def score_kernel(
             mask=there[:, None] & (channel[None, :] < H),
             other=0.0,
         )
+        if BYTES:
+            centroids = centroids.to(q.dtype)
         if not SAME:
             q, centroids = q.to(tl.float32), centroids.to(tl.float32)
         products = tl.dot(centroids, q, input_precision="ieee")  # [BLOCK, GROUP]
+        if BYTES:
+            middle = tl.load(middle_ptr + pair * H + channel, mask=channel < H, other=0.0)
+            scale = tl.load(scale_ptr + pair * L + cluster, mask=there, other=0.0)
+            common = tl.sum(q.to(tl.float32) * middle[:, None], 0)
+            products = products * scale[:, None] + common[None, :]
         if RADII:
             long = q.to(tl.float32)
             length = tl.sqrt_rn(tl.sum(long * long, 0))

@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
+from jsparse.pallas_kernels.point_groups import (
+    ROUNDING,
+    Groups,
+    centroids_of,
+    distances,
+    in_bytes,
+    unit_length,
+)
 
 
 def centroid_update(
@@ -23,7 +30,7 @@ def centroid_update(
     """
     there = (nth >= 0)[:, None]
     group = jnp.where(there, group, 0)
-    old = jnp.take_along_axis(groups.centroid, group[..., None], axis=2).astype(jnp.float32)
+    old = centroids_of(groups, group)
     had = jnp.take_along_axis(groups.size, group, axis=2)
     same = (group[..., :, None] == group[..., None, :]) & there[:, :, None]
     added = jnp.einsum(
@@ -36,21 +43,30 @@ def centroid_update(
     centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
     if normalise:
         centroid = unit_length(centroid)
-    # radii reach out from the centroid as it is stored; XLA may drop a conversion that is undone
-    kind = jnp.finfo(groups.centroid.dtype)
-    centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
+    # radii reach out from the centroid as it is stored
+    scale = None
+    if groups.middle is None:
+        # XLA may drop a conversion that is undone
+        kind = jnp.finfo(groups.centroid.dtype)
+        centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
+        stored = centroid.astype(groups.centroid.dtype)
+    else:
+        middle = groups.middle[:, :, None]
+        stored, scale = in_bytes(centroid, middle)
+        centroid = stored.astype(jnp.float32) * scale[..., None] + middle
 
     row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
     into = jnp.where(there, group, groups.size.shape[-1])
     at = jnp.where(nth >= 0, nth, groups.of_point.shape[-1])[:, None]
     made = Groups(
-        groups.centroid.at[row, head, into].set(
-            centroid.astype(groups.centroid.dtype), mode="drop"
-        ),
+        groups.centroid.at[row, head, into].set(stored, mode="drop"),
         groups.size.at[row, head, into].set(size, mode="drop"),
         groups.of_point.at[row, head, at].set(group, mode="drop"),
         None,
     )
+    if scale is not None and groups.scale is not None:
+        scale = groups.scale.at[row, head, into].set(scale, mode="drop")
+        made = made._replace(scale=scale, middle=groups.middle)
     if groups.radius is None:
         return made
     own = distances(points, centroid) + (0.0 if radius is None else radius)

@@ -21,7 +21,14 @@ from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
 from jsparse.pallas_kernels.point_blocks import Blocks
-from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
+from jsparse.pallas_kernels.point_groups import (
+    ROUNDING,
+    Groups,
+    centroids_of,
+    distances,
+    held_in_bytes,
+    unit_length,
+)
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.shapes import Rows
 
@@ -40,6 +47,7 @@ class Form(NamedTuple):
         normalise: whether these are scaled to length 1.
         radii: whether radii are kept.
         units: whether units are kept.
+        in_bytes: whether the centroids of clusters are held in bytes.
     """
 
     longest: int
@@ -48,6 +56,7 @@ class Form(NamedTuple):
     normalise: bool = True
     radii: bool = False
     units: bool = False
+    in_bytes: bool = False
 
 
 class Clusters(NamedTuple):
@@ -83,7 +92,7 @@ def most_units(clusters: int) -> int:
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     """Return the index of one layer that holds nothing, with room for `chunks` chunks per head."""
     clusters = num_clusters(chunks, form)
-    fine = _no_groups(spec, clusters, chunks, form)
+    fine = _no_groups(spec, clusters, chunks, form, in_bytes=form.in_bytes)
     if not form.units:
         return Clusters(fine, None, None)
     units = most_units(clusters)
@@ -91,13 +100,17 @@ def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     return Clusters(fine, coarse, jnp.zeros((spec.batch, spec.num_kv_heads, units), jnp.int32))
 
 
-def _no_groups(spec: CacheSpec, groups: int, points: int, form: Form) -> Groups:
+def _no_groups(
+    spec: CacheSpec, groups: int, points: int, form: Form, *, in_bytes: bool = False
+) -> Groups:
     heads = spec.batch, spec.num_kv_heads
     return Groups(
-        jnp.zeros((*heads, groups, spec.head_dim), spec.dtype),
+        jnp.zeros((*heads, groups, spec.head_dim), jnp.int8 if in_bytes else spec.dtype),
         jnp.zeros((*heads, groups), jnp.int32),
         jnp.zeros((*heads, points), jnp.int32),
         jnp.zeros((*heads, groups), jnp.float32) if form.radii else None,
+        jnp.zeros((*heads, groups), jnp.float32) if in_bytes else None,
+        jnp.zeros((*heads, spec.head_dim), jnp.float32) if in_bytes else None,
     )
 
 
@@ -125,10 +138,11 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     starts = jnp.broadcast_to(
         jnp.arange(most, dtype=jnp.int32) * form.cluster_size, (len(clusters), most)
     )
-    fine = k_means(values, chunks.count, starts, clusters, held.k.dtype, form)
+    dtype = held.k.dtype
+    fine = k_means(values, chunks.count, starts, clusters, dtype, form, in_bytes=form.in_bytes)
     if not form.units:
         return Clusters(fine, None, None)
-    coarse = units_of(fine, clusters, form)
+    coarse = units_of(fine, clusters, dtype, form)
     unit = jnp.take_along_axis(coarse.of_point, fine.of_point, axis=-1)
     there = jnp.arange(lengths.shape[1]) < chunks.count[:, None]
     row, head = (i[..., None] for i in jnp.indices(unit.shape[:2]))
@@ -137,12 +151,12 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     return Clusters(fine, coarse, tokens)
 
 
-def units_of(fine: Groups, clusters: Rows, form: Form) -> Groups:
+def units_of(fine: Groups, clusters: Rows, dtype: Any, form: Form) -> Groups:
     """Group the first `clusters` clusters of every row to units."""
     number = num_units(clusters)[:, None]
     nth = jnp.arange(most_units(fine.size.shape[2]), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
-    points, dtype = fine.centroid.astype(jnp.float32), fine.centroid.dtype
+    points = centroids_of(fine)
     return k_means(points, clusters, starts, number[:, 0], dtype, form, fine.radius)
 
 
@@ -194,6 +208,8 @@ def k_means(
     dtype: Any,
     form: Form,
     radius: Float32[Array, "B K C"] | None = None,
+    *,
+    in_bytes: bool = False,
 ) -> Groups:
     """Group the first `number` points of each row by spherical k-means.
 
@@ -207,6 +223,7 @@ def k_means(
         dtype: the type of centroids, in which points meet them.
         form: whether centroids have length 1, and whether there are radii.
         radius: the points' own radii, which the groups' then take in.
+        in_bytes: whether centroids are held in bytes in the end, around their mean.
     """
     rows, heads, most, _ = points.shape
     most_groups = starts.shape[1]
@@ -242,10 +259,11 @@ def k_means(
         raw = points if most_groups == most else averaged(points, of_point)[0]
         centroid = jnp.where(sizes[..., None] > 0, raw, centroid).astype(dtype)
     made = Groups(centroid, sizes, of_point, None)
+    if in_bytes:
+        made = held_in_bytes(made)
     if not form.radii:
         return made
-    of_points = jnp.take_along_axis(centroid, of_point[..., None], axis=2).astype(jnp.float32)
-    away = distances(points, of_points)
+    away = distances(points, centroids_of(made, of_point))
     if radius is not None:
         away += radius * (1 + ROUNDING)
     farthest = jnp.zeros(sizes.shape, jnp.float32)

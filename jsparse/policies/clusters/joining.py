@@ -5,7 +5,7 @@ where the caller donates the indices.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
@@ -13,7 +13,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.nearest_centroid import nearest_centroid
-from jsparse.pallas_kernels.point_groups import ROUNDING, Groups, distances, unit_length
+from jsparse.pallas_kernels.point_groups import (
+    ROUNDING,
+    Groups,
+    centroids_of,
+    distances,
+    unit_length,
+)
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.policies.clusters.index import Clusters, Form, num_clusters, num_units, pooled_keys
 from jsparse.shapes import Rows
@@ -64,11 +70,11 @@ def join(
 
     def joined(index: Clusters, held: LayerCache) -> Clusters:
         points = pooled_keys(held, first, lengths, form)
-        made, group = add_points(index.fine, points, None, fine, form)
+        made, group = add_points(index.fine, points, None, fine, held.k.dtype, form)
         if index.coarse is None:
             return Clusters(made, None, None)
         centroid, radius = _members(made, group)
-        units, _ = add_points(index.coarse, centroid, radius, coarse, form)
+        units, _ = add_points(index.coarse, centroid, radius, coarse, held.k.dtype, form)
         return _in_units(Clusters(made, units, index.tokens), group, lengths, there)
 
     return tuple(joined(index, held) for index, held in zip(layers, caches, strict=True))
@@ -78,10 +84,10 @@ def _members(
     groups: Groups, group: Int32[Array, "B K n"]
 ) -> tuple[Float32[Array, "B K n H"], Float32[Array, "B K n"] | None]:
     """Return the centroids and radii of some groups."""
-    centroid = jnp.take_along_axis(groups.centroid, group[..., None], axis=2)
+    centroid = centroids_of(groups, group)
     if groups.radius is None:
-        return centroid.astype(jnp.float32), None
-    return centroid.astype(jnp.float32), jnp.take_along_axis(groups.radius, group, axis=2)
+        return centroid, None
+    return centroid, jnp.take_along_axis(groups.radius, group, axis=2)
 
 
 def _in_units(
@@ -111,9 +117,12 @@ def add_points(
     points: Float32[Array, "B K n H"],
     radius: Float32[Array, "B K n"] | None,
     new: New,
+    dtype: Any,
     form: Form,
 ) -> tuple[Groups, Int32[Array, "B K n"]]:
     """Add new points to a layer's groups; `radius` is the points' own.
+
+    Points meet centroids in `dtype`.
 
     Points that found a group belong to it. The others belong to the nearest of those that a row
     had, and where it had none to the one founded last. A centroid becomes the mean of its old and
@@ -124,17 +133,13 @@ def add_points(
     """
     nth = jnp.arange(1, new.there.shape[1] + 1, dtype=jnp.int32)
     number = jnp.max(jnp.where(new.there, nth, 0), -1)
-    directions = unit_length(points).astype(groups.centroid.dtype)
-    chosen = nearest_centroid(directions, _directions(groups, form), number, new.had)
+    directions = unit_length(points).astype(dtype)
+    centroid, scale = groups.centroid, groups.scale
+    if not form.normalise:
+        centroid, scale = unit_length(centroids_of(groups)).astype(dtype), None
+    chosen = nearest_centroid(directions, centroid, number, new.had, scale)
     own = new.opens | (new.had == 0)[:, None]
     group = jnp.where(own[:, None], new.opened[:, None], chosen)
     group = jnp.where(new.there[:, None], group, 0)
     at = jnp.where(new.there, new.nth, -1)
     return centroid_update(groups, points, radius, group, at, normalise=form.normalise), group
-
-
-def _directions(groups: Groups, form: Form) -> Array:
-    """Return centroids of length 1."""
-    if form.normalise:
-        return groups.centroid
-    return unit_length(groups.centroid.astype(jnp.float32)).astype(groups.centroid.dtype)

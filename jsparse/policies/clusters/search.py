@@ -37,10 +37,10 @@ def cluster_scores(
     """
     fine, coarse = index.fine, index.coarse
     if coarse is None or index.tokens is None:
-        return centroid_scores(q, fine.centroid, number, fine.radius)
+        return scores_of(fine, q, number)
 
     def scores_in(units: Bool[Array, "B K U"]) -> Float32[Array, "B K L"]:
-        return centroid_scores(q, fine.centroid, number, fine.radius, coarse.of_point, units)
+        return scores_of(fine, q, number, coarse.of_point, units)
 
     units = unit_scores(coarse, q)
     first = best_units(units, index.tokens, tokens)
@@ -51,11 +51,23 @@ def cluster_scores(
     return jnp.maximum(scores, scores_in(more & ~first))
 
 
+def scores_of(
+    groups: Groups,
+    q: Queries,
+    number: Lengths,
+    unit: Int32[Array, "B K L"] | None = None,
+    chosen: Bool[Array, "B K U"] | None = None,
+) -> Float32[Array, "B K L"]:
+    """Return what groups are worth for a query, as `centroid_scores` does."""
+    scale, middle = groups.scale, groups.middle
+    return centroid_scores(q, groups.centroid, number, groups.radius, unit, chosen, scale, middle)
+
+
 def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
     """Return what units are worth for a query; with radii, the most that a cluster of theirs is."""
     size = coarse.size
     number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
-    scores = centroid_scores(q, coarse.centroid, number, coarse.radius)
+    scores = scores_of(coarse, q, number)
     return jnp.where(size > 0, scores, -jnp.inf)
 
 

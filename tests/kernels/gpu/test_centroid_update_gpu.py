@@ -9,11 +9,15 @@ import pytest
 
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.centroid_update.cases import CASES, Case
+from jsparse.pallas_kernels.point_groups import centroids_of
 
 pytestmark = pytest.mark.gpu
 LARGE = (
     Case("large", batch=8, kv_heads=8, new=3, groups=6554, points=13108, head_dim=128),
     Case("large_radii", kv_heads=8, new=16, groups=6554, points=13108, head_dim=128, radii=True),
+    Case(
+        "large_bytes", batch=8, kv_heads=8, groups=6554, points=13108, head_dim=128, in_bytes=True
+    ),
     Case("most", batch=1, new=128, joined=50, groups=90, points=300, head_dim=256, radii=True),
 )
 
@@ -31,10 +35,15 @@ def test_moves_centroids_as_the_reference_does(case, seed):
     want = updated(*inputs, normalise=case.normalise, implementation="reference")
     np.testing.assert_array_equal(got.size, want.size)
     np.testing.assert_array_equal(got.of_point, want.of_point)
-    one, other = (np.asarray(x.centroid, np.float32) for x in (got, want))
+    one, other = (np.asarray(centroids_of(x)) for x in (got, want))
     # a sum in another order may round to the neighbour
     rtol, atol = (2**-7, 1e-6) if case.dtype == "bfloat16" else (1e-5, 1e-6)
-    np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+    if case.in_bytes:
+        np.testing.assert_allclose(got.scale, want.scale, rtol=1e-5)
+        assert (np.abs(one - other) <= 1.01 * np.asarray(want.scale)[..., None]).all()
+        assert (np.abs(one - other) > 1e-5).mean() < 1e-3
+    else:
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
     if want.radius is not None:
         # radii differ by no more than the centroids from which they reach out
         apart = np.linalg.norm(one - other, axis=-1)

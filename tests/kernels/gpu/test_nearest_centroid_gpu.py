@@ -14,13 +14,14 @@ pytestmark = pytest.mark.gpu
 LARGE = (
     Case("large", batch=1, kv_heads=8, points=3277, groups=1639, head_dim=128),
     Case("large_few", kv_heads=8, points=23, groups=6554, head_dim=128),
+    Case("large_bytes", kv_heads=8, points=23, groups=6554, head_dim=128, in_bytes=True),
     Case("large_long", batch=1, kv_heads=1, points=13108, groups=6554, head_dim=128, used="all"),
 )
 
 
 @partial(jax.jit, static_argnames="implementation")
 def found(*arrays, implementation="triton"):
-    return nearest_centroid(*arrays, implementation)
+    return nearest_centroid(*arrays, implementation=implementation)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -41,11 +42,12 @@ def test_finds_what_the_reference_finds(case, seed):
 
 
 def test_a_row_alone_finds_what_it_finds_in_a_batch():
-    for case in (Case("", like="directions"), Case("", points=23, like="directions")):
+    some = {"like": "directions"}, {"points": 23, "like": "directions"}, {"in_bytes": True}
+    for case in (Case("", **given) for given in some):
         inputs = case.build()
         together = found(*inputs)
         for b in range(case.batch):
-            alone = found(*(x[b : b + 1] for x in inputs))
+            alone = found(*jax.tree.map(lambda x, b=b: x[b : b + 1], inputs))
             np.testing.assert_array_equal(alone, together[b : b + 1])
 
 
@@ -59,7 +61,7 @@ def test_points_beyond_two_to_the_31_numbers_are_found():
         nth = jnp.arange(count, dtype=jnp.int32) * 7 % width
         points = jax.nn.one_hot(nth, width, dtype=jnp.bfloat16)
         points = jnp.broadcast_to(points, (1, heads, count, width))
-        got = nearest_centroid(points, centroid, number, groups, "triton")
+        got = nearest_centroid(points, centroid, number, groups, implementation="triton")
         return jnp.sum(got != nth, -1)
 
     assert not np.asarray(ends()).any()
