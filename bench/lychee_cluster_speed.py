@@ -82,6 +82,7 @@ def expressions(budget: int) -> dict[str, str]:
         OURS: f"lychee_cluster(budget={budget})",
         f"{OURS}, bound": f"lychee_cluster(budget={budget}, rank='bound')",
         f"{OURS}, levels": f"lychee_cluster(budget={budget}, levels=2)",
+        f"{OURS}, int8": f"lychee_cluster(budget={budget}, centroid_dtype='int8')",
     }
 
 
@@ -253,7 +254,7 @@ def search_rows(
 
 def line_of_search(row: dict[str, Any]) -> str:
     """Formats one line of the search."""
-    text = f"search  {row['case']:14}{row['contender']:10}{row['read_bytes'] / 1e6:9.2f} MB"
+    text = f"search  {row['case']:14}{row['contender']:14}{row['read_bytes'] / 1e6:9.2f} MB"
     if "us" not in row:
         return f"{text}  {row.get('refused') or row.get('error')}".replace("\n", " ")[:150]
     return f"{text}{row['us']['median']:9.1f} us"
@@ -353,8 +354,11 @@ def of_length(part: str, context: int, expression: str, tiny: bool) -> list[dict
     """Measures the index or the prefill of one length in child processes."""
     shared = {"part": part, "context": context}
     if part == "index":
-        asked = ["--child", str(context), expression, *["--tiny"] * tiny]
-        children = [("bench.lychee_cluster_speed", expression, asked)]
+        in_bytes = expression.replace(")", ", centroid_dtype='int8')")
+        children = [
+            ("bench.lychee_cluster_speed", one, ["--child", str(context), one, *["--tiny"] * tiny])
+            for one in (expression, in_bytes)
+        ]
     else:
         children = [
             ("bench.prefill", policy, ["--child", "jsparse", str(context), policy])
