@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
 
 def in_bytes(
-    x: Float32[Array, "*n H"], middle: Float32[Array, "*n H"]
+    x: Float32[Array, "*n H"], middle: Float32[Array, "*#n H"]
 ) -> tuple[Int8[Array, "*n H"], Float32[Array, "*n"]]:
     """Return what bytes, by a scale for each vector, add to `middle`: x to half a scale."""
     x = x - middle

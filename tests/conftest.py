@@ -85,6 +85,7 @@ ARRAY_MODULES = (
     "pallas_kernels.token_sparse_decode.reference",
     "pallas_kernels.window_attention.reference",
     "policies.clusters.chunking",
+    "policies.clusters.search",
     "policies.eviction.merging",
     "policies.eviction.window",
     "partials",

@@ -10,16 +10,17 @@ dense_layers(lychee_cluster(…), n=2).
 Where we differ: clusters are ranked by q·μ (`rank="bound"` is the paper's q·μ + |q|·r, equation 2),
 which finds more of the true top-k on SmolLM2. All centroids are scored; the paper's units of
 clusters come before them with `levels=2`, and a unit's radius then takes in the clusters' own, so
-that it bounds chunks. Chunks are taken one by one, best cluster first, until the budget is full, so
-that a large cluster is not left out whole. The query heads of a group share their chunks, ranked by
-the greatest score among them. While decoding, every `cluster_size`-th chunk founds a cluster, as in
-the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
+that it bounds chunks. By these bounds `exact=True` looks for what the best units may have missed,
+which the paper does not. Chunks are taken one by one, best cluster first, until the budget is full,
+so that a large cluster is not left out whole. The query heads of a group share their chunks, ranked
+by the greatest score among them. While decoding, every `cluster_size`-th chunk founds a cluster, as
+in the prompt; the paper lets all of them join, so that the clusters of a short prompt would come to
 hold the whole of a long answer. Tokens are cut into chunks every `period` steps, by the same rule
-as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that
-the index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16
-the centroid of some hundred chunks hardly moves when another joins. With `centroid_dtype="int8"`
-they have a scale each, around their mean when the prompt ends, and one that moves by less than half
-a scale stays.
+as the prompt's, and wait in a buffer that is attended to. A row whose chunks are so short that the
+index would overflow cuts the rest at the greatest length. Centroids have K's type: in bfloat16 the
+centroid of some hundred chunks hardly moves when another joins. With `centroid_dtype="int8"` they
+have a scale each, around their mean when the prompt ends, and one that moves by less than half a
+scale stays.
 """
 
 from typing import Literal, get_args

@@ -422,13 +422,18 @@ def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
     few = alike.copy()
     few[:, ::17] = rng.normal(size=few[:, ::17].shape)
     opposite = np.where(np.arange(160)[:, None, None] % 64 < 60, alike, -alike)
+    # runs of like keys: units so narrow that one may lie between the last chunk taken and the next
+    rng = np.random.default_rng(6)
+    runs = rng.normal(size=(ROWS, 40, HEADS, DIM)).repeat(4, 1) + 1e-3 * rng.normal(size=shape)
     flat, exact, pruned = (
         f"lychee_cluster({FAR}, rank='bound'{more})"
         for more in ("", ", levels=2, exact=True", ", levels=2")
     )
     missed = 0
-    for keys in (None, rng.normal(size=shape), np.ones(shape), few, opposite):
-        layers = [Layer(policy, (140, 121), 160, k=keys) for policy in (flat, exact, pruned)]
+    for keys in (None, rng.normal(size=shape), np.ones(shape), few, opposite, runs):
+        layers = [
+            Layer(policy, (140, 121), 160, seed=6, k=keys) for policy in (flat, exact, pruned)
+        ]
         for _ in range(5):
             wanted, got, without = (layer.step()[0] for layer in layers)
             np.testing.assert_array_equal(got.count, wanted.count)
