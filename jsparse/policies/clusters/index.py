@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, physical_pages, read_slots
 from jsparse.pallas_kernels.group_means import group_means
@@ -173,31 +173,39 @@ def representatives(
     blocks = Blocks.of(number, rows * heads * form.longest * width)
 
     def block(i: Array, values: Array) -> Array:
-        pooled = pooled_keys(held, blocks.cut(first, i, 1), blocks.cut(lengths, i, 1), form)
-        return blocks.put(values, pooled, i)
+        some = blocks.cut(lengths, i, 1)
+        keys = keys_of_chunks(held, blocks.cut(first, i, 1), some, form)
+        return blocks.put(values, pooled(keys, some, form), i)
 
     values = jnp.zeros((rows, heads, number, width), jnp.float32)
     return blocks.run(count, block, values)
 
 
-def pooled_keys(
+def keys_of_chunks(
     held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], form: Form
-) -> Float32[Array, "B K n H"]:
-    """Pool the keys of slots first … first + lengths - 1; chunks without tokens give 0."""
+) -> Float[Array, "B K n m H"]:
+    """Read the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
     (rows, heads), number = held.lengths.shape, first.shape[1]
     nth = jnp.arange(form.longest, dtype=jnp.int32)
     inside = nth < lengths[..., None]
     slots = jnp.where(inside, first[..., None] + nth, 0).reshape(rows, 1, -1)
     slots = jnp.broadcast_to(slots, (rows, heads, slots.shape[-1]))
-    keys = read_slots(held.k, held, slots).reshape(rows, heads, number, form.longest, -1)
-    keys, inside = keys.astype(jnp.float32), inside[:, None, :, :, None]
+    return read_slots(held.k, held, slots).reshape(rows, heads, number, form.longest, -1)
+
+
+def pooled(
+    keys: Float[Array, "*layers B K n m H"], lengths: Int32[Array, "B n"], form: Form
+) -> Float32[Array, "*layers B K n H"]:
+    """Return what stands for chunks of `lengths` tokens; those without tokens give 0."""
+    inside = (jnp.arange(form.longest, dtype=jnp.int32) < lengths[..., None])[:, None, :, :, None]
+    keys = keys.astype(jnp.float32)
     if form.pooling == "mean":
         number = jnp.maximum(lengths, 1)[:, None, :, None]
-        pooled = jnp.sum(jnp.where(inside, keys, 0.0), 3) / number
+        made = jnp.sum(jnp.where(inside, keys, 0.0), -2) / number
     else:
-        pooled = jnp.max(jnp.where(inside, keys, -jnp.inf), 3)
-        pooled = jnp.where(inside.any(3), pooled, 0.0)
-    return unit_length(pooled) if form.normalise else pooled
+        made = jnp.max(jnp.where(inside, keys, -jnp.inf), -2)
+        made = jnp.where(inside.any(-2), made, 0.0)
+    return unit_length(made) if form.normalise else made
 
 
 def k_means(

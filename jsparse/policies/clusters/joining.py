@@ -5,10 +5,10 @@ where the caller donates the indices.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.centroid_update import centroid_update
@@ -21,7 +21,14 @@ from jsparse.pallas_kernels.point_groups import (
     unit_length,
 )
 from jsparse.policies.clusters.chunking import Chunks
-from jsparse.policies.clusters.index import Clusters, Form, num_clusters, num_units, pooled_keys
+from jsparse.policies.clusters.index import (
+    Clusters,
+    Form,
+    keys_of_chunks,
+    num_clusters,
+    num_units,
+    pooled,
+)
 from jsparse.shapes import Rows
 
 
@@ -53,7 +60,8 @@ def join(
 ) -> tuple[Clusters, ...]:
     """Add to the indices the chunks behind the first `before` of each row, at most `most_new`.
 
-    All chunks of one call choose their clusters before any centroid moves.
+    All chunks of one call choose their clusters before any centroid moves. What stands for them is
+    computed for all layers at once, since so few chunks cost launches alone.
     """
     nth = before[:, None] + jnp.arange(most_new, dtype=jnp.int32)
     there = nth < chunks.count[:, None]
@@ -68,16 +76,20 @@ def join(
     opens = now > jnp.maximum(had[:, None], jnp.pad(now, [(0, 0), (1, 0)])[:, :-1])
     coarse = New(cluster, there & fine.opens, opens, now - 1, had)
 
-    def joined(index: Clusters, held: LayerCache) -> Clusters:
-        points = pooled_keys(held, first, lengths, form)
-        made, group = add_points(index.fine, points, None, fine, held.k.dtype, form)
+    keys = jnp.stack([keys_of_chunks(held, first, lengths, form) for held in caches])
+    of_layers = pooled(keys, lengths, form)
+    directions_of_layers = unit_length(of_layers).astype(keys.dtype)
+
+    def joined(index: Clusters, points: Array, directions: Array) -> Clusters:
+        made, group = add_points(index.fine, points, directions, None, fine, form)
         if index.coarse is None:
             return Clusters(made, None, None)
         centroid, radius = _members(made, group)
-        units, _ = add_points(index.coarse, centroid, radius, coarse, held.k.dtype, form)
+        directions = unit_length(centroid).astype(keys.dtype)
+        units, _ = add_points(index.coarse, centroid, directions, radius, coarse, form)
         return _in_units(Clusters(made, units, index.tokens), group, lengths, there)
 
-    return tuple(joined(index, held) for index, held in zip(layers, caches, strict=True))
+    return tuple(map(joined, layers, of_layers, directions_of_layers))
 
 
 def _members(
@@ -115,14 +127,14 @@ def _in_units(
 def add_points(
     groups: Groups,
     points: Float32[Array, "B K n H"],
+    directions: Float[Array, "B K n H"],
     radius: Float32[Array, "B K n"] | None,
     new: New,
-    dtype: Any,
     form: Form,
 ) -> tuple[Groups, Int32[Array, "B K n"]]:
     """Add new points to a layer's groups; `radius` is the points' own.
 
-    Points meet centroids in `dtype`.
+    Their directions are of the type in which points meet centroids.
 
     Points that found a group belong to it. The others belong to the nearest of those that a row
     had, and where it had none to the one founded last. A centroid becomes the mean of its old and
@@ -133,10 +145,9 @@ def add_points(
     """
     nth = jnp.arange(1, new.there.shape[1] + 1, dtype=jnp.int32)
     number = jnp.max(jnp.where(new.there, nth, 0), -1)
-    directions = unit_length(points).astype(dtype)
     centroid, scale = groups.centroid, groups.scale
     if not form.normalise:
-        centroid, scale = unit_length(centroids_of(groups)).astype(dtype), None
+        centroid, scale = unit_length(centroids_of(groups)).astype(directions.dtype), None
     chosen = nearest_centroid(directions, centroid, number, new.had, scale)
     own = new.opens | (new.had == 0)[:, None]
     group = jnp.where(own[:, None], new.opened[:, None], chosen)
