@@ -8,15 +8,17 @@ Paper: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decod
 arXiv:2506.15704.
 
 Where we differ: the slash table is kept over distance, where nothing moves from step to step; the
-paper keeps it over position and shifts it. Tables are per KV head, with the maximum of the group's
-softmaxes as the weight w. Attended tokens do not lose half of their mean weight, which drives out
-those that are attended to a little at every step (`penalty=0.5` is the paper's). By default heads
-attend to all candidates, of which there are as many as the budget allows, and no key is read to
-choose among three times as many (`exact=True` is the paper's). By default candidates are the best
-of max(Φ, Ψ), not those above a threshold from the tables' kurtosis (`candidates="threshold"` is the
-paper's, `floor` is ours). The budget counts the sinks. Tables are bfloat16. No head bypasses by
-default; with `bypass=True` a KV head does where all query heads of its group do, and its tables
-decay where the paper leaves them as they are.
+paper keeps it over position and moves it. Ours points at the same distance from the next token;
+taken literally, equations 4, 7 and 10 read the paper's before it has moved, one position too far
+back (`aligned=False`). Tables are per KV head, with the maximum of the group's softmaxes as the
+weight w. Attended tokens do not lose half of their mean weight, which drives out those that are
+attended to a little at every step (`penalty=0.5` is the paper's). By default heads attend to all
+candidates, of which there are as many as the budget allows, and no key is read to choose among more
+(`exact=True` is the paper's, which sets no bound where ours is `wider`). By default candidates are
+the best of max(Φ, Ψ), not those above a threshold from the tables' kurtosis
+(`candidates="threshold"` is the paper's, `floor` is ours). The budget counts the sinks. Tables are
+bfloat16. No head bypasses by default; with `bypass=True` a KV head does where all query heads of
+its group do, and its tables decay where the paper leaves them as they are.
 """
 
 import math
@@ -40,14 +42,21 @@ from jsparse.partials import (
     merge,
     softmax_partial,
 )
-from jsparse.policy import Policy, PrefillView, below_one, builder, fraction, knob
+from jsparse.policy import (
+    Policy,
+    PrefillView,
+    below_one,
+    builder,
+    fraction,
+    knob,
+    whole_number,
+)
 from jsparse.selection import Selection
 from jsparse.shapes import HeadFlags, Lengths, Queries, Rows
 
 Candidates = Literal["top", "threshold"]
 SINKS = 4
 WINDOW = 32  # s, the last prompt queries from which the tables are built
-WIDER = 3  # candidates are up to this times the budget where exact weights choose among them
 BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
 MOST_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
 FAINT = 2.0**-20  # tables without a larger entry are not scaled down
@@ -60,6 +69,8 @@ class Tables(NamedTuple):
     range, and 8 bits are enough for numbers that are compared: an entry that is attended to at each
     step grows by 1 / decay in every one, 5 % by default, where one bit is 0.4 to 0.8 %. Tables of
     heads that report nothing for long stop to decay before they vanish: only ratios count.
+
+    Ψ(Δ) stands at Δ, or at Δ + 1 where tables are not aligned.
     """
 
     vertical: BFloat16[Array, "B K S"]
@@ -105,6 +116,8 @@ def lfps(
     bypass: bool | Literal["mean"] = False,
     floor: bool = False,
     penalty: float = 0.0,
+    wider: int = 3,
+    aligned: bool = True,
 ) -> Policy:
     """Attend to the share `budget` of a row's tokens, those to which earlier steps point.
 
@@ -114,17 +127,22 @@ def lfps(
     Args:
         budget: the share of tokens whose K and V are attended to.
         candidates: "top" lists the tokens of largest max(Φ, Ψ); "threshold" lists what stands out
-            of either table, and its neighbours, at most 3k. It needs exact=True.
+            of either table, and its neighbours, at most wider · k. It needs exact=True.
         a: the factor of the threshold; the paper uses 0.2 and 0.3.
         decay: r, the part of both tables that is left after a step. Above 0.99, bfloat16 rounds
             away much of what is added.
-        exact: whether 3k candidates are listed and exact weights choose k among them.
+        exact: whether wider · k candidates are listed and exact weights choose k among them.
         bypass: whether a KV head that looks at nothing but the sinks skips its search. True attends
             to the sinks and to a token that stands for the mean of the prompt; "mean" returns the
             mean of the prompt's values, as the paper's algorithm 1 does.
         floor: whether "threshold" lists at least k candidates, of largest max(Φ, Ψ).
         penalty: the part of their mean weight that attended tokens lose in both tables; the paper's
             is 0.5.
+        wider: how many times k candidates there are at most where exact weights choose among them.
+            The paper sets no bound: from 1 / budget on, there is none.
+        aligned: whether what was attended to at a distance points to that distance from the next
+            token. False points one position further back, as the paper's equations 4, 7 and 10
+            do, taken literally.
     """
     fraction("budget", budget)
     if candidates not in get_args(Candidates):
@@ -138,9 +156,11 @@ def lfps(
         ("exact", exact, [True, False]),
         ("bypass", bypass, [True, False, "mean"]),
         ("floor", floor, [True, False]),
+        ("aligned", aligned, [True, False]),
     ):
         if not any(given is value or given == value == "mean" for value in allowed):
             raise ValueError(f"{name}={given!r}: must be one of {allowed}")
+    whole_number("wider", wider, least=1)
     if candidates == "threshold" and not exact:
         raise ValueError("candidates='threshold': must be 'top' where exact=False")
     if floor and candidates == "top":
@@ -148,6 +168,7 @@ def lfps(
 
     # what a table's entries sum to where every step adds 1 - penalty
     whole = (1 - penalty) / (1 - decay)
+    late = 0 if aligned else 1
 
     def init(spec: CacheSpec) -> Past:
         heads = spec.batch, spec.num_kv_heads
@@ -176,7 +197,7 @@ def lfps(
             return state
         held = view.cache.layers[layer]
         tables, prompts = list(state.tables), list(state.prompts)
-        tables[layer] = first_tables(held, view.q_window, view.window_valid, whole)
+        tables[layer] = first_tables(held, view.q_window, view.window_valid, whole, late)
         if bypass:
             prompts[layer] = described(held, view.q_window[:, -1])
         return Past(tuple(tables), held.lengths[:, 0], tuple(prompts))
@@ -187,12 +208,12 @@ def lfps(
         # a head holds a token per position; from positions, number is computed once for all layers
         lengths = jnp.broadcast_to(cache.positions[:, None] + 1, held.lengths.shape)
         number = jnp.minimum(wanted(knob(cache, "budget", budget), lengths), most)
-        listed = min(most * (WIDER if exact else 1), held.capacity)
+        listed = min(most * (wider if exact else 1), held.capacity)
         if candidates == "threshold":
             least = number if floor else jnp.zeros_like(number)
-            rule = Kurtosis(a, least, WIDER * number)
+            rule = Kurtosis(a, least, wider * number)
         else:
-            rule = Best(WIDER * number if exact else number)
+            rule = Best(wider * number if exact else number)
         tables = state.tables[layer]
         chosen = table_candidates(*tables, held.lengths, rule, capacity=listed, sink=SINKS)
         if exact:
@@ -212,7 +233,7 @@ def lfps(
             *table_update(
                 *tables[layer],
                 stats,
-                cache.layers[layer].lengths,
+                cache.layers[layer].lengths + late,  # what it knows a slot's distance by
                 decay ** -age.astype(jnp.float32),
                 sink=SINKS,
                 penalty=penalty,
@@ -266,12 +287,13 @@ def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
 
 
 def first_tables(
-    held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows, whole: float
+    held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows, whole: float, late: int
 ) -> Tables:
     """Build both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
-    The vertical table's entries sum to `whole`, less the share of queries that lie in the sinks.
-    Heads are taken one after the other, so that no more than the logits of one ever exist.
+    Distances are put down as greater by `late`. The vertical table's entries sum to `whole`, less
+    the share of queries that lie in the sinks. Heads are taken one after the other, so that no more
+    than the logits of one ever exist.
     """
     (batch, heads), size = held.lengths.shape, queries.shape[1]
     grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)
@@ -288,8 +310,9 @@ def first_tables(
         seen = (slots <= position) & (nth >= size - asked)[:, None]
         lse = softmax_partial(jnp.where(seen[:, None], logits, -jnp.inf))[2]
         w = group_weights(logits, lse, seen & (slots >= SINKS))
-        backwards = jnp.take_along_axis(w, jnp.clip(position - slots, 0), axis=1)
-        backwards = jnp.where(slots <= position, backwards, 0.0)
+        back = position + late - slots
+        backwards = jnp.take_along_axis(w, jnp.clip(back, 0, held.capacity - 1), axis=1)
+        backwards = jnp.where(back >= 0, backwards, 0.0)
         c = whole / jnp.maximum(asked, 1)
         return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
 

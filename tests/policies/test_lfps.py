@@ -110,71 +110,70 @@ def weights_of(q, keys, counted):
 
 
 class Model:
-    """One head's tables as the paper keeps them: both by position, the slash shifted every step.
+    """One head's tables as the paper keeps them: both over position, in the paper's own indices.
 
     Attributes:
-        vertical, slash: lists over positions; the first SINKS are not used.
+        vertical, slash: Φver and Φsla over positions; nothing is put at the first SINKS.
+        newest: t, the position of the token that the next step brings.
     """
 
-    def __init__(self, q, keys, decay, most, penalty):
-        """Take the prompt's queries [n, G, H] and keys [n, H]."""
-        n, self.decay, self.penalty = len(keys), decay, penalty
-        asked = range(max(n - 32, 0), n)
-        self.vertical, self.slash = np.zeros(most), np.zeros(most)
-        for position in asked:
-            if position < SINKS:
-                continue
-            w = weights_of(q[position], keys[: position + 1], slice(SINKS, None))
-            w *= (1 - penalty) / (len(asked) * (1 - decay))
-            self.vertical[SINKS : position + 1] += w
-            # by distance to the token that comes next, at position n
-            for slot, weight in enumerate(w, start=SINKS):
-                if slot + n - position < most:
-                    self.slash[slot + n - position] += weight
-        self.newest = n
+    def __init__(self, q, keys, decay, most, penalty, aligned=True):
+        """Take the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
+        n, self.decay, self.penalty, self.aligned = len(keys), decay, penalty, aligned
+        self.vertical, self.slash, self.newest = np.zeros(most), np.zeros(most), n
+        s = min(n, 32)
+        c = (1 - penalty) / (s * (1 - decay))  # the paper's penalty is a half
+        for j in range(1, s + 1):
+            w = np.zeros(most)
+            if n - j >= SINKS:
+                w[SINKS : n - j + 1] = weights_of(q[n - j], keys[: n - j + 1], slice(SINKS, None))
+            for i in range(most):
+                self.vertical[i] += c * w[i]
+                if i - j + 1 >= 0:
+                    self.slash[i] += c * w[i - j + 1]
 
-    def candidates(self, rule, a, number):
-        """Return the ranked slots that the rule chooses, best first, `number` at most."""
-        t = self.newest
-        slots = np.arange(SINKS, t)
-        if slots.size == 0:
-            return slots
-        score = np.maximum(self.vertical, self.slash)
-        if rule == "top":
-            return sorted(slots, key=lambda i: (-score[i], i))[:number]
-        first, mean = set(), []
-        for table in (self.vertical, self.slash):
-            x = table[SINKS:t]
-            around = x - x.mean()
-            kurtosis = (around**4).sum() / (around**2).sum() ** 2 if around.any() else 0.0
-            tau = a * x.mean() / kurtosis if kurtosis else np.inf
-            first |= {i for i in slots if table[i] > tau}
-            mean.append(x.mean())
-        wide = {i + d for i in first for d in (-1, 0, 1, 2)} & set(slots)
-        wide = [i for i in wide if self.vertical[i] > mean[0] or self.slash[i] > mean[1]]
-        return sorted(wide, key=lambda i: (-score[i], i))[:number]
+    def read(self):
+        """Return what candidates are chosen by (equation 7), of slots SINKS ≤ i < t.
+
+        The paper reads Φsla(i). Aligned, it is read where it will have moved to, from i - 1.
+        """
+        slash = moved(self.slash) if self.aligned else self.slash
+        return self.vertical[SINKS : self.newest], slash[SINKS : self.newest]
 
     def update(self, listed, q, keys):
-        """Take in a step that attended to `listed`, the newest among them."""
+        """Take in a step that attended to `listed`, the newest among them (equation 10)."""
         counted = np.array(listed) >= SINKS
-        self.vertical *= self.decay
-        self.slash *= self.decay
+        self.vertical, self.slash = self.decay * self.vertical, self.decay * moved(self.slash)
         if counted.any():
             w = weights_of(q, keys[listed], counted) - self.penalty / counted.sum()
             listed = np.array(listed)[counted]
             self.vertical[listed] += w
             self.slash[listed] += w
-        self.slash = np.concatenate([[0.0], self.slash[:-1]])
         self.newest += 1
 
 
-def adopt(model, tables):
-    """Give the model the policy's own tables, so that its rule is held to every bit of them."""
-    vertical, distance = tables
-    t = model.newest
-    past = t - np.arange(len(vertical))
-    model.vertical = vertical.copy()
-    model.slash = np.where(past >= 0, distance[np.maximum(past, 0)], 0.0)
+def moved(table):
+    """Return the table whose entry at i is that at i - 1."""
+    return np.concatenate([[0.0], table[:-1]])
+
+
+def candidates(tables, rule, a, number):
+    """Return the slots that a rule chooses by tables over slots from SINKS on, best first.
+
+    They are `number` at most. The threshold's are those of equations 8 and 9.
+    """
+    slots = range(SINKS, SINKS + len(tables[0]))
+    score = dict(zip(slots, np.maximum(*tables), strict=True))
+    if rule == "threshold":
+        first, above = set(), set()
+        for table in tables:
+            around = table - table.mean() if len(table) else table
+            kurtosis = (around**4).sum() / (around**2).sum() ** 2 if around.any() else 0.0
+            tau = a * table.mean() / kurtosis if kurtosis else np.inf
+            first |= {i for i, x in zip(slots, table, strict=True) if x > tau}
+            above |= {i for i, x in zip(slots, table, strict=True) if x > table.mean()}
+        slots = {i + d for i in first for d in (-1, 0, 1, 2)} & above
+    return sorted(slots, key=lambda i: (-score[i], i))[:number]
 
 
 RULES = {
@@ -182,6 +181,8 @@ RULES = {
     "exact": "lfps(budget=0.1, decay={decay}, exact=True, penalty=0.5)",
     "threshold": "lfps(budget=0.1, decay={decay}, candidates='threshold', exact=True, a=0.02, "
     "penalty=0.5)",
+    "paper": "lfps(budget=0.1, decay={decay}, candidates='threshold', exact=True, a=0.02, "
+    "penalty=0.5, wider=10, aligned=False)",
     "floor": "lfps(budget=0.1, decay={decay}, exact=True, candidates='threshold', floor=True)",
 }
 
@@ -193,35 +194,34 @@ def check(kind, steps, decay):
     layer = Layer(RULES[kind].format(decay=decay), q, k, v, prompts)
     most, budget = q.shape[1], 0.2 if kind == "top" else 0.1
     penalty = 0.5 if "penalty" in RULES[kind] else 0.0
+    aligned = "aligned=False" not in RULES[kind]
     # bfloat16 rounds every sum by at most 2^-8 of it; errors decay as the sums do
     error = 2.0**-8 / (1 - decay)
     grouped = q.reshape(BATCH, most, HEADS, GROUP, DIM).swapaxes(1, 2)
     models = {
-        (b, h): Model(grouped[b, h, : prompts[b]], k[b, : prompts[b], h], decay, most, penalty)
+        (b, h): Model(
+            *(grouped[b, h, : prompts[b]], k[b, : prompts[b], h]), decay, most, penalty, aligned
+        )
         for b in range(BATCH)
         for h in range(HEADS)
     }
     for _ in range(steps):
-        before = layer.tables()
+        vertical, distance = layer.tables()
         chosen, _ = layer.step()
         for (b, h), model in models.items():
             t, keys, now = model.newest, k[b, :, h], grouped[b, h, model.newest]
-            past = t - np.arange(SINKS, t)
-            for table, found in (
-                (model.vertical, before[0][b, h, SINKS:t]),
-                (model.slash, before[1][b, h, past]),
-            ):
-                np.testing.assert_allclose(found, table[SINKS:t], atol=error * np.abs(table).max())
-            own = Model(grouped[b, h, :0], keys[:0], decay, most, penalty)
-            own.newest = t
-            adopt(own, [x[b, h, :most] for x in before])
+            # what the policy reads of each slot; the rule is held to every bit of it
+            slots = np.arange(SINKS, t)
+            found = vertical[b, h, slots], distance[b, h, t - slots]
+            for table, own in zip(model.read(), found, strict=True):
+                np.testing.assert_allclose(own, table, atol=error * np.abs(table).max(initial=0))
             number = int(np.ceil(budget * (1 - 1e-6) * (t + 1)))
             always = {*range(min(SINKS, t + 1)), t}
             ids = chosen.ids[b, h, : chosen.count[b, h]].tolist()
             if kind == "top":
-                wanted = {*own.candidates("top", 0, number - len(always)), *always}
+                wanted = {*candidates(found, "top", 0, number - len(always)), *always}
             else:
-                wanted = expected(own, kind, number, always, now, keys)
+                wanted = expected(found, kind, number, always, now, keys)
             # a budget below the sinks and the newest lists the oldest of these
             wanted = sorted(wanted) if number >= len(always) else [*range(min(number, SINKS))]
             assert ids == [int(i) for i in wanted], (t, b, h)
@@ -229,15 +229,16 @@ def check(kind, steps, decay):
     return layer
 
 
-def expected(own, kind, number, always, q, keys):
+def expected(tables, kind, number, always, q, keys):
     """The `number` candidates of greatest exact weight, with those that are always attended to."""
-    room = 3 * number - len(always)
+    room = (10 if kind == "paper" else 3) * number - len(always)
     if kind == "exact":
-        found = own.candidates("top", 0, max(room, 0))
+        found = candidates(tables, "top", 0, max(room, 0))
     else:
-        found = own.candidates("threshold", 0.02 if kind == "threshold" else 0.2, max(room, 0))
+        a = 0.2 if kind == "floor" else 0.02
+        found = candidates(tables, "threshold", a, max(room, 0))
         if kind == "floor" and len(found) < number - len(always):
-            others = [i for i in own.candidates("top", 0, own.newest) if i not in set(found)]
+            others = [i for i in candidates(tables, "top", 0, None) if i not in set(found)]
             found = [*found, *others[: number - len(always) - len(found)]]
     found = np.array(sorted(found), int)
     if found.size == 0:
@@ -248,7 +249,7 @@ def expected(own, kind, number, always, q, keys):
     return {*found[order[: max(number - len(always), 0)]], *always}
 
 
-@pytest.mark.parametrize("kind", slow_except(RULES, "top"))
+@pytest.mark.parametrize("kind", slow_except(RULES, "top", "paper"))
 def test_steps_are_those_of_the_slow_model(kind):
     """Across two renormalisations at decay 0.5, whose period is 12."""
     layer = check(kind, 26, 0.5)
@@ -288,10 +289,10 @@ updated = jax.jit(partial(table_update, sink=SINKS, penalty=0.5))
 
 @settings(max_examples=20)
 @given(some_steps())
-def test_a_table_over_distance_is_the_papers_shifted_table(steps):
-    """At every step, bit by bit: the paper's is kept over position and moves by one."""
+def test_a_table_over_distance_is_the_papers_moving_table(steps):
+    """After every step, bit by bit: the paper's is over position, and moves before it takes in."""
     zeros = np.zeros((1, 1, SLOTS), jnp.bfloat16)
-    vertical, distance, shifted = zeros, zeros, zeros
+    vertical, distance, moving = zeros, zeros, zeros
     for step, logits in enumerate(steps.lists):
         length = steps.length + step + 1
         newest = length - 1
@@ -304,12 +305,12 @@ def test_a_table_over_distance_is_the_papers_shifted_table(steps):
         listed = ListedLogits(ids, np.full((1, 1), len(slots), np.int32), values, lse)
         scale = np.array([steps.decay**-step], np.float32)
         arguments = listed, np.full((1, 1), length, np.int32), scale
-        # a vertical table of the shifted entries takes the same numbers in
-        shifted, _ = updated(shifted, zeros, *arguments)
+        # a vertical table of the moved entries takes the same numbers in
+        moving = np.pad(moving, ((0, 0), (0, 0), (1, 0)))[..., :-1]
+        moving, _ = updated(moving, zeros, *arguments)
         vertical, distance = updated(vertical, distance, *arguments)
-        by_distance, by_position = (np.asarray(x, np.float32)[0, 0] for x in (distance, shifted))
+        by_distance, by_position = (np.asarray(x, np.float32)[0, 0] for x in (distance, moving))
         np.testing.assert_array_equal(by_distance[length - 1 :: -1], by_position[:length])
-        shifted = np.pad(shifted, ((0, 0), (0, 0), (1, 0)))[..., :-1]
     assert not np.asarray(vertical, np.float32)[0, 0, :SINKS].any()
 
 
@@ -439,6 +440,8 @@ def test_rows_may_have_smaller_budgets():
         ("lfps(penalty=1)", "penalty=1: must be a number from 0 to below 1"),
         ("lfps(candidates='best')", r"candidates='best': must be one of \['top', 'threshold'\]"),
         ("lfps(exact='yes')", r"exact='yes': must be one of \[True, False\]"),
+        ("lfps(wider=0)", "wider=0: must be an integer of at least 1"),
+        ("lfps(aligned=0)", r"aligned=0: must be one of \[True, False\]"),
         ("lfps(bypass='sinks')", r"bypass='sinks': must be one of \[True, False, 'mean'\]"),
         ("lfps(candidates='threshold')", "candidates='threshold': must be 'top' where exact=False"),
         ("lfps(floor=True)", "floor=True: must be False where candidates='top'"),
