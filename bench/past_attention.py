@@ -8,12 +8,16 @@ Means over all KV heads, query heads and steps:
     of best     the same relative to the tokens of largest weight, as many as the policy may list
     attended    share of the tokens that is attended to
     overlap     part of those tokens of largest weight that is attended to
-    marked      of LFPS with candidates="threshold": share of the tokens that its rule marks, before
-                they are cut to three times the budget
+    marked      of LFPS with candidates="threshold": share of the tokens that its rule marks
+
+The paper's rule attends to as few tokens as it marks, where these are fewer than the budget allows.
+So each of its forms with a = 0.2 is followed by LFPS with exact weights alone, at the share of the
+tokens that the form attended to.
 
     python -m bench.past_attention --json build/past_attention.json
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,25 +45,47 @@ from jsparse.selection import Selection, token_mask
 from jsparse.threshold import top_k_mask
 
 LENGTHS, BUDGETS, STEPS = (4096, 8176), (0.02, 0.04), 160
-PAPER = "candidates='threshold', exact=True, penalty=0.5"
+RULE = "candidates='threshold', exact=True"
+FACTORS = (0.1, 0.2, 0.3, 0.4)  # of Table 4; the second is the paper's for most lengths
 
 
-def expressions(budget: float, length: int) -> dict[str, float | None]:
-    """Returns the policies for a budget, with the factor of the threshold of those that have one.
+class Form(NamedTuple):
+    """A policy that is measured.
 
-    Those that count tokens get the share of the whole window, Quest rounded up to whole pages.
+    Attributes:
+        a: the factor of its threshold, if it has one.
+        matched: whether exact weights alone are measured at the share that it attends to.
+    """
+
+    a: float | None = None
+    matched: bool = False
+
+
+def forms(budget: float, length: int) -> dict[str, Form]:
+    """Returns the policies for a budget; of the paper's rule, no candidate is cut off.
+
+    Between LFPS with exact weights and the paper's form, one thing changes at a time: the penalty,
+    the rule, both, and the alignment of the slash table besides. Those that count tokens get the
+    share of the whole window, Quest rounded up to whole pages.
     """
     tokens = int(budget * length)
     pages = -(-tokens // PAGE) * PAGE
+    rule = f"{RULE}, wider={math.ceil(1 / budget)}"
+    own = f"lfps(budget={budget}"
     return {
-        f"lfps(budget={budget})": None,
-        f"lfps(budget={budget}, penalty=0.5)": None,
-        f"lfps(budget={budget}, exact=True)": None,
-        **{f"lfps(budget={budget}, {PAPER}, a={a})": a for a in (0.1, 0.2, 0.3, 0.4)},
-        f"oracle_top_k(budget={tokens})": None,
-        f"quest(budget={pages})": None,
-        f"quest(budget={pages}, slack=1.0, group='max')": None,
-        f"streaming(sink=4, recent={tokens - 4})": None,
+        f"{own})": Form(),
+        f"{own}, aligned=False)": Form(),
+        f"{own}, penalty=0.5)": Form(),
+        f"{own}, exact=True)": Form(),
+        f"{own}, exact=True, aligned=False)": Form(),
+        f"{own}, exact=True, penalty=0.5)": Form(),
+        f"{own}, {rule}, a=0.2)": Form(0.2, matched=True),
+        **{f"{own}, {rule}, a={a}, penalty=0.5)": Form(a, matched=a == 0.2) for a in FACTORS},
+        f"{own}, {rule}, a=0.2, penalty=0.5, aligned=False)": Form(0.2, matched=True),
+        f"oracle_top_k(budget={tokens})": Form(),
+        f"quest(budget={pages})": Form(),
+        f"quest(budget={pages}, slack=1.0, group='max')": Form(),
+        f"streaming(sink=4, recent={tokens - 4})": Form(),
     }
 
 
@@ -104,12 +130,19 @@ def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float |
 
 def measure(sources: Sequence[Heads], steps: int, budget: float) -> list[dict[str, Any]]:
     """Returns a row per policy, its figures the mean over equally long sources."""
-    tokens, rows = sources[0].keys.shape[1], []
-    for expression, a in expressions(budget, tokens).items():
+
+    def row(expression: str, budget: float, a: float | None) -> dict[str, Any]:
         found = [replayed(parse(expression), heads, steps, budget, a) for heads in sources]
         mean = jax.tree.map(lambda *each: float(jnp.mean(jnp.stack(each))), *found)
-        row = {"tokens": tokens, "budget": budget, "policy": expression, **mean._asdict()}
-        rows.append(row | {"marked": mean.marked if a else None})
+        of_all = {"tokens": tokens, "budget": budget, "policy": expression, **mean._asdict()}
+        return of_all | {"marked": mean.marked if a else None}
+
+    tokens, rows = sources[0].keys.shape[1], []
+    for expression, form in forms(budget, tokens).items():
+        rows.append(row(expression, budget, form.a))
+        if form.matched:
+            share = round(rows[-1]["attended"], 5)
+            rows.append(row(f"lfps(budget={share}, exact=True)", share, None))
     return rows
 
 
