@@ -18,7 +18,9 @@ unless others are named:
                  compressed
     every_method   every method at a quarter of the length, evicting or selecting, on the real texts
                  of `bench.real_text` (--files, --text)
-    lfps         LFPS, exact and with the paper's rule, next to an oracle, Quest and StreamingLLM
+    lfps         LFPS, exact, with the paper's rule, penalty and alignment, one at a time and
+                 together, next to an oracle, Quest and StreamingLLM; then exact LFPS at the shares
+                 that the forms with the paper's rule attended to, which may be less than the budget
     lychee_cluster   LycheeCluster at three budgets, next to Quest, ClusterKV, ArkVale, LFPS,
                  StreamingLLM and oracles that attend to as many tokens, and one argument of it
                  changed at a time
@@ -90,6 +92,8 @@ TASKS = (
 ANSWERED_WHEN_LONG = TASKS[:4]
 AGAIN = 14  # the layer of SmolLM2 that picks again, by bench.layer_overlap
 TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
+PAGE = 16
+RULE = "candidates='threshold', exact=True"  # the paper's, of LFPS
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 GATES = (
@@ -212,8 +216,12 @@ def ablation(gates: Path, length: int) -> tuple[str, ...]:
 
 
 def lfps(length: int) -> tuple[str, ...]:
-    """Returns LFPS at 2 % and 4 % of the length, next to those that read as many tokens."""
-    paper = "candidates='threshold', exact=True, penalty=0.5"
+    """Returns LFPS at 2 % and 4 % of the length, next to those that read as many tokens.
+
+    From exact weights to the paper's form, one thing changes at a time. The rule's candidates are
+    not cut off, as in the paper. Quest's tokens are rounded up to whole pages.
+    """
+    rule = f"{RULE}, wider=50"  # all tokens from 2 % on
     return tuple(
         policy
         for share in (0.02, 0.04)
@@ -221,12 +229,28 @@ def lfps(length: int) -> tuple[str, ...]:
         for policy in (
             f"lfps(budget={share})",
             f"lfps(budget={share}, exact=True)",
-            f"lfps(budget={share}, {paper})",
+            f"lfps(budget={share}, exact=True, penalty=0.5)",
+            f"lfps(budget={share}, {rule})",
+            f"lfps(budget={share}, {rule}, penalty=0.5)",
+            f"lfps(budget={share}, {rule}, penalty=0.5, aligned=False)",
             f"oracle_top_k(budget={tokens})",
-            f"quest(budget={tokens})",
+            f"quest(budget={-(-tokens // PAGE) * PAGE})",
             f"streaming(sink=4, recent={tokens - 4})",
         )
     )
+
+
+def at_the_rules_share(report: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
+    """Returns LFPS with exact weights alone, at each share that the paper's rule attended to.
+
+    The rule marks fewer tokens than the budget allows in some heads, so that it attends to fewer.
+    """
+    found: dict[int, dict[str, None]] = {}
+    for cell in report["cells"]:
+        if RULE.partition(",")[0] in cell["policy"] and "attended" in cell["metrics"]:
+            share = cell["metrics"]["attended"]["mean"]
+            found.setdefault(cell["length"], {})[f"lfps(budget={share:.4f}, exact=True)"] = None
+    return {length: tuple(policies) for length, policies in found.items()}
 
 
 def lychee_cluster(length: int) -> tuple[str, ...]:
@@ -303,12 +327,14 @@ class Set(NamedTuple):
         tasks: the default tasks; SmolLM2 answers few of them at 4K and 8K.
         lengths: the default lengths.
         steps: the default number of decode steps of the tasks that compare with dense.
+        afterwards: maps the report of all these to further policies of each length, measured next.
     """
 
     policies: Callable[[Path, int], Sequence[str]]
     tasks: Sequence[str]
     lengths: Sequence[int]
     steps: int = 64
+    afterwards: Callable[[Mapping[str, Any]], Mapping[int, Sequence[str]]] = lambda report: {}
 
 
 LONG = (4096, 8192)
@@ -319,7 +345,13 @@ SETS = {
     "defaults": Set(lambda gates, _: defaults(gates), ("kl", "passkey"), LONG),
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
     "eviction_ablation": Set(ablation, ("kl", "ppl"), (4096,), steps=512),
-    "lfps": Set(lambda _, length: lfps(length), ("kl", "attention", "passkey"), LONG),
+    "lfps": Set(
+        lambda _, length: lfps(length),
+        ("kl", "attention", "passkey"),
+        LONG,
+        steps=128,
+        afterwards=at_the_rules_share,
+    ),
     "lychee_cluster": Set(
         lambda _, length: lychee_cluster(length),
         ("kl", "ppl", "passkey", "niah_single_1", "json_retrieval"),
@@ -538,7 +570,12 @@ def run(args: argparse.Namespace) -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.processes) as pool:
         wanted = parts(policies, args.groups)
-        report = joined(list(pool.map(lambda part: measure(args, part, free), wanted)), environment)
+        reports = list(pool.map(lambda part: measure(args, part, free), wanted))
+        report = joined(reports, environment)
+        if not args.policy and (more := chosen.afterwards(report)):
+            wanted = [part._replace(name=f"{part.name}_more") for part in parts(more, args.groups)]
+            reports += pool.map(lambda part: measure(args, part, free), wanted)
+            report = joined(reports, environment)
     write_report(args.json, report)
     show(report)
     draw(report, args.json.parent / args.json.stem)

@@ -64,7 +64,7 @@ def measured(monkeypatch, tmp_path):
 
         def measure(args, part, free):
             asked.append((part.length, tuple(args.tasks), tuple(part.policies)))
-            return report(part.length)
+            return report(part.length, part.policies)
 
         for name, stub in (
             ("measure", measure),
@@ -95,6 +95,17 @@ def test_a_set_is_measured_in_its_own_tasks_and_lengths_unless_others_are_named(
     assert [(length, len(tasks)) for length, tasks, _ in measured()] == [
         (length, 9) for length in (8192, 4096, 2048, 1024)
     ]
+
+
+def test_lfps_is_measured_again_at_the_share_that_the_papers_rule_attends_to(measured):
+    """All forms are measured first; no candidate of the rule is cut off."""
+    asked = measured("--set", "lfps", "--lengths", "4096", "--tasks", "vt", "--groups", "2")
+    first = SETS["lfps"].policies(Path(), 4096)
+    assert sorted(policy for part in asked[:2] for policy in part[2]) == sorted(first)
+    assert [part[2] for part in asked[2:]] == [("lfps(budget=0.0147, exact=True)",)]
+    of_rule = [policy for policy in first if "threshold" in policy]
+    assert of_rule and all("wider=50" in policy for policy in of_rule)
+    assert not [part for part in measured("--policy", *of_rule, "--set", "lfps")][2:]
 
 
 def test_eviction_has_budgets_for_its_lengths():
@@ -205,7 +216,7 @@ def report(length, policies=("quest(budget=16)",)):
             "task": "vt",
             "length": length,
             "index": i,
-            "values": {"score": score},
+            "values": {"score": score, "attended": 0.0147},
             "meta": {},
         }
         for policy, score in scores.items()
