@@ -10,9 +10,10 @@ Means over all KV heads, query heads and steps:
     overlap     part of those tokens of largest weight that is attended to
     marked      of LFPS with candidates="threshold": share of the tokens that its rule marks
 
-The paper's rule attends to as few tokens as it marks, where these are fewer than the budget allows.
-So each of its forms with a = 0.2 is followed by LFPS with exact weights alone, at the share of the
-tokens that the form attended to.
+The paper's rule attends to as few tokens as it marks, where these are fewer than the budget allows,
+and reads the keys of all that it marks, however many. So each of its forms with a = 0.2 is followed
+by LFPS with exact weights alone at the share of the tokens that the form attended to, and by the
+same choosing among at least as many keys.
 
     python -m bench.past_attention --json build/past_attention.json
 """
@@ -54,7 +55,7 @@ class Form(NamedTuple):
 
     Attributes:
         a: the factor of its threshold, if it has one.
-        matched: whether exact weights alone are measured at the share that it attends to.
+        matched: whether exact weights alone are measured at the shares that it attends to and marks.
     """
 
     a: float | None = None
@@ -141,8 +142,10 @@ def measure(sources: Sequence[Heads], steps: int, budget: float) -> list[dict[st
     for expression, form in forms(budget, tokens).items():
         rows.append(row(expression, budget, form.a))
         if form.matched:
-            share = round(rows[-1]["attended"], 5)
-            rows.append(row(f"lfps(budget={share}, exact=True)", share, None))
+            attended, marked = (rows[-1][name] for name in ("attended", "marked"))
+            share, wider = round(attended, 5), max(math.ceil(marked / attended), 1)
+            for more in ("", f", wider={wider}"):
+                rows.append(row(f"lfps(budget={share}, exact=True{more})", share, None))
     return rows
 
 

@@ -66,13 +66,13 @@ def test_no_policy_finds_more_than_the_best():
     rows = measure([random_heads()], STEPS, 0.25)
     matched = [row for row in rows if row["budget"] != 0.25]
     assert [row["policy"] for row in rows if row["budget"] == 0.25] == [*forms(0.25, TOKENS)]
-    assert len(matched) == 3
+    assert len(matched) == 2 * 3
     for row in rows:
         assert 0 < row["mass"] <= 1.02 * row["best"] < 1.02
         assert (row["marked"] is not None) == ("threshold" in row["policy"])
     for form, same in pairwise(rows):
         if same in matched:
-            assert "threshold" in form["policy"]
+            assert "threshold" in form["policy"] or form in matched
             assert abs(same["attended"] - form["attended"]) <= 1.5 / TOKENS
     marked = [row["marked"] for row in rows if "penalty" in row["policy"] and row["marked"]]
     assert marked[:4] == sorted(marked[:4], reverse=True)
