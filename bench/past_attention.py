@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
     Attributes:
         a: the factor of its threshold, if it has one.
-        matched: whether exact weights alone are measured at the shares that it attends to and marks.
+        matched: whether exact weights alone are measured at its shares, too.
     """
 
     a: float | None = None
