@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jsparse.shapes import Bits, HeadFlags, Ids, Lengths
 from jsparse.threshold import compact
 
 Granularity = Literal["page", "token"]
 MAX_BITS_PAGE = 32
-_ARRAYS = ("ids", "count", "bits", "dense")
+_ARRAYS = ("ids", "count", "bits", "dense", "logits")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -34,6 +34,9 @@ class Selection:
         dense: heads that attend to everything they hold; their list is not read, and no wrapper may
             prune them.
         granularity: the unit of `ids`.
+        logits: the query heads' scaled logits of listed tokens, without a bias, where choosing has
+            found them: attention then need not read these tokens' keys again. They save reads and
+            say nothing new: None is as good, and so is a backend that does not look at them.
 
     A head that attends to anything also attends to its newest token, listed or not. A head with
     count 0 that is not dense attends to nothing: o = 0, lse = -inf.
@@ -44,6 +47,7 @@ class Selection:
     bits: Bits | None = None
     dense: HeadFlags | None = None
     granularity: Granularity = "page"
+    logits: Float32[Array, "B K G C"] | None = None
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Granularity]:
         """Returns the arrays as children; the granularity is static."""

@@ -325,7 +325,10 @@ def first_tables(
 def heaviest(
     q: Queries, held: LayerCache, chosen: Selection, number: Lengths, capacity: int
 ) -> Selection:
-    """List the candidates of largest weight, `number` of them, sinks and newest among them."""
+    """List the candidates of largest weight, `number` of them, sinks and newest among them.
+
+    Their logits go with them: attention reads their values alone.
+    """
     nth = jnp.arange(chosen.ids.shape[-1], dtype=jnp.int32)
     valid = nth < chosen.count[..., None]
     always = (chosen.ids < SINKS) | (chosen.ids == held.lengths[..., None] - 1)
@@ -334,13 +337,15 @@ def heaviest(
     lse = softmax_partial(jnp.where(valid[:, :, None], logits, -jnp.inf))[2]
     weights = group_weights(logits, lse, valid & ~always)
     weights = jnp.where(always, 2.0, weights)  # above any weight
-    return threshold_select(
+    best = threshold_select(
         jnp.where(valid, weights, -jnp.inf)[:, :, None],
         TopK(number),
         capacity=capacity,
         weights="raw",
-        names=chosen.ids,
     )
+    inside = jnp.arange(capacity, dtype=jnp.int32) < best.count[..., None]
+    ids = jnp.where(inside, jnp.take_along_axis(chosen.ids, best.ids, axis=2), 0)
+    return replace(best, ids=ids, logits=jnp.take_along_axis(logits, best.ids[:, :, None], axis=3))
 
 
 def described(held: LayerCache, last: Queries) -> Prompt:

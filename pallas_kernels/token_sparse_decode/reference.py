@@ -45,7 +45,15 @@ def _listed(
     ids, count = listed_tokens(selection, layer.lengths)
     valid = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
     grouped = q.reshape(*count.shape, -1, q.shape[-1])
-    logits = sm_scale * products(grouped, layer.k, layer, ids)
+    if selection.logits is None:
+        logits = sm_scale * products(grouped, layer.k, layer, ids)
+    else:  # the newest token, which lists may lack, is the last one
+        last = count[..., None] - 1
+        newest = jnp.clip(layer.lengths[..., None] - 1, 0)
+        of_newest = sm_scale * products(grouped, layer.k, layer, newest)
+        known = jnp.pad(selection.logits, ((0, 0), (0, 0), (0, 0), (0, 1)))
+        is_newest = jnp.arange(ids.shape[-1], dtype=jnp.int32) == last
+        logits = jnp.where(is_newest[:, :, None], of_newest, known)
     if layer.bias is not None:
         logits += read_slots(layer.bias, layer, ids)[:, :, None]
     logits = jnp.where(valid[:, :, None], logits, -jnp.inf)

@@ -1,5 +1,6 @@
 """Tests token_sparse_decode against dense attention in float64 and the op over pages."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -75,6 +76,27 @@ def test_listed_logits_leave_out_what_is_not_attended_to():
         logits = grouped[head] @ k[head, slots].T / 8 + bias[head, slots, 0]
         np.testing.assert_allclose(found[0, head, :, :3], logits, rtol=1e-5, atol=1e-5)
     assert np.isneginf(found[..., 3:]).all()
+
+
+def test_keys_whose_logits_come_with_the_list_are_not_read():
+    """One list names the newest token, one does not: its key is read either way."""
+    q, layer, _ = Case("", batch=1, kv_heads=2, lengths="full", bias=True).build()
+    layer = layer._replace(lengths=np.array([[40, 17]], np.int32))
+    ids = np.array([[[3, 8, 39], [2, 5, 0]]], np.int32)
+    chosen = Selection(ids, np.array([[3, 2]], np.int32), granularity="token")
+    keys = np.asarray(layer.k).reshape(2, 96, 64)
+    logits = np.einsum(
+        "kgh,knh->kgn", np.asarray(q).reshape(2, 4, 64), keys[np.arange(2)[:, None], ids[0]]
+    )
+    known = replace(chosen, logits=np.asarray(logits[None] / 8, np.float32))
+    unread = np.full_like(keys, np.nan)
+    for head, newest in enumerate((39, 16)):
+        unread[head, newest] = keys[head, newest]
+    lacking = layer._replace(k=unread.reshape(layer.k.shape))
+    attend = jax.jit(partial(token_sparse_decode, stats="listed_logits"))
+    want, got = attend(q, layer, chosen), attend(q, lacking, known)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_cases_list_tokens_and_have_names_of_their_own():
