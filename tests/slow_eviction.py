@@ -48,7 +48,7 @@ class SlowMethod:
 
     Attributes:
         score: Seen -> a score for each of `seen.competing`.
-        counts: (scores of each head, heads) -> the number of slots that each head keeps.
+        counts: (scores of each head, Seen of each) -> the number of slots that each head keeps.
         begin: Seen of the whole prompt -> a number for each slot.
         track: (numbers, shares, position) -> numbers.
     """
@@ -128,10 +128,10 @@ class SlowEvictor:
         return Seen(row.k[layer][head], known, window, list(competing))
 
     def compress(self):
-        for layer, heads in enumerate(self.heads):
+        for layer in range(self.num_layers):
             seen = [self.seen(layer, head) for head in range(self.num_heads)]
             scores = [np.asarray(self.method.score(x)) for x in seen]
-            for head, count in enumerate(self.method.counts(scores, heads)):
+            for head, count in enumerate(self.method.counts(scores, seen)):
                 self.keep(layer, head, seen[head], scores[head], count)
         self.left.append(
             [[list(head.positions) for head in heads] for heads in self.heads],
@@ -223,7 +223,7 @@ def window_sums(seen: Seen):
 
 def uniform(budget):
     """The same number for all heads."""
-    return lambda scores, heads: [budget] * len(heads)
+    return lambda scores, seen: [budget] * len(seen)
 
 
 def shared(scores, total, least, most):
@@ -242,7 +242,7 @@ def shared(scores, total, least, most):
 
 def joint(budget, least, most):
     """A layer's heads share their slots."""
-    return lambda scores, heads: shared(scores, budget * len(heads), least, most)
+    return lambda scores, seen: shared(scores, budget * len(seen), least, most)
 
 
 def fewest(weights, p):
@@ -251,40 +251,47 @@ def fewest(weights, p):
     return 0 if not len(sums) or not sums[-1] else int(np.argmax(sums >= p * sums[-1])) + 1
 
 
-def positive(scores):
-    return np.maximum(scores, 0.0)
-
-
 def n_star(p, least, most):
-    """The fewest slots that carry p."""
-    return lambda scores, heads: [int(np.clip(fewest(positive(x), p), least, most)) for x in scores]
+    """The fewest slots that carry p of real attention, whatever the scores."""
+    return lambda scores, seen: [int(np.clip(fewest(attention(x), p), least, most)) for x in seen]
 
 
-def solved(scores, count, p):
-    """The temperature at which the `count` best of softmax(scores / largest / T) carry p."""
-    best = np.sort(scores)[::-1] / scores.max()
-    low, high = -12.0, 6.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        enough = softmax(best / np.exp(middle))[:count].sum() >= p
-        low, high = (middle, high) if enough else (low, middle)
-    return np.exp(low)
+def at_temperature(logits, temperature, p):
+    """How many slots top-p keeps of Ŝ = softmax(g(z) / T)."""
+    return fewest(softmax(np.asarray(logits) / temperature), p)
 
 
-def calibrated(p, least, most):
-    """The fewest slots that carry p of a softmax, at the temperature found first.
-
-    What it is found from is kept exactly: at that temperature the n* best carry p and no more.
+def solved(logits, count, p):
+    """The temperature nearest 1 at which top-p keeps `count` slots of Ŝ, which it keeps more of
+    the warmer it is.
     """
+    if at_temperature(logits, 1.0, p) == count:
+        return 1.0
+    colder = at_temperature(logits, 1.0, p) > count
+    low, high = (-24.0, 0.0) if colder else (0.0, 12.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        kept = at_temperature(logits, np.exp(middle), p)
+        low, high = (middle, high) if kept < count + colder else (low, middle)
+    return np.exp(low if colder else high)
 
-    def counts(scores, heads):
+
+def logarithm(scores):
+    with np.errstate(divide="ignore"):
+        return np.log(scores)
+
+
+def calibrated(p, least, most, logits=logarithm):
+    """What top-p keeps of Ŝ, at the temperature found first: there it is n* of real attention."""
+
+    def counts(scores, seen):
         found = []
-        for x, head in zip(map(positive, scores), heads, strict=True):
-            count = fewest(x, p)  # 0 where no score is above 0
-            if count and head.temperature is None:
-                head.temperature = solved(x, count, p)
+        for own, x in zip(scores, seen, strict=True):
+            count = fewest(attention(x), p)  # 0 where no slot competes
+            if count and x.head.temperature is None:
+                x.head.temperature = solved(logits(own), count, p)
             elif count:
-                count = fewest(softmax(x / x.max() / head.temperature), p)
+                count = at_temperature(logits(own), x.head.temperature, p)
             found.append(int(np.clip(count, least, most)))
         return found
 

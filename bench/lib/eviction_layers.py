@@ -283,7 +283,8 @@ def part_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
 
     def counting(rule):
         def count(layer, _, __, scores):
-            return rule(scores, competing(layer), jnp.zeros(scores.shape[:2]))[0]
+            temperatures = jnp.zeros(scores.shape[:2])
+            return rule(scores, competing(layer), temperatures, lambda: scores)[0]
 
         return count
 
@@ -295,7 +296,7 @@ def part_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
         # half of what the caps allow: with all of it there is nothing to search for
         "joint": rules.joint(bounds._replace(budget=room // 2)),
         "n_star": rules.n_star(bounds, 0.9),
-        "calibrated": rules.calibrated(bounds, 0.9),
+        "calibrated": rules.calibrated(bounds, 0.9, jnp.log),
     }
     timed: dict[str, tuple[int, Callable[..., Any]]] = {
         "window attention": (scored * ROW // 2, window),

@@ -16,6 +16,8 @@ import functools
 import logging
 from typing import Literal, get_args
 
+import jax.numpy as jnp
+
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import ScoreFn, evicting
 from jsparse.policies.h2o import SUMS, accumulated
@@ -55,15 +57,16 @@ def hard_kv(
             with "uniform"; the other two do not use it.
         floor: the least slots of a head, where heads differ.
         cap: the most slots of a head, where heads differ.
-        p: the share of the scores that "n_star" and "calibrated" keep.
+        p: the share of the window's attention by which "n_star" and "calibrated" count.
         period: new tokens of a row between compressions.
         window: the number of newest tokens whose queries score the others.
         sink: the number of first tokens that are kept.
         metric: the way slots are scored: by the window's "attention", the same smoothed as in
             "snapkv", or as in "r_kv" or "h2o".
         budgets: the way slots are shared out: "joint" gives a layer's heads their best together,
-            "uniform" all heads the same, "n_star" each the fewest that carry p, "calibrated" the
-            fewest that carry p of a softmax whose temperature is found once.
+            "uniform" all heads the same, "n_star" each as many as carry p of the attention,
+            "calibrated" as many as carry p of the metric's softmax, whose temperature is found
+            once, so that they are as many as those.
         merge: whether what is dropped is merged into one slot.
         patience: the compressions for which the `period` best that a head would drop wait unread.
         recent: the number of newest tokens that are kept, at least the window; None is the window.
@@ -96,16 +99,19 @@ def hard_kv(
         "r_kv": important_and_rare(IMPORTANCE),
         "h2o": accumulated,
     }
+    # R-KV's scores, a weighted difference that may be negative, are logits as they are
+    logits = (lambda scores: scores) if metric == "r_kv" else jnp.log
     counts = {
         "joint": rules.joint(room),
         "uniform": rules.uniform(room),
         "n_star": rules.n_star(room, p),
-        "calibrated": rules.calibrated(room, p),
+        "calibrated": rules.calibrated(room, p, logits),
     }
     largest = (budget if budgets == "uniform" else cap) + period * (2 if patience else 1)
     return evicting(
         score[metric],
         counts[budgets],
+        attention=None if metric == "attention" else score["attention"],
         kept=room.budget if budgets == "uniform" else room.most,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
         window=window,

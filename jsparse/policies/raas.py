@@ -65,7 +65,7 @@ def _begin(view: LayerView) -> Float32[Array, "B K S"]:
 
 
 def _prompt_and(room: int) -> CountFn:
-    def count(scores, competing, temperatures):
+    def count(scores, competing, temperatures, attention):
         of_prompt = jnp.sum(competing & (scores >= PROMPT), -1, dtype=jnp.int32)
         return of_prompt + room, temperatures
 

@@ -1,8 +1,9 @@
 """Says how many of its competing slots each KV head keeps.
 
-Rules that count shares of the scores take negative ones, which some methods have, as 0.
+Which slots these are, the scores say; `n_star` and `calibrated` ask attention itself how many.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -15,7 +16,7 @@ from jsparse.policy import whole_number
 from jsparse.shapes import Lengths
 
 MOST = 2**30  # slots: counts are of int32
-LOG_TEMPERATURES, STEPS = (-12.0, 6.0), 40
+LOG_TEMPERATURES, STEPS = (-24.0, 12.0), 40
 
 
 class Bounds(NamedTuple):
@@ -27,13 +28,18 @@ class Bounds(NamedTuple):
 
 
 class CountFn(Protocol):
-    """Return the number of slots to keep and the temperatures that stay for the next time."""
+    """Return the number of slots to keep and the temperatures that stay for the next time.
+
+    `attention` returns the competing slots' shares of the window's attention, 0 for all others,
+    and computes them only where it is called.
+    """
 
     def __call__(
         self,
         scores: Float32[Array, "B K S"],
         competing: Bool[Array, "B K S"],
         temperatures: Float32[Array, "B K"] | None,
+        attention: Callable[[], Float32[Array, "B K S"]],
         /,
     ) -> tuple[Lengths, Float32[Array, "B K"] | None]: ...
 
@@ -56,7 +62,7 @@ def competing_room(budget: int, protected: int) -> int:
 def uniform(bounds: Bounds) -> CountFn:
     """Give every head `budget` slots."""
 
-    def count(scores, competing, temperatures):
+    def count(scores, competing, temperatures, attention):
         return jnp.full(scores.shape[:2], bounds.budget, jnp.int32), temperatures
 
     return count
@@ -68,7 +74,7 @@ def joint(bounds: Bounds) -> CountFn:
     Source: Ada-KV (Feng et al., arXiv:2407.11550).
     """
 
-    def count(scores, competing, temperatures):
+    def count(scores, competing, temperatures, attention):
         heads, slots = scores.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
         ranked = jnp.where(competing, scores, -jnp.inf)
@@ -79,58 +85,77 @@ def joint(bounds: Bounds) -> CountFn:
 
 
 def n_star(bounds: Bounds, p: float) -> CountFn:
-    """Give a head the fewest slots that carry the share p of its scores."""
+    """Give a head n* slots: the fewest that carry the share p of the window's attention.
 
-    def count(scores, competing, temperatures):
-        weights = jnp.where(competing, jnp.maximum(scores, 0.0), 0.0)
-        return jnp.clip(_fewest(weights, p), bounds.least, bounds.most), temperatures
+    The scores choose among slots, they do not count them: p means the same whatever they are.
+    """
+
+    def count(scores, competing, temperatures, attention):
+        return jnp.clip(_fewest(attention(), p), bounds.least, bounds.most), temperatures
 
     return count
 
 
-def calibrated(bounds: Bounds, p: float) -> CountFn:
-    """Give a head the fewest slots that carry p of a softmax of its scores, at its temperature.
+def calibrated(
+    bounds: Bounds,
+    p: float,
+    logits: Callable[[Float32[Array, "B K S"]], Float32[Array, "B K S"]],
+) -> CountFn:
+    """Give a head the fewest slots that carry p of Ŝ, the softmax of its metric's logits over T.
 
-    The temperature is found the first time that a score is above 0, as the one at which the n* best
-    carry p, and kept: later counts follow how scores have moved. Source: HARD-KV (calibration).
+    T is found at a head's first compression, as the one at which these are n* of `n_star`, and
+    kept: later counts follow how scores have moved, without looking at attention again.
+
+    Source: HARD-KV, which has Ŝ = S(g(z/T)) of logits z, a metric g and the softmax S. Here
+    `logits` makes g(z) of scores, and T divides that. For metrics with g(z/T) = g(z)/T, such as
+    attention itself and maxima over neighbours, it is the same; for all of them T leaves the order
+    of slots as it is, as the paper demands.
+
+    Args:
+        bounds: the least and the most slots of a head.
+        p: the share.
+        logits: the logarithm where scores are shares of attention, whose T is then 1.
     """
 
-    def count(scores, competing, temperatures):
+    def count(scores, competing, temperatures, attention):
         assert temperatures is not None
-        scores = jnp.where(competing, jnp.maximum(scores, 0.0), 0.0)
-        positive = jnp.any(scores > 0, -1)
-        new = (temperatures == 0) & positive
+        found = logits(scores)
+        some = jnp.any(competing, -1)
+        new = (temperatures == 0) & some
 
         def find() -> tuple[Array, Array]:
-            needed = _fewest(scores, p)
-            found = temperature(scores, competing, needed, p)
-            return jnp.where(new, found, temperatures), needed
+            needed = _fewest(attention(), p)
+            return jnp.where(new, temperature(found, competing, needed, p), temperatures), needed
 
         temperatures, needed = jax.lax.cond(
             jnp.any(new), find, lambda: (temperatures, jnp.zeros(new.shape, jnp.int32))
         )
-        weights = _softmax(scores, competing, jnp.where(temperatures == 0, 1.0, temperatures))
-        # at a temperature just found the n* best carry p up to rounding, which must not add a slot
+        weights = _softmax(found, competing, jnp.where(temperatures == 0, 1.0, temperatures))
+        # at a temperature just found rounding, or slots that tie, could add to n*
         counts = jnp.where(new, needed, _fewest(weights, p))
-        counts = jnp.where(positive, counts, 0)
-        return jnp.clip(counts, bounds.least, bounds.most), temperatures
+        return jnp.clip(jnp.where(some, counts, 0), bounds.least, bounds.most), temperatures
 
     return count
 
 
 def temperature(
-    scores: Float32[Array, "B K S"],
+    logits: Float32[Array, "B K S"],
     competing: Bool[Array, "B K S"],
     count: Lengths,
     p: float,
 ) -> Float32[Array, "B K"]:
-    """Return the T at which the `count` best of softmax(scores / largest score / T) carry p.
+    """Return the T nearest 1 at which `count` slots are the fewest that carry p of S(logits / T).
 
-    The share falls from 1 to count / n as T grows. Where even count / n is p or more, T is the
-    largest that is looked at.
+    Their number grows with T. HARD-KV has two solvers (Appendix D), of which the text that we have
+    names one: gradient descent on T by Adam. This bisection of log T is ours, and ends where a
+    descent from T = 1 first arrives. Where no T does, as where more than `count` slots tie for the
+    first place, it is an end of LOG_TEMPERATURES.
     """
-    best = jnp.sort(jnp.where(competing, scores, -jnp.inf), axis=-1, descending=True)
-    listed = jnp.arange(best.shape[-1], dtype=jnp.int32) < count[..., None]
+    now = _fewest(_softmax(logits, competing, jnp.ones_like(logits[..., 0])), p)
+    best = jnp.sort(jnp.where(competing, logits, -jnp.inf), axis=-1, descending=True)
+    colder = now > count
+    # colder, until `count` slots carry p; or warmer, until one less no longer does
+    listed = jnp.arange(best.shape[-1], dtype=jnp.int32) < (count - ~colder)[..., None]
 
     def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
@@ -139,19 +164,20 @@ def temperature(
         enough = jnp.sum(jnp.where(listed, weights, 0.0), -1) >= p
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    ends = tuple(jnp.full(scores.shape[:2], end, jnp.float32) for end in LOG_TEMPERATURES)
-    return jnp.exp(jax.lax.fori_loop(0, STEPS, halve, ends)[0])
+    ends = tuple(jnp.full(count.shape, end, jnp.float32) for end in LOG_TEMPERATURES)
+    low, high = jax.lax.fori_loop(0, STEPS, halve, ends)
+    return jnp.where(now == count, 1.0, jnp.exp(jnp.where(colder, low, high)))
 
 
 def _softmax(
-    scores: Float32[Array, "B K S"],
+    logits: Float32[Array, "B K S"],
     competing: Bool[Array, "B K S"],
     temperatures: Float32[Array, "B K"],
 ) -> Float32[Array, "B K S"]:
-    """Return softmax(scores / largest score / T) over the competing slots."""
-    largest = jnp.max(jnp.where(competing, scores, 0.0), axis=-1, keepdims=True)
-    logits = (scores / jnp.where(largest > 0, largest, 1.0) - 1) / temperatures[..., None]
-    weights = jnp.where(competing, jnp.exp(logits), 0.0)
+    """Return softmax(logits / T) over the competing slots; all 0 where every logit is -inf."""
+    largest = jnp.max(jnp.where(competing, logits, -jnp.inf), axis=-1, keepdims=True)
+    below = logits - jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = jnp.where(competing, jnp.exp(below / temperatures[..., None]), 0.0)
     return weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
 
 

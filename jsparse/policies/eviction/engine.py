@@ -100,6 +100,7 @@ def evicting(
     score: ScoreFn,
     count: CountFn,
     *,
+    attention: ScoreFn | None = None,
     most: MostFn,
     window: int,
     kept: int = MOST,
@@ -116,6 +117,7 @@ def evicting(
     Args:
         score: scores slots.
         count: says how many competing slots each head keeps.
+        attention: what `count` may look at as the window's attention; None if scores are that.
         most: the slots that a head can come to hold, as in Policy.
         window: W, the number of newest queries that are kept for `score`.
         kept: the most that `count` returns.
@@ -180,8 +182,13 @@ def evicting(
 
     def compress(entry: Evicting, held: LayerCache, positions: Rows) -> tuple[Evicting, LayerCache]:
         competing = competing_in(held)
-        scores = score(LayerView(held, competing, entry.ring, positions, entry.tracked))
-        wanted, temperatures = count(scores, competing, entry.temperatures)
+        view = LayerView(held, competing, entry.ring, positions, entry.tracked)
+        scores = score(view)
+
+        def attended() -> Float32[Array, "B K S"]:
+            return attention(view) if attention else scores
+
+        wanted, temperatures = count(scores, competing, entry.temperatures, attended)
         scores = jnp.where(competing, scores, -jnp.inf)
         chosen, missed = best(scores, wanted, kept), entry.missed
         if missed is not None:
