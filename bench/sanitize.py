@@ -177,11 +177,10 @@ def updated(case: Any, inputs: Any) -> Any:
 
 
 def attended_by_window(_: Any, inputs: Any) -> Any:
-    """Takes the shares of every head and those of groups."""
-    return [
-        jax.jit(partial(window_attention, group=group, implementation="triton"))(*inputs)
-        for group in ("mean", "max")
-    ]
+    """Takes the shares of every head and those of groups, of competing slots and of all."""
+    op = partial(window_attention, implementation="triton")
+    ways = (op, partial(op, group="max"), partial(op, over="held"))
+    return [jax.jit(way)(*inputs) for way in ways]
 
 
 def shared(case: Any, inputs: Any) -> Any:

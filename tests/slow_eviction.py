@@ -181,6 +181,16 @@ def attention(seen: Seen, slots=None):
     )
 
 
+def attention_to_all(seen: Seen, slots=None):
+    """The same of softmaxes over all keys up to a query's own, as SnapKV and H2O have them."""
+    slots = seen.competing if slots is None else slots
+    held, weights = len(seen.keys), []
+    for age, group in zip(reversed(range(len(seen.window))), seen.window, strict=True):
+        keys, bias = seen.keys[: held - age], seen.head.bias[: held - age]
+        weights += [softmax(np.add(logits_of(q, keys), bias))[slots] for q in group]
+    return np.mean(weights, axis=0) if slots else np.zeros(0)
+
+
 def pooled(scores, width, how):
     """Each score with its neighbours; beyond the ends there are zeros."""
     side = width // 2
@@ -217,7 +227,7 @@ def window_sums(seen: Seen):
     """H2O's start: the attention of the last queries to all that precedes them."""
     before = list(range(max(len(seen.keys) - len(seen.window), 0)))
     sums = np.zeros(len(seen.keys))
-    sums[: len(before)] = len(seen.window) * attention(seen, before)
+    sums[: len(before)] = len(seen.window) * attention_to_all(seen, before)
     return sums
 
 

@@ -54,7 +54,7 @@ def _begin(view: LayerView) -> Float32[Array, "B K S"]:
     held, window = view.held, view.ring.shape[1]
     there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - window
     queries = jnp.clip(view.positions, 1, window)[:, None, None]
-    return queries * window_attention(view.ring, view.positions, held, there)
+    return queries * window_attention(view.ring, view.positions, held, there, over="held")
 
 
 SUMS = Tracking(_begin, lambda sums, shares, lengths, positions: sums + shares)

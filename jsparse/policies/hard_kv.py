@@ -61,8 +61,8 @@ def hard_kv(
         period: new tokens of a row between compressions.
         window: the number of newest tokens whose queries score the others.
         sink: the number of first tokens that are kept.
-        metric: the way slots are scored: by the window's "attention", the same smoothed as in
-            "snapkv", or as in "r_kv" or "h2o".
+        metric: the way slots are scored: by the window's "attention" among those that compete, or
+            as in "snapkv", "r_kv" or "h2o".
         budgets: the way slots are shared out: "joint" gives a layer's heads their best together,
             "uniform" all heads the same, "n_star" each as many as carry p of the attention,
             "calibrated" as many as carry p of the metric's softmax, whose temperature is found
@@ -94,7 +94,7 @@ def hard_kv(
         _tell(window)
     room = _rooms(budget, floor, cap, newest, sink, merge, budgets)
     score: dict[str, ScoreFn] = {
-        "attention": pooled_attention(1, POOLING),
+        "attention": pooled_attention(1, POOLING, "competing"),
         "snapkv": pooled_attention(POOL, POOLING),
         "r_kv": important_and_rare(IMPORTANCE),
         "h2o": accumulated,

@@ -2,6 +2,8 @@
 
 Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.), arXiv:2404.14469.
 
+A query's weights are its softmax over all keys up to its own, as in the paper.
+
 Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
 mean over them (the paper has as many KV heads as query heads). The last 8 queries choose by
 default: of a longer window, as the paper has it, too little belongs to a question of a few tokens
@@ -10,7 +12,7 @@ default: of a longer window, as the paper has it, too little belongs to a questi
 
 from typing import Literal, get_args
 
-from jsparse.pallas_kernels.window_attention import window_attention
+from jsparse.pallas_kernels.window_attention import Over, window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
 from jsparse.policies.eviction.window import pooled
@@ -43,8 +45,11 @@ def snapkv(
     )._replace(dense_at={"budget": 2**30})
 
 
-def pooled_attention(pool: int, pooling: Pooling) -> ScoreFn:
-    """Score slots by the window's attention, smoothed over neighbours."""
+def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreFn:
+    """Score slots by the window's attention, smoothed over neighbours.
+
+    `over` says which slots a query's weights add up to 1 over, as in `window_attention`.
+    """
     whole_number("pool", pool, 1)
     if pool % 2 == 0:
         raise ValueError(f"pool={pool}: must be odd, for a slot to lie in its middle")
@@ -52,7 +57,7 @@ def pooled_attention(pool: int, pooling: Pooling) -> ScoreFn:
         raise ValueError(f"pooling={pooling!r}: must be one of {list(get_args(Pooling))}")
 
     def score(view: LayerView):
-        found = window_attention(view.ring, view.positions, view.held, view.competing)
+        found = window_attention(view.ring, view.positions, view.held, view.competing, over=over)
         return pooled(found, view.competing, pool, pooling)
 
     return score

@@ -11,6 +11,7 @@ from jsparse.pallas_kernels.window_attention import reference
 from jsparse.shapes import Rows
 
 Group = Literal["mean", "max"]
+Over = Literal["competing", "held"]
 
 
 def _load_triton():
@@ -38,25 +39,30 @@ def window_attention(
     competing: Bool[Array, "B K S"],
     *,
     group: Group = "mean",
+    over: Over = "competing",
     implementation: str | None = None,
 ) -> Float32[Array, "B K S"]:
     """Return each competing slot's mean share of a window's attention; 0 for all others.
 
-    A query's shares are its softmax over the competing slots, all of which it must come after. With
-    group="mean" every query head has its own, and the mean is over the window and the group; with
-    "max" the group has one per query, of the largest logits that any of its heads gives.
+    A query's shares are its softmax over the competing slots, all of which it must come after, or
+    over everything that its head holds up to its own token. With group="mean" every query head has
+    its own, and the mean is over the window and the group; with "max" the group has one per query,
+    of the largest logits that any of its heads gives.
 
     Args:
-        queries: the window, after RoPE, in any order; where rows have had fewer than W tokens, only
-            the first of it count, one per token.
+        queries: the window, after RoPE, that of position p at p % W, or with over="competing" in
+            any order; where rows have had fewer than W tokens, only the first of it count.
         positions: the number of tokens so far of each row.
         layer: the layer's K, and the bias of its slots where it has one.
         competing: the slots that count.
         group: the way in which the heads of a group are made one.
+        over: the slots that a query's shares add up to 1 over: those that are "competing", as in
+            R-KV's code, or all "held" ones up to its own, as in SnapKV's; these must end with one
+            slot for each of the newest W tokens, in their order.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
-        ValueError: shapes do not fit together, or `group` is neither.
+        ValueError: shapes do not fit together, or `group` or `over` is neither.
     """
     heads = layer.lengths.shape
     if queries.ndim != 4 or queries.shape[0] != heads[0] or queries.shape[2] % heads[1]:
@@ -78,10 +84,13 @@ def window_attention(
         raise ValueError(f"positions.shape={positions.shape}: must be {heads[:1]}")
     if group not in get_args(Group):
         raise ValueError(f"group={group!r}: must be one of {list(get_args(Group))}")
+    if over not in get_args(Over):
+        raise ValueError(f"over={over!r}: must be one of {list(get_args(Over))}")
     return run(
         "window_attention",
         implementation,
         BACKENDS,
         *(queries, positions, layer, competing),
         group=group,
+        over=over,
     )

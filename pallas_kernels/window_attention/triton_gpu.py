@@ -29,6 +29,7 @@ def window_attention(
     competing: Bool[Array, "B K S"],
     *,
     group: str,
+    over: str,
 ) -> Float32[Array, "B K S"]:
     """Implement `api.window_attention` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -45,6 +46,7 @@ def window_attention(
         absent if layer.bias is None else layer.bias,
         absent if layer.block_table is None else layer.block_table,
         positions,
+        layer.lengths,
         competing.astype(jnp.int8),
     )
     constants: dict[str, Any] = {
@@ -74,6 +76,7 @@ def window_attention(
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, splits, sets), jnp.float32),
         grid=(splits, batch * kv_heads, rows // tile),
         SPLIT=SPLIT,
+        HELD=over == "held",
         **constants,
     )
     lse = jax.nn.logsumexp(parts, axis=2)
@@ -101,22 +104,28 @@ def load_queries(
     EACH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return TILE query rows of one KV head [TILE, CHANNELS], and which of them there are."""
+    """Return TILE query rows of one KV head [TILE, CHANNELS], which of them there are, and their
+    ages in tokens.
+    """
     row, channel = first + tl.arange(0, TILE), tl.arange(0, CHANNELS)
     nth, head = row // EACH, row % EACH
-    asked = (nth < tl.minimum(tl.load(positions_ptr + pair // K), W)) & (head < N // K)
+    position = tl.load(positions_ptr + pair // K)
+    asked = (nth < tl.minimum(position, W)) & (head < N // K)
+    age = tl.where(asked, (position - 1 + W - nth) % W, 0)
     at = ((pair // K).to(tl.int64) * W + nth) * N + pair % K * (N // K) + head
     inside = asked[:, None] & (channel < H)[None, :]
-    return tl.load(q_ptr + at[:, None] * H + channel[None, :], mask=inside, other=0.0), asked
+    return tl.load(q_ptr + at[:, None] * H + channel[None, :], mask=inside, other=0.0), asked, age
 
 
 @triton.jit
 def logits_of(
     q,
     asked,
+    age,
     k_ptr,  # [pages, P, H]
     bias_ptr,  # [pages, P]
     table_ptr,  # [B, K, M]
+    lengths_ptr,  # [B, K]
     competing_ptr,  # [B, K, S]
     pair,
     slot,
@@ -132,15 +141,25 @@ def logits_of(
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HELD: tl.constexpr,
 ):
-    """Return a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK]."""
-    channel, there = tl.arange(0, CHANNELS), slot < S
-    seen = tl.load(competing_ptr + pair.to(tl.int64) * S + slot, mask=there, other=0) != 0
+    """Return a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK].
+
+    Those of competing slots, or with HELD of all up to each query's own; all others are -inf.
+    """
+    channel = tl.arange(0, CHANNELS)
+    if HELD:
+        length = tl.load(lengths_ptr + pair)
+        seen = slot < length
+        visible = slot[None, :] < (length - age)[:, None]
+    else:
+        seen = tl.load(competing_ptr + pair.to(tl.int64) * S + slot, mask=slot < S, other=0) != 0
+        visible = seen[None, :]
     page = pair.to(tl.int64) * (S // P) + slot // P
     if HAS_TABLE:
         page = tl.load(table_ptr + page, mask=seen, other=0).to(tl.int64)
     at = page * P + slot % P
-    # competing slots alone: others are never looked at
+    # these slots alone: others are never looked at
     k = tl.load(
         k_ptr + at[:, None] * H + channel[None, :],
         mask=seen[:, None] & (channel < H)[None, :],
@@ -149,7 +168,7 @@ def logits_of(
     logits = SCALE * tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + at, mask=seen, other=0.0)[None, :]
-    logits = tl.where(asked[:, None] & seen[None, :], logits, float("-inf"))
+    logits = tl.where(asked[:, None] & visible, logits, float("-inf"))
     if LARGEST:
         logits = tl.max(tl.reshape(logits, [TILE // EACH, EACH, BLOCK]), 1)
     return logits
@@ -162,6 +181,7 @@ def lse_kernel(
     bias_ptr,
     table_ptr,
     positions_ptr,
+    lengths_ptr,
     competing_ptr,
     out_ptr,  # [B, K, splits, ROWS or ROWS // EACH]
     SPLIT: tl.constexpr,
@@ -181,10 +201,11 @@ def lse_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Compute the logsumexp of a tile of query rows over one split of a head's slots."""
     split, pair, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    q, asked = load_queries(
+    q, asked, age = load_queries(
         q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
     )
     SETS: tl.constexpr = TILE // EACH if LARGEST else TILE
@@ -193,8 +214,9 @@ def lse_kernel(
     for start in range(0, SPLIT, BLOCK):
         slot = split * SPLIT + start + tl.arange(0, BLOCK)
         logits = logits_of(
-            q, asked, k_ptr, bias_ptr, table_ptr, competing_ptr, pair, slot,
+            q, asked, age, k_ptr, bias_ptr, table_ptr, lengths_ptr, competing_ptr, pair, slot,
             S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+            HELD=HELD,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -213,6 +235,7 @@ def shares_kernel(
     bias_ptr,
     table_ptr,
     positions_ptr,
+    lengths_ptr,
     competing_ptr,
     lse_ptr,  # [B, K, ROWS or ROWS // EACH]
     out_ptr,  # [B, K, S]
@@ -239,12 +262,13 @@ def shares_kernel(
     SETS: tl.constexpr = TILE // EACH if LARGEST else TILE
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(0, ROWS // TILE):
-        q, asked = load_queries(
+        q, asked, age = load_queries(
             q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
         )
         logits = logits_of(
-            q, asked, k_ptr, bias_ptr, table_ptr, competing_ptr, pair, slot,
+            q, asked, age, k_ptr, bias_ptr, table_ptr, lengths_ptr, competing_ptr, pair, slot,
             S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+            HELD=False,
         )  # fmt: skip
         at = pair.to(tl.int64) * (ROWS // TILE * SETS) + chunk * SETS + tl.arange(0, SETS)
         lse = tl.load(lse_ptr + at)

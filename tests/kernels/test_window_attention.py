@@ -13,8 +13,11 @@ from jsparse.pallas_kernels.window_attention.cases import CASES, Case
 by_name = {case.name: case for case in CASES}
 
 
-def slowly(inputs, group):
-    """Average softmaxes one query after the other, in float64."""
+def slowly(inputs, group, over="competing"):
+    """Average softmaxes one query after the other, in float64.
+
+    SnapKV's are of all that a query can see: of the newest slots, one per token, up to its own.
+    """
     queries, positions, layer, competing = inputs
     (batch, kv_heads), size = layer.lengths.shape, layer.page_size
     pool = np.asarray(layer.k, np.float64)
@@ -23,46 +26,55 @@ def slowly(inputs, group):
         table = np.arange(len(pool)).reshape(batch, kv_heads, -1)
     out = np.zeros(competing.shape)
     for b, k in np.ndindex(batch, kv_heads):
-        slots = np.flatnonzero(competing[b, k])
+        chosen = np.asarray(competing[b, k])
+        slots = np.arange(layer.lengths[b, k]) if over == "held" else np.flatnonzero(chosen)
         pages = np.asarray(table)[b, k, slots // size]
-        if slots.size == 0:
+        if not chosen.any():
             continue
         bias = 0.0 if layer.bias is None else np.asarray(layer.bias)[pages, slots % size]
         each = queries.shape[2] // kv_heads
         sets = []
-        for q in np.asarray(queries, np.float64)[b, : positions[b], k * each : (k + 1) * each]:
+        newest = int(positions[b])
+        window = np.asarray(queries, np.float64)[b, :, k * each : (k + 1) * each]
+        for position in range(max(newest - len(window), 0), newest):
+            q = window[position % len(window)]
             logits = q @ pool[pages, slots % size].T * q.shape[-1] ** -0.5 + bias
+            if over == "held":
+                later = newest - 1 - position
+                logits[:, len(slots) - later :] = -np.inf
             sets += [logits.max(0)] if group == "max" else list(logits)
         weights = [np.exp(logits - logits.max()) for logits in sets]
         out[b, k, slots] = np.mean([w / w.sum() for w in weights], axis=0)
+        out[b, k, ~chosen] = 0.0
     return out
 
 
 reference_alone = partial(window_attention, implementation="reference")
-shares = jax.jit(reference_alone, static_argnames="group")
+shares = jax.jit(reference_alone, static_argnames=("group", "over"))
+WAYS = [(group, over) for group in ("mean", "max") for over in ("competing", "held")]
 
 
-@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize(
     "case", slow_except_named(CASES, "short", "scrambled", "group_of_7"), ids=lambda case: case.name
 )
-def test_shares_are_means_of_softmaxes(case, group):
-    inputs = case.build()
-    got = shares(*inputs, group=group)
+def test_shares_are_means_of_softmaxes(case, way):
+    inputs, (group, over) = case.build(), way
+    got = shares(*inputs, group=group, over=over)
     tolerance = 2e-6 if case.dtype == "float32" else 2e-3
-    np.testing.assert_allclose(got, slowly(inputs, group), atol=tolerance)
+    np.testing.assert_allclose(got, slowly(inputs, group, over), atol=tolerance)
 
 
-@pytest.mark.parametrize("group", slow_except(["mean", "max"], "max"))
+@pytest.mark.parametrize("way", slow_except(WAYS, WAYS[1], WAYS[2]), ids="-".join)
 @pytest.mark.parametrize("name", slow_except(["ragged", "scrambled", "group_of_7"], "scrambled"))
-def test_blocks_change_nothing(name, group, monkeypatch):
-    inputs = by_name[name].build()
-    whole = jax.jit(reference_alone, static_argnames="group")(*inputs, group=group)
+def test_blocks_change_nothing(name, way, monkeypatch):
+    inputs, (group, over) = by_name[name].build(), way
+    whole = shares(*inputs, group=group, over=over)
     for pages in (1, 2, 4):
         heads, size = inputs.queries.shape[2], inputs.queries.shape[1]
         page_bytes = 4 * len(inputs.positions) * heads * size * inputs.layer.page_size
         monkeypatch.setattr(reference, "BLOCK_BYTES", pages * page_bytes)
-        blocks = jax.jit(lambda *given: reference_alone(*given, group=group))(*inputs)
+        blocks = jax.jit(lambda *given: reference_alone(*given, group=group, over=over))(*inputs)
         np.testing.assert_allclose(blocks, whole, atol=1e-6)
 
 
@@ -80,3 +92,5 @@ def test_bad_input_is_refused():
             window_attention(*inputs._replace(**change))
     with pytest.raises(ValueError, match=r"group='sum': must be one of \['mean', 'max'\]"):
         window_attention(*inputs, group="sum")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"over='all': must be one of \['competing', 'held'\]"):
+        window_attention(*inputs, over="all")  # pyright: ignore[reportArgumentType]

@@ -95,7 +95,7 @@ def assert_equals_the_slow_model(expression, method, heads=4, kv_heads=2):
 
 SCORES = {
     "attention": slow.attention,
-    "snapkv": lambda seen: slow.pooled(slow.attention(seen), 5, np.mean),
+    "snapkv": lambda seen: slow.pooled(slow.attention_to_all(seen), 5, np.mean),
     "r_kv": slow.important_and_rare,
     "h2o": slow.tracked,
 }
@@ -200,10 +200,12 @@ def prompt_and(room):
 
 METHODS = {
     "snapkv(budget=9, window=4, pool=5)": slow.SlowMethod(
-        lambda seen: slow.pooled(slow.attention(seen), 5, np.mean), slow.uniform(5), window=4
+        lambda seen: slow.pooled(slow.attention_to_all(seen), 5, np.mean), slow.uniform(5), window=4
     ),
     "ada_kv(budget=9, window=4, pool=3, floor=0.4, cap=2)": slow.SlowMethod(
-        lambda seen: slow.pooled(slow.attention(seen), 3, np.max), slow.joint(5, 2, 14), window=4
+        lambda seen: slow.pooled(slow.attention_to_all(seen), 3, np.max),
+        slow.joint(5, 2, 14),
+        window=4,
     ),
     "h2o(budget=11, window=4, period=6)": slow.SlowMethod(
         slow.tracked,

@@ -14,21 +14,22 @@ pytestmark = pytest.mark.gpu
 LONG = Case("long", batch=1, kv_heads=1, group=4, window=32, num_pages=600, dtype="bfloat16")
 
 
-def shares(inputs, group, implementation):
-    run = jax.jit(window_attention, static_argnames=("group", "implementation"))
-    return np.asarray(run(*inputs, group=group, implementation=implementation))
+def shares(inputs, group, implementation, over="competing"):
+    run = jax.jit(window_attention, static_argnames=("group", "over", "implementation"))
+    return np.asarray(run(*inputs, group=group, over=over, implementation=implementation))
 
 
+@pytest.mark.parametrize("over", ["competing", "held"])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda case: case.name)
-def test_matches_the_reference(case, group):
+def test_matches_the_reference(case, group, over):
     inputs = case.build()
     exact = inputs._replace(
         queries=inputs.queries.astype(jnp.float32),
         layer=inputs.layer._replace(k=inputs.layer.k.astype(jnp.float32)),
     )
-    want = shares(exact, group, "reference")
-    np.testing.assert_allclose(shares(inputs, group, "triton"), want, atol=1e-5, rtol=1e-4)
+    want = shares(exact, group, "reference", over)
+    np.testing.assert_allclose(shares(inputs, group, "triton", over), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("group", ["mean", "max"])
