@@ -13,7 +13,9 @@ unless others are named:
                  could choose
     eviction     policies that evict, at 12.5 % and 25 % of the length, next to what reads or keeps
                  about as much; 512 decode steps, since at 64 little is evicted
-    eviction_ablation   hard_kv at 12.5 %: every metric, budget rule, with and without merging
+    eviction_ablation   hard_kv by metric, budget rule and merging. Uniform and joint budgets have
+                 12.5 %; the rules that count by p have several p, and the report tells their KL
+                 where they read as much as uniform budgets do, between the nearest two
     second_turn  the same policies at 25 %, where the question comes only after the context was
                  compressed
     every_method   every method at a quarter of the length, evicting or selecting, on the real texts
@@ -36,6 +38,7 @@ all, without the samples; the reports of the processes, with every sample, lie b
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,13 +47,17 @@ from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
 from bench.lib.subprocesses import write_report
 from jsparse.cli.evaluate import draw, show
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages
-from jsparse.policies.hard_kv import Budgets, Metric
+from jsparse.policies.hard_kv import Metric
 
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
 # jsparse calibrate-channels --text bench/README.md --tokens 4096, at revision 5ba8027
@@ -94,6 +101,11 @@ AGAIN = 14  # the layer of SmolLM2 that picks again, by bench.layer_overlap
 TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
 PAGE = 16
 RULE = "candidates='threshold', exact=True"  # the paper's, of LFPS
+AT_BUDGET, BY_SHARE = ("joint", "uniform"), ("n_star", "calibrated")  # rules of hard_kv
+SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+OPTIONS = re.compile(
+    r"\bp=(?P<p>[\d.]+), .*metric='(?P<metric>\w+)', budgets='(?P<rule>\w+)', merge=True"
+)
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 GATES = (
@@ -206,13 +218,77 @@ def eviction(gates: Path, length: int) -> tuple[str, ...]:
 
 
 def ablation(gates: Path, length: int) -> tuple[str, ...]:
-    """Returns every metric, budget rule and choice of merging of hard_kv, at an eighth."""
+    """Returns hard_kv by metric, budget rule and merging, for heads of any size up to a quarter.
+
+    With a fixed p a rule would be measured by how much it happens to keep; hence SHARES.
+    """
+
+    def made(metric: str, rule: str, *, merge: bool = True, p: float = 0.9) -> str:
+        return (
+            f"hard_kv(budget={length // 8}, floor=1, cap={length // 4}, p={p}, metric={metric!r}, "
+            f"budgets={rule!r}, merge={merge})"
+        )
+
     return tuple(
-        hard_kv(length // 8, f", metric={metric!r}, budgets={rule!r}, merge={merge}")
+        policy
         for metric in get_args(Metric)
-        for rule in get_args(Budgets)
-        for merge in (True, False)
+        for policy in (
+            *(made(metric, rule, merge=merge) for rule in AT_BUDGET for merge in (True, False)),
+            *(made(metric, rule, p=p) for rule in BY_SHARE for p in SHARES),
+        )
     )
+
+
+class EqualReads(NamedTuple):
+    """Holds what a rule that counts by p costs where it reads as much as uniform budgets do.
+
+    Attributes:
+        metric, rule: those of hard_kv.
+        length: tokens, prompt and answer together.
+        read: the share of what dense attention reads, of uniform budgets.
+        uniform: the KL of uniform budgets.
+        p, kl: interpolated between those that read nearest to that, over the logarithm of what they
+            read; None where all read more or all less.
+    """
+
+    metric: str
+    rule: str
+    length: int
+    read: float
+    uniform: float
+    p: float | None
+    kl: float | None
+
+
+def equal_reads(cells: Sequence[Mapping[str, Any]]) -> list[EqualReads]:
+    """Compares the rules that count by p with uniform budgets, all merged, by metric and length."""
+    measured: dict[tuple[str, int], dict[str, list[tuple[float, float, float]]]] = {}
+    for cell in cells:
+        options = OPTIONS.search(cell["policy"])
+        if cell["task"] == "kl" and options:
+            read, kl = (cell["metrics"][name]["mean"] for name in ("read", "kl"))
+            rules = measured.setdefault((options["metric"], cell["length"]), {})
+            rules.setdefault(options["rule"], []).append((read, float(options["p"]), kl))
+    rows = []
+    for (metric, length), rules in measured.items():
+        for rule in BY_SHARE:
+            if "uniform" not in rules or rule not in rules:
+                continue
+            ((read, _, uniform),) = rules["uniform"]
+            reads, *others = zip(*sorted(rules[rule]), strict=True)
+            p = kl = None
+            if reads[0] <= read <= reads[-1]:
+                p, kl = (float(np.interp(np.log(read), np.log(reads), y)) for y in others)
+            rows.append(EqualReads(metric, rule, length, read, uniform, p, kl))
+    return rows
+
+
+def show_equal_reads(rows: Sequence[EqualReads]) -> None:
+    """Prints them, to four digits."""
+    table = Table(*("uniform's KL" if name == "uniform" else name for name in EqualReads._fields))
+    for row in rows:
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row))
+    Console().print(table)
 
 
 def lfps(length: int) -> tuple[str, ...]:
@@ -576,8 +652,12 @@ def run(args: argparse.Namespace) -> None:
             wanted = [part._replace(name=f"{part.name}_more") for part in parts(more, args.groups)]
             reports += pool.map(lambda part: measure(args, part, free), wanted)
             report = joined(reports, environment)
+    if rows := equal_reads(report["cells"]):
+        report["equal_reads"] = [row._asdict() for row in rows]
     write_report(args.json, report)
     show(report)
+    if rows:
+        show_equal_reads(rows)
     draw(report, args.json.parent / args.json.stem)
 
 

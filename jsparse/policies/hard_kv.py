@@ -6,10 +6,11 @@ with a logit that is never above theirs together (jsparse.policies.eviction.merg
 
 Paper: "HARD-KV: Head-Adaptive Regularization for Decoding-time KV Compression".
 
-Where we differ: of the paper only the abstract and the captions of the figures were there to build
-on; its published code computes something else. Slots are shared out among a layer's heads together
-("joint", as in Ada-KV), which measured no worse than calibrated temperatures
-(docs/results/eviction.md); these are an option. The paper's tier of masked pages is `patience`.
+Where we differ: slots are shared out among a layer's heads together ("joint", as in Ada-KV), where
+the paper counts by top-p of each head's metric, calibrated towards real attention. That is an
+option, "calibrated"; "n_star" is what it is calibrated to. The paper's tier of masked pages is
+`patience`. Of the paper the abstract, the captions of the figures and pieces of its text were there
+to build on; its published code computes something else (docs/papers/hard_kv.md).
 """
 
 import functools

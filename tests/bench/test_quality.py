@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import quality
-from bench.quality import GATES, SETS, devices, hard_kv, joined, main, parts
+from bench.quality import GATES, SETS, devices, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
 from jsparse.policies.expressions import parse
@@ -124,8 +124,37 @@ def test_eviction_has_budgets_for_its_lengths():
 
 def test_the_ablation_has_every_combination_once(gates):
     built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
-    assert len(set(built)) == 4 * 4 * 2
-    assert parse(hard_kv(512)).name in built
+    assert len(set(built)) == len(built) == 4 * (2 * 2 + 2 * len(quality.SHARES))
+    assert len([name for name in built if "p=0.95" in name]) == 4 * 2
+    assert all("budget=512, floor=1, cap=1024" in name for name in built)
+
+
+def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_budgets(gates):
+    """KL is 0.1 per halving of what is read here; h2o never reads as little, r_kv lacks a rule."""
+
+    def cell(policy):
+        p = float(policy.partition(" p=")[2].partition(",")[0])
+        read = 0.15 if "'uniform'" in policy else 0.1 + 0.4 * (p - 0.8) + 0.3 * ("'h2o'" in policy)
+        kl = 0.1 * -np.log2(read) + ("'uniform'" in policy)
+        means = {name: {"mean": value} for name, value in (("read", read), ("kl", kl))}
+        return {"policy": policy, "task": "kl", "length": 4096, "metrics": means}
+
+    names = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
+    cells = [cell(name) for name in names if not ("'r_kv'" in name and "'calibrated'" in name)]
+    rows = quality.equal_reads([*cells, {**cells[0], "task": "ppl"}])
+    kinds = [(row.metric, row.rule) for row in rows]
+    metrics = ("attention", "snapkv", "r_kv", "h2o")
+    every = [(metric, rule) for metric in metrics for rule in ("n_star", "calibrated")]
+    every.remove(("r_kv", "calibrated"))
+    assert kinds == every
+    for row in rows:
+        assert (row.read, row.uniform) == (0.15, pytest.approx(0.1 * -np.log2(0.15) + 1))
+        if row.metric == "h2o":
+            assert row.p is row.kl is None
+        else:
+            assert row.kl == pytest.approx(row.uniform - 1)
+            assert row.p == pytest.approx(0.925, abs=0.005)
+    quality.show_equal_reads(rows)
 
 
 def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):
