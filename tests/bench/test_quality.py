@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bench import quality
-from bench.quality import GATES, SETS, devices, joined, main, parts
+from bench.lib.quality_sets import GATES, SETS, SHARES
+from bench.quality import devices, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
 from jsparse.policies.expressions import parse
@@ -124,7 +125,7 @@ def test_eviction_has_budgets_for_its_lengths():
 
 def test_the_ablation_has_every_combination_once(gates):
     built = [parse(policy).name for policy in SETS["eviction_ablation"].policies(gates, 4096)]
-    assert len(set(built)) == len(built) == 4 * (2 * 2 + 2 * len(quality.SHARES))
+    assert len(set(built)) == len(built) == 4 * (2 * 2 + 2 * len(SHARES))
     assert len([name for name in built if "p=0.95" in name]) == 4 * 2
     assert all("budget=512, floor=1, cap=1024" in name for name in built)
 
