@@ -168,9 +168,11 @@ def replay(
     row = at[:, None]
     view = PrefillView(row, row, keys, values, at, cache, window, ones * window.shape[1], True)
     state = policy.prefill(policy.init(spec), 0, view)
-    assert policy.after_prompt is not None and policy.most is not None
-    slots = capacity.bucket(policy.most(prompt, len(queries) + 1), spec.page_size)
-    state, cache = policy.after_prompt(state, cache, min(slots, spec.capacity))
+    assert policy.eviction is not None
+    after_prompt, most = policy.eviction
+    assert after_prompt is not None and most is not None
+    slots = capacity.bucket(most(prompt, len(queries) + 1), spec.page_size)
+    state, cache = after_prompt(state, cache, min(slots, spec.capacity))
 
     def step(carry: tuple, q: Array):
         state, cache = carry

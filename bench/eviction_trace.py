@@ -19,7 +19,7 @@ from bench.lib.text import text_tokens
 from jsparse.cache import KVCache
 from jsparse.models.checkpoint import Params, load
 from jsparse.policies.expressions import parse
-from jsparse.policy import Policy
+from jsparse.policy import Eviction, Policy
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
@@ -30,20 +30,21 @@ LENGTHS, COMPRESSIONS = (2048, 4096), 2
 
 def record(params: Params, policy: Policy, prompt: Sequence[int], compressions: int) -> list[Any]:
     """Returns the lengths of all heads by layer, after the prompt and after `compressions` more."""
-    found = []
+    found, eviction = [], policy.eviction
+    assert eviction is not None
 
     def note(cache: KVCache) -> None:
         lengths = np.stack([layer.lengths[0] for layer in cache.layers])
         found.append({"new_tokens": int(cache.positions[0]) - len(prompt), "lengths": lengths})
 
     def after_prompt(state, cache, slots):
-        assert policy.after_prompt is not None
-        state, cache = policy.after_prompt(state, cache, slots)
+        assert eviction.after_prompt is not None
+        state, cache = eviction.after_prompt(state, cache, slots)
         note(cache)
         return state, cache
 
     steps = 1 + compressions * policy.period
-    noting = policy._replace(after_prompt=after_prompt)
+    noting = policy._replace(eviction=Eviction(after_prompt, eviction.most))
     session = Session(params, noting, cache_spec(params, [prompt], steps, None, 16))
     session.read([prompt])
     for _ in session.steps(greedy, (), limits=[steps]):

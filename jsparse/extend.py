@@ -23,6 +23,7 @@ from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
     AfterPromptFn,
     AppendFn,
+    Eviction,
     FallbackFn,
     InitFn,
     MaintainFn,
@@ -62,6 +63,7 @@ __all__ = [
     "AppendFn",
     "Budget",
     "CacheSpec",
+    "Eviction",
     "FallbackFn",
     "Granularity",
     "InitFn",

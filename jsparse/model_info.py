@@ -132,7 +132,8 @@ def most_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_toke
     It counts all that the model can still generate; reading the prompt takes its whole length.
     """
     limit = config.max_position_embeddings
-    slots = limit if policy.most is None else policy.most(context, limit - context)
+    most = None if policy.eviction is None else policy.eviction.most
+    slots = limit if most is None else most(context, limit - context)
     spec = _spec(config, "float32", -(-limit // PAGE_SIZE))
     return min(capacity.slots_left(slots, spec), limit) * per_token
 

@@ -146,6 +146,19 @@ class MostFn(Protocol):
     def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
 
 
+class Eviction(NamedTuple):
+    """Says that a method's heads lose tokens, so that slots no longer tell positions.
+
+    Attributes:
+        after_prompt: reworks state and cache once, before the first step; None changes nothing.
+        most: the slots that a head can come to hold after `after_prompt`; None is the sum of the
+            row's prompt and new tokens.
+    """
+
+    after_prompt: AfterPromptFn | None = None
+    most: MostFn | None = None
+
+
 class StatsFn(Protocol):
     """Name the report that attention must make in a layer, if any."""
 
@@ -212,11 +225,6 @@ class Policy(NamedTuple):
         select: chooses what is attended to.
         init: makes the state; by default there is none.
         prefill, append, update, maintain: keep it up to date; by default they change nothing.
-        after_prompt: reworks state and cache once, before the first step; None changes nothing.
-        most: the slots that a head can come to hold after `after_prompt`; None is the sum of the
-            row's prompt and new tokens.
-        evicts: whether heads lose tokens, so that slots no longer tell positions. Wrappers that
-            rely on these refuse such a method, and a further dense chunk cannot follow.
         stats: names the report that attention makes: None, "page_mass", "token_logits" or
             "listed_logits".
         fallback: where it is true, the layer is dense in this step, and neither select nor sparse
@@ -226,6 +234,8 @@ class Policy(NamedTuple):
         window: W, the number of last prompt queries that prefill wants.
         correct_every: new tokens of a row between its corrections; 0 is never. Not for methods that
             evict: a correction requires all heads of a row to hold the same tokens.
+        eviction: how heads lose tokens; None is that they keep them. Wrappers that rely on slots
+            refuse a method whose heads lose some, and a further dense chunk cannot follow.
         needs: optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS),
             and constants of the model, which hooks find in `cache.constants`.
         shares: what other requests with the same prefix may use. "pages": K, V and the page arrays
@@ -234,10 +244,9 @@ class Policy(NamedTuple):
         per_row: hyper-parameters that may differ by row; `knob` reads them.
         dense_at: hyper-parameters at which the method equals dense attention; None where there are
             none.
-        needs_device: whether decoding needs all of K or V on the device: hooks other than `select`
-            read more than the last page and the `looks_back` newest tokens, or `select` reads more
-            than a few rows. Such a policy cannot be `offloaded`.
-        looks_back: the newest tokens whose K and V `append` and `maintain` read.
+        reads: the newest tokens whose K and V hooks other than `select` read while decoding, beside
+            the last page; `select` reads a few rows at most. None is that hooks read any number:
+            such a policy cannot be `offloaded`.
         foresees: whether `select` reads neither its query nor K nor V, gives no summary and returns
             the state as it got it, so that it may be called before the layer's query exists.
         dense_heads: names the KV heads of a layer that always attend to everything.
@@ -259,14 +268,11 @@ class Policy(NamedTuple):
     window: int = 0
     correct_every: int = 0
     needs: tuple[str, ...] = ()
-    after_prompt: AfterPromptFn | None = None
-    most: MostFn | None = None
-    evicts: bool = False
+    eviction: Eviction | None = None
     shares: Shares | None = None
     per_row: tuple[str, ...] = ()
     dense_at: Mapping[str, Any] | None = None
-    needs_device: bool = True
-    looks_back: int = 0
+    reads: int | None = None
     foresees: bool = False
     dense_heads: DenseHeadsFn = _no_heads
     offload: Offload | None = None
@@ -282,6 +288,11 @@ class Policy(NamedTuple):
     def constants(self) -> tuple[str, ...]:
         """The constants of the model among what the method needs."""
         return tuple(name for name in self.needs if name not in OPTIONAL_FIELDS)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether heads lose tokens."""
+        return self.eviction is not None
 
     @property
     def full(self) -> Mapping[str, Any] | None:
@@ -454,8 +465,7 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
     """Raise ValueError if a policy cannot decode with K and V in host memory in this way."""
     reasons = {
         "evicts tokens, which moves others": policy.evicts,
-        "reworks the cache after the prompt": policy.after_prompt is not None,
-        "reads K or V of all tokens": policy.needs_device,
+        "reads K or V of all tokens": policy.reads is None,
         "computes K and V of tokens again": policy.correct_every > 0,
         "needs other fields of the cache": bool(policy.fields),
         "falls back to dense attention": policy.fallback is not None,

@@ -41,7 +41,7 @@ from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import dense
+from jsparse.policy import Eviction, dense
 from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
@@ -551,7 +551,8 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
 def test_eviction_after_the_prompt_makes_the_cache_smaller():
     """Once, before the first step, with as many slots as `most` says that the longest row needs."""
     calls, policy = [], prompt_ends()
-    rework, most = policy.after_prompt, policy.most
+    assert policy.eviction is not None
+    rework, most = policy.eviction
     assert rework is not None
     assert most is not None
 
@@ -561,7 +562,8 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
         return rework(state, cache, slots)
 
     prompts = random_prompts((130, 9, 3))
-    made = read_by(policy._replace(after_prompt=after_prompt), prompts=prompts)
+    watched = policy._replace(eviction=Eviction(after_prompt, most))
+    made = read_by(watched, prompts=prompts)
     assert made.spec.capacity == 192
     assert not calls
     steps = made.steps(sampling.greedy, (), limits=[STEPS, STEPS, 2])
@@ -593,13 +595,15 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
     def begin(policy, limits):
         next(read_by(policy, prompts=prompts).steps(sampling.greedy, (), limits=limits))
 
-    rework = prompt_ends().after_prompt
+    eviction = prompt_ends().eviction
+    assert eviction is not None
+    rework, most = eviction
     assert rework is not None
 
     def cramped(state, cache, slots):
         return rework(state, cache, 40)
 
-    policy = prompt_ends()._replace(after_prompt=cramped, name="cramped")
+    policy = prompt_ends()._replace(eviction=Eviction(cramped, most), name="cramped")
     said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
     if case == "most":
         for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
@@ -607,10 +611,10 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
                 begin(policy, limits)
     elif case == "no most":  # a head may come to hold the prompt and all new tokens
         with pytest.raises(ValueError, match=said.format(192)):
-            begin(policy._replace(most=None), [1, 25, 4])
+            begin(policy._replace(eviction=Eviction(cramped)), [1, 25, 4])
     else:  # heads never hold more than the cache did
-        policy = policy._replace(after_prompt=lambda *held: held[:2], most=lambda *_: 10**9)
-        begin(policy, [STEPS] * 3)
+        vast = Eviction(lambda *held: held[:2], lambda *_: 10**9)
+        begin(policy._replace(eviction=vast), [STEPS] * 3)
 
 
 @pytest.mark.slow
@@ -660,7 +664,7 @@ def test_corrections_and_further_turns_refuse_policies_that_evict():
     with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
         jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
     spec = spec_of(params, 1)
-    late = dense()._replace(after_prompt=lambda *held: held[:2], name="late")
+    late = dense()._replace(eviction=Eviction(lambda *held: held[:2]), name="late")
     for policy in (shrink(), jsparse.hard_kv(), late):
         said = f"policy={policy}: must leave the cache as it is after the prompt"
         with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below

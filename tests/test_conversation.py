@@ -12,7 +12,7 @@ from toy_policies import prompt_ends, shrink
 import jsparse
 from jsparse import SamplingParams
 from jsparse.conversation import Conversation
-from jsparse.policy import dense
+from jsparse.policy import Eviction, dense
 from jsparse.runtime import capacity
 from jsparse.signatures import short_name
 
@@ -25,7 +25,7 @@ TEMPLATE = (
 # one capacity, so that all chats and generate() share programs
 OPTIONS = {"max_new_tokens": 9, "eos_token_id": (), "max_length": 120}
 EVICTORS = (
-    dense()._replace(evicts=True, name="evictor"),
+    dense()._replace(eviction=Eviction(), name="evictor"),
     shrink(period=4),
     prompt_ends(),
     jsparse.hard_kv(budget=10, floor=7, cap=14, period=4, window=4, sink=2),

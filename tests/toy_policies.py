@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jsparse.cache import LayerCache, read_heads, replace_layer, slot_positions, truncate
 from jsparse.partials import Summary, softmax_partial
-from jsparse.policy import Policy, builder
+from jsparse.policy import Eviction, Policy, builder
 from jsparse.policy import at_layer as replaced
 from jsparse.selection import Selection, from_token_mask, window
 from jsparse.threshold import compact, top_k_mask
@@ -303,7 +303,7 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
         maintain=maintain,
         period=period,
         needs=("bias", "slot_positions"),
-        evicts=True,
+        eviction=Eviction(),
     )
 
 
@@ -426,10 +426,10 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
 
     return Policy(
         select,
-        after_prompt=after_prompt,
-        most=lambda prompt_tokens, new: min(prompt_tokens, 1 + max(newest)) + new,
         needs=("bias", "slot_positions"),
-        evicts=True,
+        eviction=Eviction(
+            after_prompt, lambda prompt_tokens, new: min(prompt_tokens, 1 + max(newest)) + new
+        ),
     )
 
 

@@ -96,7 +96,9 @@ def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
         )
         return state, cache._replace(layers=tuple(layers))
 
-    return policy._replace(maintain=maintain, after_prompt=None, name=f"replayed({policy.name})")
+    assert policy.eviction is not None
+    alone = policy.eviction._replace(after_prompt=None)
+    return policy._replace(maintain=maintain, eviction=alone, name=f"replayed({policy.name})")
 
 
 def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]:
@@ -106,9 +108,9 @@ def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]
     """
     heads = (batch, scale.model.num_kv_heads)
     if "'uniform'" in parse(expression).name:
-        most = parse(expression).most
-        assert most is not None
-        budget = most(2**30, 0) - scale.sizes.period
+        eviction = parse(expression).eviction
+        assert eviction is not None and eviction.most is not None
+        budget = eviction.most(2**30, 0) - scale.sizes.period
         return [np.full(heads, budget, np.int32)] * scale.model.num_layers
     return [
         replayed_lengths(batch, layer, scale.sizes)[:, : heads[1]]
@@ -266,8 +268,8 @@ def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
     del layers
     jax.block_until_ready(cache)
     before, peak_before = memory("bytes_in_use"), memory("peak_bytes_in_use")
-    assert policy.after_prompt is not None
-    state, cache = policy.after_prompt(state, cache, sizes.capacity)
+    assert policy.eviction is not None and policy.eviction.after_prompt is not None
+    state, cache = policy.eviction.after_prompt(state, cache, sizes.capacity)
     jax.block_until_ready((state, cache))
     peak = memory("peak_bytes_in_use")
     return {

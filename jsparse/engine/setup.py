@@ -38,7 +38,6 @@ def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Pol
     policy = resolved(policy, spec)
     reasons = {
         "evicts tokens, so that heads need different memory": policy.evicts,
-        "reworks the cache after the prompt": policy.after_prompt is not None,
         "keeps K and V in host memory": policy.offload is not None,
         "needs other fields of the cache": bool(policy.fields),
     }

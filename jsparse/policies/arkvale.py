@@ -72,7 +72,7 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         select,
         **kept._asdict(),
         shares="pages",
-        needs_device=False,
+        reads=0,
         dense_at={"budget": 2**30},
     )
 

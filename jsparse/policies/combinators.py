@@ -15,6 +15,7 @@ from jsparse.partials import Summary
 from jsparse.policies import head_gates
 from jsparse.policy import (
     AppendFn,
+    Eviction,
     InitFn,
     Policy,
     PrefillFn,
@@ -87,6 +88,10 @@ def with_state(
 
         return rework
 
+    def evicted(eviction: Eviction) -> Eviction:
+        rework = eviction.after_prompt
+        return eviction._replace(after_prompt=rework and reworked(rework))
+
     return base._replace(
         init=both,
         prefill=prefilled,
@@ -95,7 +100,7 @@ def with_state(
         update=updated,
         maintain=reworked(base.maintain),
         foresees=base.foresees and select is None,
-        after_prompt=base.after_prompt and reworked(base.after_prompt),
+        eviction=base.eviction and evicted(base.eviction),
         fallback=base.fallback and falls_back,
         shares=least,
         needs=(*base.needs, *(name for name in needs if name not in base.needs)),

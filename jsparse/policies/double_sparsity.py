@@ -146,7 +146,7 @@ def double_sparsity(
         needs=KEY_CONSTANTS,
         # without calibration each row writes its own channels into pages that others would read
         shares=None if ranking is None else "pages",
-        needs_device=False,
+        reads=0,
         dense_at={"budget": 2**30},
     )
 

@@ -262,7 +262,7 @@ def lfps(
         window=WINDOW,
         shares="keys",
         per_row=("budget",),
-        needs_device=False,
+        reads=0,
         foresees=not exact and not bypass,
         dense_at={
             "budget": 1.0,

@@ -97,7 +97,7 @@ def quest(
         **kept._asdict(),
         needs=KEY_CONSTANTS if framed else (),
         shares="pages",
-        needs_device=False,
+        reads=0,
         dense_at={"budget": 2**30},
     )
 

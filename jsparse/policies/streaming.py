@@ -34,7 +34,7 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
 
     return Policy(
         select,
-        needs_device=False,
+        reads=0,
         foresees=True,
         shares="pages",
         dense_at={"sink": 0, "recent": 2**30},

@@ -120,7 +120,7 @@ def require_possible(policy: Policy, spec: CacheSpec) -> None:
         raise ValueError(
             f"pool_pages={spec.pool_pages}: must be None where K and V lie in host memory"
         )
-    least = max(policy.looks_back, spec.page_size)
+    least = max(policy.reads or 0, spec.page_size)
     if policy.offload.tail < least:
         raise ValueError(
             f"tail={policy.offload.tail}: must be at least {least}, the newest tokens that "

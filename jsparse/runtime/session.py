@@ -26,7 +26,7 @@ from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, PagePool, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
-from jsparse.policy import Policy, State, maintained, resolved, whole_number
+from jsparse.policy import Eviction, Policy, State, maintained, resolved, whole_number
 from jsparse.runtime import capacity, offloading, prefill
 from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
@@ -315,7 +315,7 @@ class Session:
         policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
         """
         policy, spec = self.policy, self.spec
-        if max(limits) < 2 or policy.after_prompt is not None or policy.offload is not None:
+        if max(limits) < 2 or policy.evicts or policy.offload is not None:
             return
         cache, state = empty.eval_shape(spec, policy)
         recent = jnp.zeros((spec.batch, policy.correct_every), jnp.int32)
@@ -380,13 +380,14 @@ class Session:
                 "row"
             )
         logits, cache, state = self.held
-        if policy.most is not None and self.spec.pool_pages is not None:
+        eviction = policy.eviction or Eviction()
+        if eviction.most is not None and self.spec.pool_pages is not None:
             # rows take pages for as long as any decodes
             self._require_pages(self._wanted(cache, [max(limits)] * self.spec.batch))
         self._held = None  # donated
-        if policy.after_prompt is not None:
+        if eviction.after_prompt is not None:
             slots = capacity.slots_left(max(self._wanted(cache, limits)), self.spec)
-            state, cache = policy.after_prompt(state, lend(cache, lent), slots)
+            state, cache = eviction.after_prompt(state, lend(cache, lent), slots)
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)
         tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
@@ -484,7 +485,8 @@ class Session:
 
     def _wanted(self, cache: KVCache, limits: Sequence[int]) -> list[int]:
         """Returns the slots that a head of each row may come to need, once the prompts are read."""
-        most, prompts = self.policy.most or operator.add, np.asarray(cache.positions).tolist()
+        eviction, prompts = self.policy.eviction, np.asarray(cache.positions).tolist()
+        most = (eviction and eviction.most) or operator.add
         return [most(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
 
     def _require_pages(self, wanted: Sequence[int]) -> None:
@@ -511,7 +513,7 @@ class Session:
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:
     """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
     owners(policy, spec)
-    if policy.evicts or policy.after_prompt is not None:
+    if policy.evicts:
         raise ValueError(
             f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
             "chunk to follow"

@@ -232,7 +232,8 @@ def test_an_interrupted_answer_ends_there_and_the_chat_goes_on(chat_model, monke
 @pytest.mark.slow
 def test_chat_says_once_that_every_turn_is_read_anew(chat_model, tmp_path):
     (tmp_path / "own.py").write_text(
-        "import jsparse\nmine = jsparse.dense()._replace(evicts=True)\n"
+        "import jsparse\nfrom jsparse.extend import Eviction\n"
+        "mine = jsparse.dense()._replace(eviction=Eviction())\n"
     )
     own = f"{tmp_path / 'own.py'}:mine"
     options = ["--model", chat_model, "--max-new-tokens", "2", "--policy", own]

@@ -19,7 +19,7 @@ from jsparse.request import requests
 
 def servable(policy: Policy) -> bool:
     """Whether the policy keeps all K and V in pages that look the same to all heads."""
-    return not policy.evicts and policy.after_prompt is None and policy.offload is None
+    return not policy.evicts and policy.offload is None
 
 
 SERVED = [expression for expression in TABLE if servable(parse(expression))]

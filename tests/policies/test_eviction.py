@@ -12,7 +12,7 @@ from tiny import assert_close, forced_logits, random_prompts, random_tokens, tin
 
 from jsparse.cache import KVCache, slot_positions
 from jsparse.policies.expressions import parse
-from jsparse.policy import Policy
+from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity, session
 
 PAGE, PERIOD, STEPS = 8, 6, 20
@@ -24,7 +24,8 @@ def recording(policy: Policy, left: list) -> Policy:
 
     An entry is what one compression leaves: [row][layer][head] -> positions.
     """
-    rework = policy.after_prompt
+    assert policy.eviction is not None
+    rework, most = policy.eviction
     assert rework is not None
 
     def note(*held):
@@ -55,9 +56,8 @@ def recording(policy: Policy, left: list) -> Policy:
         jax.debug.callback(note, *numbers(cache), ordered=True)
         return state, cache
 
-    return policy._replace(
-        after_prompt=after_prompt, maintain=maintain, needs=(*policy.needs, "slot_positions")
-    )
+    needs = (*policy.needs, "slot_positions")
+    return policy._replace(eviction=Eviction(after_prompt, most), maintain=maintain, needs=needs)
 
 
 @cache

@@ -68,8 +68,8 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     monkeypatch.setattr(session, "maintain", watched)
     made = decode(policy, tiny_params(1), prompts, steps)
     held_at.append([np.asarray(layer.lengths) for layer in made.held.cache.layers])
-    assert policy.most is not None
-    most = [policy.most(len(prompt), steps) for prompt in prompts]
+    assert policy.eviction is not None and policy.eviction.most is not None
+    most = [policy.eviction.most(len(prompt), steps) for prompt in prompts]
     for row, bound in enumerate(most):
         reached = max(int(lengths[row].max()) for layers in held_at for lengths in layers)
         assert reached <= bound
@@ -84,8 +84,10 @@ def test_long_answers_fit_in_a_small_cache():
     cap, period, slots, tokens = 512, 128, 640, 4096
     policy = jsparse.hard_kv(budget=cap, floor=cap // 4, cap=cap, period=period)
     params, batch = tiny_params(num_layers=1), 2
-    assert policy.most is not None
-    assert policy.most(20, tokens) == slots
+    assert policy.eviction is not None
+    after_prompt, most = policy.eviction
+    assert after_prompt is not None and most is not None
+    assert most(20, tokens) == slots
     spec = spec_of(params, batch, page_size=16, num_pages=slots // 16)
     prompts = np.array(random_prompts((20, 20)), np.int32)
     valid = jnp.full(batch, 20, jnp.int32)
@@ -93,8 +95,7 @@ def test_long_answers_fit_in_a_small_cache():
     carry = prefill.prefill_chunk(
         params.decoder, policy, params.weights, jnp.asarray(prompts), valid, carry, last=True
     )
-    assert policy.after_prompt is not None
-    state, cache = policy.after_prompt(carry.state, carry.cache, slots)
+    state, cache = after_prompt(carry.state, carry.cache, slots)
 
     @partial(jax.jit, donate_argnums=(1, 2))
     def turn(tokens, cache, state):
@@ -234,7 +235,7 @@ class Crowd:
         carry = prefill.prefill_chunk(
             p.decoder, policy, p.weights, jnp.asarray(padded), valid, carry, last=True
         )
-        state, cache = policy.after_prompt(carry.state, carry.cache, self.spec.capacity)
+        state, cache = policy.eviction.after_prompt(carry.state, carry.cache, self.spec.capacity)
         self.put((cache, state), rows)
         self.ages[slot], self.tokens[slot] = 0, prompt[-1]
 

@@ -216,8 +216,8 @@ def test_jit_equals_eager(expression):
     made.adopt(session.Held(jnp.zeros((1, VOCAB)), *copied))
     _, jitted = forced_logits(made, FORCED[:1, :2])
     tokens = jnp.asarray(FORCED[:1, 0])
-    if policy.after_prompt is not None:
-        state, cache = policy.after_prompt(state, cache, MAX_LENGTH)
+    if policy.eviction is not None and policy.eviction.after_prompt is not None:
+        state, cache = policy.eviction.after_prompt(state, cache, MAX_LENGTH)
     cache = kv_cache.lend(cache, lent(p, policy))
     eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state)
     assert_close(jitted, eager, rtol=1e-5)

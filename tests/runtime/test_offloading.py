@@ -67,7 +67,7 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
 
     All steps are one program.
     """
-    tail, want = max(TAIL, parse(expression).looks_back), logits(expression)
+    tail, want = max(TAIL, parse(expression).reads or 0), logits(expression)
     before = traces(session.decode_steps)[0]
     np.testing.assert_array_equal(logits(offloaded(expression, tail=tail)), want)
     assert traces(session.decode_steps)[0] <= before + 1

@@ -110,8 +110,9 @@ class Slots:
                 lent=self.lent,
             )
         part = carry.cache, carry.state
-        if self.policy.after_prompt is not None:
-            state, held = self.policy.after_prompt(carry.state, carry.cache, PAGES * PAGE)
+        eviction = self.policy.eviction
+        if eviction is not None and eviction.after_prompt is not None:
+            state, held = eviction.after_prompt(carry.state, carry.cache, PAGES * PAGE)
             part = held, state
         self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
         logits = np.asarray(logits_of(p.decoder, p.weights, carry.last_hidden))[0]

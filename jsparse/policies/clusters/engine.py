@@ -210,8 +210,7 @@ def cluster_policy(settings: Settings) -> Policy:
         period=settings.period,
         needs=() if settings.classes is None else (settings.classes,),
         shares="keys",
-        needs_device=False,
-        looks_back=settings.most_open + 1,
+        reads=settings.most_open + 1,
         dense_at={"budget": 2**30},
     )
 
