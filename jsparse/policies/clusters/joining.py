@@ -89,7 +89,8 @@ def join(
         units, _ = add_points(index.coarse, centroid, directions, radius, coarse, form)
         return _in_units(Clusters(made, units, index.tokens), group, lengths, there)
 
-    return tuple(map(joined, layers, of_layers, directions_of_layers))
+    each = zip(layers, of_layers, directions_of_layers, strict=True)
+    return tuple(joined(*its) for its in each)
 
 
 def _members(
