@@ -3,10 +3,15 @@
 One layer of the 8B shape selects, attends and takes in what it attended to, as in the decode step,
 over a cache full of random K and V. Tables are of the prompt's random queries, and steps follow
 each other on several caches in turn, so that no list is still in the device's cache. Quest lists as
-many tokens. In the table, microseconds per call on the device, launch gaps included, or the
-host's where there is no profile; the times of the parts are sums over kernels:
+many tokens. "exact" lists three times as many and attends to the best; "paper" does so with the
+paper's rule, penalty and alignment, cut off at three times the budget: how many tokens it marks
+depends on the text, and here on tables of random queries. In the table, microseconds per call on
+the device, launch gaps included, or the host's where there is no profile; the times of the parts
+are sums over kernels:
 
-    candidates  the two tables' best positions
+    candidates  the two tables' best positions, or the paper's ranks of all
+    products    of exact weights: the candidates' logits
+    choose      the candidates of greatest weight; the paper's rule also lists candidates so
     attend      attention over the list, its logits' report, and the merge of its splits
     update      both tables take in the weights
 
@@ -48,8 +53,15 @@ SHAPES = (
     (8, 2048),
 )
 BUDGETS, CALLS, COPIES = (0.02, 0.04), 8, 4
+FORMS = {
+    "lfps": "",
+    "exact": ", exact=True",
+    "paper": ", exact=True, candidates='threshold', penalty=0.5, aligned=False",
+}
 SIGNS = {
-    "candidates": ("candidates_kernel",),
+    "candidates": ("candidates_kernel", "table_moments_kernel", "table_ranks_kernel"),
+    "products": ("listed_products_kernel",),
+    "choose": ("select_kernel",),
     "attend": ("attend_kernel", "_merge"),
     "update": ("update_kernel",),
 }
@@ -100,7 +112,11 @@ def job(case: Attention) -> Job:
         no_row = jnp.zeros(case.batch, jnp.bool_)
         return [KVCache((layer,), layer.lengths[:, 0], no_row) for layer in held], queries
 
-    listed = {f"lfps {share:.0%}": f"lfps(budget={share})" for share in BUDGETS}
+    listed = {
+        f"{name} {share:.0%}": f"lfps(budget={share}{form})"
+        for name, form in FORMS.items()
+        for share in BUDGETS
+    }
     pages = {
         f"quest {share:.0%}": f"quest(budget={int(share * case.context)})" for share in BUDGETS
     }

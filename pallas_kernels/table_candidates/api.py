@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-MOST_SLOTS = 2**21  # the kernel counts slots in fields of 21 bits
+MOST_SLOTS = 2**21  # the kernel for the rule Best counts slots in fields of 21 bits
 
 
 def _triton():
@@ -19,10 +19,8 @@ def _triton():
 
 
 def _refusal(vertical, distance, lengths, rule: Rule, **_) -> str | None:
-    if not isinstance(rule, Best):
-        return "takes the rule Best"
-    if vertical.shape[2] >= MOST_SLOTS:
-        return f"takes fewer than {MOST_SLOTS} slots, not {vertical.shape[2]}"
+    if isinstance(rule, Best) and vertical.shape[2] >= MOST_SLOTS:
+        return f"takes fewer than {MOST_SLOTS} slots under the rule Best, not {vertical.shape[2]}"
     return many_heads(lengths.size) or no_triton()
 
 
@@ -64,7 +62,7 @@ def table_candidates(
         rule: `Best` or `Kurtosis`.
         capacity: C, at most S.
         sink: the number of first slots that are always listed; static.
-        implementation: "triton" (the rule Best alone), "reference", or None to pick.
+        implementation: "triton", "reference", or None to pick.
 
     Returns:
         Token ids, ascending, 0 past the count.

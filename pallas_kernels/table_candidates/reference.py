@@ -14,7 +14,7 @@ from jsparse.threshold import top_k_ids
 OFFSETS = (-1, 0, 1, 2)
 # Ranks have 16 bits: 0 is what is never listed, 1 the score 0. The largest score, with what marks
 # add, stays below the newest.
-_MARKED, _NEWEST, _SINKS = 2**15, 2**16 - 2, 2**16 - 1
+MARKED, NEWEST, SINKS = 2**15, 2**16 - 2, 2**16 - 1
 
 
 def table_candidates(
@@ -34,13 +34,13 @@ def table_candidates(
     rank = 1 + jnp.maximum(*map(_ordered, tables))
     if isinstance(rule, Kurtosis):
         marked = standing_out(tables, ranked, rule.a)
-        rank += jnp.where(marked, jnp.uint16(_MARKED), 0)
+        rank += jnp.where(marked, jnp.uint16(MARKED), 0)
         always = jnp.minimum(lengths, sink + 1)
         number = jnp.maximum(jnp.sum(marked, -1, dtype=jnp.int32) + always, rule.least)
         number = jnp.minimum(number, rule.most)
     else:
         number = rule.number
-    rank = jnp.where(slots == newest, _NEWEST, jnp.where(slots < sink, _SINKS, rank))
+    rank = jnp.where(slots == newest, NEWEST, jnp.where(slots < sink, SINKS, rank))
     rank = jnp.where(slots <= newest, rank, 0)
     ids, count = top_k_ids(rank, jnp.clip(number, 1, capacity), capacity)
     return Selection(ids, count, granularity="token")

@@ -1,4 +1,4 @@
-"""Implements `api.table_candidates` with jax-triton, in one launch.
+"""Implements `api.table_candidates` with jax-triton, under the rule Best in one launch.
 
 Scores are not negative, so that their bits order them. Every head has P programs, each of which
 owns a part of the slots and takes four steps:
@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16
 
-from jsparse.pallas_kernels.table_candidates.rules import Best, Rule
+from jsparse.pallas_kernels.table_candidates import kurtosis_triton
+from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
 from jsparse.pallas_kernels.triton_meeting import meet, most_programs
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -64,7 +65,10 @@ def table_candidates(
     """Implement `api.table_candidates` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    assert isinstance(rule, Best)
+    if isinstance(rule, Kurtosis):
+        return kurtosis_triton.table_candidates(
+            vertical, distance, lengths, rule, capacity=capacity, sink=sink
+        )
     slots, pairs = vertical.shape[2], lengths.size
     parts = number_of_parts(pairs, slots)
     tile = min(max(triton.next_power_of_2(triton.cdiv(slots, parts)), SMALLEST), TILE)

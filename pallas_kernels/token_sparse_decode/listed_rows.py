@@ -1,7 +1,8 @@
 """Multiplies by listed rows of K and V in plain jnp, block by block on a CPU.
 
 Gathered rows of a long list fill memory that is fetched anew in every call; a block of them stays
-in a CPU's cache until it has been multiplied.
+in a CPU's cache until it has been multiplied. On a GPU a kernel multiplies by rows of K, if it
+takes them.
 """
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, PagePool, physical_pages, read_slots
+from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.shapes import Pages
 
+MOST_GROUP, MOST_WIDTH = 16, 256  # query heads and channels that the kernel takes
 BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a usual L2 cache
 
 
@@ -42,9 +45,20 @@ def products(
         found = found.reshape(*q.shape[:2], -1, q.shape[2]).swapaxes(2, 3)
         return found[..., : slots.shape[-1]]
 
+    if _by_kernel(q, pool):
+        from jsparse.pallas_kernels.token_sparse_decode import products_triton
+
+        return products_triton.products(q, *_placed(pool, layer, slots))
     if slots.shape[-1] <= BLOCK:
         return at_once(q, pool, slots)
     return jax.lax.platform_dependent(q, pool, slots, cpu=in_blocks, default=at_once)
+
+
+def _by_kernel(q: Float[Array, "B K G H"], pool: Pages | PagePool) -> bool:
+    """Return whether the kernel takes these queries and keys here."""
+    if isinstance(pool, PagePool) or q.dtype != pool.dtype or no_triton() is not None:
+        return False
+    return q.shape[2] <= MOST_GROUP and q.shape[3] <= MOST_WIDTH
 
 
 def weighted_sum(
@@ -94,6 +108,14 @@ def _blocks(
         rows = pool.read_slots(layer, slots).reshape(slots.size, -1)
         return rows, at.reshape(layer.lengths.size, -1, BLOCK)
     slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[-1] % BLOCK)))
+    rows, at = _placed(pool, layer, slots)
+    return rows, at.reshape(layer.lengths.size, -1, BLOCK)
+
+
+def _placed(
+    pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
+) -> tuple[Float[Array, "rows H"], Int32[Array, "B K n"]]:
+    """Return the pool by rows, and where each head's listed rows lie in it."""
     size = layer.page_size
     at = physical_pages(layer, slots // size) * size + slots % size
-    return pool.reshape(-1, pool.shape[-1]), at.reshape(layer.lengths.size, -1, BLOCK)
+    return pool.reshape(-1, pool.shape[-1]), at

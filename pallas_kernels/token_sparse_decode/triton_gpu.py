@@ -1,9 +1,10 @@
 """Implements `api.token_sparse_decode` with jax-triton; all heads' lists are one pool of work.
 
-Rows are gathered one by one. The list of a head is cut into units, whose length depends on what
-that head lists alone, so that a row gives the same bits alone and in any batch. A fixed number of
-programs share out the units of all heads, which each of them finds by itself in a prefix sum over
-all counts; a second, small launch merges the units of every head.
+Rows are gathered one by one, those of K only where the list brings no logits. The list of a head
+is cut into units, whose length depends on what that head lists alone, so that a row gives the same
+bits alone and in any batch. A fixed number of programs share out the units of all heads, which each
+of them finds by itself in a prefix sum over all counts; a second, small launch merges the units of
+every head.
 """
 
 from typing import NamedTuple
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache, PagePool
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
 from jsparse.selection import Selection
 
@@ -72,6 +74,8 @@ def token_sparse_decode(
     longest = capacity + 1 if selection.dense is None else max(capacity + 1, layer.capacity)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     rows = group + (stats is not None and not listed)
+    # dense heads and the mean query read keys of which no logits are known
+    known = selection.logits is not None and selection.dense is None and not rows - group
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     by_slot = stats is not None and not listed
     k, v = layer.k, layer.v
@@ -92,6 +96,7 @@ def token_sparse_decode(
         absent if layer.bias is None else layer.bias,
         jnp.full(whole_row.shape, -jnp.inf, jnp.float32) if by_slot else absent,
         *places,
+        with_newest(q, layer, selection, sm_scale) if known else absent,
         *(pairs, capacity, layer.num_pages, splits),
         kernel=attend_kernel,
         out_shape=[
@@ -111,6 +116,7 @@ def token_sparse_decode(
         MAX_UNITS=tiling.max_units,
         RING=ring,
         RESIDENT=resident,
+        KNOWN=known,
         HAS_DENSE=selection.dense is not None,
         HAS_TABLE=layer.block_table is not None,
         HAS_BIAS=layer.bias is not None,
@@ -139,6 +145,21 @@ def token_sparse_decode(
     if stats == "page_mass":
         scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
     return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
+
+
+def with_newest(
+    q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
+) -> Float32[Array, "B K G entries"]:
+    """Return the logits that lists bring, and right behind them that of the newest token."""
+    newest = jnp.clip(layer.lengths[..., None] - 1, 0)
+    of_newest = sm_scale * products(
+        q.reshape(*layer.lengths.shape, -1, q.shape[-1]), layer.k, layer, newest
+    )
+    assert selection.logits is not None
+    logits = jnp.pad(selection.logits, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    nth = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    behind = nth == selection.count[..., None]
+    return jnp.where(behind[:, :, None], of_newest, logits)
 
 
 @triton.jit
@@ -295,6 +316,7 @@ def attend_kernel(
     own_k_ptr,  # [resident pages, P, H]
     own_v_ptr,  # [resident pages, P, H]
     own_first_ptr,  # [B, K], a resident head's first page; -1 for the others
+    known_ptr,  # [pairs, G, capacity + 1] with KNOWN, logits of the lists and the newest token
     pairs,
     capacity,
     pages,  # M, of a head
@@ -310,6 +332,7 @@ def attend_kernel(
     MAX_UNITS: tl.constexpr,
     RING: tl.constexpr,
     RESIDENT: tl.constexpr,
+    KNOWN: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -358,7 +381,7 @@ def attend_kernel(
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
         entries, listed = _entries(lengths_ptr, count_ptr, dense_ptr, pair, pair < pairs, HAS_DENSE)
         newest = tl.load(lengths_ptr + pair) - 1
-        line = pair.to(tl.int64) * (capacity + 1)  # of LISTED
+        line = pair.to(tl.int64) * (capacity + 1)  # of LISTED and KNOWN
         own_first = tl.full([], -1, tl.int32)
         if RESIDENT:
             own_first = tl.load(own_first_ptr + pair)
@@ -423,9 +446,13 @@ def attend_kernel(
                     P,
                     H,
                 )
-            k = tl.load(k_ptr + at_k[:, None] + col, mask=inside, other=0.0)
             v = tl.load(v_ptr + at_v[:, None] + col, mask=inside, other=0.0)
-            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
+            if KNOWN:
+                lines = known_ptr + line * G + row * (capacity + 1) + (start + offset)[None, :]
+                logits = tl.load(lines, mask=valid[None, :] & (row < G), other=0.0)
+            else:
+                k = tl.load(k_ptr + at_k[:, None] + col, mask=inside, other=0.0)
+                logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
             if HAS_BIAS:
                 logits += tl.load(bias_ptr + at, mask=valid, other=0.0)[None, :]
             if STATS:

@@ -1,5 +1,6 @@
 """Tests the triton backend of token_sparse_decode against the float32 reference."""
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.cache import physical_pages, read_slots
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case, Inputs
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.partials import StatsKind
 from jsparse.selection import Selection
 from tests.kernels.decode_checks import assert_reports_rounded_mean, assert_rounds_o
@@ -202,3 +205,39 @@ def test_mixed_types_are_refused():
         ValueError, match="takes q, K and V of one type of .*, not bfloat16, float32"
     ):
         token_sparse_decode(q.astype(jnp.bfloat16), layer, chosen, implementation="triton")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_whose_logits_come_with_the_list_are_not_read(dtype):
+    """Keys of tokens other than the newest are NaN; a head of several units is among them."""
+    case = TokenCase("", head_dim=128, num_pages=300, listed="all", table="scrambled", bias=True)
+    inputs = cast(case.build(), dtype)
+    q, layer, chosen = inputs
+    grouped = q.reshape(*layer.lengths.shape, -1, q.shape[-1])
+    newest = jnp.maximum(layer.lengths - 1, 0)[..., None]
+    page, slot = physical_pages(layer, newest // layer.page_size), newest % layer.page_size
+    read = jnp.full_like(layer.k, jnp.nan).at[page, slot].set(layer.k[page, slot])
+    logits = products(grouped, layer.k, layer, chosen.ids) * q.shape[-1] ** -0.5
+    known = Inputs(q, layer._replace(k=read), replace(chosen, logits=logits))
+    got = attend(known, stats="listed_logits")
+    assert_near(got, attend(inputs, "reference", stats="listed_logits"), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("number", [1, 5, 64, 1000])
+@pytest.mark.parametrize(("dtype", "head_dim", "group"), [("bfloat16", 128, 4), ("float32", 96, 7)])
+def test_products_are_those_of_the_gathered_rows(dtype, head_dim, group, number):
+    case = TokenCase("", head_dim=head_dim, group=group, num_pages=100, table="scrambled")
+    q, layer, _ = cast(case.build(), dtype)
+    slots = np.random.default_rng(number).integers(
+        layer.capacity, size=(*layer.lengths.shape, number)
+    )
+    slots = jax.device_put(slots.astype(np.int32))
+    grouped = q.reshape(*layer.lengths.shape, -1, head_dim)
+    got = jax.jit(products)(grouped, layer.k, layer, slots)
+    rows = read_slots(layer.k, layer, slots).astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        want = jnp.einsum("bkgh,bknh->bkgn", grouped.astype(jnp.float32), rows)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)

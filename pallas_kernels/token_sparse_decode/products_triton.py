@@ -1,0 +1,68 @@
+"""Multiplies queries by listed rows of K with jax-triton, without a copy of these rows.
+
+Attention to the best of them then reads V alone (`Selection.logits`). To choose and to attend in
+one launch, a program would have to hold all rows of a head: the keys of 900 tokens, at 128 channels
+of 16 bits, fill the shared memory of a multiprocessor of an H100.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32, Int32
+
+BLOCK = 64  # rows of a program
+NUM_WARPS = 4
+
+
+def products(
+    q: Float[Array, "B K G H"], rows: Float[Array, "rows H"], at: Int32[Array, "B K n"]
+) -> Float32[Array, "B K G n"]:
+    """Multiply each query by the rows of its KV head, which lie in one array."""
+    from jsparse.pallas_kernels.triton_call import triton_call
+
+    (batch, heads, group, width), number = q.shape, at.shape[2]
+    (logits,) = triton_call(
+        *(q, rows, at),
+        kernel=listed_products_kernel,
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, group, number), jnp.float32)],
+        grid=(batch * heads * triton.cdiv(number, BLOCK),),
+        num_warps=NUM_WARPS,
+        NUMBER=number,
+        G=group,
+        H=width,
+        ROWS=16,  # the fewest of an MMA
+        COLS=max(16, triton.next_power_of_2(width)),
+        BLOCK=BLOCK,
+        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+    )
+    return logits
+
+
+@triton.jit
+def listed_products_kernel(
+    q_ptr,  # [pairs, G, H]
+    rows_ptr,  # [rows, H]
+    at_ptr,  # [pairs, NUMBER]
+    logits_ptr,  # [pairs, G, NUMBER]
+    NUMBER: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply the queries of one head by one block of its rows."""
+    blocks: tl.constexpr = (NUMBER + BLOCK - 1) // BLOCK
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    nth = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(at_ptr + pair * NUMBER + nth, mask=nth < NUMBER, other=0).to(tl.int64)
+    inside = (nth < NUMBER)[:, None] & (col < H)
+    k = tl.load(rows_ptr + at[:, None] * H + col, mask=inside, other=0.0)
+    own = (row < G) & (col < H)
+    q = tl.load(q_ptr + (pair * G + row) * H + col, mask=own, other=0.0)
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    lines = logits_ptr + (pair * G + row) * NUMBER + nth[None, :]
+    tl.store(lines, logits, mask=(row < G) & (nth < NUMBER)[None, :])
