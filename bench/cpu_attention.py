@@ -1,7 +1,8 @@
 """How long does attention to one new token take on a CPU, for full, exact top-k and predicted sets?
 
-One layer of Llama 3.1 8B's shape in float32, one row. Milliseconds of a step that writes the new
-token's K and V and attends, everything jitted with donated arrays, on one core and on all:
+One layer of Llama 3.1 8B's shape in float32, one row or as many as --batch says. Milliseconds of a
+step that writes the new tokens' K and V and attends, everything jitted with donated arrays, on one
+core and on all:
 
     full        every key and value, each read once per group of query heads
     repeated    the same after K and V were repeated for all query heads, as eager Hugging Face does
@@ -14,7 +15,7 @@ Keys, values and queries are random: right for speed, never for quality. "full" 
 fastest that we found in plain JAX. Each contender runs in a process of its own; for one core it is
 bound to that core. The paper of LFPS (arXiv:2506.15704, section 4.3 and abstract) compares on one
 core of a Xeon Gold 6430: 22.8x full attention at 128K, 4.3x, 8.1x and 14.7x exact top-k at 4K, 16K
-and 64K, 9.6x in its abstract.
+and 64K, 9.6x in its abstract, 2x Quest at 128K; on 8 cores 1.5x Quest at 8 rows.
 
     python -m bench.cpu_attention --json build/cpu_attention.json
 """
@@ -53,7 +54,11 @@ PAGE, SHARE = 16, 0.02
 # runs go on until both are reached, or the most
 LEAST_RUNS, SECONDS, MOST_RUNS, WARM_UPS = 5, 1.0, 50, 3
 # speed over full attention and over exact top-k on one core, by context
-PAPER = {"full": {131072: 22.8}, "top-k": {4096: 4.3, 16384: 8.1, 65536: 14.7}}
+PAPER = {
+    "full": {131072: 22.8},
+    "top-k": {4096: 4.3, 16384: 8.1, 65536: 14.7},
+    "quest": {131072: 2.0},
+}
 
 
 class Shape(NamedTuple):
@@ -161,32 +166,34 @@ class Layer(NamedTuple):
     v: Array
 
 
-def after_prompt(shape: Shape, context: int, steps: int, policy: Policy | None) -> Layer:
-    """Fills a layer with random tokens such that it holds `context` after all steps."""
+def after_prompt(
+    shape: Shape, context: int, steps: int, policy: Policy | None, batch: int = 1
+) -> Layer:
+    """Fills a layer with random tokens such that each row holds `context` after all steps."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     pages = -(-context // PAGE)
-    spec = CacheSpec(1, 1, shape.num_heads, heads, dim, PAGE, pages, jnp.float32)
+    spec = CacheSpec(1, batch, shape.num_heads, heads, dim, PAGE, pages, jnp.float32)
     keys = jax.random.split(jax.random.key(0), 6)
     held = init(spec).layers[0]
     lengths = jnp.full_like(held.lengths, context - steps)
     k, v = (jax.random.normal(key, held.k.shape) for key in keys[:2])
     held = LayerCache(k, v, lengths)
-    cache = KVCache((held,), lengths[:, 0], jnp.zeros(1, jnp.bool_))
+    cache = KVCache((held,), lengths[:, 0], jnp.zeros(batch, jnp.bool_))
     state = () if policy is None else jax.jit(partial(take_in, policy, spec))(cache, keys[2])
     return Layer(
         cache,
         state,
-        jax.random.normal(keys[3], (steps, 1, shape.num_heads, dim)),
-        jax.random.normal(keys[4], (steps, 1, 1, heads, dim)),
-        jax.random.normal(keys[5], (steps, 1, 1, heads, dim)),
+        jax.random.normal(keys[3], (steps, batch, shape.num_heads, dim)),
+        jax.random.normal(keys[4], (steps, batch, 1, heads, dim)),
+        jax.random.normal(keys[5], (steps, batch, 1, heads, dim)),
     )
 
 
 def take_in(policy: Policy, spec: CacheSpec, cache: KVCache, key: Array) -> State:
     """Returns a policy's state after the prompt that the cache holds, one chunk."""
     keys, values = (x.swapaxes(1, 2) for x in keys_and_values(cache))
-    at = jnp.arange(spec.capacity, dtype=jnp.int32)[None]
-    queries = jax.random.normal(key, (1, policy.window, spec.num_heads, spec.head_dim))
+    at = jnp.broadcast_to(jnp.arange(spec.capacity, dtype=jnp.int32), keys.shape[:2])
+    queries = jax.random.normal(key, (spec.batch, policy.window, spec.num_heads, spec.head_dim))
     seen = jnp.minimum(cache.positions, policy.window)
     view = PrefillView(0 * at, at, keys, values, cache.positions, cache, queries, seen, True)
     return policy.prefill(policy.init(spec), 0, view)
@@ -197,17 +204,17 @@ def step(
     attend: Attend, cache: KVCache, state: State, q: Queries, k: Array, v: Array
 ) -> tuple[Array, KVCache, State]:
     """Writes a token's K and V and attends from it."""
-    cache = append(cache, 0, k, v, cache.positions[:, None], jnp.ones(1, jnp.int32))
+    cache = append(cache, 0, k, v, cache.positions[:, None], jnp.ones_like(cache.positions))
     out, state = attend(state, cache, q, k, v)
     return out, cache._replace(positions=cache.positions + 1), state
 
 
 def steps(
-    name: str, shape: Shape, context: int, share: float, most: int
+    name: str, shape: Shape, context: int, share: float, most: int, batch: int = 1
 ) -> Iterator[tuple[Array, float]]:
     """Runs a contender for up to `most` steps; yields each one's output and its seconds."""
     attend, policy = contender(name, context, share)
-    layer = after_prompt(shape, context, most, policy)
+    layer = after_prompt(shape, context, most, policy, batch)
     cache, state = layer.cache, layer.state
     for new in zip(layer.q, layer.k, layer.v, strict=True):
         jax.block_until_ready((new, cache, state))
@@ -216,15 +223,17 @@ def steps(
         yield out, time.perf_counter() - began
 
 
-def measure(name: str, shape: Shape, context: int, share: float) -> dict[str, Any]:
-    """Times a contender at one context in this process."""
+def measure(name: str, shape: Shape, context: int, share: float, batch: int) -> dict[str, Any]:
+    """Times a contender at one context and number of rows in this process."""
     times: list[float] = []
-    for nth, (_, seconds) in enumerate(steps(name, shape, context, share, WARM_UPS + MOST_RUNS)):
+    most = WARM_UPS + MOST_RUNS
+    for nth, (_, seconds) in enumerate(steps(name, shape, context, share, most, batch)):
         if nth >= WARM_UPS:
             times.append(1e3 * seconds)
         if len(times) >= LEAST_RUNS and sum(times) >= 1e3 * SECONDS:
             break
-    return {"name": name, "context": context, "runs": len(times), "ms": spread(times)}
+    of_all = {"name": name, "batch": batch, "context": context}
+    return of_all | {"runs": len(times), "ms": spread(times)}
 
 
 @contextmanager
@@ -240,44 +249,46 @@ def on_cores(number: int) -> Iterator[None]:
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compares both kinds of LFPS with the other contenders; ratios are their time over ours."""
-    ms = {(r["cores"], r["context"], r["name"]): r["ms"]["median"] for r in rows}
+    ms = {(r["cores"], r["batch"], r["context"], r["name"]): r["ms"]["median"] for r in rows}
     return [
-        {"cores": cores, "context": context, "name": name}
+        {"cores": cores, "batch": batch, "context": context, "name": name}
         | {
-            other: ms[cores, context, other] / own
+            other: ms[cores, batch, context, other] / own
             for other in CONTENDERS[:4]
-            if (cores, context, other) in ms
+            if (cores, batch, context, other) in ms
         }
-        for (cores, context, name), own in ms.items()
+        for (cores, batch, context, name), own in ms.items()
         if name.startswith("lfps")
     ]
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns the table of times, a row per context and number of cores."""
+    """Returns the table of times, a row per context and number of cores and rows."""
     names = [name for name in CONTENDERS if any(r["name"] == name for r in rows)]
-    table = Table("cores", "context", *(f"{name} ms" for name in names))
-    cells: dict[tuple[int, int], dict[str, str]] = {}
+    table = Table("cores", "rows", "context", *(f"{name} ms" for name in names))
+    cells: dict[tuple[int, int, int], dict[str, str]] = {}
     for r in rows:
         ms = r["ms"]
         text = f"{ms['median']:.2f} ({ms['min']:.2f}-{ms['max']:.2f})"
-        cells.setdefault((r["cores"], r["context"]), {})[r["name"]] = text
-    for (cores, context), texts in cells.items():
-        table.add_row(str(cores), str(context), *(texts.get(name, "") for name in names))
+        cells.setdefault((r["cores"], r["batch"], r["context"]), {})[r["name"]] = text
+    for key, texts in cells.items():
+        table.add_row(*map(str, key), *(texts.get(name, "") for name in names))
     return table
 
 
 def ratios_of(compared: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns the table of speedups, the paper's beside those on one core."""
+    """Returns the table of speedups, the paper's beside those of one row on one core."""
     others = CONTENDERS[:4]
-    table = Table("cores", "context", "", *(f"over {name}" for name in others))
+    table = Table("cores", "rows", "context", "", *(f"over {name}" for name in others))
     for r in compared:
         texts = []
         for name in others:
-            paper = PAPER.get(name, {}).get(r["context"]) if r["cores"] == 1 else None
+            alone = r["cores"] == r["batch"] == 1
+            paper = PAPER.get(name, {}).get(r["context"]) if alone else None
             own = f"{r[name]:.1f}x" if name in r else ""
             texts.append(f"{own} (paper {paper}x)" if own and paper else own)
-        table.add_row(str(r["cores"]), str(r["context"]), r["name"], *texts)
+        shape = (str(r[key]) for key in ("cores", "batch", "context"))
+        table.add_row(*shape, r["name"], *texts)
     return table
 
 
@@ -289,6 +300,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--context", nargs="+", type=int, default=CONTEXTS, help="tokens held (default 4K to 128K)"
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[1], help="numbers of rows (default 1)"
     )
     parser.add_argument(
         "--share", type=float, default=SHARE, help="part of the tokens attended to (default 0.02)"
@@ -304,6 +318,8 @@ def main() -> None:
     least, available = 2 * (WARM_UPS + MOST_RUNS), available_cores()
     if any(n < least for n in args.context):
         parser.error(f"--context {args.context}: must be at least {least}")
+    if any(n < 1 for n in args.batch):
+        parser.error(f"--batch {args.batch}: must be at least 1")
     if not 0 < args.share <= 1:
         parser.error(f"--share {args.share}: must be above 0 and at most 1")
     cores = args.cores or sorted({1, available})
@@ -311,9 +327,11 @@ def main() -> None:
         parser.error(f"--cores {cores}: must be from 1 to {available}, those available")
     if args.child:
         shape = TINY if args.tiny else LLAMA
-        print(json.dumps([measure(args.child, shape, n, args.share) for n in args.context]))
+        sizes = [(context, batch) for batch in args.batch for context in args.context]
+        found = [measure(args.child, shape, n, args.share, batch) for n, batch in sizes]
+        print(json.dumps(found))
         return
-    settings = {"shape": (TINY if args.tiny else LLAMA)._asdict(), "dtype": "float32", "batch": 1}
+    settings = {"shape": (TINY if args.tiny else LLAMA)._asdict(), "dtype": "float32"}
     settings |= {"share": args.share, "page_size": PAGE, "warm_ups": WARM_UPS, "paper": PAPER}
     report = {
         "benchmark": "cpu_attention",
@@ -322,6 +340,7 @@ def main() -> None:
     }
     report["results"] = rows = []
     given = ["--share", str(args.share), "--context", *map(str, args.context)]
+    given += ["--batch", *map(str, args.batch)]
     given += ["--tiny"] if args.tiny else []
     for number in cores:
         for name in args.only:

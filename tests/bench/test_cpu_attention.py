@@ -3,12 +3,25 @@
 import json
 import os
 import sys
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
 from bench import cpu_attention
-from bench.cpu_attention import CONTENDERS, TINY, after_prompt, main, on_cores, speedups, steps
+from bench.cpu_attention import (
+    CONTENDERS,
+    TINY,
+    after_prompt,
+    by_policy,
+    main,
+    on_cores,
+    speedups,
+    step,
+    steps,
+)
+from jsparse.policies.expressions import parse
 
 CONTEXT = 128
 
@@ -33,6 +46,22 @@ def test_a_contender_that_may_attend_to_everything_does(name):
 
 
 @pytest.mark.slow
+def test_rows_attend_as_they_do_alone():
+    """The second of two rows, brought into a layer of its own, as exact LFPS attends."""
+    policy = parse("lfps(budget=0.25, exact=True)")
+    layer = after_prompt(TINY, CONTEXT, 1, policy, batch=2)
+    attend = partial(by_policy, policy)
+
+    def second(tree):
+        return jax.tree.map(lambda x: x[-(len(x) // 2) :], tree)
+
+    new = layer.q[0], layer.k[0], layer.v[0]
+    alone = step(attend, second(layer.cache), second(layer.state), *map(second, new))[0]
+    both = step(attend, layer.cache, layer.state, *new)[0]
+    np.testing.assert_allclose(both[1:], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["top-k", "quest", "lfps", "lfps-exact"])
 def test_a_small_share_leaves_something_out(name):
     (whole, _), (part, _) = (next(steps(kind, TINY, CONTEXT, 0.25, 1)) for kind in ("full", name))
@@ -41,12 +70,15 @@ def test_a_small_share_leaves_something_out(name):
 
 def test_times_are_compared_with_those_of_the_same_context_and_cores():
     rows = [
-        {"cores": cores, "context": 512, "name": name, "ms": {"median": cores * ms}}
+        {"cores": cores, "batch": 2, "context": 512, "name": name, "ms": {"median": cores * ms}}
         for cores in (1, 2)
         for name, ms in (("full", 30.0), ("top-k", 12.0), ("lfps", 3.0))
-    ] + [{"cores": 1, "context": 256, "name": "lfps", "ms": {"median": 1.0}}]
-    same = {"context": 512, "name": "lfps", "full": 10.0, "top-k": 4.0}
-    alone = {"cores": 1, "context": 256, "name": "lfps"}
+    ] + [
+        {"cores": 1, "batch": batch, "context": 256, "name": name, "ms": {"median": 1.0}}
+        for batch, name in ((1, "lfps"), (2, "full"))
+    ]
+    same = {"batch": 2, "context": 512, "name": "lfps", "full": 10.0, "top-k": 4.0}
+    alone = {"cores": 1, "batch": 1, "context": 256, "name": "lfps"}
     assert speedups(rows) == [{"cores": 1, **same}, {"cores": 2, **same}, alone]
 
 
@@ -70,11 +102,13 @@ def test_a_run_writes_a_row_per_contender_and_context(monkeypatch, tmp_path, cap
     monkeypatch.setattr(cpu_attention, "run_child", run_child)
     path = tmp_path / "report.json"
     given = ["--tiny", "--context", "128", "256", "--cores", "1", "--only", "full", "lfps"]
+    given += ["--batch", "1", "3"]
     monkeypatch.setattr(sys, "argv", ["m", *given, "--allow-modified", "--json", str(path)])
     main()
     report = json.loads(path.read_text())
-    rows = [(r["cores"], r["context"], r["name"], r["runs"]) for r in report["results"]]
-    assert rows == [(1, n, name, 5) for name in ("full", "lfps") for n in (128, 256)]
+    rows = [(r["batch"], r["context"], r["name"], r["runs"]) for r in report["results"]]
+    sizes = [(1, 128), (1, 256), (3, 128), (3, 256)]
+    assert rows == [(*size, name, 5) for name in ("full", "lfps") for size in sizes]
     assert all(0 < r["ms"]["min"] <= r["ms"]["median"] <= r["ms"]["max"] for r in report["results"])
     assert report["settings"]["shape"] == TINY._asdict()
     assert "lfps ms" in capsys.readouterr().out
@@ -84,6 +118,7 @@ def test_a_run_writes_a_row_per_contender_and_context(monkeypatch, tmp_path, cap
     ("arguments", "message"),
     [
         (["--context", "64"], "--context [64]: must be at least"),
+        (["--batch", "0"], "--batch [0]: must be at least 1"),
         (["--share", "0"], "--share 0.0: must be above 0"),
         (["--cores", "0"], "--cores [0]: must be from 1"),
     ],
