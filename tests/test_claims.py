@@ -48,7 +48,10 @@ def found(name: str, path: list[Any]) -> float:
 
 
 def value(claim: Mapping[str, Any]) -> float:
-    number = found(claim["record"], claim["of"]) * claim.get("scale", 1)
+    number = found(claim["record"], claim["of"])
+    if "less" in claim:
+        number -= found(claim["record"], claim["less"])
+    number *= claim.get("scale", 1)
     if "over" in claim:
         number /= found(claim.get("over_record", claim["record"]), claim["over"])
     return number
