@@ -59,10 +59,15 @@ from jsparse.pallas_kernels.runs_to_tokens import cases as runs_cases
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.shared_counts import cases as shared_cases
 from jsparse.pallas_kernels.shared_counts import shared_counts
+from jsparse.pallas_kernels.table_candidates import cases as candidate_cases
+from jsparse.pallas_kernels.table_candidates import table_candidates
+from jsparse.pallas_kernels.table_update import cases as table_cases
+from jsparse.pallas_kernels.table_update import table_update
 from jsparse.pallas_kernels.threshold_select import cases as select_cases
 from jsparse.pallas_kernels.threshold_select import threshold_select
 from jsparse.pallas_kernels.token_sparse_decode import cases as token_sparse_cases
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
+from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.window_attention import cases as window_cases
 from jsparse.pallas_kernels.window_attention import window_attention
 
@@ -181,6 +186,24 @@ def attended_by_window(_: Any, inputs: Any) -> Any:
     op = partial(window_attention, implementation="triton")
     ways = (op, partial(op, group="max"), partial(op, over="held"))
     return [jax.jit(way)(*inputs) for way in ways]
+
+
+def candidates(_: Any, inputs: Any) -> Any:
+    op = partial(table_candidates, **inputs.kwargs, implementation="triton", rule=inputs.rule)
+    return jax.jit(op)(*inputs[:3])
+
+
+def tables_updated(_: Any, inputs: Any) -> Any:
+    """Writes in place."""
+    op = partial(table_update, **inputs.kwargs, implementation="triton")
+    return jax.jit(op, donate_argnums=(0, 1))(*inputs[:5])
+
+
+def listed_products(case: Any, inputs: Any) -> Any:
+    """Multiplies every query by the rows that its KV head lists."""
+    q, layer, listed = inputs[:3]
+    grouped = q.reshape(*layer.lengths.shape, -1, q.shape[-1])
+    return jax.jit(products)(grouped, layer.k, layer, listed.ids)
 
 
 def shared(case: Any, inputs: Any) -> Any:
@@ -323,6 +346,17 @@ OPS = {
     ),
     "group_means": Op(averaged, named(means_cases.CASES, "any float32 few_groups odd wide")),
     "centroid_update": Op(updated, named(update_cases.CASES, "any radii_of_points odd all_in_one")),
+    "listed_products": Op(
+        listed_products, named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256")
+    ),
+    "table_candidates": Op(
+        candidates,
+        named(
+            candidate_cases.CASES,
+            "best_ragged best_odd best_long paper_ragged paper_few paper_long",
+        ),
+    ),
+    "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),
     "window_attention": Op(
         attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
     ),
