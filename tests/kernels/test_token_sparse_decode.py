@@ -83,12 +83,14 @@ def test_keys_whose_logits_come_with_the_list_are_not_read():
     q, layer, _ = Case("", batch=1, kv_heads=2, lengths="full", bias=True).build()
     layer = layer._replace(lengths=np.array([[40, 17]], np.int32))
     ids = np.array([[[3, 8, 39], [2, 5, 0]]], np.int32)
-    chosen = Selection(ids, np.array([[3, 2]], np.int32), granularity="token")
+    chosen = Selection(
+        *map(jax.device_put, (ids, np.array([[3, 2]], np.int32))), granularity="token"
+    )
     keys = np.asarray(layer.k).reshape(2, 96, 64)
     logits = np.einsum(
         "kgh,knh->kgn", np.asarray(q).reshape(2, 4, 64), keys[np.arange(2)[:, None], ids[0]]
     )
-    known = replace(chosen, logits=np.asarray(logits[None] / 8, np.float32))
+    known = replace(chosen, logits=jax.device_put(np.asarray(logits[None] / 8, np.float32)))
     unread = np.full_like(keys, np.nan)
     for head, newest in enumerate((39, 16)):
         unread[head, newest] = keys[head, newest]
