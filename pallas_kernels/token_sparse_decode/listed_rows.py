@@ -45,7 +45,7 @@ def products(
         found = found.reshape(*q.shape[:2], -1, q.shape[2]).swapaxes(2, 3)
         return found[..., : slots.shape[-1]]
 
-    if _by_kernel(q, pool):
+    if not isinstance(pool, PagePool) and _by_kernel(q, pool):
         from jsparse.pallas_kernels.token_sparse_decode import products_triton
 
         return products_triton.products(q, *_placed(pool, layer, slots))
@@ -54,11 +54,10 @@ def products(
     return jax.lax.platform_dependent(q, pool, slots, cpu=in_blocks, default=at_once)
 
 
-def _by_kernel(q: Float[Array, "B K G H"], pool: Pages | PagePool) -> bool:
+def _by_kernel(q: Float[Array, "B K G H"], pool: Pages) -> bool:
     """Return whether the kernel takes these queries and keys here."""
-    if isinstance(pool, PagePool) or q.dtype != pool.dtype or no_triton() is not None:
-        return False
-    return q.shape[2] <= MOST_GROUP and q.shape[3] <= MOST_WIDTH
+    fits = q.shape[2] <= MOST_GROUP and q.shape[3] <= MOST_WIDTH
+    return fits and q.dtype == pool.dtype and no_triton() is None
 
 
 def weighted_sum(
