@@ -4,6 +4,7 @@ Paper: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai e
 arXiv:2505.24133.
 
 Where we differ: redundancy is measured among the slots that compete, the protected ones left aside.
+Importance is a softmax over these, as in the paper's code.
 """
 
 import jax
