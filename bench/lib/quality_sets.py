@@ -50,7 +50,7 @@ TIDAL_DENSE = 4 / 30  # the share of layers that are dense then
 PAGE = 16
 RULE = "candidates='threshold', exact=True"  # the paper's, of LFPS
 AT_BUDGET = "joint", "uniform"  # rules of hard_kv
-SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+SHARES = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 GATES = (
