@@ -109,7 +109,7 @@ def recording(steps: int, prompt: int) -> Policy:
         return chosen, summary, Paired(base, at_layer(state.own, layer, (window, asked)))
 
     made = with_state(dense(), init, prefill=prefill, select=select)
-    return made._replace(window=WINDOW, dense_at=None, name="recording")
+    return made._replace(window=WINDOW, name="recording")
 
 
 def record(params: Params, prompts: Sequence[Sequence[int]], follow: np.ndarray) -> Recorded:

@@ -32,15 +32,12 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from math import isfinite
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jsparse import deprecated
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
-from jsparse.deprecated import renamed_arguments
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection, everything
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
@@ -242,8 +239,6 @@ class Policy(NamedTuple):
             of the state, which depend on nothing but the tokens up to them. "keys": K and V, from
             which the state is built anew. None: nothing.
         per_row: hyper-parameters that may differ by row; `knob` reads them.
-        dense_at: hyper-parameters at which the method equals dense attention; None where there are
-            none.
         reads: the newest tokens whose K and V hooks other than `select` read while decoding, beside
             the last page; `select` reads a few rows at most. None is that hooks read any number:
             such a policy cannot be `offloaded`.
@@ -271,7 +266,6 @@ class Policy(NamedTuple):
     eviction: Eviction | None = None
     shares: Shares | None = None
     per_row: tuple[str, ...] = ()
-    dense_at: Mapping[str, Any] | None = None
     reads: int | None = None
     foresees: bool = False
     dense_heads: DenseHeadsFn = _no_heads
@@ -294,12 +288,6 @@ class Policy(NamedTuple):
         """Whether heads lose tokens."""
         return self.eviction is not None
 
-    @property
-    def full(self) -> Mapping[str, Any] | None:
-        """The old name of `dense_at`."""
-        deprecated.warn(["Policy.full"], ["Policy.dense_at"])
-        return self.dense_at
-
     def __hash__(self) -> int:
         return id(self)
 
@@ -308,10 +296,6 @@ class Policy(NamedTuple):
 
     def __repr__(self) -> str:
         return self.name
-
-
-# the field dense_at was called full; `_replace` knows the new name only
-Policy.__new__ = renamed_arguments(full="dense_at")(Policy.__new__)
 
 
 SOME_TOKENS = 8192  # of a prompt, as an example in messages
@@ -337,8 +321,7 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
         given = {key: value for key, _, value in arguments}
         policy = call(**given)
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
-        dense_at = None if policy.dense_at is None else MappingProxyType(dict(policy.dense_at))
-        policy = policy._replace(name=f"{build.__name__}({shown})", dense_at=dense_at)
+        policy = policy._replace(name=f"{build.__name__}({shown})")
         _BUILT[policy.name] = call, given
         return policy
 
@@ -569,4 +552,4 @@ def dense() -> Policy:
     def select(state: State, layer: int, q: Array, cache: KVCache):
         return everything(cache.layers[layer].lengths), None, state
 
-    return Policy(select, shares="pages", dense_at={})
+    return Policy(select, shares="pages")

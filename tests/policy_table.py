@@ -10,6 +10,7 @@ that each expression really leaves something out; and their periods against its 
 import ast
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
@@ -145,10 +146,39 @@ METHODS = tuple(x for x in TABLE if x in firsts(TABLE).values() or x in FURTHER)
 assert set(FURTHER) | set(MECHANISMS) <= set(METHODS)
 
 
+# the hyper-parameters at which a method equals dense attention
+EVERYTHING = 2**30
+DENSE_AT: dict[str, dict[str, Any]] = {
+    **{
+        name: {"budget": EVERYTHING}
+        for name in (
+            *("quest", "double_sparsity", "tidal", "arkvale", "lychee_cluster", "cluster_kv"),
+            *("oracle_top_k", "snapkv", "ada_kv", "h2o", "r_kv", "raas"),
+        )
+    },
+    "dense": {},
+    "auto": {},
+    "all_pages": {},
+    "streaming": {"sink": 0, "recent": EVERYTHING},
+    "oracle_top_p": {"p": 1.0},
+    "lychee_decode": {"rule": "top_k", "value": EVERYTHING},
+    "duo_attention": {"sink": 0, "recent": EVERYTHING},
+    "lfps": {
+        **{"budget": 1.0, "candidates": "top", "exact": False, "bypass": False, "floor": False}
+    },
+    "twilight": {"base": parse("all_pages()"), "p": 1.0},
+    "hard_kv": {"budget": EVERYTHING, "floor": EVERYTHING, "cap": EVERYTHING},
+    "keep": {"recent": EVERYTHING},
+    "dense_layers": {"n": EVERYTHING},
+    "retrieval_heads": {"policy": parse("dense")},
+}
+
+
 def at_dense(expression: str) -> Policy | None:
     """Return the method at the hyper-parameters at which it is dense; None where it has none."""
     policy, build = parse(expression), POLICIES[outermost(expression)]
-    if policy.dense_at is None:
+    dense_at = DENSE_AT.get(outermost(expression))
+    if dense_at is None:
         return None
     node = ast.parse(policy.name, mode="eval").body
     assert isinstance(node, ast.Call)
@@ -159,5 +189,5 @@ def at_dense(expression: str) -> Policy | None:
         else ast.literal_eval(value)
         for name, value in given.items()
     }
-    assert set(policy.dense_at) <= set(inspect.signature(build).parameters), policy.dense_at
-    return build(**{**values, **policy.dense_at})
+    assert set(dense_at) <= set(inspect.signature(build).parameters), dense_at
+    return build(**{**values, **dense_at})

@@ -9,7 +9,6 @@ import pytest
 import jsparse
 from jsparse import deprecated
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import Policy
 
 GATES = ((1, 1), (0, 1))
 
@@ -115,14 +114,6 @@ def test_two_old_arguments_of_one_new_are_refused():
         pytest.raises(ValueError, match="budget=5: must not be given beside value=8"),
     ):
         jsparse.lychee_decode(GATES, value=8, budget=5)
-
-
-def test_a_policy_may_still_say_full():
-    with pytest.warns(DeprecationWarning, match="full= is now dense_at="):
-        policy = Policy(jsparse.dense().select, full={"budget": 1})
-    assert policy.dense_at == {"budget": 1}
-    with pytest.warns(DeprecationWarning, match=r"Policy.full is now Policy.dense_at"):
-        assert policy.full is policy.dense_at
 
 
 def test_the_op_select_is_threshold_select():

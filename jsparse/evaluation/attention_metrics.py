@@ -108,7 +108,7 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
         return chosen, summary, Paired(inner, at_layer(state.own, layer, added))
 
-    return with_state(base, init, select=select)._replace(dense_at=None, reads=None)
+    return with_state(base, init, select=select)._replace(reads=None)
 
 
 def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:

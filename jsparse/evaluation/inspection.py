@@ -141,7 +141,7 @@ def recorded(base: Policy) -> Policy:
     wrapped = with_state(
         base, init, select=select, needs=("slot_positions",) if base.evicts else ()
     )
-    return wrapped._replace(reads=None, offload=None, dense_at=None)
+    return wrapped._replace(reads=None, offload=None)
 
 
 def _placed(values: Array, at: Int32[Array, "B K S"], like: Array) -> Array:

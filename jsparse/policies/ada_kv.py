@@ -47,4 +47,4 @@ def ada_kv(
         kept=bounds.most,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
         window=window,
-    )._replace(dense_at={"budget": 2**30})
+    )

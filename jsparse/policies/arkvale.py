@@ -73,7 +73,6 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         **kept._asdict(),
         shares="pages",
         reads=0,
-        dense_at={"budget": 2**30},
     )
 
 

@@ -52,7 +52,7 @@ def auto() -> Policy:
             _tell(chosen.reason, spec.model)
         return chosen.policy
 
-    return Policy(dense().select, shares="pages", dense_at={}, resolve=resolve)
+    return Policy(dense().select, shares="pages", resolve=resolve)
 
 
 def choose(spec: CacheSpec) -> Chosen:

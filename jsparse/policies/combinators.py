@@ -24,7 +24,6 @@ from jsparse.policy import (
     Shares,
     State,
     builder,
-    dense,
     require_policy,
     require_stays,
     whole_number,
@@ -134,7 +133,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
         )
         return union(chosen, always, units), None, state
 
-    return policy._replace(select=select, dense_at={"recent": 2**30})
+    return policy._replace(select=select)
 
 
 @builder
@@ -157,7 +156,7 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
             return tuple(range(num_kv_heads))
         return policy.dense_heads(layer, num_kv_heads)
 
-    return policy._replace(select=select, dense_heads=heads, dense_at={"n": 2**30})
+    return policy._replace(select=select, dense_heads=heads)
 
 
 @builder
@@ -193,9 +192,7 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
         own = {*np.flatnonzero(mask[layer]).tolist()}
         return tuple(sorted(own | {*policy.dense_heads(layer, num_kv_heads)}))
 
-    return policy._replace(
-        select=select, init=init, dense_heads=heads, dense_at={"policy": dense()}
-    )
+    return policy._replace(select=select, init=init, dense_heads=heads)
 
 
 def _of_others(summary: Summary, heads: HeadFlags) -> Summary:

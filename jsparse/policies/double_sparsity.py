@@ -147,7 +147,6 @@ def double_sparsity(
         # without calibration each row writes its own channels into pages that others would read
         shares=None if ranking is None else "pages",
         reads=0,
-        dense_at={"budget": 2**30},
     )
 
 

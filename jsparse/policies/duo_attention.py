@@ -26,4 +26,4 @@ def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
         recent: the number of last tokens that they attend to.
     """
     window = streaming(sink=sink, recent=recent)
-    return retrieval_heads(window, gates)._replace(dense_at={"sink": 0, "recent": 2**30})
+    return retrieval_heads(window, gates)

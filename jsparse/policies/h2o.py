@@ -40,7 +40,7 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
         recent=recent,
         period=period,
         tracking=SUMS,
-    )._replace(dense_at={"budget": 2**30})
+    )
 
 
 def accumulated(view: LayerView) -> Float32[Array, "B K S"]:

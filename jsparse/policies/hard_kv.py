@@ -123,7 +123,7 @@ def hard_kv(
         patience=patience,
         tracking=SUMS if metric == "h2o" else None,
         calibrates=budgets == "calibrated",
-    )._replace(dense_at={"budget": 2**30, "floor": 2**30, "cap": 2**30})
+    )
 
 
 @functools.cache

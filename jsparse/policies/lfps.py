@@ -264,13 +264,6 @@ def lfps(
         per_row=("budget",),
         reads=0,
         foresees=not exact and not bypass,
-        dense_at={
-            "budget": 1.0,
-            "candidates": "top",
-            "exact": False,
-            "bypass": False,
-            "floor": False,
-        },
     )
 
 

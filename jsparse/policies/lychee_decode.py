@@ -184,5 +184,4 @@ def lychee_decode(
         correct_every=correct_every,
         shares="pages",
         per_row=("value",) if rule in ("top_p", "threshold") else (),
-        dense_at={"rule": "top_k", "value": 2**30},
     )

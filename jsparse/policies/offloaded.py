@@ -50,4 +50,4 @@ def offloaded(
         raise ValueError(f"policy={policy}: must not be offloaded already")
     offload = Offload(tail, reads, prefetch)
     require_offloadable("policy", policy, offload)
-    return policy._replace(offload=offload, dense_at=None)
+    return policy._replace(offload=offload)

@@ -41,7 +41,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         )
         return chosen, None, state
 
-    return Policy(select, shares="pages", per_row=("budget",), dense_at={"budget": 2**30})
+    return Policy(select, shares="pages", per_row=("budget",))
 
 
 @builder
@@ -65,7 +65,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
             state,
         )
 
-    return Policy(select, shares="pages", per_row=("p",), dense_at={"p": 1.0})
+    return Policy(select, shares="pages", per_row=("p",))
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:

@@ -98,7 +98,6 @@ def quest(
         needs=KEY_CONSTANTS if framed else (),
         shares="pages",
         reads=0,
-        dense_at={"budget": 2**30},
     )
 
 

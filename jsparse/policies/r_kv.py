@@ -47,7 +47,7 @@ def r_kv(
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, budget + period),
         window=window,
         period=period,
-    )._replace(dense_at={"budget": 2**30})
+    )
 
 
 def important_and_rare(importance: float):

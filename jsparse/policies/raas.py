@@ -49,7 +49,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
         window=window,
         period=period,
         tracking=Tracking(_begin, stamped),
-    )._replace(dense_at={"budget": 2**30})
+    )
 
 
 def last_used(view: LayerView) -> Float32[Array, "B K S"]:

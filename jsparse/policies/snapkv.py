@@ -42,7 +42,7 @@ def snapkv(
         kept=room,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
         window=window,
-    )._replace(dense_at={"budget": 2**30})
+    )
 
 
 def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreFn:

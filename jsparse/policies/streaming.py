@@ -37,5 +37,4 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
         reads=0,
         foresees=True,
         shares="pages",
-        dense_at={"sink": 0, "recent": 2**30},
     )

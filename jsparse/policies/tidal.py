@@ -98,5 +98,4 @@ def tidal(
         stats=stats,
         correct_every=correct_every,
         shares="pages",
-        dense_at={"budget": 2**30},
     )

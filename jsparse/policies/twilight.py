@@ -25,7 +25,6 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
-from jsparse.policies.all_pages import all_pages
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import (
@@ -146,7 +145,6 @@ def twilight(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
         # a row's p is this one, never the base's
         per_row=(*(name for name in base.per_row if name != "p"), "p"),
-        dense_at={"base": all_pages(), "p": 1.0},
     )
 
 

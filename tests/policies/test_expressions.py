@@ -253,17 +253,13 @@ def test_a_builder_in_a_policy_s_place_is_told_how_it_is_called():
             as_policy(wrong)  # type: ignore[arg-type]
 
 
-def test_a_builder_names_its_policies_and_freezes_their_dense_at():
+def test_a_builder_names_its_policies():
     @builder
     def toy(size: int = 3, base: Policy | None = None) -> Policy:
-        return Policy(dense().select, dense_at={"size": 9})
+        return Policy(dense().select)
 
     assert toy(4).name == "toy(size=4, base=None)"
     assert toy(base=dense()).name == "toy(size=3, base=dense())"
-    dense_at = toy().dense_at
-    assert dense_at is not None
-    with pytest.raises(TypeError):
-        dense_at["size"] = 1  # type: ignore[index]
 
 
 def test_hard_kv_says_once_what_its_default_loses(caplog):

@@ -211,7 +211,6 @@ def cluster_policy(settings: Settings) -> Policy:
         needs=() if settings.classes is None else (settings.classes,),
         shares="keys",
         reads=settings.most_open + 1,
-        dense_at={"budget": 2**30},
     )
 
 
