@@ -155,7 +155,7 @@ def wrong_calls():
 
     def tokens(ids=ids, count=count, bits=None, dense=None):
         return Selection.tree_unflatten(
-            "token", (ids, count, bits, dense)
+            "token", (ids, count, bits, dense, None)
         )  # shapes that do not fit are let through
 
     return {
