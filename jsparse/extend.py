@@ -23,6 +23,7 @@ from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
     AfterPromptFn,
     AppendFn,
+    CheckFn,
     Eviction,
     FallbackFn,
     InitFn,
@@ -63,6 +64,7 @@ __all__ = [
     "AppendFn",
     "Budget",
     "CacheSpec",
+    "CheckFn",
     "Eviction",
     "FallbackFn",
     "Granularity",

@@ -32,6 +32,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
@@ -200,6 +201,12 @@ def _no_heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
     return ()
 
 
+class CheckFn(Protocol):
+    """Raise ValueError unless a hyper-parameter of this name may have this value."""
+
+    def __call__(self, name: str, value: Any, /) -> None: ...
+
+
 class Offload(NamedTuple):
     """Says how K and V lie in host memory while a policy decodes.
 
@@ -238,7 +245,8 @@ class Policy(NamedTuple):
         shares: what other requests with the same prefix may use. "pages": K, V and the page arrays
             of the state, which depend on nothing but the tokens up to them. "keys": K and V, from
             which the state is built anew. None: nothing.
-        per_row: hyper-parameters that may differ by row; `knob` reads them.
+        per_row: hyper-parameters that may differ by row, each with a function of its name and a
+            value that raises ValueError where a row may not have that. `knob` reads them.
         reads: the newest tokens whose K and V hooks other than `select` read while decoding, beside
             the last page; `select` reads a few rows at most. None is that hooks read any number:
             such a policy cannot be `offloaded`.
@@ -265,7 +273,7 @@ class Policy(NamedTuple):
     needs: tuple[str, ...] = ()
     eviction: Eviction | None = None
     shares: Shares | None = None
-    per_row: tuple[str, ...] = ()
+    per_row: Mapping[str, CheckFn] = MappingProxyType({})
     reads: int | None = None
     foresees: bool = False
     dense_heads: DenseHeadsFn = _no_heads
@@ -299,8 +307,6 @@ class Policy(NamedTuple):
 
 
 SOME_TOKENS = 8192  # of a prompt, as an example in messages
-# the call and the arguments that built the policies of each name
-_BUILT: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {}
 
 
 def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
@@ -318,12 +324,9 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
 
     @functools.cache
     def once(arguments: tuple[tuple[str, type, Any], ...]) -> Policy:
-        given = {key: value for key, _, value in arguments}
-        policy = call(**given)
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
-        policy = policy._replace(name=f"{build.__name__}({shown})")
-        _BUILT[policy.name] = call, given
-        return policy
+        policy = call(**{key: value for key, _, value in arguments})
+        return policy._replace(name=f"{build.__name__}({shown})")
 
     @functools.wraps(build)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Policy:
@@ -420,22 +423,13 @@ def without_knob(cache: KVCache, name: str) -> KVCache:
 
 
 def require_knob(policy: Policy, name: str, value: Any) -> None:
-    """Raise ValueError unless rows may give the hyper-parameter `name` this value.
-
-    The value must be one that the method's builder takes.
-    """
+    """Raise ValueError unless rows may give the hyper-parameter `name` this value."""
     if name not in policy.per_row:
         allowed = sorted({"dense", *policy.per_row})
         raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise ValueError(f"{name}={value!r}: must be a finite number")
-    build, arguments = _BUILT.get(policy.name, (None, {}))
-    if build is not None and name in arguments:
-        build(**{**arguments, name: value})
-        return
-    for inner in arguments.values():
-        if isinstance(inner, Policy) and name in inner.per_row:
-            require_knob(inner, name, value)
+    policy.per_row[name](name, value)
 
 
 def require_stays(name: str, policy: Policy, reason: str) -> None:

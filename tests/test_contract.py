@@ -41,7 +41,7 @@ from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Eviction, dense
+from jsparse.policy import Eviction, dense, fraction
 from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
@@ -873,7 +873,8 @@ def test_bad_values_of_rows_are_refused(policy, given, said):
 
 
 def test_values_for_policies_without_a_builder_are_numbers():
-    policy = as_policy("oracle_top_p()")._replace(per_row=("p", "q"), name="own")
+    checks = {"p": fraction, "q": lambda name, value: None}
+    policy = as_policy("oracle_top_p()")._replace(per_row=checks, name="own")
     params = tiny_params(num_layers=2)
     with pytest.raises(ValueError, match="q=inf: must be a finite number"):
         requests(params, [[1]], SamplingParams(policy={"q": float("inf")}), policy)

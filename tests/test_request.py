@@ -151,7 +151,7 @@ def test_one_entry_serves_all_prompts(params):
 
 def test_values_for_the_policy_become_arrays(params):
     policy = as_policy("twilight(oracle_top_p(p=0.5), p=0.9)")
-    assert policy.per_row == ("p",)
+    assert list(policy.per_row) == ["p"]
 
     def given(*rows):
         options = [SamplingParams(policy=row) for row in rows]

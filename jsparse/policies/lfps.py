@@ -261,7 +261,7 @@ def lfps(
         period=max(int(math.log(MOST_SCALE) / -math.log(decay)), 1),
         window=WINDOW,
         shares="keys",
-        per_row=("budget",),
+        per_row={"budget": fraction},
         reads=0,
         foresees=not exact and not bypass,
     )

@@ -98,10 +98,14 @@ def lychee_decode(
             raise ValueError(f"{name}={given!r}: must be one of {list(get_args(kinds))}")
     usual, check = RULES[rule]
     number = usual if value is None else value
-    try:
-        check("value", number)
-    except ValueError as error:
-        raise ValueError(f"{error} where rule={rule!r}") from None
+
+    def check_value(name: str, value: Any) -> None:
+        try:
+            check(name, value)
+        except ValueError as error:
+            raise ValueError(f"{error} where rule={rule!r}") from None
+
+    check_value("value", number)
     for name, count in (("correct_every", correct_every), ("sink", sink), ("recent", recent)):
         whole_number(name, count, 0)
     retrieval = head_gates.retrieval_heads(gates)
@@ -183,5 +187,5 @@ def lychee_decode(
         stats=stats,
         correct_every=correct_every,
         shares="pages",
-        per_row=("value",) if rule in ("top_p", "threshold") else (),
+        per_row={"value": check_value} if rule in ("top_p", "threshold") else {},
     )

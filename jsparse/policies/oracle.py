@@ -8,6 +8,7 @@ of Quest (Tang et al., arXiv:2406.10774). A KV head serves a group of query head
 the largest weight in the group, top-p keeps the union of the group's sets.
 """
 
+from functools import partial
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         )
         return chosen, None, state
 
-    return Policy(select, shares="pages", per_row=("budget",))
+    return Policy(select, shares="pages", per_row={"budget": partial(whole_number, least=1)})
 
 
 @builder
@@ -65,7 +66,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
             state,
         )
 
-    return Policy(select, shares="pages", per_row=("p",))
+    return Policy(select, shares="pages", per_row={"p": fraction})
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:

@@ -143,8 +143,7 @@ def twilight(
     kept = with_state(base, **keys._asdict(), select=select, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
         fallback=None if base.fallback is None and dense_below == 0 else fallback,
-        # a row's p is this one, never the base's
-        per_row=(*(name for name in base.per_row if name != "p"), "p"),
+        per_row={**base.per_row, "p": fraction},  # a row's p is this one, never the base's
     )
 
 
