@@ -7,7 +7,8 @@ follows a window are means over the group of query heads.
                 index in the next layer: LycheeDecode (arXiv:2602.04541), Figures 2 and 11 to 14
     covered     share of the weight that TidalDecode's tokens hold, mean over all layers and heads
                 (dense layers hold all of it), by the layer that picks again: the way in which
-                arXiv:2410.05076 chooses that layer for a model, by weight instead of by needles
+                arXiv:2410.05076 chooses that layer for a model, by weight instead of by needles.
+                Tokens are ranked by these weights, not by those of the group's mean query
 
     python -m bench.layer_overlap --json build/layer_overlap.json
 """
@@ -50,7 +51,7 @@ def covered(weights: Float[np.ndarray, "L K T"], budget: int, first: int) -> Flo
 
 
 def picked(weights: Float[np.ndarray, "T"], budget: int) -> Bool[np.ndarray, "T"]:
-    """Marks the tokens that `tidal` picks by its defaults, sinks and recent ones among them."""
+    """Marks the tokens that `tidal` would pick by these weights, sinks and recent ones first."""
     nth = np.arange(len(weights))
     always = (nth < SINK) | (nth >= len(weights) - RECENT)
     order = np.argsort(np.where(always, -np.inf, -weights), kind="stable")

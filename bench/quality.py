@@ -101,6 +101,10 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
         RuntimeError: its process failed.
         ValueError: the finished report has other policies, tasks or samples.
     """
+    # the process runs in another folder
+    given = {
+        name: at and str(at.resolve()) for name in ("files", "text") for at in [getattr(args, name)]
+    }
     path = args.json.with_stem(f"{args.json.stem}_{part.name}")
     if not (args.resume and path.exists()):
         command = [
@@ -122,12 +126,7 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
             str(args.batch),
             "--steps",
             str(args.steps),
-            *(
-                word
-                for name in ("files", "text")
-                if (path_of := getattr(args, name)) is not None
-                for word in (f"--{name}", str(path_of))
-            ),
+            *(word for name, read in given.items() if read for word in (f"--{name}", read)),
             *["--resume"] * args.resume,
             *["--yardstick"] * args.yardstick,
         ]
@@ -150,7 +149,7 @@ def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str,
         "policies": list(plan(part.policies, args.tasks, [part.length], args.samples).policies)
     }
     wanted |= {"tasks": list(args.tasks)}
-    wanted |= {name: getattr(args, name) for name in ("samples", "steps", "yardstick")}
+    wanted |= {name: getattr(args, name) for name in ("samples", "steps", "yardstick")} | given
     for name, value in wanted.items():
         if report["settings"][name] != value:
             raise ValueError(

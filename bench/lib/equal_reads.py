@@ -47,14 +47,12 @@ def equal_reads(cells: Sequence[Mapping[str, Any]]) -> list[EqualReads]:
     rows = []
     for (metric, length), rules in measured.items():
         for rule in BY_SHARE:
-            if "uniform" not in rules or rule not in rules:
-                continue
-            ((read, _, uniform),) = rules["uniform"]
-            reads, *others = zip(*sorted(rules[rule]), strict=True)
-            p = kl = None
-            if reads[0] <= read <= reads[-1]:
-                p, kl = (float(np.interp(np.log(read), np.log(reads), y)) for y in others)
-            rows.append(EqualReads(metric, rule, length, read, uniform, p, kl))
+            for read, _, uniform in rules.get("uniform", ()) if rule in rules else ():
+                reads, *others = zip(*sorted(rules[rule]), strict=True)
+                p = kl = None
+                if reads[0] <= read <= reads[-1]:
+                    p, kl = (float(np.interp(np.log(read), np.log(reads), y)) for y in others)
+                rows.append(EqualReads(metric, rule, length, read, uniform, p, kl))
     return rows
 
 

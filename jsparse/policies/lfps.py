@@ -59,6 +59,7 @@ SINKS = 4
 WINDOW = 32  # s, the last prompt queries from which the tables are built
 BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
 MOST_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
+MOST_CANDIDATES = 2**31 - 1  # of a head
 FAINT = 2.0**-20  # tables without a larger entry are not scaled down
 
 
@@ -208,12 +209,14 @@ def lfps(
         # a head holds a token per position; from positions, number is computed once for all layers
         lengths = jnp.broadcast_to(cache.positions[:, None] + 1, held.lengths.shape)
         number = jnp.minimum(wanted(knob(cache, "budget", budget), lengths), most)
-        listed = min(most * (wider if exact else 1), held.capacity)
+        # with more candidates than a head has slots there is no bound, and products fit in 32 bits
+        times = min(wider, MOST_CANDIDATES // most) if exact else 1
+        listed = min(most * times, held.capacity)
         if candidates == "threshold":
             least = number if floor else jnp.zeros_like(number)
-            rule = Kurtosis(a, least, wider * number)
+            rule = Kurtosis(a, least, times * number)
         else:
-            rule = Best(wider * number if exact else number)
+            rule = Best(times * number if exact else number)
         tables = state.tables[layer]
         chosen = table_candidates(*tables, held.lengths, rule, capacity=listed, sink=SINKS)
         if exact:

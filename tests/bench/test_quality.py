@@ -156,6 +156,10 @@ def test_rules_that_count_by_p_are_compared_where_they_read_as_much_as_uniform_b
             assert row.kl == pytest.approx(row.uniform - 1)
             assert row.p == pytest.approx(0.925, abs=0.005)
     quality.show_equal_reads(rows)
+    uniform = next(cell for cell in cells if "'uniform', merge=True" in cell["policy"])
+    means = {name: {"mean": value} for name, value in (("read", 0.2), ("kl", 0.0))}
+    twice = quality.equal_reads([*cells, {**uniform, "metrics": means}])
+    assert [row.read for row in twice][:4] == [0.15, 0.2, 0.15, 0.2]
 
 
 def test_steps_are_the_sets_unless_others_are_named(monkeypatch, tmp_path):
@@ -190,8 +194,8 @@ def test_texts_and_files_reach_the_command(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         main()
     (command,) = asked
-    assert command[command.index("--files") + 1] == "some/folder"
-    assert command[command.index("--text") + 1] == "a.txt"
+    assert command[command.index("--files") + 1] == str(Path("some/folder").resolve())
+    assert command[command.index("--text") + 1] == str(Path("a.txt").resolve())
 
 
 def test_methods_that_are_dense_somewhere_read_a_quarter_too():

@@ -229,6 +229,18 @@ def check(kind, steps, decay):
     return layer
 
 
+@pytest.mark.parametrize("candidates", ["top", "threshold"])
+def test_a_bound_beyond_all_slots_is_none(candidates):
+    q, k, v = drawn(46)
+    listed = []
+    for wider in (10, 2**30, 2**40):
+        text = f"lfps(budget=0.1, exact=True, candidates={candidates!r}, a=0.02, wider={wider})"
+        chosen, _ = Layer(text, q, k, v, (45, 9)).step()
+        listed.append((chosen.ids.tolist(), chosen.count.tolist()))
+    assert listed[0] == listed[1] == listed[2]
+    assert np.max(listed[0][1]) > 1
+
+
 def expected(tables, kind, number, always, q, keys):
     """The `number` candidates of greatest exact weight, with those that are always attended to."""
     room = (10 if kind == "paper" else 3) * number - len(always)
