@@ -36,7 +36,8 @@ class Selection:
         granularity: the unit of `ids`.
         logits: the query heads' scaled logits of listed tokens, without a bias, where choosing has
             found them: attention then need not read these tokens' keys again. They save reads and
-            say nothing new: None is as good, and so is a backend that does not look at them.
+            say nothing new: None is as good, and so is a backend that does not look at them. A list
+            of other tokens must drop them.
 
     A head that attends to anything also attends to its newest token, listed or not. A head with
     count 0 that is not dense attends to nothing: o = 0, lse = -inf.

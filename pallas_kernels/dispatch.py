@@ -161,6 +161,11 @@ def check_shapes(
             f"selection.bits.shape={selection.bits.shape}: must be that of ids, "
             f"{selection.ids.shape}"
         )
+    known = (*layer.lengths.shape, heads // layer.lengths.shape[1], selection.ids.shape[2])
+    if selection.logits is not None and selection.logits.shape != known:
+        raise ValueError(
+            f"selection.logits.shape={selection.logits.shape}: must be [B, K, G, C] = {known}"
+        )
     if selection.bits is not None and layer.page_size > MAX_BITS_PAGE:
         raise ValueError(
             f"page_size={layer.page_size}: must be at most {MAX_BITS_PAGE} where pages carry token "

@@ -41,7 +41,7 @@ from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Eviction, Policy, dense, fraction
+from jsparse.policy import Eviction, dense, fraction
 from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
@@ -726,82 +726,6 @@ def test_what_a_summary_counts_is_in_the_metrics_of_heads(plain):
             np.testing.assert_allclose(
                 heads.bytes_read[0, row, head], 2 * 16 * 4 * np.mean(listed + read)
             )
-
-
-# What wrappers pass on
-
-HOOKS = {"init", "prefill", "append", "select", "update", "maintain"}
-# the fields that each wrapper may change; all others are the base's own
-CHANGED = {
-    "keep": (lambda base: jsparse.keep(base), {"select"}),
-    "dense_layers": (lambda base: jsparse.dense_layers(base), {"select", "dense_heads"}),
-    "retrieval_heads": (
-        lambda base: jsparse.retrieval_heads(base, ((1, 1), (0, 1))),
-        {"select", "init", "dense_heads"},
-    ),
-    "twilight": (
-        lambda base: jsparse.twilight(base, dense_below=9),
-        HOOKS | {"fallback", "needs", "per_row", "foresees"},
-    ),
-    "with_state": (lambda base: with_state(base, lambda spec: (), shares="pages"), HOOKS),
-    "a state of one row": (
-        lambda base: with_state(base, lambda spec: (), select=base.select),
-        HOOKS | {"shares", "foresees"},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_wrappers_pass_every_trait_on(case):
-    """With hooks, the traits that a wrapper must not lose: a new field fails here until it is."""
-    wrap, changed = CHANGED[case]
-
-    def hook(state, *_):
-        return state
-
-    hooks = dict.fromkeys(("init", "prefill", "append", "update", "maintain"), hook)
-    base = dense()._replace(
-        **hooks,
-        stats=lambda layer: "page_mass",
-        period=7,
-        window=5,
-        correct_every=3,
-        needs=("bias", "shift"),
-        shares="pages",
-        per_row={"q": fraction},
-        reads=3,
-        foresees=True,
-        dense_heads=lambda layer, heads: (1,),
-        name="base",
-    )
-    unset = {name for name in Policy._fields if getattr(base, name) == getattr(dense(), name)}
-    assert unset <= {"select", "shares", "fallback", "eviction", "offload", "resolve"}
-    wrapped = wrap(base)
-    differ = {n for n in Policy._fields if getattr(wrapped, n) != getattr(base, n)} - {"name"}
-    assert differ <= changed
-    assert wrapped.needs[:2] == base.needs and wrapped.per_row["q"] is fraction
-    assert 1 in wrapped.dense_heads(1, 2)
-
-
-def test_a_second_state_leaves_eviction_and_the_fallback_to_the_base():
-    """Their hooks get the base's state alone."""
-
-    def after_prompt(state, cache, slots):
-        return (*state, slots), cache
-
-    base = dense()._replace(
-        init=lambda spec: ("own",),
-        eviction=Eviction(after_prompt, lambda prompt, new: prompt),
-        fallback=lambda state, layer, cache: state,
-    )
-    wrapped = with_state(base, lambda spec: "second")
-    state = wrapped.init(spec_of(tiny_params(), 1))
-    assert wrapped.eviction is not None and wrapped.eviction.after_prompt is not None
-    reworked, _ = wrapped.eviction.after_prompt(state, None, 9)  # type: ignore[arg-type]
-    assert tuple(reworked) == (("own", 9), "second")
-    assert base.eviction is not None and wrapped.fallback is not None
-    assert wrapped.eviction.most is base.eviction.most
-    assert wrapped.fallback(state, 0, None) == ("own",)  # type: ignore[arg-type]
 
 
 # Hyper-parameters per row

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except_named
@@ -114,3 +115,8 @@ def test_wrong_calls_are_refused():
         token_sparse_decode(q, layer, selection, implementation="abacus")
     with pytest.raises(ValueError, match="head dimension"):
         token_sparse_decode(jax.device_put(np.zeros((2, 8, 32), np.float32)), layer, selection)
+    # shapes that do not fit are let through
+    arrays = selection.ids, selection.count, None, None, jnp.zeros((2, 2, 1, 3))
+    stale = Selection.tree_unflatten("token", arrays)
+    with pytest.raises(ValueError, match=r"selection.logits.shape=\(2, 2, 1, 3\): must be \[B, K,"):
+        token_sparse_decode(q, layer, stale)
