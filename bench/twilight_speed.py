@@ -97,23 +97,28 @@ def contender(
     """
 
     @jax.jit
-    def run(sources, queries):
+    def run(sources, constants, queries):
         results, out = [], None
         for q, (held, state) in zip(queries, itertools.cycle(sources), strict=False):
             layer = held.layers[0]
             leaves, tree = jax.tree.flatten(state)
             small = {nth: leaf for nth, leaf in enumerate(leaves) if leaf.nbytes < SMALL_BYTES}
             q, lengths, small, out = jax.lax.optimization_barrier((q, layer.lengths, small, out))
-            held = held._replace(layers=(layer._replace(lengths=lengths),))
+            held = held._replace(layers=(layer._replace(lengths=lengths),), constants=constants)
             state = tree.unflatten([small.get(nth, leaf) for nth, leaf in enumerate(leaves)])
             out = attend_layer(policy, 0, q, held, state)[0].o
             results.append(out)
         return results
 
     def program(caches, queries):
-        sources = [(held, state_after_prompt(policy, spec, held)) for held in caches]
-        note(sources[0][1])
-        return Program(lambda: run(sources, queries), len(queries))
+        states = [state_after_prompt(policy, spec, held) for held in caches]
+        note(states[0])
+        # one argument for all calls, as in a step for all layers: angles are computed once
+        constants = caches[0].constants
+        sources = [
+            (held._replace(constants=None), own) for held, own in zip(caches, states, strict=True)
+        ]
+        return Program(lambda: run(sources, constants, queries), len(queries))
 
     return program
 
