@@ -9,6 +9,8 @@ unless others are named:
                  dense as in its paper
     lychee       LycheeDecode with trained gates and with those of `bench.head_baselines`, its rules
                  of picking, and other policies that attend to about as much
+    densities    LycheeDecode with an eighth, a quarter and half of the heads as retrieval heads, at
+                 several budgets
     defaults     policies as they are by default next to their papers' versions, and what `auto`
                  could choose
     eviction     policies that evict, at 12.5 % and 25 % of the length, next to what reads or keeps

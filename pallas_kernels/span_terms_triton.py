@@ -79,8 +79,7 @@ def terms_kernel(
     known = (span < S)[:, None] & (pair < HALF)[None, :]
     cos = tl.load(angles_ptr + angle_at, mask=known, other=0.0)
     sin = tl.load(angles_ptr + angle_at + HALF, mask=known, other=0.0)
-    # two sums, of which neither waits for the other
     terms = tl.dot(cos, q_low * low + q_high * high, input_precision="tf32x3")
-    terms += tl.dot(sin, q_high * low - q_low * high, input_precision="tf32x3")
+    terms = tl.dot(sin, q_high * low - q_low * high, terms, input_precision="tf32x3")
     to = ((query // G)[None, :].to(tl.int64) * S + span[:, None]) * TO + (query % G)[None, :]
     tl.store(out_ptr + to, terms, mask=(span < S)[:, None] & (query < ROWS)[None, :])

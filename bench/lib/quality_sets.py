@@ -53,11 +53,14 @@ AT_BUDGET = "joint", "uniform"  # rules of hard_kv
 SHARES = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
+DENSITIES = "hard_kuma", "hard_kuma_quarter", "hard_kuma_half"  # of retrieval heads: 12.5 % first
 GATES = (
     "hard_kuma",
     "hard_concrete",
     "direct",
     "hard_kuma_refreshed",
+    "hard_concrete_fast",
+    "equation_7",
     "random_0",
     "random_1",
     "mass",
@@ -83,6 +86,14 @@ def lychee(gates: Path) -> tuple[str, ...]:
         *(f"tidal(budget=512{more})" for more in ("", ", sink=0, recent=0")),
         *(f"tidal(budget=512, again={AGAIN}{more})" for more in ("", ", correct_every=32")),
         _behind_two("quest(budget=1024)"),
+    )
+
+
+def densities(gates: Path) -> tuple[str, ...]:
+    """Returns LycheeDecode by share of retrieval heads and budget (Figure 9 of its paper)."""
+    files = [str(gates / f"{name}.safetensors") for name in DENSITIES]
+    return tuple(
+        f"lychee_decode({file!r}, value={value})" for file in files for value in BUDGETS[1:]
     )
 
 
@@ -311,6 +322,7 @@ SETS = {
     "yardsticks": Set(lambda *_: YARDSTICKS, TASKS, (1024, 2048, *LONG)),
     "twilight": Set(lambda *_: TWILIGHT, ANSWERED_WHEN_LONG, LONG),
     "lychee": Set(lambda gates, _: lychee(gates), ANSWERED_WHEN_LONG, LONG),
+    "densities": Set(lambda gates, _: densities(gates), ("kl", "passkey"), LONG),
     "defaults": Set(lambda gates, _: defaults(gates), ("kl", "passkey"), LONG),
     "eviction": Set(eviction, ANSWERED_WHEN_LONG, LONG, steps=512),
     "eviction_ablation": Set(ablation, ("kl", "ppl"), (4096,), steps=512),
