@@ -3,16 +3,15 @@
 Nothing is downloaded. Modules of Python's standard library are code, the licences of installed
 packages are prose. The folder then serves `jsparse eval --files` and `--text`:
 
-    N/lcc.jsonl             LongBench's task lcc, for prompts of N tokens: a module's next line.
-                            Lines are taken that repeat a name which stands before them, though not
-                            within the last FAR characters; nothing of the prompt is cut.
-    PaulGrahamEssays.json   licences, under the name that RULER's tasks look for: haystacks for
-                            niah_single_2, niah_multikey_1 and others
-    code.txt, prose.txt     modules and licences one after the other, for kl, ppl and attention
+    N/lcc.jsonl               LongBench's task lcc, for prompts of N tokens: a module's next line.
+                              Lines are taken that repeat a name which stands before them, though
+                              not within the last FAR characters; nothing of the prompt is cut.
+    N/PaulGrahamEssays.json   licences, under the name that RULER's tasks look for: haystacks for
+                              niah_single_2, niah_multikey_1 and others
+    code.txt, prose.txt       modules and licences one after the other, for kl, ppl and attention
 
     python -m bench.real_text --out build/real_text
-    jsparse eval --files build/real_text/1984 --tasks longbench_lcc --lengths 2048 …
-    jsparse eval --files build/real_text --tasks niah_single_2 --lengths 2048,4096 …
+    jsparse eval --files build/real_text/1984 --tasks longbench_lcc,niah_single_2 --lengths 2048 …
     jsparse eval --text build/real_text/code.txt --tasks kl --lengths 4096 …
 """
 
@@ -119,11 +118,11 @@ def write(folder: Path, lengths: tuple[int, ...], samples: int) -> dict[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     prose, code = "\n\n".join(licences()), "\n\n".join(text for _, text in modules())
     files = {"code.txt": code, "prose.txt": prose}
-    files["PaulGrahamEssays.json"] = json.dumps({"text": prose})
     for length in lengths:
         rows = [json.dumps(row) for row in next_lines(length, samples)]
         (folder / str(length)).mkdir(exist_ok=True)
         files[f"{length}/lcc.jsonl"] = "\n".join(rows) + "\n"
+        files[f"{length}/PaulGrahamEssays.json"] = json.dumps({"text": prose})
     for name, text in files.items():
         (folder / name).write_text(text, "utf-8")
     return {

@@ -23,7 +23,7 @@ from jsparse.policy import Policy, builder, dense
 CHOICE = twilight(all_pages(), p=0.95)
 # By device: the bytes of a layer's K and V, all rows together, from which it was faster than dense
 # attention in batches of 1 to 64 (bench.twilight_speed).
-BREAK_EVENS = {"NVIDIA H200": 400e6}
+BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 165e6, "NVIDIA H200": 400e6}
 
 logger = logging.getLogger("jsparse.auto")
 

@@ -16,6 +16,7 @@ the base listed: its newest token, attended in any case, counts if it was listed
 from dataclasses import replace
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
@@ -40,10 +41,11 @@ from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 
 Prune = Literal["page_mass", "bits", "token"]
-# Bytes of a layer's K and V, all rows together: 58,600 tokens of 8 KV heads, 128 channels, 16 bits.
-# In that shape, over a Quest that takes a quarter of the context, Twilight was measured to break
-# even at 57,000 tokens in one row and 61,000 in 8 rows together (bench.twilight_speed).
-BREAK_EVEN_BYTES = 240e6
+# By device: bytes of a layer's K and V, all rows together, at which dense attention takes as long
+# as Twilight over a Quest of a quarter of the context, in one row and in 8 (bench.twilight_speed).
+# Of 8 KV heads, 128 channels and 16 bits these are 36,600 and 58,600 tokens. Other devices take the
+# last.
+BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 150e6, "NVIDIA H200": 240e6}
 
 
 @builder
@@ -65,7 +67,7 @@ def twilight(
             the same tokens, read one by one.
         dense_below: the number of tokens below which a row is dense; where all rows are, nothing is
             selected. "auto" is the context at which dense attention was measured to be as fast, on
-            an H200, by the bytes of K and V of the whole batch.
+            this GPU or else on an H200, by the bytes of K and V of the whole batch.
 
     Pages of more than 32 tokens carry no bits: with them `prune` must not be "bits", and the base
     must not list tokens. Over a base that learns from the tokens that are attended to, as `lfps`
@@ -148,13 +150,13 @@ def twilight(
 
 
 def break_even(held: LayerCache) -> int:
-    """Return the tokens per row at which dense attention takes as long as Twilight.
+    """Return the tokens per row at which dense attention takes as long as Twilight on this device.
 
     All rows are taken to hold the same number.
     """
-    return int(
-        BREAK_EVEN_BYTES // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize)
-    )
+    device = jax.local_devices()[0].device_kind
+    least = BREAK_EVENS.get(device, BREAK_EVENS["NVIDIA H200"])
+    return int(least // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
 
 
 def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import quality
-from bench.lib.quality_sets import GATES, SETS, SHARES
+from bench.lib.quality_sets import DENSITIES, GATES, SETS, SHARES
 from bench.quality import devices, joined, main, parts
 from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages, summarize
@@ -21,7 +21,7 @@ from jsparse.policies.head_gates import HeadGates, retrieval_heads, save
 @pytest.fixture
 def gates(tmp_path):
     """Returns a folder of gates of a model of one head."""
-    for name in GATES:
+    for name in {*GATES, *DENSITIES}:
         save(HeadGates(np.ones((1, 1), np.bool_)), tmp_path / f"{name}.safetensors")
     return tmp_path
 
@@ -49,7 +49,7 @@ def test_lychee_compares_all_gates_and_names_them_as_given(gates):
         str(gates / f"{name}.safetensors") for name in GATES
     ]
     assert Counter(name.partition("(")[0] for name in names) == {
-        "lychee_decode": 7 + 3 + 3 + 3 + 3 + 3 + 2,
+        "lychee_decode": 9 + 3 + 3 + 3 + 3 + 3 + 2,
         "duo_attention": 2,
         "tidal": 4,
         "dense_layers": 1,

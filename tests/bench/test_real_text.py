@@ -54,7 +54,7 @@ def test_tasks_read_what_is_written(monkeypatch, tmp_path, capsys):
     sample = code.sample(lambda text: text.split(), 4000, 0)
     assert not sample.meta["cut"]
     assert code.score("    return remembered_names + 1\n", sample) == 1
-    (needle,) = tasks.parse("niah_single_2", tmp_path)
+    (needle,) = tasks.parse("niah_single_2", tmp_path / "1394")
     assert "You may use it." in needle.sample(lambda text: text.split(), 600, 0).prompt
 
 
