@@ -11,7 +11,7 @@ from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
-from jsparse.request import Request, requests
+from jsparse.request import SamplingParams, per_prompt, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.session import Session, require_resumable
 from jsparse.signatures import short_name
@@ -63,10 +63,11 @@ class Conversation:
         self.reads_anew: str | None = None
         # sizes of any cache: only who owns the policy's state is looked at
         spec = capacity.cache_spec(params, [[0]], 1, None, self._page_size)
+        running = resolved(self._policy, spec)
         try:
-            require_resumable(resolved(self._policy, spec), spec)
+            require_resumable(running, spec)
         except ValueError as error:
-            reason = f"{short_name(self._policy)} drops tokens" if self._policy.evicts else error
+            reason = f"{short_name(running)} drops tokens" if running.evicts else error
             self.reads_anew = f"{reason}, so every turn reads the whole conversation again"
 
     def answer(
@@ -88,34 +89,37 @@ class Conversation:
             ValueError: the conversation and a new answer do not fit in the model or in memory.
         """
         rows, _ = prompts.encode(self._params, messages)
-        asked = requests(self._params, rows, self._sampling, self._policy, seed=self._seed)
-        session, new = self._session_for(asked[0])
+        (options,) = per_prompt(self._sampling, len(rows))
+        session, new = self._session_for(rows[0], options)
+        asked = requests(self._params, rows, options, session.policy, seed=self._seed)
         self._session, self._read = session, rows[0]
         return run(session, asked, [streamer], on_progress, [new])[0]
 
-    def _session_for(self, request: Request) -> tuple[Session, list[int]]:
+    def _session_for(self, prompt: list[int], options: SamplingParams) -> tuple[Session, list[int]]:
         """Returns the session that answers next, and the tokens that it has to read."""
-        own = [request.ids], [request.sampling.max_tokens]
-        least = capacity.cache_spec(self._params, *own, self._max_length, self._page_size)
+        least = capacity.cache_spec(
+            *(self._params, [prompt], options.max_tokens, self._max_length, self._page_size)
+        )
+        needed = len(prompt) + options.max_tokens
         held, read = self._session, self._read
         if held is not None and held.can_read_on:
-            new = request.ids[len(read) :]
-            fits = request.most_tokens <= held.spec.capacity
-            if new and fits and request.ids[: len(read)] == read:
+            new = prompt[len(read) :]
+            fits = needed <= held.spec.capacity
+            if new and fits and prompt[: len(read)] == read:
                 return held, new
         self._session = held = None  # frees its cache
-        spec = self._with_room(least, request)
-        return Session(
-            self._params, self._policy, spec, resumable=self.reads_anew is None
-        ), request.ids
+        spec = self._with_room(least, needed)
+        policy = resolved(self._policy, spec)
+        return Session(self._params, policy, spec, resumable=self.reads_anew is None), prompt
 
-    def _with_room(self, spec: CacheSpec, request: Request) -> CacheSpec:
+    def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
         """Returns the sizes of a cache with room for turns to come, if memory has it."""
-        capacity.require_fit(spec, self._policy)
+        capacity.require_fit(spec, resolved(self._policy, spec))
         most = self._params.config.max_position_embeddings
-        room = min(2 * request.most_tokens, most)
+        room = min(2 * needed, most)
         if self._max_length is None and self.reads_anew is None:
             larger = capacity.bucket(room, self._page_size) // self._page_size
-            if capacity.fits(spec._replace(num_pages=larger), self._policy):
-                return spec._replace(num_pages=larger)
+            roomy = spec._replace(num_pages=larger)
+            if capacity.fits(roomy, resolved(self._policy, roomy)):
+                return roomy
         return spec

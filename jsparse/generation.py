@@ -21,8 +21,8 @@ from jsparse.host_reader import (
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, whole_number
-from jsparse.request import Request, SamplingParams, knobs, requests, require_alone
+from jsparse.policy import AnyPolicy, resolved, whole_number
+from jsparse.request import Request, SamplingParams, knobs, per_prompt, requests, require_alone
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import chooser, forced_then_greedy
@@ -51,7 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     eos_token_id: int | Sequence[int] | None
     logprobs: bool
     streamer: Streamer | Sequence[Streamer] | None
-    policy: Policy | str
+    policy: AnyPolicy | str
     sampling: SamplingParams | Sequence[SamplingParams] | None
     max_length: int | None
     page_size: int
@@ -89,7 +89,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     logprobs: bool = False,
     streamer: Streamer | Sequence[Streamer] | None = None,
-    policy: Policy | str = "dense",
+    policy: AnyPolicy | str = "dense",
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     max_length: int | None = None,
     page_size: int = 16,
@@ -144,7 +144,7 @@ def generate(
     require_params(params)
     rows, alone = prompts.encode(params, prompt)
     chosen = as_policy(policy)
-    options = chosen_sampling(
+    given = chosen_sampling(
         params,
         sampling,
         seed,
@@ -161,13 +161,15 @@ def generate(
         eos_token_id=eos_token_id,
         logprobs=logprobs,
     )
-    asked = requests(params, rows, options, chosen, seed=seed)
+    options = per_prompt(given, len(rows))
     spec = capacity.cache_spec(
-        params, rows, [request.sampling.max_tokens for request in asked], max_length, page_size
+        params, rows, [own.max_tokens for own in options], max_length, page_size
     )
+    running = resolved(chosen, spec)
+    asked = requests(params, rows, options, running, seed=seed)
     streamers = _streamers(streamer, len(rows))
-    session = Session(params, chosen, spec)
-    capacity.require_fit(spec, chosen)
+    session = Session(params, running, spec)
+    capacity.require_fit(spec, running)
     outs = run(session, asked, streamers, on_progress or (lambda *_: None))
     return outs[0] if alone else outs
 

@@ -15,7 +15,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, resolved
+from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity, offloading
 from jsparse.signatures import short_name
 
@@ -27,7 +27,7 @@ def describe(
     model: str,
     *,
     dtype: str,
-    policy: Policy | str = "dense",
+    policy: AnyPolicy | str = "dense",
     context: int | None = None,
     revision: str | None = None,
 ) -> dict[str, Any]:

@@ -163,12 +163,6 @@ class StatsFn(Protocol):
     def __call__(self, layer: int, /) -> StatsKind | None: ...
 
 
-class ResolveFn(Protocol):
-    """Return the policy that runs, for a cache of these sizes and the default device."""
-
-    def __call__(self, spec: CacheSpec, /) -> "Policy": ...
-
-
 class DenseHeadsFn(Protocol):
     """Name the KV heads that attend to everything in every step of a layer, ascending."""
 
@@ -254,8 +248,6 @@ class Policy(NamedTuple):
             the state as it got it, so that it may be called before the layer's query exists.
         dense_heads: names the KV heads of a layer that always attend to everything.
         offload: where K and V lie in host memory, and how they are read; None is on the device.
-        resolve: for a name that stands for other policies: chooses the one that runs. Nobody calls
-            the other hooks then. None is the policy itself.
         name: the expression that builds it.
     """
 
@@ -278,7 +270,6 @@ class Policy(NamedTuple):
     foresees: bool = False
     dense_heads: DenseHeadsFn = _no_heads
     offload: Offload | None = None
-    resolve: ResolveFn | None = None
     name: str = ""
 
     @property
@@ -306,16 +297,39 @@ class Policy(NamedTuple):
         return self.name
 
 
+class StandIn(NamedTuple):
+    """Stands for other policies: which of them runs is decided when the cache's sizes are known.
+
+    Attributes:
+        for_spec: returns the policy that runs with a cache of these sizes on the default device.
+        name: the expression that builds it.
+    """
+
+    for_spec: Callable[[CacheSpec], Policy]
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+AnyPolicy = Policy | StandIn
+
+
+def resolved(policy: AnyPolicy, spec: CacheSpec) -> Policy:
+    """Return the policy that runs with a cache of these sizes on the default device."""
+    return policy.for_spec(spec) if isinstance(policy, StandIn) else policy
+
+
 SOME_TOKENS = 8192  # of a prompt, as an example in messages
 
 
-def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
+def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
     """Mark a function of hyper-parameters as a method.
 
     Equal arguments give the same object, so that nothing is traced twice. The policy's name becomes
     the call that built it, defaults included.
     """
-    signature, call = inspect.signature(build), cast(Callable[..., Policy], build)
+    signature, call = inspect.signature(build), cast(Callable[..., R], build)
     arguments = ", ".join(
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in signature.parameters.values()
@@ -323,19 +337,22 @@ def builder[**P](build: Callable[P, Policy]) -> Callable[P, Policy]:
     spelled = f"{build.__name__}({arguments})"
 
     @functools.cache
-    def once(arguments: tuple[tuple[str, type, Any], ...]) -> Policy:
+    def once(arguments: tuple[tuple[str, type, Any], ...]) -> R:
         shown = ", ".join(f"{key}={value!r}" for key, _, value in arguments)
         policy = call(**{key: value for key, _, value in arguments})
         return policy._replace(name=f"{build.__name__}({shown})")
 
     @functools.wraps(build)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Policy:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             _refuse_ratio(signature, kwargs)
             raise TypeError(f"{error}; the arguments are {spelled}") from None
         bound.apply_defaults()
+        for key, value in bound.arguments.items():
+            if isinstance(value, StandIn):
+                raise ValueError(f"{key}={value}: must not stand inside another policy")
         given = {key: _literal(value) for key, value in bound.arguments.items()}
         _refuse_share(signature, given)
         for key, value in given.items():
@@ -527,16 +544,9 @@ def below_one(name: str, value: Any) -> None:
 
 
 def require_policy(name: str, value: Any) -> None:
-    """Raise ValueError unless a hyper-parameter is a policy that runs itself."""
+    """Raise ValueError unless a hyper-parameter is a policy."""
     if not isinstance(value, Policy):
         raise ValueError(f"{name}={value!r}: must be a policy")
-    if value.resolve is not None:
-        raise ValueError(f"{name}={value}: must not stand inside another policy")
-
-
-def resolved(policy: Policy, spec: CacheSpec) -> Policy:
-    """Return the policy that runs with a cache of these sizes on the default device."""
-    return policy if policy.resolve is None else policy.resolve(spec)
 
 
 @builder

@@ -187,18 +187,29 @@ def requests(
         ValueError: an option is not among those of the model or the policy, or there is not one
             entry per prompt.
     """
-    given = _listed(sampling)
-    if isinstance(sampling, SamplingParams):
-        given = [sampling] * len(rows)
-    if len(given) != len(rows):
-        raise ValueError(
-            f"sampling has {len(given)} entries: must have one for each of the {len(rows)} "
-            "prompt(s)"
-        )
+    given = per_prompt(sampling, len(rows))
     return [
         _request(params, ids, own, policy, seed, row)
         for row, (ids, own) in enumerate(zip(rows, given, strict=True))
     ]
+
+
+def per_prompt(
+    sampling: SamplingParams | Sequence[SamplingParams], prompts: int
+) -> Sequence[SamplingParams]:
+    """Returns the options of each prompt.
+
+    Raises:
+        ValueError: there is not one entry per prompt.
+    """
+    given = _listed(sampling)
+    if isinstance(sampling, SamplingParams):
+        given = [sampling] * prompts
+    if len(given) != prompts:
+        raise ValueError(
+            f"sampling has {len(given)} entries: must have one for each of the {prompts} prompt(s)"
+        )
+    return given
 
 
 def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:

@@ -190,4 +190,6 @@ def at_dense(expression: str) -> Policy | None:
         for name, value in given.items()
     }
     assert set(dense_at) <= set(inspect.signature(build).parameters), dense_at
-    return build(**{**values, **dense_at})
+    made = build(**{**values, **dense_at})
+    assert isinstance(made, Policy)
+    return made

@@ -52,7 +52,7 @@ def test_wrappers_pass_every_trait_on(case):
         name="base",
     )
     unset = {name for name in Policy._fields if getattr(base, name) == getattr(dense(), name)}
-    assert unset <= {"select", "shares", "fallback", "eviction", "offload", "resolve"}
+    assert unset <= {"select", "shares", "fallback", "eviction", "offload"}
     wrapped = wrap(base)
     differ = {n for n in Policy._fields if getattr(wrapped, n) != getattr(base, n)} - {"name"}
     assert differ <= changed

@@ -24,7 +24,7 @@ from jsparse.folders import cache_folder
 from jsparse.models.checkpoint import Params
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse
-from jsparse.policy import resolved, whole_number
+from jsparse.policy import whole_number
 from jsparse.runtime import capacity
 
 STEPS, DENSE, REFUSED = "steps", "dense()", "refused"
@@ -111,9 +111,6 @@ def checked(wanted: Wanted, longest: int) -> Wanted:
         raise ValueError(f"kl={wanted.kl}: must be a number of nats from 0 up")
     names = dict.fromkeys(parse(policy).name for policy in wanted.policies)
     asked = tuple(name for name in names if name != DENSE)
-    for name in asked:
-        if parse(name).resolve is not None:
-            raise ValueError(f"policy={name}: must be a policy itself, it stands for another one")
     if not asked:
         raise ValueError(f"policies={list(wanted.policies)}: must name one other than dense()")
     return wanted._replace(policies=asked)
@@ -362,7 +359,7 @@ def _longest(params: Params, wanted: Wanted) -> int:
 def _fits(params: Params, wanted: Wanted, policies: Sequence[str], length: int) -> bool:
     """Returns whether prompts read for all these policies fit, beside a copy for one to decode."""
     spec = capacity.cache_spec(params, [[]] * _rows(wanted), length, None, PAGE_SIZE)
-    bundled = bundle(tuple(resolved(parse(policy), spec) for policy in policies))
+    bundled = bundle(tuple(map(parse, policies)))
     return capacity.fits(spec._replace(batch=2 * spec.batch), bundled)
 
 

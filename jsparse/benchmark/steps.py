@@ -24,7 +24,7 @@ from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.models.checkpoint import Params, read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, dense, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, dense, resolved, whole_number
 from jsparse.runtime import capacity
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.sampling import greedy
@@ -39,7 +39,7 @@ MOVES = 8
 
 def measure(
     params: Params,
-    policies: Sequence[Policy | str],
+    policies: Sequence[AnyPolicy | str],
     *,
     contexts: Sequence[int] = (4096,),
     batches: Sequence[int] = (1,),
@@ -104,7 +104,7 @@ def measure(
 
 
 def time_steps(
-    params: Params, policy: Policy | str, *, batch: int, context: int, num_iters: int = 5
+    params: Params, policy: AnyPolicy | str, *, batch: int, context: int, num_iters: int = 5
 ) -> dict[str, Any]:
     """Times decode steps of one policy; returns its dict of the results of `measure`.
 
@@ -161,7 +161,7 @@ class _Run(NamedTuple):
     `tokens` are in the cache before the first step.
     """
 
-    asked: Policy
+    asked: AnyPolicy
     policy: Policy
     spec: CacheSpec
     context: int
@@ -173,7 +173,7 @@ class _Run(NamedTuple):
 
 def _plan(
     params: Params,
-    asked: Policy,
+    asked: AnyPolicy,
     batch: int,
     context: int,
     steps: int,

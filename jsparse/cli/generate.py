@@ -111,11 +111,11 @@ def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
     import jax
 
     from jsparse import __version__
-    from jsparse.policies.expressions import parse
+    from jsparse.policies.expressions import as_policy
 
     return {
         "model": options.model,
         "dtype": str(params.dtype),
-        "policy": parse(options.policy).name,
+        "policy": as_policy(options.policy).name,
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }

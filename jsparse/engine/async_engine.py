@@ -19,7 +19,7 @@ from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.names import ENGINE, takes
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy
 from jsparse.request import Request, SamplingParams, requests
 
 MAX_WAITING = 1024
@@ -60,7 +60,7 @@ class AsyncEngine:
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
-        policy: Policy | str = "dense",
+        policy: AnyPolicy | str = "dense",
         *,
         max_waiting: int = MAX_WAITING,
         seed: int | None = None,

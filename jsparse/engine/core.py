@@ -20,7 +20,7 @@ from jsparse.engine.scheduler import Answer, Rules, Scheduler
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, whole_number
+from jsparse.policy import AnyPolicy, Policy, whole_number
 from jsparse.request import Request
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import row_sampling
@@ -100,7 +100,7 @@ class Engine:
     def __init__(
         self,
         params: Params,
-        policy: Policy | str = "dense",
+        policy: AnyPolicy | str = "dense",
         *,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,

@@ -11,7 +11,7 @@ from jsparse.engine.progress import OnAnswer, progress
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.names import ANSWER, CHAT, ENGINE, takes
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy
 from jsparse.prompts import encode, plain, tokenizer_of
 from jsparse.request import Request, SamplingParams, default_sampling, requests
 from jsparse.runtime.interrupts import interrupts_wait
@@ -36,7 +36,7 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,
-        policy: Policy | str = "dense",
+        policy: AnyPolicy | str = "dense",
         *,
         seed: int = 0,
         dtype: Any = None,

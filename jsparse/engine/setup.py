@@ -8,7 +8,7 @@ from jsparse.cache import CacheSpec
 from jsparse.engine.scheduler import Sizes
 from jsparse.models.checkpoint import Params
 from jsparse.owners import owners
-from jsparse.policy import Policy, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, resolved, whole_number
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.constants import require_constants
 from jsparse.runtime.session import STEPS_PER_PROGRAM
@@ -25,7 +25,7 @@ BLOCK_TOKENS = 512
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
 
 
-def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Policy:
+def servable(asked: AnyPolicy, spec: CacheSpec, per_request: Sequence[str]) -> Policy:
     """Returns the policy that runs in an engine of these sizes.
 
     A fallback is left out: it speaks for a whole batch, so that a row would depend on the others.
@@ -35,7 +35,7 @@ def servable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> Pol
     """
     if isinstance(per_request, str) or not isinstance(per_request, Sequence):
         raise ValueError(f"per_request={per_request!r}: must be a list of names")
-    policy = resolved(policy, spec)
+    policy = resolved(asked, spec)
     reasons = {
         "evicts tokens, so that heads need different memory": policy.evicts,
         "keeps K and V in host memory": policy.offload is not None,

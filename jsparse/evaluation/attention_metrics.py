@@ -19,7 +19,7 @@ from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.pallas_kernels.threshold_select.reference import pooled
 from jsparse.partials import Summary, merge, softmax_partial
 from jsparse.policies.combinators import Paired, with_state
-from jsparse.policies.expressions import as_policy
+from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, at_layer, builder, require_policy, require_stays, whole_number
 from jsparse.selection import Selection, count_tokens, token_mask
@@ -87,7 +87,7 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         top_k: k of the recall; 0 means as many as the head attends to, at least 1.
     """
     whole_number("top_k", top_k, 0)
-    base = as_policy(policy)
+    base = parse(policy) if isinstance(policy, str) else policy
     require_policy("policy", base)
     require_stays("policy", base, "since dense attention over what is left is no yardstick")
 

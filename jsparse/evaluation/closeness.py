@@ -53,7 +53,7 @@ def closeness(forcing: Forcing) -> Closeness:
     number of prompts all of them run the same compiled programs, and the results are joined along
     their axis B.
     """
-    names = tuple(map(str, forcing.shared.policies))
+    names = forcing.shared.names
     tokens = np.asarray(forcing.tokens).T
     steps = (forcing.steps(index) for index in range(len(names)))
     compared = zip(*(compare(forcing.reference, taken) for taken in steps), strict=True)

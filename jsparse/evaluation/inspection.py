@@ -18,7 +18,7 @@ from jsparse.models.checkpoint import Params
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, at_layer, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, at_layer, resolved, whole_number
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import greedy
@@ -152,7 +152,7 @@ def _placed(values: Array, at: Int32[Array, "B K S"], like: Array) -> Array:
 
 def inspect_step(
     params: Params,
-    policy: Policy | str,
+    policy: AnyPolicy | str,
     prompt: Any,
     *,
     step: int = 1,

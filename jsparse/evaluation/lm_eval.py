@@ -39,7 +39,7 @@ from jsparse.generation import generate
 from jsparse.models.checkpoint import load
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.own_code import resolve
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy
 from jsparse.prompts import tokenizer_of
 from jsparse.request import OFF, end_tokens
 from jsparse.runtime import capacity, scoring
@@ -68,7 +68,7 @@ class JSparseLM(TemplateLM):
     def __init__(
         self,
         pretrained: str = "smollm2",
-        policy: Policy | str = "dense",
+        policy: AnyPolicy | str = "dense",
         dtype: str | None = None,
         revision: str | None = None,
         max_length: int | None = None,

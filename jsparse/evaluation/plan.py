@@ -12,7 +12,8 @@ from jsparse.evaluation.evaluators import MEASURES, Answers, Comparison, Measure
 from jsparse.evaluation.store import Cell, Entry, Store
 from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
-from jsparse.policies.expressions import parse
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import dense
 from jsparse.prompts import tokenizer_of
 
 OnProgress = Callable[["Progress"], Any]
@@ -57,7 +58,7 @@ def plan(
     Raises:
         ValueError: a name is unknown or given twice, or a value is out of its range.
     """
-    chosen = dict.fromkeys([parse("dense").name, *(parse(policy).name for policy in policies)])
+    chosen = dict.fromkeys([dense().name, *(as_policy(policy).name for policy in policies)])
     made = Plan(tuple(chosen), tuple(names), tuple(lengths), samples, **more)
     for name in ("samples", "batch", "steps", "max_new_tokens"):
         if getattr(made, name) < 1:

@@ -19,7 +19,7 @@ from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
 from jsparse.host_reader import Generation, OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Policy, PrefillView, State, resolved
+from jsparse.policy import AnyPolicy, Policy, PrefillView, State, dense, resolved
 from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
@@ -33,19 +33,21 @@ class Shared(NamedTuple):
     Attributes:
         params: the model.
         spec: the sizes of the cache.
-        policies: the policies.
+        names: the policies as they were asked for, which one may stand for.
+        policies: those that run.
         held: the dense logits that follow the prompts, the cache with every field that any policy
             needs, and a tuple of the policies' states.
     """
 
     params: Params
     spec: CacheSpec
+    names: tuple[str, ...]
     policies: tuple[Policy, ...]
     held: Held
 
     def session(self, index: int) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
-        policy = resolved(self.policies[index], self.spec)
+        policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
         session = Session(self.params, policy, self.spec)
         own = Held(self.held.logits, cache, state)
@@ -61,23 +63,25 @@ class Shared(NamedTuple):
         state = policy.init(self.spec)
         if jax.tree.leaves(state) or policy.needs or policy.window:
             raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
-        return self._replace(policies=(policy,), held=self.held._replace(state=(state,)))
+        return self._replace(
+            names=(policy.name,), policies=(policy,), held=self.held._replace(state=(state,))
+        )
 
 
-def as_policies(policies: Sequence[Policy | str]) -> tuple[Policy, ...]:
+def as_policies(policies: Sequence[AnyPolicy | str]) -> tuple[AnyPolicy, ...]:
     """Returns the policies of a list of policies or their expressions.
 
     Raises:
         ValueError: the list is empty, or a policy is not in a list.
     """
-    if isinstance(policies, str | Policy) or not policies:
+    if isinstance(policies, str | AnyPolicy) or not policies:
         raise ValueError(f"policies={policies!r}: must be a list of at least one policy")
     return tuple(map(as_policy, policies))
 
 
 def prime(
     params: Params,
-    policies: tuple[Policy, ...],
+    policies: tuple[AnyPolicy, ...],
     rows: list[list[int]],
     spec: CacheSpec,
     report: OnProgress,
@@ -96,7 +100,7 @@ def prime(
     session = Session(params, bundled, spec)
     with capacity.exhaustion(spec):
         session.read(rows, report)
-    return Shared(params, spec, policies, session.held)
+    return Shared(params, spec, tuple(map(str, policies)), running, session.held)
 
 
 @functools.cache
@@ -127,7 +131,7 @@ def bundle(policies: tuple[Policy, ...]) -> Policy:
 
 def generate(
     params: Params,
-    policies: Sequence[Policy | str],
+    policies: Sequence[AnyPolicy | str],
     prompt: Any,
     *,
     max_new_tokens: int = 128,
@@ -167,7 +171,8 @@ def generate(
     spec = capacity.cache_spec(params, rows, new, max_length, page_size)
     report = on_progress or (lambda *_: None)
     chosen = as_policies(policies)
-    asked = [requests(params, rows, options, policy) for policy in chosen]
+    # no option is a policy's own: the requests are those of any policy
+    asked = requests(params, rows, options, dense())
     began = time.perf_counter()
     shared = prime(params, chosen, rows, spec, report)
     jax.block_until_ready(shared.held)
@@ -177,9 +182,8 @@ def generate(
         silent = [lambda piece: None] * len(rows)
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
-            made = generation.answers(
-                shared.session(index), asked[index], silent, report, began, questions
-            )
+            session = shared.session(index)
+            made = generation.answers(session, asked, silent, report, began, questions)
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(
                 f"policy={chosen[index]}: must leave room in the cache for the whole answer"

@@ -16,7 +16,7 @@ from jsparse import memory, prompts
 from jsparse.evaluation.shared_prefill import Shared, as_policies, prime
 from jsparse.host_reader import OnProgress
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, State, dense
+from jsparse.policy import AnyPolicy, Policy, State, dense
 from jsparse.runtime import capacity
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.sampling import ChooseFn, forced, greedy
@@ -90,7 +90,7 @@ class Forcing(NamedTuple):
 
 def force(
     params: Params,
-    policies: Sequence[Policy | str],
+    policies: Sequence[AnyPolicy | str],
     prompt: Any,
     *,
     max_new_tokens: int,

@@ -25,9 +25,9 @@ from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
-from jsparse.policy import Policy, dense
+from jsparse.policy import AnyPolicy, dense
 
-POLICIES: dict[str, Callable[..., Policy]] = {
+POLICIES: dict[str, Callable[..., AnyPolicy]] = {
     build.__name__: build
     for build in (
         dense,

@@ -16,7 +16,7 @@ from jsparse.cache import CacheSpec
 from jsparse.policies import choices
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
-from jsparse.policy import Policy, builder, dense
+from jsparse.policy import Policy, StandIn, builder, dense
 
 # The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
 # at 4K and 8K tokens (docs/results/twilight.md).
@@ -37,22 +37,22 @@ class Chosen(NamedTuple):
 
 
 @builder
-def auto() -> Policy:
+def auto() -> StandIn:
     """Use the fastest policy measured for this device and size that stays close to dense.
 
     This is what `jsparse recommend` measured for the model on this device, else Twilight from the
-    sizes on at which it was faster on devices that we measured, else `dense`. The session decides
-    before it reads; `Generation.stats.policy` and `jsparse info --policy auto` say what it chose.
-    It cannot stand inside another policy.
+    sizes on at which it was faster on devices that we measured, else `dense`. That is decided when
+    the cache's sizes are known, before anything is read; `Generation.stats.policy` and `jsparse
+    info --policy auto` say what was chosen. It cannot stand inside another policy.
     """
 
-    def resolve(spec: CacheSpec) -> Policy:
+    def for_spec(spec: CacheSpec) -> Policy:
         chosen = choose(spec)
         if not chosen.measured:
             _tell(chosen.reason, spec.model)
         return chosen.policy
 
-    return Policy(dense().select, shares="pages", resolve=resolve)
+    return StandIn(for_spec)
 
 
 def choose(spec: CacheSpec) -> Chosen:

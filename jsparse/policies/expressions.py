@@ -10,7 +10,7 @@ from typing import Any
 from jsparse import deprecated
 from jsparse.deprecated import RENAMED
 from jsparse.policies import POLICIES
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy, Policy, StandIn
 
 EXAMPLE = "streaming(sink=4, recent=512)"
 # what other projects call methods that are here
@@ -40,13 +40,13 @@ def parse(expression: str) -> Policy:
     arguments. It is read as a syntax tree: nothing of it is evaluated or imported.
 
     Raises:
-        ValueError: the expression does not parse, names an unknown policy or argument, or an
-            argument's value is refused.
+        ValueError: the expression does not parse, names an unknown policy or argument or a policy
+            that stands for others, or an argument's value is refused.
     """
-    expression = expression.strip()
-    if expression in _FOUND:
-        return _FOUND[expression]
-    return _build(_tree(expression, expression), expression)
+    policy = _parse(expression)
+    if isinstance(policy, StandIn):
+        raise ValueError(f"policy={policy}: must be a policy itself, it stands for another one")
+    return policy
 
 
 def remember(expression: str, policy: Policy) -> Policy:
@@ -66,19 +66,32 @@ def call(name: str, function: Callable[..., Any], arguments: str, expression: st
     return _call(name, function, _tree(f"{name}{arguments}", expression), expression)
 
 
-def as_policy(policy: Policy | str) -> Policy:
-    """Return a policy as it is, or the one that an expression names."""
-    if isinstance(policy, Policy):
+def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
+    """Return a policy as it is, or the one that an expression names, as `parse` reads it.
+
+    It may stand for others: `jsparse.policy.resolved` says which one runs.
+
+    Raises:
+        ValueError: the expression is refused, or `policy` is neither a policy nor an expression.
+    """
+    if isinstance(policy, Policy | StandIn):
         return policy
     if isinstance(policy, str):
-        return parse(policy)
+        return _parse(policy)
     if getattr(policy, "builds_policy", False):
         builder: Any = policy
         raise ValueError(f"policy={builder.__name__}: did you mean {_call_of(builder)}?")
     raise ValueError(f"policy={policy!r}: must be a policy or an expression such as {EXAMPLE!r}")
 
 
-def _call_of(build: Callable[..., Policy]) -> str:
+def _parse(expression: str) -> AnyPolicy:
+    expression = expression.strip()
+    if expression in _FOUND:
+        return _FOUND[expression]
+    return _build(_tree(expression, expression), expression)
+
+
+def _call_of(build: Callable[..., AnyPolicy]) -> str:
     """Returns the call of a builder that has been given in a policy's place."""
     name = build.__name__
     return f"jsparse.{name}()" if POLICIES.get(name) is build else f"{name}()"
@@ -94,7 +107,7 @@ def _tree(text: str, expression: str) -> ast.expr:
         ) from error
 
 
-def _build(node: ast.expr, expression: str) -> Policy:
+def _build(node: ast.expr, expression: str) -> AnyPolicy:
     function = node.func if isinstance(node, ast.Call) else node
     if not isinstance(function, ast.Name):
         raise ValueError(

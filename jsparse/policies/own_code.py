@@ -18,7 +18,7 @@ from types import ModuleType
 
 from jsparse.names import unknown
 from jsparse.policies import expressions
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy, Policy
 
 # folder/file.py:function or package.module:function, with or without arguments
 REFERENCE = re.compile(
@@ -27,18 +27,18 @@ REFERENCE = re.compile(
 )
 
 
-def resolve(text: str) -> Policy:
+def resolve(text: str) -> AnyPolicy:
     """Build the policy that an expression names, or one of your own, whose module is imported.
 
     A policy of your own is an object or a function marked `@builder`, which takes literals and
-    policies as arguments. What has been found is known to `expressions.parse` by the same text.
+    policies as arguments. What has been found is known to `expressions` by the same text.
 
     Raises:
         ValueError: the expression is refused, or the reference leads to no policy.
     """
     reference = REFERENCE.fullmatch(text.strip())
     if reference is None:
-        return expressions.parse(text)
+        return expressions.as_policy(text)
     expression = text.strip()
     source, name, arguments = reference.group("source", "name", "arguments")
     module = _module(expression, source)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, resolved, whole_number
+from jsparse.policy import Policy, whole_number
 from jsparse.runtime import offloading, prefill
 
 PAGE_SIZES = (8, 16, 32, 64)
@@ -93,7 +93,6 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 
     They are its state and the cache's optional fields.
     """
-    policy = resolved(policy, spec)
     state = sum(
         _nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec)))
     )
@@ -104,12 +103,12 @@ def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
     chunk = prefill.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
     own = policy_bytes(spec, policy)  # a policy refuses sizes that do not fit it
-    return own + offloading.device_bytes(spec, resolved(policy, spec), chunk)
+    return own + offloading.device_bytes(spec, policy, chunk)
 
 
 def fits(spec: CacheSpec, policy: Policy) -> bool:
     """Returns whether the cache and the policy's state fit in the memory that is free."""
-    offloads = resolved(policy, spec).offload is not None
+    offloads = policy.offload is not None
     if offloads and spec.nbytes > offloading.available_host_bytes():
         return False
     return device_bytes(spec, policy) <= memory.available_bytes()
@@ -120,7 +119,7 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
 
     Nothing is allocated.
     """
-    if resolved(policy, spec).offload is not None:
+    if policy.offload is not None:
         offloading.require_host_fit(spec)
     wanted, there = device_bytes(spec, policy), memory.available_bytes()
     if wanted > there:

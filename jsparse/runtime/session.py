@@ -26,7 +26,7 @@ from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, PagePool, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
-from jsparse.policy import Eviction, Policy, State, maintained, resolved, whole_number
+from jsparse.policy import Eviction, Policy, State, maintained, whole_number
 from jsparse.runtime import capacity, offloading, prefill
 from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
@@ -204,7 +204,6 @@ class Session:
             ValueError: the policy needs a constant that the model lacks, or asks for what cannot be
                 had together.
         """
-        policy = resolved(policy, spec)
         self.params, self.policy, self.spec = params, policy, spec
         self.compiling = 0.0
         require_constants(params, policy)

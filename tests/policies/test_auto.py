@@ -16,6 +16,7 @@ from jsparse.cli.app import app
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
+from jsparse.policies.expressions import parse
 from jsparse.policy import dense, resolved
 
 MODULE = sys.modules[layer_bytes.__module__]
@@ -57,6 +58,21 @@ def test_it_runs_as_what_it_chose_and_says_so(measured):
     assert same.stats.policy == made.stats.policy
 
 
+def test_prompts_set_hyper_parameters_of_what_it_chose(measured):
+    sampling = jsparse.SamplingParams(max_tokens=4, policy={"p": 0.01})
+    options = {"page_size": 8, "max_length": 512, "sampling": sampling}
+    made = jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
+    assert made.stats.attended_fraction < 0.5
+    options["max_length"] = 64
+    with pytest.raises(ValueError, match=r"policy=\{'p': 0.01\}: dense\(\) lets rows set"):
+        jsparse.generate(tiny_params(num_layers=1), PROMPT, policy="auto", **options)
+
+
+def test_only_a_policy_is_parsed_as_one():
+    with pytest.raises(ValueError, match=r"policy=auto\(\): must be a policy itself"):
+        parse("auto")
+
+
 @pytest.mark.slow
 def test_it_runs_densely_where_there_is_little_to_save(measured):
     made = jsparse.generate(
@@ -68,7 +84,7 @@ def test_it_runs_densely_where_there_is_little_to_save(measured):
 @pytest.mark.slow
 def test_the_evaluation_runs_what_it_chose(measured):
     forcing = force(tiny_params(num_layers=1), ["auto"], [PROMPT], max_new_tokens=4, max_length=512)
-    assert forcing.shared.policies[1] is auto()
+    assert forcing.shared.names[1] == "auto()"
     assert forcing.shared.session(1).policy.name.startswith("twilight(base=all_pages()")
     found = closeness(forcing)
     assert found.policies == ("dense()", "auto()")

@@ -53,7 +53,7 @@ def test_a_name_is_an_expression_that_builds_it_again(name):
     }
     policy = POLICIES[name](**given)
     assert str(policy) == policy.name
-    assert parse(policy.name) is policy
+    assert as_policy(policy.name) is policy
 
 
 def test_equal_arguments_give_one_object_and_others_another():
