@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from bench.lib.arguments import report_parser
@@ -123,7 +124,6 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
 
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
-    from jsparse.runtime import offloading, prefill
     from jsparse.runtime.constants import constants
     from jsparse.runtime.sampling import greedy
     from jsparse.runtime.session import Held, Session
@@ -136,9 +136,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     if policy.offload is None:
         session.adopt(Held(logits, jax.tree.map(jnp.copy, cache), state))
     else:
-        chunk = prefill.chunk_tokens(params.decoder, 1)
-        tail = host.refill(offloading.tailed(cache, policy, spec, chunk))
-        session.adopt(Held(logits, tail, state), host)
+        session.adopt(Held(logits, cache, state), host.pages)
     results = session.steps(greedy, (), limits=[WARM_UP + RUNS * CALLS + 2])
     next(results)
     last = []
@@ -150,6 +148,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     row = timed(step, CALLS)
     shares = jax.tree.map(lambda x: float(x[-1].mean()), last[0].stats)
     results.close()
+    host.pages = session.store.pages or host.pages
     return row | {"attended_fraction": shares.attended, "read_fraction": shares.read}
 
 
@@ -230,14 +229,13 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
     from jsparse import host_pool
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
-    from jsparse.runtime.offloading import HostMemory
 
     began = time.perf_counter()
     weights = random_weights(config, jnp.bfloat16)
     params = Params(weights, config, None, {}, "random", constants=boundary_constants())
     spec = sizes(config, context)
     cache = full_cache(spec, context - WARM_UP - RUNS * CALLS - 8)
-    host = HostMemory(host_pool.moved(cache))
+    host = SimpleNamespace(pages=host_pool.moved(cache))
     for pages in host.pages:
         pages.v.block_until_ready()
     yield {"name": "setup", "wall_seconds": time.perf_counter() - began}

@@ -16,7 +16,8 @@ from jsparse.models.weights import list_weights
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
-from jsparse.runtime import capacity, offloading
+from jsparse.runtime import capacity
+from jsparse.runtime.store import available_host_bytes, store_of
 from jsparse.signatures import short_name
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,13 +62,14 @@ def describe(
     policy = resolved(asked, sizes)
     parameters = num_parameters(config)
     per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
-    free, host_free = memory.available_bytes(), offloading.available_host_bytes()
+    free, host_free = memory.available_bytes(), available_host_bytes()
+    on_host = store_of(policy, sizes).host_bytes() > 0
     growth, fixed = kept_beside(config, policy, dtype)
     of_cache, of_prompt = on_device(config, policy, dtype)
     room = max(free - parameters * ITEM_BYTES[dtype], 0)
     tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
     prompts = room // (context * (of_cache + growth) + fixed + of_prompt)
-    if policy.offload is not None:
+    if on_host:
         tokens = min(tokens, host_free // per_token)
         prompts = min(prompts, host_free // (context * per_token))
     return {
@@ -79,7 +81,7 @@ def describe(
         "cache_bytes_per_token": per_token,
         "device_cache_bytes_per_token": of_cache,
         "device_cache_bytes_per_prompt": of_prompt,
-        "offloaded": policy.offload is not None,
+        "offloaded": on_host,
         "free_host_bytes": host_free,
         "policy": asked.name,
         "policy_that_runs": policy.name,

@@ -14,7 +14,7 @@ import jsparse
 from jsparse import SamplingParams, generation, memory
 from jsparse.conversation import Conversation
 from jsparse.policy import Policy, dense
-from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import capacity, prefill, sampling, session, store
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
@@ -567,7 +567,7 @@ def compilations():
         session.decode_steps,
         session.first_tokens,
         session.first_logits,
-        session.empty,
+        store.empty,
         prefill.prefill_chunk,
     )
 

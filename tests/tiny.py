@@ -20,7 +20,8 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
 from jsparse.runtime.constants import constants
-from jsparse.runtime.session import Held, Session, empty, first_logits
+from jsparse.runtime.session import Held, Session, first_logits
+from jsparse.runtime.store import empty
 
 VOCAB = 300
 

@@ -26,7 +26,8 @@ from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 from jsparse.runtime.sampling import greedy
-from jsparse.runtime.session import Held, Session, empty
+from jsparse.runtime.session import Held, Session
+from jsparse.runtime.store import empty
 
 PAGE = 16
 

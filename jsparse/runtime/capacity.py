@@ -12,7 +12,7 @@ from jsparse import memory
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy, whole_number
-from jsparse.runtime import offloading, prefill
+from jsparse.runtime import prefill, store
 
 PAGE_SIZES = (8, 16, 32, 64)
 
@@ -103,13 +103,13 @@ def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
     chunk = prefill.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
     own = policy_bytes(spec, policy)  # a policy refuses sizes that do not fit it
-    return own + offloading.device_bytes(spec, policy, chunk)
+    return own + store.store_of(policy, spec).device_bytes(chunk)
 
 
 def fits(spec: CacheSpec, policy: Policy) -> bool:
     """Returns whether the cache and the policy's state fit in the memory that is free."""
-    offloads = policy.offload is not None
-    if offloads and spec.nbytes > offloading.available_host_bytes():
+    on_host = store.store_of(policy, spec).host_bytes()
+    if on_host and on_host > store.available_host_bytes():
         return False
     return device_bytes(spec, policy) <= memory.available_bytes()
 
@@ -119,8 +119,7 @@ def require_fit(spec: CacheSpec, policy: Policy) -> None:
 
     Nothing is allocated.
     """
-    if policy.offload is not None:
-        offloading.require_host_fit(spec)
+    store.store_of(policy, spec).require_fit()
     wanted, there = device_bytes(spec, policy), memory.available_bytes()
     if wanted > there:
         raise ValueError(

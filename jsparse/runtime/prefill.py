@@ -29,7 +29,7 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State, kept
 from jsparse.runtime.compilation import inlined, program
-from jsparse.runtime.offloading import HostMemory
+from jsparse.runtime.store import Store
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
@@ -74,14 +74,14 @@ def read_prompts(
     carry: PrefillCarry,
     *,
     lent: Lent = NOTHING,
-    host: HostMemory | None = None,
+    store: Store | None = None,
     report: OnProgress = lambda *_: None,
     within: bool = False,
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.
 
-    Chunks are copied to `host` as they are read, if K and V lie there. They follow what `carry`,
-    which is donated, has read already. `report` gets ("prefill", tokens done, tokens) after each
+    A store, if K and V have one, hears of each chunk. Chunks follow what `carry`, which is donated,
+    has read already. `report` gets ("prefill", tokens done, tokens) after each
     chunk. `within` says that another program reads them, of which this becomes a part.
     """
     read_chunk = inlined(prefill_chunk) if within else prefill_chunk
@@ -100,15 +100,15 @@ def read_prompts(
                 jnp.asarray(tokens[:, done : done + size], jnp.int32),
                 valid,
                 carry,
-                lent if host is None else lent._replace(host=host.pages),
+                lent if store is None else lent._replace(host=store.pages),
                 last=done + size >= longest,
             )
-            if host is not None:
-                host.store(carry.cache, valid, size)
+            if store is not None:
+                store.after_chunk(carry.cache, valid, size)
             done += size
             report("prefill", min(done, longest), longest)
     except BaseException:
-        settle(carry, host and host.pages)
+        settle(carry, store and store.pages)
         raise
     return carry
 

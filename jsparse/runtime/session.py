@@ -22,19 +22,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, PagePool, lend
+from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
 from jsparse.owners import owners, row_arrays, with_row_arrays
 from jsparse.policy import Eviction, Policy, State, maintained, whole_number
-from jsparse.runtime import capacity, offloading, prefill
+from jsparse.runtime import capacity, prefill
 from jsparse.runtime.compilation import note_trace, program, traces
 from jsparse.runtime.constants import constants, require_constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.offloading import HostMemory
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
 from jsparse.runtime.sampling import ChooseFn
+from jsparse.runtime.store import HostLayers, empty, store_of
 from jsparse.shapes import Rows
 
 # steps per program on a GPU
@@ -130,12 +130,6 @@ def first_tokens(
 first_logits = program(to_logits, static_argnames=("decoder",))
 
 
-@partial(jax.jit, static_argnames=("spec", "policy"))
-def empty(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
-    """Returns an empty cache and the policy's first state."""
-    return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
-
-
 @program(static_argnames=("policy",), donate_argnames=("cache", "state"))
 def maintain(
     policy: Policy, cache: KVCache, state: State, lent: Lent = NOTHING
@@ -178,6 +172,7 @@ class Session:
 
     Attributes:
         params, policy, spec: the model, the policy that runs and the sizes of the cache.
+        store: where K and V lie.
         compiling: the seconds that steps have spent being compiled.
     """
 
@@ -216,8 +211,9 @@ class Session:
             require_resumable(policy, spec)
         if steps_per_program is not None:
             whole_number("steps_per_program", steps_per_program, 1)
-        if policy.offload is not None:
-            offloading.require_possible(policy, spec)
+        self.store = store_of(policy, spec)
+        self.store.require()
+        if self.store.single_steps:
             if steps_per_program not in (None, 1):
                 raise ValueError(
                     f"steps_per_program={steps_per_program}: must be 1 where K and V lie in host "
@@ -226,7 +222,6 @@ class Session:
             steps_per_program = 1
         on_gpu = jax.default_backend() == "gpu"
         self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
-        self._host: HostMemory | None = None
         self._resumable = resumable
         self._held: Held | None = None
         self._expected: Future[Any] | None = None
@@ -276,9 +271,7 @@ class Session:
                 f"rows of {(before + lengths).tolist()} tokens: must fit in the "
                 f"{self.spec.capacity} of the cache"
             )
-        carry = self._start()
-        if self._host is not None:
-            carry = offloading.committed(carry)
+        carry = self.store.committed(self._start())
         tokens = np.zeros((len(rows), lengths.max()), np.int32)
         for b, ids in enumerate(rows):
             tokens[b, : len(ids)] = ids
@@ -286,7 +279,7 @@ class Session:
         carry = prefill.read_prompts(
             *(decoder, self.policy, weights, tokens, lengths, carry),
             lent=Lent(constants(self.params, self.policy, report)),
-            host=self._host,
+            store=self.store,
             report=report,
         )
         if self._resumable:
@@ -297,7 +290,7 @@ class Session:
                 [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)],
             )
         logits = first_logits(decoder, weights, carry.last_hidden)
-        self.adopt(Held(logits, carry.cache, carry.state))
+        self._hold(Held(logits, carry.cache, carry.state))
 
     def expect(
         self,
@@ -314,7 +307,7 @@ class Session:
         policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
         """
         policy, spec = self.policy, self.spec
-        if max(limits) < 2 or policy.evicts or policy.offload is not None:
+        if max(limits) < 2 or policy.evicts or self.store.single_steps:
             return
         cache, state = empty.eval_shape(spec, policy)
         recent = jnp.zeros((spec.batch, policy.correct_every), jnp.int32)
@@ -327,17 +320,16 @@ class Session:
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry),
         )
 
-    def adopt(self, held: Held, host: HostMemory | None = None) -> None:
-        """Takes over prompts that were read elsewhere for this policy.
+    def adopt(self, held: Held, pages: HostLayers | None = None) -> None:
+        """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
 
-        Where the policy decodes from host memory, K and V move there, unless `host` has them.
+        They go where the session's store keeps them; `pages` are those in host memory, if they have
+        been copied there.
         """
-        if host is not None:
-            self._host = host
-        elif self.policy.offload is not None and not isinstance(held.cache.layers[0].k, PagePool):
-            chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
-            cache, self._host = offloading.move(held.cache, self.policy, self.spec, chunk)
-            held = held._replace(cache=cache)
+        chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
+        self._hold(held._replace(cache=self.store.adopt(held.cache, chunk, pages)))
+
+    def _hold(self, held: Held) -> None:
         self._begun = True
         self._held, self._age, self._decoded = held, 0, False
 
@@ -393,15 +385,13 @@ class Session:
         self._decoded = True
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
-        if self._host is not None:
-            carry = offloading.committed(carry)
+        carry = self.store.committed(carry)
         try:
             yield result
             done = 1
             while done < max(limits):
                 count = self._count(done, limits)
-                if self._host is not None:
-                    lent = lent._replace(host=self._host.pages)
+                lent = lent._replace(host=self.store.pages)
                 began, traced = time.perf_counter(), traces()
                 expected, self._expected = self._expected, None
                 if expected is not None:
@@ -416,7 +406,7 @@ class Session:
                     self.compiling += time.perf_counter() - began
                 yield result
         finally:
-            settle(carry, self._host and self._host.pages)
+            settle(carry, self.store.pages)
             # a program that failed may have taken what it was given
             if not any(array.is_deleted() for array in jax.tree.leaves(carry)):
                 self._held = Held(logits, carry.cache, carry.state)
@@ -436,17 +426,11 @@ class Session:
         end = self._prompt_end
         if end is None:
             self._begun = True
-            if self.policy.offload is None:
-                made = empty(self.spec, self.policy)
-            else:
-                chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
-                *made, self._host = offloading.begin(self.spec, self.policy, chunk)
-            return prefill.start(self.params.decoder, self.policy, *made)
+            chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
+            return prefill.start(self.params.decoder, self.policy, *self.store.begin(chunk))
         held = self.held
         self._prompt_end = self._held = None  # donated
-        cache = cut_back(held.cache, jnp.asarray(end.positions))
-        if self._host is not None:
-            cache = self._host.refill(cache)
+        cache = self.store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
         state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
 
@@ -455,7 +439,7 @@ class Session:
         left = [limit - done for limit in limits if limit > done]
         due = [
             every - self._age % every
-            for every in (self.policy.period, self.policy.correct_every, self._flush_every)
+            for every in (self.policy.period, self.policy.correct_every, self.store.every)
             if every
         ]
         return self._most_steps if min(left + due) >= self._most_steps else 1
@@ -471,16 +455,9 @@ class Session:
         if policy.period and self._age % policy.period == 0:
             # what it reads lies in the tail
             cache, state = maintain(policy, cache, state, lent._replace(host=None))
-        if self._host is not None and self._age % self._flush_every == 0:
-            every = jnp.full(self.spec.batch, self._flush_every, jnp.int32)
-            self._host.store(cache, every, self._flush_every)
+        if self.store.every and self._age % self.store.every == 0:
+            self.store.after_steps(cache)
         return carry._replace(cache=cache, state=state)
-
-    @property
-    def _flush_every(self) -> int:
-        """Returns the steps after which the tail is copied to host memory; 0 where all stays."""
-        offload = self.policy.offload
-        return 0 if offload is None else offloading.flush_every(offload, self.spec.page_size)
 
     def _wanted(self, cache: KVCache, limits: Sequence[int]) -> list[int]:
         """Returns the slots that a head of each row may come to need, once the prompts are read."""

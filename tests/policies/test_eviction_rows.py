@@ -22,7 +22,7 @@ import jsparse
 from jsparse import cache as kv_cache
 from jsparse.owners import clear_rows, put_rows, take_rows
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import capacity, prefill, sampling, session, store
 from jsparse.runtime.decode_step import decode_step
 
 PAGE = 8
@@ -91,7 +91,7 @@ def test_long_answers_fit_in_a_small_cache():
     spec = spec_of(params, batch, page_size=16, num_pages=slots // 16)
     prompts = np.array(random_prompts((20, 20)), np.int32)
     valid = jnp.full(batch, 20, jnp.int32)
-    carry = prefill.start(params.decoder, policy, *session.empty(spec, policy))
+    carry = prefill.start(params.decoder, policy, *store.empty(spec, policy))
     carry = prefill.prefill_chunk(
         params.decoder, policy, params.weights, jnp.asarray(prompts), valid, carry, last=True
     )
@@ -220,7 +220,7 @@ class Crowd:
         self.params, self.policy = tiny_params(layers), policy
         self.spec = spec_of(self.params, rows, page_size=PAGE, num_pages=pages)
         self.spec = self.spec._replace(pool_pages=pool)
-        self.cache, self.state = session.empty(self.spec, policy)
+        self.cache, self.state = store.empty(self.spec, policy)
         self.ages: list[int | None] = [None] * rows
         self.tokens = np.zeros(rows, np.int32)
 

@@ -29,7 +29,7 @@ from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, builder
-from jsparse.runtime import prefill, session
+from jsparse.runtime import prefill, session, store
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
@@ -190,7 +190,7 @@ def primed(policy: Policy, batch: int = 2):
     """Return cache and state after a prompt of 9 tokens per row."""
     p = params()
     spec = spec_of(p, batch, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
-    carry = prefill.start(p.decoder, policy, *session.empty(spec, policy))
+    carry = prefill.start(p.decoder, policy, *store.empty(spec, policy))
     tokens = jnp.asarray(np.stack([PROMPTS[1] + [0] * 7] * batch), jnp.int32)
     valid = jnp.full(batch, len(PROMPTS[1]), jnp.int32)
     borrowed = lent(p, policy)

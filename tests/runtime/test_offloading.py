@@ -23,9 +23,9 @@ import jsparse
 from jsparse.evaluation.attention_metrics import measured
 from jsparse.host_pool import HostPool
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, host_attention, offloading, prefill, session
-from jsparse.runtime.offloading import HostMemory
+from jsparse.runtime import capacity, host_attention, prefill, session, store
 from jsparse.runtime.session import Session
+from jsparse.runtime.store import OnHost, store_of
 
 PAGE = TAIL = CHUNK = 8
 PROMPTS, FORCED = random_prompts((37, 9)), random_tokens(2, 29)
@@ -88,14 +88,7 @@ def test_rows_that_are_fetched_first_give_the_same(expression, options):
 @pytest.mark.slow
 def test_without_its_flushes_a_row_reads_what_is_not_there(monkeypatch):
     """So the test above does go past the tail."""
-    store = HostMemory.store
-    monkeypatch.setattr(
-        HostMemory,
-        "store",
-        lambda host, held, count, most: (
-            None if held.positions[1] > 9 else store(host, held, count, most)
-        ),
-    )
+    monkeypatch.setattr(OnHost, "after_steps", lambda host, cache: None)
     got = engine_logits(
         *(params(), offloaded(QUEST), PROMPTS[1:], FORCED[1:]), page_size=PAGE, chunk=CHUNK
     )
@@ -154,13 +147,13 @@ def test_the_device_holds_the_tail_and_dense_heads():
     tail = parse(offloaded(QUEST, tail=64))
     dense = parse(offloaded(f"retrieval_heads({QUEST}, {GATES})", tail=64))
     ring, layer = own * 10 // 1000, own // 2
-    assert offloading.device_bytes(spec, parse(QUEST), chunk) == own
-    assert offloading.device_bytes(spec, tail, chunk) == ring + layer
-    assert offloading.device_bytes(spec, dense, chunk) == ring + layer + own // 2
+    assert store_of(parse(QUEST), spec).device_bytes(chunk) == own
+    assert store_of(tail, spec).device_bytes(chunk) == ring + layer
+    assert store_of(dense, spec).device_bytes(chunk) == ring + layer + own // 2
 
 
 def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypatch):
-    monkeypatch.setattr(offloading, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(store, "available_host_bytes", lambda: 1000)
     policy, spec = parse(offloaded(QUEST, tail=64)), spec_of(params(), 2, page_size=PAGE)
     message = r"max_length=128 for 2 prompt\(s\) takes 128.00 KiB of host memory: must fit in"
     with pytest.raises(ValueError, match=message + r" the 1000 B that are free"):
@@ -261,15 +254,17 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch):
         def addressable_memories(self):
             return []
 
-    monkeypatch.setattr(offloading.host_pool.jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(store.host_pool.jax, "local_devices", lambda: [Device()])
     with pytest.raises(ValueError, match=r"device Abacus: must address pinned_host memory"):
-        offloading.host_pool.host_sharding()
+        store.host_pool.host_sharding()
 
 
 def test_lengths_tell_what_lies_in_the_ring():
     """A page that is not in host memory yet is read from the tail, whatever host memory has."""
     spec = spec_of(params(), 1, page_size=PAGE, num_pages=8)
-    cache, _, host = offloading.begin(spec, parse(offloaded(QUEST, tail=16)), 8)
+    host = OnHost(parse(offloaded(QUEST, tail=16)), spec)
+    cache, _ = host.begin(8)
+    assert host.pages is not None
     layer = cache.layers[0]._replace(lengths=jnp.full((1, 2), 41, jnp.int32))
     pool = layer.k
     assert isinstance(pool, HostPool)

@@ -14,7 +14,8 @@ from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer, dense
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
-from jsparse.runtime.session import empty, first_logits
+from jsparse.runtime.session import first_logits
+from jsparse.runtime.store import empty
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)
