@@ -74,7 +74,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
     lent = kv_cache.Lent(constants(params, method))
     state = state_after_prompt(method, spec, kv_cache.lend(cache, lent))
-    session = Session(params, method, spec, steps_per_program=count)
+    session = Session(params, method, spec, adopts=True, steps_per_program=count)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
     session.adopt(Held(logits, cache, state))
     del cache, state

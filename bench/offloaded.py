@@ -131,7 +131,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     policy = parse(expression, spec.capacity)
     lent = kv_cache.Lent(constants(params, policy))
     state = state_after_prompt(policy._replace(offload=None), spec, kv_cache.lend(cache, lent))
-    session = Session(params, policy, spec, steps_per_program=1)
+    session = Session(params, policy, spec, adopts=True, steps_per_program=1)
     logits = jnp.zeros((1, params.config.vocab_size), jnp.float32)
     if policy.offload is None:
         session.adopt(Held(logits, jax.tree.map(jnp.copy, cache), state))

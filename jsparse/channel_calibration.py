@@ -51,7 +51,6 @@ def calibrate_channels(
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
     for ids in rows:
         policy = _weighed(max(prefill.chunk_sizes(len(ids), chunk)))
-        capacity.require_fit(spec, policy)
         with capacity.exhaustion(spec):
             session = Session(params, policy, spec)
             session.read([ids], report)

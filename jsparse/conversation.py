@@ -13,7 +13,8 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.request import SamplingParams, per_prompt, requests
 from jsparse.runtime import capacity
-from jsparse.runtime.session import Session, require_resumable
+from jsparse.runtime.admission import require_resumable
+from jsparse.runtime.session import Session
 from jsparse.signatures import short_name
 
 # options of `generate` that belong to one answer, not to a conversation
@@ -109,12 +110,10 @@ class Conversation:
                 return held, new
         self._session = held = None  # frees its cache
         spec = self._with_room(least, needed)
-        policy = resolved(self._policy, spec)
-        return Session(self._params, policy, spec, resumable=self.reads_anew is None), prompt
+        return Session(self._params, self._policy, spec, resumable=self.reads_anew is None), prompt
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
-        """Returns the sizes of a cache with room for turns to come, if memory has it."""
-        capacity.require_fit(spec, resolved(self._policy, spec))
+        """Returns these sizes, or those of a cache with room for turns to come if memory has it."""
         most = self._params.config.max_position_embeddings
         room = min(2 * needed, most)
         if self._max_length is None and self.reads_anew is None:

@@ -21,7 +21,7 @@ from jsparse.host_reader import (
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, resolved, whole_number
+from jsparse.policy import AnyPolicy, whole_number
 from jsparse.request import Request, SamplingParams, knobs, per_prompt, requests, require_alone
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
@@ -165,11 +165,9 @@ def generate(
     spec = capacity.cache_spec(
         params, rows, [own.max_tokens for own in options], max_length, page_size
     )
-    running = resolved(chosen, spec)
-    asked = requests(params, rows, options, running, seed=seed)
+    session = Session(params, chosen, spec)
+    asked = requests(params, rows, options, session.policy, seed=seed)
     streamers = _streamers(streamer, len(rows))
-    session = Session(params, running, spec)
-    capacity.require_fit(spec, running)
     outs = run(session, asked, streamers, on_progress or (lambda *_: None))
     return outs[0] if alone else outs
 

@@ -167,7 +167,7 @@ def after_prompt(scale: Scale, batch: int, expression: str) -> dict[str, Any]:
         full = np.full((batch, scale.model.num_kv_heads), sizes.prompt - steps, np.int32)
         lengths = [full] * scale.model.num_layers
     params, spec = model_of(scale), spec_of(scale, batch, slots)
-    session = Session(params, policy, spec, steps_per_program=scale.count)
+    session = Session(params, policy, spec, adopts=True, steps_per_program=scale.count)
     held = filled(spec, policy, lengths, sizes.prompt - scale.sizes.period * (scale.runs + 2))
     return periods(session, scale, held, scale.runs) | sized(params, spec, lengths)
 
@@ -193,7 +193,7 @@ def dense_over_lengths(scale: Scale, batch: int, longest: int, at: Sequence[int]
     params, spec = model_of(scale), spec_of(scale, batch, longest)
     # no more than a period of steps per length
     few = Scale(scale.model, scale.sizes, scale.count, 3)
-    session = Session(params, policy, spec, steps_per_program=scale.count)
+    session = Session(params, policy, spec, adopts=True, steps_per_program=scale.count)
     steps = few.sizes.period * (few.runs + 1) + 2 * few.count
     starts = [min(length, longest - steps) for length in at]
     held = filled(spec, policy, [np.full(heads, 0, np.int32)] * spec.num_layers, 0)
@@ -217,7 +217,7 @@ def evicted_over_time(scale: Scale, batch: int, expression: str) -> dict[str, An
     sizes, lengths = scale.sizes, lengths_after(expression, scale, batch)
     policy = keeping_lengths(parse(expression), lengths)
     params, spec = model_of(scale), spec_of(scale, batch, sizes.capacity)
-    session = Session(params, policy, spec, steps_per_program=scale.count)
+    session = Session(params, policy, spec, adopts=True, steps_per_program=scale.count)
     held = filled(spec, policy, lengths, 16384)
     return periods(session, scale, held, 3) | sized(params, spec, lengths)
 

@@ -24,11 +24,12 @@ from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.models.checkpoint import Params, read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy, dense, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, dense, whole_number
 from jsparse.runtime import capacity
-from jsparse.runtime.constants import constants, require_constants
+from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
+from jsparse.runtime.constants import constants
 from jsparse.runtime.sampling import greedy
-from jsparse.runtime.session import STEPS_PER_PROGRAM, Held, Session, StepResult
+from jsparse.runtime.session import Held, Session, StepResult
 
 PAGE_SIZE = 16
 # steps per iteration: on a GPU enough that starting the first is lost in them
@@ -190,9 +191,7 @@ def _plan(
     further = (num_iters + 1) * STEPS_PER_PROGRAM
     spec = capacity.cache_spec(params, [[]] * batch, context, None, PAGE_SIZE)
     spec = spec._replace(num_pages=spec.num_pages + -(-further // PAGE_SIZE))
-    policy = resolved(asked, spec)
-    require_constants(params, policy)
-    capacity.require_fit(spec, policy)
+    policy = admit(params, asked, spec).policy
     warm_up = _warm_up_steps(policy, steps, num_iters, num_iters_warmup)
     new = warm_up + num_iters * steps
     if context <= new:
@@ -269,7 +268,7 @@ def _session(params: Params, run: _Run) -> Session:
     lent = lend(cache, Lent(constants(params, policy)))
     # where K and V go to the host, they do so when the session adopts them
     state = state_after_prompt(policy._replace(offload=None), spec, lent, vocab_size)
-    session = Session(params, policy, spec)
+    session = Session(params, policy, spec, adopts=True)
     session.adopt(Held(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
     return session
 

@@ -22,6 +22,7 @@ from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, whole_number
 from jsparse.request import Request
+from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import row_sampling
 
@@ -137,12 +138,21 @@ class Engine:
             raise ValueError(
                 f"enable_prefix_caching={enable_prefix_caching!r}: must be true or false"
             )
-        policy = setup.servable(as_policy(policy), spec, per_request)
+        admitted = admit(
+            params,
+            as_policy(policy),
+            spec,
+            rows_join=True,
+            per_request=per_request,
+            steps_per_program=steps_per_program,
+            allocates=False,
+        )
+        policy = admitted.policy
         self.sizes = setup.sizes_of(
-            *(params, policy, spec),
+            *(policy, spec),
             kv_cache_tokens=kv_cache_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
-            steps_per_program=steps_per_program,
+            steps=admitted.steps,
             decode_rows=decode_rows,
             ladder=ladder,
             max_model_len=max_model_len,

@@ -12,6 +12,7 @@ from jsparse.engine.runner import Runner, neutral
 from jsparse.engine.scheduler import Sizes
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
+from jsparse.runtime.admission import admit
 from jsparse.runtime.sampling import row_sampling
 
 
@@ -43,7 +44,14 @@ def replay(
         page_size=sizes.page_size,
     )
     knobs, layer_stats = tuple(engine["per_request"]), engine["layer_stats"]
-    policy = setup.servable(as_policy(engine["policy"]), spec, knobs)
+    policy = admit(
+        params,
+        as_policy(engine["policy"]),
+        spec,
+        rows_join=True,
+        per_request=knobs,
+        allocates=False,
+    ).policy
     spec: CacheSpec = spec._replace(pool_pages=sizes.num_groups * spec.num_kv_heads)
     programs = Programs(
         *(params, policy, spec, sizes),

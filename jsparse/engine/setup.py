@@ -1,4 +1,4 @@
-"""Chooses an engine's sizes, and says what it cannot serve."""
+"""Chooses an engine's sizes."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,8 @@ import jax
 from jsparse.cache import CacheSpec
 from jsparse.engine.scheduler import Sizes
 from jsparse.models.checkpoint import Params
-from jsparse.owners import owners
-from jsparse.policy import AnyPolicy, Policy, resolved, whole_number
+from jsparse.policy import Policy, whole_number
 from jsparse.runtime import capacity, prefill
-from jsparse.runtime.constants import require_constants
-from jsparse.runtime.session import STEPS_PER_PROGRAM
 
 # Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B
 # model on an H200, at any position. Without flash attention scores are stored: chunks are smaller.
@@ -23,39 +20,6 @@ BLOCK_TOKENS = 512
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
-
-
-def servable(asked: AnyPolicy, spec: CacheSpec, per_request: Sequence[str]) -> Policy:
-    """Returns the policy that runs in an engine of these sizes.
-
-    A fallback is left out: it speaks for a whole batch, so that a row would depend on the others.
-
-    Raises:
-        ValueError: it cannot be served, or does not let requests set one of `per_request`.
-    """
-    if isinstance(per_request, str) or not isinstance(per_request, Sequence):
-        raise ValueError(f"per_request={per_request!r}: must be a list of names")
-    policy = resolved(asked, spec)
-    reasons = {
-        "evicts tokens, so that heads need different memory": policy.evicts,
-        "keeps K and V in host memory": policy.offload is not None,
-        "needs other fields of the cache": bool(policy.fields),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"policy={policy}: must keep all K and V in the engine's pages, but {reason}; "
-                "jsparse.generate takes it"
-            )
-    allowed = {"dense", *policy.per_row}
-    for name in per_request:
-        if name not in allowed:
-            raise ValueError(
-                f"per_request={tuple(per_request)}: must be among {sorted(allowed)}, which "
-                f"{policy} lets rows set"
-            )
-    owners(policy, spec)
-    return policy._replace(fallback=None)
 
 
 def cache_spec(
@@ -81,13 +45,12 @@ def cache_spec(
 
 
 def sizes_of(
-    params: Params,
     policy: Policy,
     spec: CacheSpec,
     *,
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
-    steps_per_program: int | None,
+    steps: int,
     decode_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
     max_model_len: int | None,
@@ -95,12 +58,8 @@ def sizes_of(
     """Returns an engine's sizes; `Engine` says what None means.
 
     Raises:
-        ValueError: an argument is out of its range, the policy needs what the model lacks, or
-            memory does not suffice.
+        ValueError: an argument is out of its range, or memory does not suffice.
     """
-    require_constants(params, policy)
-    if steps_per_program is not None:
-        whole_number("steps_per_program", steps_per_program, 1)
     on_gpu = jax.default_backend() == "gpu"
     flash = prefill.has_flash(spec.head_dim, spec.dtype)
     try:
@@ -117,7 +76,7 @@ def sizes_of(
         ladder=rungs,
         tails=tuple(size for size in TAILS if size < rungs[0][1]),
         block_tokens=block,
-        steps=steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1),
+        steps=steps,
         rows=_rows(decode_rows, spec.batch, on_gpu=on_gpu),
     )
 

@@ -182,7 +182,6 @@ def inspect_step(
     runs = resolved(as_policy(policy), spec)
     watched = recorded(runs)
     keep_compilations()
-    capacity.require_fit(spec, watched)
     session = Session(params, watched, spec, steps_per_program=1)
     with capacity.exhaustion(spec):
         session.read(rows, on_progress or (lambda *_: None))

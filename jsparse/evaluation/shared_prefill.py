@@ -19,11 +19,11 @@ from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
 from jsparse.host_reader import Generation, OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy, PrefillView, State, dense, resolved
+from jsparse.policy import AnyPolicy, Policy, PrefillView, State, dense
 from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
+from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.constants import require_constants
 from jsparse.runtime.session import Held, Session
 
 
@@ -49,7 +49,7 @@ class Shared(NamedTuple):
         """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
         policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
-        session = Session(self.params, policy, self.spec)
+        session = Session(self.params, policy, self.spec, adopts=True)
         own = Held(self.held.logits, cache, state)
         session.adopt(jax.tree.map(jnp.copy, own))
         return session
@@ -92,12 +92,9 @@ def prime(
         ValueError: the cache and all states do not fit in memory.
     """
     keep_compilations()
-    running = tuple(resolved(policy, spec) for policy in policies)
-    for policy in running:
-        require_constants(params, policy)  # else the error would name the bundle
-    bundled = bundle(running)
-    capacity.require_fit(spec, bundled)
-    session = Session(params, bundled, spec)
+    # one by one, or errors would name the bundle; memory must hold them all
+    running = tuple(admit(params, policy, spec, allocates=False).policy for policy in policies)
+    session = Session(params, bundle(running), spec)
     with capacity.exhaustion(spec):
         session.read(rows, report)
     return Shared(params, spec, tuple(map(str, policies)), running, session.held)

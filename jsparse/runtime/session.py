@@ -25,20 +25,18 @@ from jsparse import cache as kv_cache
 from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
-from jsparse.owners import owners, row_arrays, with_row_arrays
-from jsparse.policy import Eviction, Policy, State, maintained, whole_number
+from jsparse.owners import row_arrays, with_row_arrays
+from jsparse.policy import AnyPolicy, Eviction, Policy, State, maintained
 from jsparse.runtime import capacity, prefill
+from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import note_trace, program, traces
-from jsparse.runtime.constants import constants, require_constants
+from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
 from jsparse.runtime.sampling import ChooseFn
-from jsparse.runtime.store import HostLayers, empty, store_of
+from jsparse.runtime.store import HostLayers, empty
 from jsparse.shapes import Rows
-
-# steps per program on a GPU
-STEPS_PER_PROGRAM = 8
 
 
 class StepResult(NamedTuple):
@@ -179,10 +177,11 @@ class Session:
     def __init__(
         self,
         params: Params,
-        policy: Policy,
+        policy: AnyPolicy,
         spec: CacheSpec,
         *,
         resumable: bool = False,
+        adopts: bool = False,
         steps_per_program: int | None = None,
     ) -> None:
         """Prepares an empty session; nothing is allocated before the prompts are read.
@@ -193,35 +192,25 @@ class Session:
             spec: the sizes of the cache, whose batch is the number of rows.
             resumable: whether `read` will be called again, for further turns; it keeps a copy of
                 the arrays that rows own in the policy's state.
+            adopts: whether it will take over prompts that were read elsewhere, so that their memory
+                need not be free now.
             steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
 
         Raises:
-            ValueError: the policy needs a constant that the model lacks, or asks for what cannot be
-                had together.
+            ValueError: the policy needs a constant that the model lacks, asks for what cannot be
+                had together, or memory does not suffice.
         """
-        self.params, self.policy, self.spec = params, policy, spec
+        admitted = admit(
+            params,
+            policy,
+            spec,
+            further_turns=resumable,
+            steps_per_program=steps_per_program,
+            allocates=not adopts,
+        )
+        self.params, self.policy, self.spec = params, admitted.policy, spec
+        self.store, self._most_steps = admitted.store, admitted.steps
         self.compiling = 0.0
-        require_constants(params, policy)
-        if policy.evicts and policy.correct_every:
-            raise ValueError(
-                f"correct_every={policy.correct_every}: must be 0 where the policy evicts, since "
-                "heads then hold different tokens"
-            )
-        if resumable:
-            require_resumable(policy, spec)
-        if steps_per_program is not None:
-            whole_number("steps_per_program", steps_per_program, 1)
-        self.store = store_of(policy, spec)
-        self.store.require()
-        if self.store.single_steps:
-            if steps_per_program not in (None, 1):
-                raise ValueError(
-                    f"steps_per_program={steps_per_program}: must be 1 where K and V lie in host "
-                    "memory, which a loop of steps cannot take"
-                )
-            steps_per_program = 1
-        on_gpu = jax.default_backend() == "gpu"
-        self._most_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
         self._resumable = resumable
         self._held: Held | None = None
         self._expected: Future[Any] | None = None
@@ -484,13 +473,3 @@ class Session:
                 f"policy={self.policy}: after_prompt left room for {left} tokens per head: must be "
                 f"at least {slots}, as `most` says"
             )
-
-
-def require_resumable(policy: Policy, spec: CacheSpec) -> None:
-    """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
-    owners(policy, spec)
-    if policy.evicts:
-        raise ValueError(
-            f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
-            "chunk to follow"
-        )

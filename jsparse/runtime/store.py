@@ -10,7 +10,7 @@ between them, by this module alone.
 
 import os
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ SPARE_HOST_BYTES = 2**30
 HostLayers = tuple[HostPages, ...]
 
 
+@runtime_checkable
 class Store(Protocol):
     """Keeps the K and V of one cache.
 

@@ -1,13 +1,13 @@
 """Tests that K and V in host memory give what they give on the device, bit for bit."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
+from programs import shared
 from tiny import (
     assert_close,
     engine_logits,
@@ -49,7 +49,7 @@ def params():
     return tiny_params(num_layers=2)
 
 
-@cache
+@shared
 def logits(expression, forced=FORCED.shape[1]):
     return engine_logits(
         params(), expression, PROMPTS, FORCED[:, :forced], page_size=PAGE, chunk=CHUNK
@@ -222,9 +222,8 @@ def test_gates_of_another_model_are_refused():
     policy = offloaded(f"retrieval_heads({QUEST}, ((0, 1),))")
     with pytest.raises(ValueError, match="gates=.* is for 1 × 2"):
         jsparse.generate(params(), PROMPTS, policy=policy, page_size=PAGE)
-    session = Session(params(), parse(policy), spec_of(params(), 2, page_size=PAGE))
     with pytest.raises(ValueError, match="gates=.* is for 1 × 2"):
-        session.read(PROMPTS)
+        Session(params(), parse(policy), spec_of(params(), 2, page_size=PAGE))
 
 
 def test_a_loop_of_steps_is_refused():

@@ -1,0 +1,128 @@
+"""Asks whether a model, a policy and sizes go together, once, before anything is allocated.
+
+Sessions and engines admit what they run, and so all that runs a policy is asked the same questions
+in one order: which policy runs, does the model have what it needs, can it do what is asked of it,
+can K and V lie where it wants them, does all of that fit in memory.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jsparse.cache import CacheSpec
+from jsparse.models.checkpoint import Params
+from jsparse.owners import owners
+from jsparse.policy import AnyPolicy, Policy, resolved, whole_number
+from jsparse.runtime import capacity
+from jsparse.runtime.constants import require_constants
+from jsparse.runtime.store import Store, store_of
+
+# steps per program on a GPU
+STEPS_PER_PROGRAM = 8
+
+
+class Admitted(NamedTuple):
+    """Says what may run.
+
+    Attributes:
+        policy: the policy, which stands for no other.
+        store: where its K and V will lie.
+        steps: the most decode steps per program.
+    """
+
+    policy: Policy
+    store: Store
+    steps: int
+
+
+def admit(
+    params: Params,
+    asked: AnyPolicy,
+    spec: CacheSpec,
+    *,
+    further_turns: bool = False,
+    rows_join: bool = False,
+    per_request: Sequence[str] = (),
+    steps_per_program: int | None = None,
+    allocates: bool = True,
+) -> Admitted:
+    """Returns what runs, if a policy can run with these sizes; nothing is allocated.
+
+    Args:
+        params: the model.
+        asked: the policy.
+        spec: the sizes of the cache.
+        further_turns: whether rows will be cut back to their prompts' ends and read on.
+        rows_join: whether rows will join and leave while others decode.
+        per_request: hyper-parameters that rows which join may set.
+        steps_per_program: the most decode steps per program; None is 8 on a GPU, 1 elsewhere.
+        allocates: whether a cache of these sizes will be allocated, and must fit in memory.
+
+    Raises:
+        ValueError: the model lacks a constant that the policy needs, the policy cannot do what is
+            asked of it, or memory does not suffice.
+    """
+    policy = resolved(asked, spec)
+    require_constants(params, policy)
+    if policy.evicts and policy.correct_every:
+        raise ValueError(
+            f"correct_every={policy.correct_every}: must be 0 where the policy evicts, since "
+            "heads then hold different tokens"
+        )
+    if further_turns:
+        require_resumable(policy, spec)
+    if rows_join:
+        _require_joinable(policy, spec, per_request)
+        # a fallback speaks for a whole batch, so that a row would depend on the others
+        policy = policy._replace(fallback=None)
+    if steps_per_program is not None:
+        whole_number("steps_per_program", steps_per_program, 1)
+    store = store_of(policy, spec)
+    store.require()
+    if store.single_steps:
+        if steps_per_program not in (None, 1):
+            raise ValueError(
+                f"steps_per_program={steps_per_program}: must be 1 where K and V lie in host "
+                "memory, which a loop of steps cannot take"
+            )
+        steps_per_program = 1
+    if allocates:
+        capacity.require_fit(spec, policy)
+    on_gpu = jax.default_backend() == "gpu"
+    return Admitted(policy, store, steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1))
+
+
+def require_resumable(policy: Policy, spec: CacheSpec) -> None:
+    """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
+    owners(policy, spec)
+    if policy.evicts:
+        raise ValueError(
+            f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
+            "chunk to follow"
+        )
+
+
+def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str]) -> None:
+    """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
+    reasons = {
+        "evicts tokens, so that heads need different memory": policy.evicts,
+        "keeps K and V in host memory": store_of(policy, spec).host_bytes() > 0,
+        "needs other fields of the cache": bool(policy.fields),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"policy={policy}: must keep all K and V in the engine's pages, but {reason}; "
+                "jsparse.generate takes it"
+            )
+    if isinstance(per_request, str) or not isinstance(per_request, Sequence):
+        raise ValueError(f"per_request={per_request!r}: must be a list of names")
+    allowed = {"dense", *policy.per_row}
+    for name in per_request:
+        if name not in allowed:
+            raise ValueError(
+                f"per_request={tuple(per_request)}: must be among {sorted(allowed)}, which "
+                f"{policy} lets rows set"
+            )
+    owners(policy, spec)
