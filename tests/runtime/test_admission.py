@@ -1,0 +1,86 @@
+"""Tests the gate: one order of questions, nothing allocated, and memory for who allocates alone."""
+
+import jax
+import pytest
+from tiny import spec_of, tiny_params
+from toy_policies import page_bound
+
+from jsparse import memory
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.policy import dense
+from jsparse.runtime.admission import admit
+from jsparse.runtime.session import Session
+from jsparse.runtime.store import OnDevice, OnHost
+
+
+def asked(policy="dense", **options):
+    params = tiny_params(num_layers=2)
+    return admit(params, as_policy(policy), spec_of(params, 2), **options)
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 1000)
+
+
+def test_nothing_is_allocated():
+    params = tiny_params(num_layers=2)
+    before = {id(array) for array in jax.live_arrays()}
+    admit(params, parse("quest(budget=16)"), spec_of(params, 2), further_turns=True)
+    assert {id(array) for array in jax.live_arrays()} <= before
+
+
+def test_a_name_that_stands_for_another_is_admitted_as_what_runs():
+    assert asked("auto").policy is dense()
+
+
+def test_k_and_v_lie_where_the_policy_wants_them():
+    assert isinstance(asked().store, OnDevice)
+    assert isinstance(asked("offloaded(quest(budget=16), tail=64)").store, OnHost)
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("dense", 3), ("offloaded(quest(), tail=64)", 1)])
+def test_steps_per_program_are_those_asked_for(policy, steps):
+    assert asked(policy, steps_per_program=steps).steps == steps
+
+
+def test_memory_is_asked_for_last_and_only_by_who_allocates(no_memory):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        asked(steps_per_program=0)
+    with pytest.raises(ValueError, match=r"max_length=128 .* must fit in the 1000 B"):
+        asked()
+    assert asked(allocates=False).policy is dense()
+    params = tiny_params(num_layers=2)
+    with pytest.raises(ValueError, match="must fit in the 1000 B"):
+        Session(params, dense(), spec_of(params, 2))
+    assert Session(params, dense(), spec_of(params, 2), adopts=True).policy is dense()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("snapkv(budget=64)", {"further_turns": True}, "must leave the cache as it is after the"),
+        ("snapkv(budget=64)", {"rows_join": True}, "but evicts tokens"),
+        ("offloaded(quest(), tail=64)", {"rows_join": True}, "but keeps K and V in host memory"),
+        ("dense", {"rows_join": True, "per_request": "p"}, "per_request='p': must be a list"),
+        ("dense", {"rows_join": True, "per_request": ["p"]}, r"must be among \['dense'\]"),
+    ],
+)
+def test_what_a_policy_cannot_do_is_refused(policy, options, message):
+    with pytest.raises(ValueError, match=message):
+        asked(policy, **options)
+
+
+def test_corrections_go_with_no_policy_that_evicts():
+    evicts = parse("snapkv(budget=64)")
+    policy = evicts._replace(correct_every=4)
+    params = tiny_params(num_layers=2)
+    with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
+        admit(params, policy, spec_of(params, 2))
+
+
+def test_what_the_model_lacks_is_told_before_memory(no_memory):
+    policy = page_bound()._replace(needs=("tides",))
+    params = tiny_params(num_layers=2)
+    with pytest.raises(ValueError, match="needs 'tides': must be among the constants"):
+        admit(params, policy, spec_of(params, 2))
