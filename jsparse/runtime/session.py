@@ -156,13 +156,41 @@ class Held(NamedTuple):
     state: State
 
 
-class _AtPromptEnd(NamedTuple):
+class PromptEnd(NamedTuple):
     """Holds what a further turn starts from, besides K, V and page arrays."""
 
     positions: np.ndarray
     last_hidden: Array
     windows: tuple[Array, ...]
     rows: list[Array]
+
+
+class Fresh(NamedTuple):
+    """A session that has read nothing."""
+
+
+class Ready(NamedTuple):
+    """A session that has read prompts and not decoded since; `end` is None if none may follow."""
+
+    held: Held
+    end: PromptEnd | None
+
+
+class Decoded(NamedTuple):
+    """A session that has decoded since it read."""
+
+    held: Held
+    end: PromptEnd | None
+
+
+class Busy(NamedTuple):
+    """A session whose arrays a program has, or one that failed had."""
+
+    end: PromptEnd | None = None
+
+
+Stage = Fresh | Ready | Decoded | Busy
+NOT_READY = "session: must have read prompts, and not be decoding"
 
 
 class Session:
@@ -212,10 +240,8 @@ class Session:
         self.store, self._most_steps = admitted.store, admitted.steps
         self.compiling = 0.0
         self._resumable = resumable
-        self._held: Held | None = None
+        self._stage: Stage = Fresh()
         self._expected: Future[Any] | None = None
-        self._prompt_end: _AtPromptEnd | None = None
-        self._begun = self._decoded = False
         self._age = 0
 
     @property
@@ -225,14 +251,14 @@ class Session:
         Raises:
             ValueError: there is nothing.
         """
-        if self._held is None:
-            raise ValueError("session: must have read prompts, and not be decoding")
-        return self._held
+        if not isinstance(self._stage, Ready | Decoded):
+            raise ValueError(NOT_READY)
+        return self._stage.held
 
     @property
     def can_read_on(self) -> bool:
         """Whether `read` can take a further turn."""
-        return self._held is not None and self._prompt_end is not None
+        return isinstance(self._stage, Ready | Decoded) and self._stage.end is not None
 
     def clock(self) -> float:
         """Returns a time in seconds that stands still while steps are compiled."""
@@ -271,15 +297,12 @@ class Session:
             store=self.store,
             report=report,
         )
+        end = None
         if self._resumable:
-            self._prompt_end = _AtPromptEnd(
-                before + lengths,
-                carry.last_hidden,
-                carry.windows,
-                [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)],
-            )
+            own = [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)]
+            end = PromptEnd(before + lengths, carry.last_hidden, carry.windows, own)
         logits = first_logits(decoder, weights, carry.last_hidden)
-        self._hold(Held(logits, carry.cache, carry.state))
+        self._stage, self._age = Ready(Held(logits, carry.cache, carry.state), end), 0
 
     def expect(
         self,
@@ -316,11 +339,8 @@ class Session:
         been copied there.
         """
         chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
-        self._hold(held._replace(cache=self.store.adopt(held.cache, chunk, pages)))
-
-    def _hold(self, held: Held) -> None:
-        self._begun = True
-        self._held, self._age, self._decoded = held, 0, False
+        held = held._replace(cache=self.store.adopt(held.cache, chunk, pages))
+        self._stage, self._age = Ready(held, None), 0
 
     def steps(
         self,
@@ -352,26 +372,28 @@ class Session:
         """
         decoder, policy = self.params.decoder, self.policy
         lent = Lent(constants(self.params, policy), knobs)
-        if self._decoded:
+        stage = self._stage
+        if isinstance(stage, Decoded):
             raise ValueError("session: must read before it decodes again")
         if len(limits) != self.spec.batch or min(limits) < 1:
             raise ValueError(
                 f"limits={list(limits)}: must be {self.spec.batch} numbers of at least 1, one per "
                 "row"
             )
-        logits, cache, state = self.held
+        if not isinstance(stage, Ready):
+            raise ValueError(NOT_READY)
+        logits, cache, state = stage.held
         eviction = policy.eviction or Eviction()
         if eviction.most is not None and self.spec.pool_pages is not None:
             # rows take pages for as long as any decodes
             self._require_pages(self._wanted(cache, [max(limits)] * self.spec.batch))
-        self._held = None  # donated
+        self._stage = Busy(stage.end)  # donated
         if eviction.after_prompt is not None:
             slots = capacity.slots_left(max(self._wanted(cache, limits)), self.spec)
             state, cache = eviction.after_prompt(state, lend(cache, lent), slots)
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)
         tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
-        self._decoded = True
         recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
         carry = self.store.committed(carry)
@@ -398,27 +420,28 @@ class Session:
             settle(carry, self.store.pages)
             # a program that failed may have taken what it was given
             if not any(array.is_deleted() for array in jax.tree.leaves(carry)):
-                self._held = Held(logits, carry.cache, carry.state)
+                held = Held(logits, carry.cache, carry.state)
+                self._stage = Decoded(held, stage.end)
 
     def _tokens_before(self) -> np.ndarray:
         """Returns the number of tokens of each row that the next prompt follows."""
-        if not self._begun:
+        if isinstance(self._stage, Fresh):
             return np.zeros(self.spec.batch, np.int32)
-        if self._prompt_end is None and self._held is None:
+        if self._stage.end is not None:
+            return self._stage.end.positions
+        if isinstance(self._stage, Busy):
             raise ValueError("session: must begin anew after a turn that failed")
-        if self._prompt_end is None:
-            raise ValueError("resumable=False: must be True to read a further turn")
-        return self._prompt_end.positions
+        raise ValueError("resumable=False: must be True to read a further turn")
 
     def _start(self) -> PrefillCarry:
         """Returns the carry of the next prompt."""
-        end = self._prompt_end
-        if end is None:
-            self._begun = True
+        if isinstance(self._stage, Fresh):
+            self._stage = Busy()
             chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
             return prefill.start(self.params.decoder, self.policy, *self.store.begin(chunk))
-        held = self.held
-        self._prompt_end = self._held = None  # donated
+        held, end = self.held, self._stage.end
+        assert end is not None
+        self._stage = Busy()  # donated
         cache = self.store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
         state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
         return PrefillCarry(cache, state, end.last_hidden, end.windows)
