@@ -24,7 +24,7 @@ be built from nothing.
 In a decode step some rows may be inactive (`cache.active`). The engine puts their row arrays back
 as they were; a method that writes page arrays of its own skips such rows itself, as sidecars do.
 
-InitFn … FallbackFn below give the signatures; docs/contract.md shows how five methods fit.
+InitFn … DenseBelowFn below give the signatures; docs/contract.md shows how five methods fit.
 """
 
 import functools
@@ -36,9 +36,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
+from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, LayerCache
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection, everything
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
@@ -169,10 +169,10 @@ class DenseHeadsFn(Protocol):
     def __call__(self, layer: int, num_kv_heads: int, /) -> tuple[int, ...]: ...
 
 
-class FallbackFn(Protocol):
-    """Decide on the device whether this step's layer is dense for the whole batch."""
+class DenseBelowFn(Protocol):
+    """Return the number of tokens below which a row is dense in a layer, by the layer's shapes."""
 
-    def __call__(self, state: State, layer: int, cache: KVCache, /) -> Bool[Array, ""]: ...
+    def __call__(self, held: LayerCache, /) -> int: ...
 
 
 def _no_state(spec: CacheSpec) -> State:
@@ -185,6 +185,11 @@ def _keep_state(state: State, layer: int, *_: Any) -> State:
 
 def _no_maintenance(state: State, cache: KVCache) -> tuple[State, KVCache]:
     return state, cache
+
+
+def never_dense(held: LayerCache) -> int:
+    """Return 0: no row is so short that it is dense."""
+    return 0
 
 
 def _no_stats(layer: int) -> StatsKind | None:
@@ -225,9 +230,9 @@ class Policy(NamedTuple):
         prefill, append, update, maintain: keep it up to date; by default they change nothing.
         stats: names the report that attention makes: None, "page_mass", "token_logits" or
             "listed_logits".
-        fallback: where it is true, the layer is dense in this step, and neither select nor sparse
-            attention runs; None is never. It speaks for the whole batch: where rows differ, select
-            must make the rows concerned dense itself.
+        dense_below: the number of tokens below which a row attends to everything, whatever select
+            says. Where all rows are so short select is not called: what it leaves in a short
+            row's state must not outlast the step.
         period: new tokens of a row between its calls of maintain; 0 is never.
         window: W, the number of last prompt queries that prefill wants.
         correct_every: new tokens of a row between its corrections; 0 is never. Not for methods that
@@ -258,7 +263,7 @@ class Policy(NamedTuple):
     update: UpdateFn = _keep_state
     maintain: MaintainFn = _no_maintenance
     stats: StatsFn = _no_stats
-    fallback: FallbackFn | None = None
+    dense_below: DenseBelowFn = never_dense
     period: int = 0
     window: int = 0
     correct_every: int = 0
@@ -462,7 +467,7 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
         "reads K or V of all tokens": policy.reads is None,
         "computes K and V of tokens again": policy.correct_every > 0,
         "needs other fields of the cache": bool(policy.fields),
-        "falls back to dense attention": policy.fallback is not None,
+        "has dense rows": policy.dense_below is not never_dense,
     }
     for reason, holds in reasons.items():
         if holds:

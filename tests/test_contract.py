@@ -330,7 +330,7 @@ METHODS = {
     "page mass, inheritance and correction": (inherit(), SlowInherit),
     "summary, token logits and window": (bypass(), SlowBypass),
     "maintenance, bias and positions": (shrink(), SlowShrink),
-    "token lists and fallback": (even_ids(), SlowEvenIds),
+    "token lists and short rows": (even_ids(), SlowEvenIds),
     "token lists, listed logits and summary": (echo(), SlowEcho),
     "eviction after the prompt": (prompt_ends(), SlowPromptEnds),
 }
@@ -827,7 +827,7 @@ def test_rows_set_their_own_values(case):
 )
 @pytest.mark.slow
 def test_rows_can_be_dense(policy):
-    """With a summary, with a fallback: they equal dense, and leave the others as they were."""
+    """With a summary, with short rows: they equal dense, and leave the others as they were."""
     logits = knob_logits([policy, "dense"], 1 if policy in (bypass(), even_ids()) else 2)
     mixed = logits(0, {}, {"dense": True}, {"dense": False}, {"dense": True})
     plain, exact = logits(0), logits(1)
@@ -934,11 +934,11 @@ def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
         prime(params, (dense(), parity()), [[1]], spec_of(params, 1), lambda *_: None)
 
 
-# Reports and fallbacks
+# Reports of dense rows
 
 
 @pytest.mark.slow
-def test_listed_logits_are_reported_whether_a_layer_falls_back_or_not():
+def test_listed_logits_are_reported_whether_a_row_is_short_or_not():
     """While the row is short it is dense and reports no tokens; then as ever."""
     within, prompt, steps = 22, PROMPTS[1], FORCED[:1, :12]
 
@@ -948,14 +948,11 @@ def test_listed_logits_are_reported_whether_a_layer_falls_back_or_not():
                 return super().layer(layer, q)
             return self.row.dense(layer, q)
 
-    def fallback(state, layer, cache):
-        return jnp.all(cache.layers[layer].lengths <= within)
-
     params = tiny_params(num_layers=1)
     row = SlowRow(SlowModel(params), prompt)
     rule = SlowShortDense(row, prompt)
     expected = [row.logits, *(rule.step(int(token)) for token in steps[0, :-1])]
-    policy = echo()._replace(fallback=fallback)
+    policy = echo()._replace(dense_below=lambda held: within + 1)
     logits = engine_logits(params, policy, [prompt], steps, page_size=PAGE)
     assert_close(logits[:, 0], np.asarray(expected), rtol=1e-4)
     assert rule.seen

@@ -18,7 +18,7 @@ CHANGED = {
     ),
     "twilight": (
         lambda base: jsparse.twilight(base, dense_below=9),
-        HOOKS | {"fallback", "needs", "per_row", "foresees"},
+        HOOKS | {"dense_below", "needs", "per_row", "foresees"},
     ),
     "with_state": (lambda base: with_state(base, lambda spec: (), shares="pages"), HOOKS),
     "a state of one row": (
@@ -40,6 +40,7 @@ def test_wrappers_pass_every_trait_on(case):
     base = dense()._replace(
         **hooks,
         stats=lambda layer: "page_mass",
+        dense_below=lambda held: 3,
         period=7,
         window=5,
         correct_every=3,
@@ -52,7 +53,7 @@ def test_wrappers_pass_every_trait_on(case):
         name="base",
     )
     unset = {name for name in Policy._fields if getattr(base, name) == getattr(dense(), name)}
-    assert unset <= {"select", "shares", "fallback", "eviction", "offload"}
+    assert unset <= {"select", "shares", "eviction", "offload"}
     wrapped = wrap(base)
     differ = {n for n in Policy._fields if getattr(wrapped, n) != getattr(base, n)} - {"name"}
     assert differ <= changed
@@ -60,8 +61,8 @@ def test_wrappers_pass_every_trait_on(case):
     assert 1 in wrapped.dense_heads(1, 2)
 
 
-def test_a_second_state_leaves_eviction_and_the_fallback_to_the_base():
-    """Their hooks get the base's state alone."""
+def test_a_second_state_leaves_eviction_to_the_base():
+    """Its hook gets the base's state alone."""
 
     def after_prompt(state, cache, slots):
         return (*state, slots), cache
@@ -69,13 +70,11 @@ def test_a_second_state_leaves_eviction_and_the_fallback_to_the_base():
     base = dense()._replace(
         init=lambda spec: ("own",),
         eviction=Eviction(after_prompt, lambda prompt, new: prompt),
-        fallback=lambda state, layer, cache: state,
     )
     wrapped = with_state(base, lambda spec: "second")
     state = wrapped.init(spec_of(tiny_params(), 1))
     assert wrapped.eviction is not None and wrapped.eviction.after_prompt is not None
     reworked, _ = wrapped.eviction.after_prompt(state, None, 9)  # type: ignore[arg-type]
     assert tuple(reworked) == (("own", 9), "second")
-    assert base.eviction is not None and wrapped.fallback is not None
+    assert base.eviction is not None
     assert wrapped.eviction.most is base.eviction.most
-    assert wrapped.fallback(state, 0, None) == ("own",)  # type: ignore[arg-type]

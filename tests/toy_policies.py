@@ -312,7 +312,7 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
     """As LycheeCluster: lists single tokens by what they are: even ids, the newest `budget` of
     them, and the last.
 
-    Dense up to `within` tokens. The fallback is for the whole batch, so the rows say it once more.
+    Rows are dense up to `within` tokens.
     """
 
     def init(spec):
@@ -327,9 +327,6 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
     def append(state, layer, k, v, tokens, positions, cache):
         return replaced(state, layer, store(state[layer], positions, tokens))
 
-    def fallback(state, layer, cache):
-        return jnp.all(cache.layers[layer].lengths <= within)
-
     def select(state, layer, q, cache):
         held = cache.layers[layer]
         slots, lengths = slot_index(held), held.lengths[..., None]
@@ -337,10 +334,11 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
         even = top_k_mask(jnp.where(even, slots.astype(jnp.float32), -jnp.inf), budget)
         mask = even | ((slots < lengths) & (slots >= lengths - recent))
         chosen = from_token_mask(mask, budget + recent, page_size=held.page_size)
-        dense = held.lengths <= within
-        return Selection(chosen.ids, chosen.count, dense=dense, granularity="token"), None, state
+        return Selection(chosen.ids, chosen.count, granularity="token"), None, state
 
-    return Policy(select, init=init, prefill=prefill, append=append, fallback=fallback)
+    return Policy(
+        select, init=init, prefill=prefill, append=append, dense_below=lambda held: within + 1
+    )
 
 
 @builder

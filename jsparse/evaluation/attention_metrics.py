@@ -21,7 +21,16 @@ from jsparse.partials import Summary, merge, softmax_partial
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, at_layer, builder, require_policy, require_stays, whole_number
+from jsparse.policy import (
+    Policy,
+    at_layer,
+    builder,
+    require_policy,
+    require_stays,
+    selected,
+    whole_number,
+)
+from jsparse.runtime.decode_step import dense_rows
 from jsparse.selection import Selection, count_tokens, token_mask
 from jsparse.shapes import Lengths, Queries, Rows
 from jsparse.threshold import top_k_mask
@@ -102,9 +111,11 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
         return tuple(layer() for _ in range(spec.num_layers))
 
     def select(state: Paired, layer: int, q: Queries, cache: KVCache):
-        chosen, summary, inner = base.select(state.base, layer, q, cache)
+        made = base.select(state.base, layer, q, cache)
+        chosen, summary, inner = selected(base, state.base, made)
         heads, steps = state.own[layer]
-        new = _head_metrics(q, cache.layers[layer], cache.positions, chosen, summary, top_k)
+        attended = dense_rows(base, layer, chosen, summary, cache)
+        new = _head_metrics(q, cache.layers[layer], cache.positions, *attended, top_k)
         added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
         return chosen, summary, Paired(inner, at_layer(state.own, layer, added))
 

@@ -76,10 +76,6 @@ def with_state(
     def updated(state: Paired, *arguments: Any) -> Paired:
         return state._replace(base=base.update(state.base, *arguments))
 
-    def falls_back(state: Paired, layer: int, cache: KVCache):
-        assert base.fallback is not None
-        return base.fallback(state.base, layer, cache)
-
     def reworked(hook):
         def rework(state: Paired, cache: KVCache, *arguments: Any):
             of_base, cache = hook(state.base, cache, *arguments)
@@ -100,7 +96,6 @@ def with_state(
         maintain=reworked(base.maintain),
         foresees=base.foresees and select is None,
         eviction=base.eviction and evicted(base.eviction),
-        fallback=base.fallback and falls_back,
         shares=least,
         needs=(*base.needs, *(name for name in needs if name not in base.needs)),
     )

@@ -96,21 +96,13 @@ def twilight(
 
     keys = framed_sidecar(empty_copy, int4_append)
 
-    def shortest(held: LayerCache) -> int:
-        return break_even(held) if dense_below == "auto" else dense_below
-
     def select(state: Paired, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
         chosen, summary, of_base = base.select(state.base, layer, q, without_knob(cache, "p"))
         if summary is not None:
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
             copy, frame = state.own[layer], frame_at(cache, layer)
-            chosen = pruned(q, held, copy, frame, chosen, knob(cache, "p", p))
-        if dense_below:
-            short = jnp.max(held.lengths, axis=1, keepdims=True) < shortest(held)
-            dense = jnp.broadcast_to(short, held.lengths.shape)
-            chosen = replace(chosen, dense=dense if chosen.dense is None else dense | chosen.dense)
+            chosen = pruned(q, cache.layers[layer], copy, frame, chosen, knob(cache, "p", p))
         return chosen, None, state._replace(base=of_base)
 
     def pruned(
@@ -137,14 +129,13 @@ def twilight(
             kept = within(kept, pages.ids, bits)
         return replace(kept, dense=pages.dense)
 
-    def fallback(state: Paired, layer: int, cache: KVCache):
-        held = cache.layers[layer]
-        short = jnp.max(held.lengths) < shortest(held)
-        return short if base.fallback is None else short | base.fallback(state.base, layer, cache)
+    def shortest(held: LayerCache) -> int:
+        own = break_even(held) if dense_below == "auto" else dense_below
+        return max(own, base.dense_below(held))
 
     kept = with_state(base, **keys._asdict(), select=select, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
-        fallback=None if base.fallback is None and dense_below == 0 else fallback,
+        dense_below=base.dense_below if dense_below == 0 else shortest,
         per_row={**base.per_row, "p": fraction},  # a row's p is this one, never the base's
     )
 

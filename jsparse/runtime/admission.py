@@ -74,8 +74,6 @@ def admit(
         require_resumable(policy, spec)
     if rows_join:
         _require_joinable(policy, spec, per_request)
-        # a fallback speaks for a whole batch, so that a row would depend on the others
-        policy = policy._replace(fallback=None)
     if steps_per_program is not None:
         whole_number("steps_per_program", steps_per_program, 1)
     store = store_of(policy, spec)

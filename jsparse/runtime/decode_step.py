@@ -3,9 +3,8 @@
 It names no method.
 """
 
-import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,11 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logit
 from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.partials import AttentionOut, ListedLogits, Summary, merge
+from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, State, kept, selected
 from jsparse.runtime import host_attention
 from jsparse.runtime.host_attention import Fetched, fetch_ahead
-from jsparse.selection import Selection, count_tokens, everything
+from jsparse.selection import Selection, count_tokens
 from jsparse.shapes import Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}
@@ -107,41 +106,58 @@ def attend_layer(
     state: State,
     fetched: Fetched | None = None,
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
-    """Selects and attends in one layer; attends densely where the policy falls back to that.
+    """Selects and attends in one layer.
 
     The last two arrays are the number of tokens that each head attended to and read. `fetched` is
     what has been selected and fetched already.
     """
     held = cache.layers[layer]
+    if fetched is None:
+        selection, summary, state = _select(policy, layer, q, cache, state)
+    else:
+        selection, summary = fetched.selection, None
+    if summary is not None:
+        summary = _of_active(summary, cache)
+    selection, summary = dense_rows(policy, layer, selection, summary, cache)
+    dtype = q.dtype if summary is None else jnp.float32
+    run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
+    out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
+    counted = count_tokens(selection, held.lengths, held.page_size)
+    if summary is not None:
+        o, lse = merge(out.o, out.lse, summary.o, summary.lse)
+        out = AttentionOut(o.astype(q.dtype), lse, out.stats)
+        counted = counted[0] + summary.attended, counted[1] + summary.read
+    return out, state, counted
 
-    def attend(selection, summary, state):
-        if summary is not None:
-            summary = _of_active(summary, cache)
-        selection, summary = _dense_rows(selection, summary, cache)
-        dtype = q.dtype if summary is None else jnp.float32
-        run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
-        out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
-        counted = count_tokens(selection, held.lengths, held.page_size)
-        if summary is not None:
-            o, lse = merge(out.o, out.lse, summary.o, summary.lse)
-            out = AttentionOut(o.astype(q.dtype), lse, out.stats)
-            counted = counted[0] + summary.attended, counted[1] + summary.read
-        return out, state, counted
 
-    def sparse(state):
-        if fetched is not None:
-            return attend(fetched.selection, None, state)
-        return attend(*selected(policy, state, policy.select(state, layer, q, cache)))
+def _select(
+    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+) -> tuple[Selection, Summary | None, State]:
+    """Returns what the policy selects; nothing, where all rows are so short that they are dense.
 
-    if policy.fallback is None:
-        return sparse(state)
+    Attention is the same either way, so that a row's bits do not depend on the others.
+    """
 
-    def all_dense(state):
-        out, state, counted = attend(everything(held.lengths), None, state)
-        wanted = jax.eval_shape(sparse, state)[0].stats
-        return out._replace(stats=_none_of(out.stats, wanted)), state, counted
+    def select(state: State) -> tuple[Selection, Summary | None, State]:
+        return selected(policy, state, policy.select(state, layer, q, cache))
 
-    return jax.lax.cond(policy.fallback(state, layer, cache), all_dense, sparse, state)
+    short = _short_rows(policy, layer, cache)
+    if short is None:
+        return select(state)
+
+    def nothing(state: State) -> tuple[Selection, Summary | None, State]:
+        chosen, summary, _ = jax.eval_shape(select, state)
+        return *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (chosen, summary)), state
+
+    waiting = short if cache.active is None else short | ~cache.active
+    return jax.lax.cond(jnp.all(waiting), nothing, select, state)
+
+
+def _short_rows(policy: Policy, layer: int, cache: KVCache) -> Bool[Array, "B"] | None:
+    """Returns the rows that are dense because they are short; None if no row ever is."""
+    held = cache.layers[layer]
+    below = policy.dense_below(held)
+    return jnp.max(held.lengths, axis=1) < below if below else None
 
 
 def _of_active(summary: Summary, cache: KVCache) -> Summary:
@@ -160,26 +176,16 @@ def _without(summary: Summary, rows: Bool[Array, "B"]) -> Summary:
     )
 
 
-def _none_of(report: Any, wanted: Any) -> Any:
-    """Gives an empty report on listed tokens the shape of one that lists some."""
-    if not isinstance(report, ListedLogits):
-        return report
-    more = wanted.ids.shape[-1] - report.ids.shape[-1]
-    pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, 0), (0, more)))
-    logits = jnp.pad(report.logits, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
-    return report._replace(ids=pad(report.ids), logits=logits)
-
-
-def _dense_rows(
-    selection: Selection, summary: Summary | None, cache: KVCache
+def dense_rows(
+    policy: Policy, layer: int, selection: Selection, summary: Summary | None, cache: KVCache
 ) -> tuple[Selection, Summary | None]:
-    """Lets rows whose knob `dense` is set attend to everything, without the summary."""
-    if cache.knobs is None or "dense" not in cache.knobs:
-        return selection, summary
-    rows = cache.knobs["dense"][:, None]
-    dense = jnp.broadcast_to(rows, selection.count.shape)
-    if summary is not None:
-        summary = _without(summary, cache.knobs["dense"])
-    return replace(
-        selection, dense=dense if selection.dense is None else dense | selection.dense
-    ), summary
+    """Lets rows attend to everything that ask for it or are short, without the summary."""
+    asked, short = (cache.knobs or {}).get("dense"), _short_rows(policy, layer, cache)
+    for rows in (asked, short):
+        if rows is None:
+            continue
+        dense = jnp.broadcast_to(rows[:, None], selection.count.shape)
+        dense = dense if selection.dense is None else dense | selection.dense
+        selection = replace(selection, dense=dense)
+        summary = None if summary is None else _without(summary, rows)
+    return selection, summary

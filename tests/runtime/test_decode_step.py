@@ -188,7 +188,7 @@ def test_dense_layers_are_counted():
 
 @builder
 def dense_until(limit: int) -> jsparse.Policy:
-    """Falls back to dense up to a length.
+    """Is dense up to a length.
 
     Its own select attends to the newest token alone and counts its calls.
     """
@@ -198,18 +198,15 @@ def dense_until(limit: int) -> jsparse.Policy:
         selection, _, _ = inner.select((), layer, q, cache)
         return selection, None, at_layer(state, layer, state[layer] + 1)
 
-    def fallback(state, layer, cache):
-        return jnp.max(cache.layers[layer].lengths) <= limit
-
     return jsparse.Policy(
         select,
         init=lambda spec: tuple(jnp.int32(0) for _ in range(spec.num_layers)),
-        fallback=fallback,
+        dense_below=lambda held: limit + 1,
         stats=lambda layer: "page_mass",
     )
 
 
-def test_the_fallback_is_dense_and_skips_the_selection():
+def test_short_rows_are_dense_and_nothing_is_selected():
     limit = LENGTHS[0] + 5
     expected, _, _ = decode(dense())
     logits, stats, _ = decode(dense_until(limit))

@@ -172,7 +172,7 @@ def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypa
         ("offloaded(tidal(budget=8))", "reads K or V of all tokens"),
         ("offloaded(dense())", r"policy=dense\(\): .* reads K or V of all tokens"),
         ("offloaded(snapkv(budget=64))", "but evicts tokens"),
-        ("offloaded(twilight(quest(), dense_below=20))", "but falls back to dense attention"),
+        ("offloaded(twilight(quest(), dense_below=20))", "but has dense rows"),
         ("offloaded(offloaded(quest()))", "must not be offloaded already"),
         ("offloaded(3)", "policy=3: must be a policy"),
         ("offloaded(quest(), tail=0)", "tail=0: must be an integer of at least 1"),

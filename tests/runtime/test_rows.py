@@ -75,7 +75,7 @@ class Slots:
 
     def __init__(self, policy, groups):
         self.params = tiny_params(num_layers=2)
-        self.policy = policy._replace(fallback=None)
+        self.policy = policy
         self.lent = lent(self.params, policy)
         pool = GROUPS * HEADS + 1
         self.spec = spec_of(self.params, SLOTS, page_size=PAGE, num_pages=PAGES)
@@ -205,7 +205,7 @@ def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
     outs = jsparse.generate(
         tiny_params(num_layers=2),
         [asked.prompt for asked in REQUESTS],
-        policy=policy._replace(fallback=None),
+        policy=policy,
         sampling=[
             jsparse.SamplingParams(max_tokens=asked.tokens, ignore_eos=True) for asked in REQUESTS
         ],
