@@ -120,22 +120,26 @@ def test_full_hyper_parameters_equal_dense(expression):
 SHORT = tuple(x for x in METHODS if not parse(x).evicts and parse(x).offload is None)
 
 
+def logits_from(policy, first):
+    """The logits of the two first prompts, or of the second alone."""
+    rows = slice(first, 2)
+    return engine_logits(params(), policy, PROMPTS[rows], FORCED[rows], page_size=PAGE)
+
+
+@shared
+def dense_from(first, correct_every):
+    """The same, dense; corrections round in their own way."""
+    return logits_from(parse("dense")._replace(correct_every=correct_every), first)
+
+
 @pytest.mark.parametrize("expression", slow_except(SHORT, *MECHANISMS[:3]))
 def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     """Beside a long row, which attends to what the policy selects, and where all are short."""
     policy = parse(expression)
     short = policy._replace(dense_below=lambda held: len(PROMPTS[1]) + FORCED.shape[1])
-    exact = parse("dense")._replace(
-        correct_every=policy.correct_every
-    )  # which rounds in its own way
-
-    def logits(policy, rows):
-        return engine_logits(params(), policy, PROMPTS[rows], FORCED[rows], page_size=PAGE)
-
-    both, alone = slice(0, 2), slice(1, 2)
-    beside = logits(short, both)
-    np.testing.assert_array_equal(beside[:, 1], logits(exact, both)[:, 1])
-    np.testing.assert_array_equal(logits(short, alone), logits(exact, alone))
+    beside, exact = logits_from(short, 0), dense_from(0, policy.correct_every)
+    np.testing.assert_array_equal(beside[:, 1], exact[:, 1])
+    np.testing.assert_array_equal(logits_from(short, 1), dense_from(1, policy.correct_every))
     assert_close(beside[:, 0], table_logits(expression)[0][:, 0], rtol=2e-5)
 
 
