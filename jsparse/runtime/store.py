@@ -2,7 +2,7 @@
 
 A session gets its cache from its store and tells the store what each program did; it does not ask
 where K and V are. Where they are in host memory, the cache on the device has the newest tokens of
-every head (jsparse.host_pool). Each prompt chunk is copied once it has been read; when a layer
+every head (HostPool). Each prompt chunk is copied once it has been read; when a layer
 reads the next chunk, what it held before comes back over the bus. While decoding, the tail is
 copied before the ring would overwrite it. Host memory is borrowed by every program and written
 between them, by this module alone.
