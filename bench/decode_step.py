@@ -67,7 +67,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
         "bfloat16",
     )
     # maintenance that falls into every timing is compiled before the first
-    due = -(-method.period // count) + 1 if method.period <= STEPS else 0
+    due = -(-method.services.period // count) + 1 if method.services.period <= STEPS else 0
     warm_up = max(WARM_UP, due)
     held = context - warm_up * count - STEPS * RUNS - 1
     cache = random_cache(spec, held, method.fields)

@@ -190,12 +190,12 @@ def replay(
 
     def period(carry: tuple, asked: Array):
         (state, cache), seen = jax.lax.scan(step, carry, asked)
-        anew, _ = policy.maintain(unsolved(state), cache)
-        state, cache = policy.maintain(state, cache)
+        anew, _ = policy.services.maintain(unsolved(state), cache)
+        state, cache = policy.services.maintain(state, cache)
         return (state, cache), (seen, (cache.layers[0].lengths, solved(anew)))
 
     first = cache.layers[0].lengths, solved(state)
-    asked = queries.reshape(-1, policy.period, *queries.shape[1:])
+    asked = queries.reshape(-1, policy.services.period, *queries.shape[1:])
     _, (seen, later) = jax.lax.scan(period, (state, cache), asked)
     seen = (x.reshape(-1, *x.shape[2:]) for x in seen)
     later = (jnp.concatenate([x[None], y]) for x, y in zip(first, later, strict=True))
@@ -249,7 +249,9 @@ def measure(recorded: Recorded, expression: str) -> dict[str, Any]:
         "absolute_drift_by_step": _by_step(np.abs(drift).mean((0, 2, 3))),
         "slots_by_step": _by_step(slots.mean((0, 2))),
         "kept_by_head": _rounded(kept.swapaxes(0, 1)),
-        "catch_up": catch_up(policy.period, recorded.prompt, slots.mean((0, 2)), kept.mean((0, 2))),
+        "catch_up": catch_up(
+            policy.services.period, recorded.prompt, slots.mean((0, 2)), kept.mean((0, 2))
+        ),
     }
     if "'calibrated'" in expression:
         row["temperatures_by_head"] = _rounded(found["temperatures"].mean(2).swapaxes(0, 1))

@@ -43,7 +43,7 @@ def record(params: Params, policy: Policy, prompt: Sequence[int], compressions: 
         note(cache)
         return state, cache
 
-    steps = 1 + compressions * policy.period
+    steps = 1 + compressions * policy.services.period
     noting = policy._replace(eviction=Eviction(after_prompt, eviction.most))
     session = Session(params, noting, cache_spec(params, [prompt], steps, None, 16))
     session.read([prompt])

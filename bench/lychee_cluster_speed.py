@@ -99,9 +99,9 @@ def clustered(seed: Array | int, pages: int, page: int) -> Array:
 def packing(policy: Policy, spec: CacheSpec) -> Contender:
     """Returns a maker of programs of CALLS calls of `maintain`, over the caches in turn.
 
-    Each cache has `policy.period` more tokens in every call. The prompt leaves room for these.
+    Each cache has `period` more tokens in every call. The prompt leaves room for these.
     """
-    prompt = spec.capacity - min(32 * CALLS * policy.period, spec.capacity // 2)
+    prompt = spec.capacity - min(32 * CALLS * policy.services.period, spec.capacity // 2)
 
     def at_length(held: KVCache, length: Array) -> KVCache:
         layer, length = held.layers[0], jnp.minimum(length, spec.capacity)
@@ -113,8 +113,8 @@ def packing(policy: Policy, spec: CacheSpec) -> Contender:
         for nth in range(CALLS):
             at = nth % len(caches)
             length, waited = jax.lax.optimization_barrier((length, waited))
-            length += policy.period * (at == 0)
-            states[at], _ = policy.maintain(states[at], at_length(caches[at], length))
+            length += policy.services.period * (at == 0)
+            states[at], _ = policy.services.maintain(states[at], at_length(caches[at], length))
             # a number of every array waits for its update and copies nothing
             waited = [leaf[(slice(1),) * leaf.ndim] for leaf in jax.tree.leaves(states[at])]
         return tuple(states), length
@@ -240,7 +240,7 @@ def operator_rows(
         held[name] = used_bytes(state)
 
     rows = job_rows(job(case, budget, note), before, rate, settings)
-    return compared(rows, held, case, budget, parse(expressions(budget)[OURS]).period)
+    return compared(rows, held, case, budget, parse(expressions(budget)[OURS]).services.period)
 
 
 def search_rows(
@@ -267,7 +267,7 @@ def index_times(context: int, expression: str, layers: int) -> dict[str, Any]:
     keys are there, and that of each packing after `period` more tokens.
     """
     policy, known = parse(expression), boundary_constants()
-    chunk, room = min(FLASH_CHUNK, context // 2), (RUNS * PACKINGS + 1) * policy.period
+    chunk, room = min(FLASH_CHUNK, context // 2), (RUNS * PACKINGS + 1) * policy.services.period
     spec = CacheSpec(
         layers,
         1,
@@ -307,15 +307,15 @@ def index_times(context: int, expression: str, layers: int) -> dict[str, Any]:
 
     @partial(jax.jit, donate_argnums=0)
     def take_in(state, pools, first):
-        cache = cache_of(pools, first + policy.period, first)
+        cache = cache_of(pools, first + policy.services.period, first)
         for layer, pool in enumerate(pools):
-            k, tokens, at = new(pool, first, policy.period)
+            k, tokens, at = new(pool, first, policy.services.period)
             state = policy.append(state, layer, k, k, tokens, at, cache)
         return state
 
     @partial(jax.jit, donate_argnums=0)
     def pack(state, pools, length):
-        return policy.maintain(state, cache_of(pools, length, length))[0]
+        return policy.services.maintain(state, cache_of(pools, length, length))[0]
 
     def clocked(call: Callable[[], State]) -> tuple[State, float]:
         began = time.perf_counter()
@@ -334,15 +334,15 @@ def index_times(context: int, expression: str, layers: int) -> dict[str, Any]:
         state, seconds = clocked(partial(read, state, pools, context - chunk, last=True))
         builds.append(seconds)
     used, allocated = used_bytes(state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    for length in range(context, context + room, policy.period):
+    for length in range(context, context + room, policy.services.period):
         state = jax.block_until_ready(take_in(state, pools, length))
-        state, seconds = clocked(partial(pack, state, pools, length + policy.period))
+        state, seconds = clocked(partial(pack, state, pools, length + policy.services.period))
         packings.append(seconds)
     packed = spread(packings[1:])  # the first compiles, of builds too
     return {
         "build_seconds": spread(builds[1:]),
         "packing_seconds": packed,
-        "packing_seconds_per_step": packed["median"] / policy.period,
+        "packing_seconds_per_step": packed["median"] / policy.services.period,
         "used_bytes": used,
         "allocated_bytes": allocated,
         "used_share": used / (spec.nbytes / spec.capacity * context),

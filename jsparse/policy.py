@@ -128,6 +128,32 @@ class MaintainFn(Protocol):
     def __call__(self, state: State, cache: KVCache, /) -> tuple[State, KVCache]: ...
 
 
+def _no_maintenance(state: State, cache: KVCache) -> tuple[State, KVCache]:
+    return state, cache
+
+
+class Services(NamedTuple):
+    """Says what is done for a row between steps, each time that it has so many new tokens.
+
+    Attributes:
+        maintain: reworks state and cache; by default it changes nothing.
+        period: new tokens of a row between its calls of maintain; 0 is never.
+        correct_every: new tokens of a row between its corrections, which compute K and V of as many
+            newest tokens again, densely; 0 is never. Not for methods that evict: a correction
+            requires all heads of a row to hold the same tokens.
+    """
+
+    maintain: MaintainFn = _no_maintenance
+    period: int = 0
+    correct_every: int = 0
+
+    @property
+    def every(self) -> dict[str, int]:
+        """The tokens between two runs of each service that there is, in the order of running."""
+        both = {"correct": self.correct_every, "maintain": self.period}
+        return {name: tokens for name, tokens in both.items() if tokens}
+
+
 class AfterPromptFn(Protocol):
     """Rework state and cache once, after the prompt and before the first step.
 
@@ -183,10 +209,6 @@ def _keep_state(state: State, layer: int, *_: Any) -> State:
     return state
 
 
-def _no_maintenance(state: State, cache: KVCache) -> tuple[State, KVCache]:
-    return state, cache
-
-
 def never_dense(held: LayerCache) -> int:
     """Return 0: no row is so short that it is dense."""
     return 0
@@ -227,16 +249,14 @@ class Policy(NamedTuple):
     Attributes:
         select: chooses what is attended to.
         init: makes the state; by default there is none.
-        prefill, append, update, maintain: keep it up to date; by default they change nothing.
+        prefill, append, update: keep it up to date; by default they change nothing.
+        services: what is done for a row between steps; by default nothing.
         stats: names the report that attention makes: None, "page_mass", "token_logits" or
             "listed_logits".
         dense_below: the number of tokens below which a row attends to everything, whatever select
             says. Where all rows are so short select is not called: what it leaves in a short
             row's state must not outlast the step.
-        period: new tokens of a row between its calls of maintain; 0 is never.
         window: W, the number of last prompt queries that prefill wants.
-        correct_every: new tokens of a row between its corrections; 0 is never. Not for methods that
-            evict: a correction requires all heads of a row to hold the same tokens.
         eviction: how heads lose tokens; None is that they keep them. Wrappers that rely on slots
             refuse a method whose heads lose some, and a further dense chunk cannot follow.
         needs: optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS),
@@ -261,12 +281,10 @@ class Policy(NamedTuple):
     prefill: PrefillFn = _keep_state
     append: AppendFn = _keep_state
     update: UpdateFn = _keep_state
-    maintain: MaintainFn = _no_maintenance
+    services: Services = Services()
     stats: StatsFn = _no_stats
     dense_below: DenseBelowFn = never_dense
-    period: int = 0
     window: int = 0
-    correct_every: int = 0
     needs: tuple[str, ...] = ()
     eviction: Eviction | None = None
     shares: Shares | None = None
@@ -465,7 +483,7 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
     reasons = {
         "evicts tokens, which moves others": policy.evicts,
         "reads K or V of all tokens": policy.reads is None,
-        "computes K and V of tokens again": policy.correct_every > 0,
+        "computes K and V of tokens again": policy.services.correct_every > 0,
         "needs other fields of the cache": bool(policy.fields),
         "has dense rows": policy.dense_below is not never_dense,
     }

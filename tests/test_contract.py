@@ -41,7 +41,7 @@ from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Eviction, dense, fraction
+from jsparse.policy import Eviction, Services, dense, fraction
 from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
@@ -418,15 +418,15 @@ def test_correction_shows_in_the_logits():
     expected, _ = slow_logits(name)
     without = engine_logits(
         model_of(name),
-        policy._replace(correct_every=0),
+        policy._replace(services=Services()),
         PROMPTS,
         FORCED,
         chunk=CHUNK,
         page_size=PAGE,
     )
     difference = np.abs(without - expected).max(axis=(1, 2)) / np.abs(expected).max()
-    assert difference[: inherit().correct_every + 1].max() < 1e-4
-    assert difference[inherit().correct_every + 1 :].max() > 1e-2
+    assert difference[: inherit().services.correct_every + 1].max() < 1e-4
+    assert difference[inherit().services.correct_every + 1 :].max() > 1e-2
 
 
 def test_both_branches_of_the_bypass_were_taken():
@@ -465,8 +465,8 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
             params.decoder, policy, params.weights, jnp.asarray(FORCED[:, i]), cache, state
         )
         assert_close(logits, expected[i + 1], rtol=1e-4, step=i)
-        if (i + 1) % policy.period == 0:
-            state, cache = jax.jit(policy.maintain)(state, cache)
+        if (i + 1) % policy.services.period == 0:
+            state, cache = jax.jit(policy.services.maintain)(state, cache)
     for layer, held in enumerate(cache.layers):
         lengths = np.array([[len(rule.row.k[layer][h]) for h in range(2)] for rule in rules])
         np.testing.assert_array_equal(held.lengths, lengths)
@@ -510,7 +510,7 @@ def seen_by_corrections():
         init=lambda spec: jnp.float32(0),
         append=append,
         update=lambda state, *_: state,
-        correct_every=4,
+        services=Services(correct_every=4),
     )
     states = []
     correct = session.correct
@@ -662,7 +662,7 @@ def test_wrappers_refuse_policies_that_evict(policy, argument, wrapped):
 def test_corrections_and_further_turns_refuse_policies_that_evict():
     params = tiny_params()
     with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
-        jsparse.generate(params, [1], policy=shrink()._replace(correct_every=4))
+        jsparse.generate(params, [1], policy=shrink()._replace(services=Services(correct_every=4)))
     spec = spec_of(params, 1)
     late = dense()._replace(eviction=Eviction(lambda *held: held[:2]), name="late")
     for policy in (shrink(), jsparse.hard_kv(), late):

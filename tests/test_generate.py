@@ -13,7 +13,7 @@ from tiny import random_prompts, tiny_params, traces
 import jsparse
 from jsparse import SamplingParams, generation, memory
 from jsparse.conversation import Conversation
-from jsparse.policy import Policy, dense
+from jsparse.policy import Policy, Services, dense
 from jsparse.runtime import capacity, prefill, sampling, session, store
 from jsparse.selection import everything
 
@@ -535,7 +535,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
 
     newest = []
     monkeypatch.setattr(session, "correct", watched)
-    policy = dense()._replace(maintain=maintain, period=3, correct_every=4)
+    policy = dense()._replace(services=Services(maintain, period=3, correct_every=4))
     out = generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
     jax.effects_barrier()
     assert sorted(at - 18 for what, at in calls if what == "maintain") == [3, 6, 9]
@@ -548,7 +548,7 @@ def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
     def maintain(state, cache):
         return state, cache._replace(overflow=cache.overflow.at[1].set(True))
 
-    policy = dense()._replace(maintain=maintain, period=4)
+    policy = dense()._replace(services=Services(maintain, period=4))
     whole = batch(max_new_tokens=12, eos_token_id=())
     outs = generate(params, PROMPTS, policy=policy, max_new_tokens=12, eos_token_id=[])
     assert [out.finish_reason for out in outs] == ["length", "overflow", "length"]

@@ -17,7 +17,7 @@ from jsparse.engine.core import Engine
 from jsparse.engine.outputs import unpack
 from jsparse.engine.progress import progress
 from jsparse.partials import Summary
-from jsparse.policy import Policy, dense, selected
+from jsparse.policy import Policy, Services, dense, selected
 from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
 
@@ -439,7 +439,7 @@ STATE = {"init": lambda spec: (np.zeros(2, np.float32),)}
             "prefill of wrong must return a state like the one it got, (an array float32[2]), n",
         ),
         (
-            {"maintain": lambda state, cache: cache, "period": 1},
+            {"services": Services(lambda state, cache: cache, period=1)},
             "maintain of wrong must return (state, cache), not (",
         ),
     ],

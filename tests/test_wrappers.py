@@ -5,9 +5,9 @@ from tiny import spec_of, tiny_params
 
 import jsparse
 from jsparse.policies.combinators import with_state
-from jsparse.policy import Eviction, Policy, dense, fraction
+from jsparse.policy import Eviction, Policy, Services, dense, fraction
 
-HOOKS = {"init", "prefill", "append", "select", "update", "maintain"}
+HOOKS = {"init", "prefill", "append", "select", "update", "services"}
 # the fields that each wrapper may change; all others are the base's own
 CHANGED = {
     "keep": (lambda base: jsparse.keep(base), {"select"}),
@@ -36,14 +36,13 @@ def test_wrappers_pass_every_trait_on(case):
     def hook(state, *_):
         return state
 
-    hooks = dict.fromkeys(("init", "prefill", "append", "update", "maintain"), hook)
+    hooks = dict.fromkeys(("init", "prefill", "append", "update"), hook)
     base = dense()._replace(
         **hooks,
+        services=Services(hook, period=7, correct_every=3),
         stats=lambda layer: "page_mass",
         dense_below=lambda held: 3,
-        period=7,
         window=5,
-        correct_every=3,
         needs=("bias", "shift"),
         shares="pages",
         per_row={"q": fraction},
@@ -58,6 +57,7 @@ def test_wrappers_pass_every_trait_on(case):
     differ = {n for n in Policy._fields if getattr(wrapped, n) != getattr(base, n)} - {"name"}
     assert differ <= changed
     assert wrapped.needs[:2] == base.needs and wrapped.per_row["q"] is fraction
+    assert wrapped.services[1:] == base.services[1:]
     assert 1 in wrapped.dense_heads(1, 2)
 
 

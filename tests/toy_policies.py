@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jsparse.cache import LayerCache, read_heads, replace_layer, slot_positions, truncate
 from jsparse.partials import Summary, softmax_partial
-from jsparse.policy import Eviction, Policy, builder
+from jsparse.policy import Eviction, Policy, Services, builder
 from jsparse.policy import at_layer as replaced
 from jsparse.selection import Selection, from_token_mask, window
 from jsparse.threshold import compact, top_k_mask
@@ -163,7 +163,7 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         append=append,
         update=update,
         stats=lambda layer: "page_mass",
-        correct_every=8,
+        services=Services(correct_every=8),
     )
 
 
@@ -300,8 +300,7 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
 
     return Policy(
         select,
-        maintain=maintain,
-        period=period,
+        services=Services(maintain, period),
         needs=("bias", "slot_positions"),
         eviction=Eviction(),
     )

@@ -228,7 +228,7 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
     @partial(jax.jit, donate_argnums=(0, 1))
     def run(state, layers, lengths, positions):
         layers = tuple(layer._replace(lengths=lengths) for layer in layers)
-        state, cache = policy.maintain(state, KVCache(layers, positions, no_row))
+        state, cache = policy.services.maintain(state, KVCache(layers, positions, no_row))
         # the lengths are given anew each time, so nothing of theirs is carried on
         return (
             state,

@@ -90,7 +90,7 @@ def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
     """
 
     def maintain(state, cache):
-        state, cache = policy.maintain(state, cache)
+        state, cache = policy.services.maintain(state, cache)
         layers = (
             layer._replace(lengths=jnp.asarray(held))
             for layer, held in zip(cache.layers, lengths, strict=True)
@@ -99,7 +99,11 @@ def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
 
     assert policy.eviction is not None
     alone = policy.eviction._replace(after_prompt=None)
-    return policy._replace(maintain=maintain, eviction=alone, name=f"replayed({policy.name})")
+    return policy._replace(
+        services=policy.services._replace(maintain=maintain),
+        eviction=alone,
+        name=f"replayed({policy.name})",
+    )
 
 
 def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]:

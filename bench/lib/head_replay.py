@@ -94,9 +94,14 @@ def replay(
             attend = token_sparse_decode if chosen.granularity == "token" else block_sparse_decode
             stats = attend(q, held, chosen, stats=policy.stats(0)).stats
             state = policy.update(state, 0, stats, cache)
-        if policy.period:
-            due, after = (nth + 1) % policy.period == 0, cache_of(position + 1, position + 1)
-            state = jax.lax.cond(due, lambda s: policy.maintain(s, after)[0], lambda s: s, state)
+        if policy.services.period:
+            due, after = (
+                (nth + 1) % policy.services.period == 0,
+                cache_of(position + 1, position + 1),
+            )
+            state = jax.lax.cond(
+                due, lambda s: policy.services.maintain(s, after)[0], lambda s: s, state
+            )
         return state, seen
 
     return jax.lax.scan(step, read(policy.init(spec)), jnp.arange(steps, dtype=jnp.int32))[1]

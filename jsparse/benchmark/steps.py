@@ -256,8 +256,8 @@ def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup:
     What comes round within the timed steps is compiled before them.
     """
     least = num_iters_warmup * steps
-    due = [every for every in (policy.period, policy.correct_every) if every]
-    due = [every for every in due if every <= least + num_iters * steps]
+    periods = policy.services.every.values()
+    due = [every for every in periods if every <= least + num_iters * steps]
     return -(-max([least, *due]) // steps) * steps
 
 

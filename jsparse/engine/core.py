@@ -160,7 +160,7 @@ class Engine:
         spec = spec._replace(pool_pages=self.sizes.num_groups * spec.num_kv_heads)
         self.params, self.policy, self.spec = params, policy, spec
         shares = enable_prefix_caching and policy.shares is not None
-        periods = tuple(every for every in (policy.correct_every, policy.period) if every)
+        periods = tuple(policy.services.every.values())
         self.scheduler = Scheduler(
             self.sizes,
             Rules(policy.name if shares else None, policy.window, policy.shares == "keys", periods),

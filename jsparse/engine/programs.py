@@ -169,12 +169,7 @@ class Programs:
             wanted.append(Wanted.of("join", choice=choice))
             for rows, count in product(self._sizes.rows, sorted({1, self._sizes.steps})):
                 wanted.append(Wanted.of("decode", rows, count=count, choice=choice))
-        for name, every in (
-            ("correct", self._policy.correct_every),
-            ("maintain", self._policy.period),
-        ):
-            if every:
-                wanted.append(Wanted.of(name))
+        wanted += [Wanted.of(name) for name in self._policy.services.every]
         wanted = [each for each in wanted if each not in self._made]
         self.expect(wanted)
         try:

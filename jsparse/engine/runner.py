@@ -133,11 +133,8 @@ class Runner:
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""
         for row in rows:
-            for name, every in (
-                ("correct", self._policy.correct_every),
-                ("maintain", self._policy.period),
-            ):
-                if every and row.age % every == 0:
+            for name, every in self._policy.services.every.items():
+                if row.age % every == 0:
                     self._slots = self._programs.run(name, self._slots, np.int32(row.slot))
 
     def _sampling(self, request: Request) -> RowSampling:

@@ -81,7 +81,7 @@ def start_slots(
         groups=jnp.full((batch, spec.num_pages), scratch, jnp.int32),
         lengths=zeros,
         tokens=zeros,
-        recent=jnp.zeros((batch, policy.correct_every), jnp.int32),
+        recent=jnp.zeros((batch, policy.services.correct_every), jnp.int32),
         made=zeros,
         sampling=jax.tree.map(lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype), sampling),
         knobs={name: no_knob(name, batch) for name in names},

@@ -93,7 +93,7 @@ def with_state(
         append=appended,
         select=select or selected,
         update=updated,
-        maintain=reworked(base.maintain),
+        services=base.services._replace(maintain=reworked(base.services.maintain)),
         foresees=base.foresees and select is None,
         eviction=base.eviction and evicted(base.eviction),
         shares=least,

@@ -45,6 +45,7 @@ from jsparse.partials import (
 from jsparse.policy import (
     Policy,
     PrefillView,
+    Services,
     below_one,
     builder,
     fraction,
@@ -259,9 +260,8 @@ def lfps(
         init=init,
         prefill=prefill,
         update=update,
-        maintain=maintain,
+        services=Services(maintain, max(int(math.log(MOST_SCALE) / -math.log(decay)), 1)),
         stats=lambda layer: "listed_logits",
-        period=max(int(math.log(MOST_SCALE) / -math.log(decay)), 1),
         window=WINDOW,
         shares="keys",
         per_row={"budget": fraction},

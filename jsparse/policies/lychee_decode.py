@@ -28,7 +28,7 @@ from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import ListedLogits, Stats
 from jsparse.policies import head_gates
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, State, below_one, builder, fraction, knob, whole_number
+from jsparse.policy import Policy, Services, State, below_one, builder, fraction, knob, whole_number
 from jsparse.selection import Granularity, Selection
 
 Rule = Literal["top_k", "top_p", "threshold", "ratio"]
@@ -185,7 +185,7 @@ def lychee_decode(
         init=init,
         update=update,
         stats=stats,
-        correct_every=correct_every,
+        services=Services(correct_every=correct_every),
         shares="pages",
         per_row={"value": check_value} if rule in ("top_p", "threshold") else {},
     )

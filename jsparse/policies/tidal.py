@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jsparse.cache import KVCache
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.policy import Policy, Services, State, builder, whole_number
 from jsparse.selection import Selection, everything
 
 
@@ -96,6 +96,6 @@ def tidal(
         init=init,
         update=update,
         stats=stats,
-        correct_every=correct_every,
+        services=Services(correct_every=correct_every),
         shares="pages",
     )

@@ -65,10 +65,10 @@ def admit(
     """
     policy = resolved(asked, spec)
     require_constants(params, policy)
-    if policy.evicts and policy.correct_every:
+    if policy.evicts and policy.services.correct_every:
         raise ValueError(
-            f"correct_every={policy.correct_every}: must be 0 where the policy evicts, since "
-            "heads then hold different tokens"
+            f"correct_every={policy.services.correct_every}: must be 0 where the policy evicts, "
+            "since heads then hold different tokens"
         )
     if further_turns:
         require_resumable(policy, spec)

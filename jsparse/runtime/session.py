@@ -134,7 +134,7 @@ def maintain(
 ) -> tuple[KVCache, State]:
     """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
     note_trace()
-    state, cache = maintained(policy, policy.maintain(state, lend(cache, lent)))
+    state, cache = maintained(policy, policy.services.maintain(state, lend(cache, lent)))
     return lend(cache, NOTHING), state
 
 
@@ -322,7 +322,7 @@ class Session:
         if max(limits) < 2 or policy.evicts or self.store.single_steps:
             return
         cache, state = empty.eval_shape(spec, policy)
-        recent = jnp.zeros((spec.batch, policy.correct_every), jnp.int32)
+        recent = jnp.zeros((spec.batch, policy.services.correct_every), jnp.int32)
         carry = Carry(
             *(jnp.zeros(spec.batch, jnp.int32), cache, state, given, jnp.int32(1), recent)
         )
@@ -394,7 +394,7 @@ class Session:
             cache = lend(cache, NOTHING)
             self._require_room(cache, slots)
         tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
-        recent = jnp.zeros((self.spec.batch, policy.correct_every), jnp.int32)
+        recent = jnp.zeros((self.spec.batch, policy.services.correct_every), jnp.int32)
         carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
         carry = self.store.committed(carry)
         try:
@@ -451,7 +451,7 @@ class Session:
         left = [limit - done for limit in limits if limit > done]
         due = [
             every - self._age % every
-            for every in (self.policy.period, self.policy.correct_every, self.store.every)
+            for every in (*self.policy.services.every.values(), self.store.every)
             if every
         ]
         return self._most_steps if min(left + due) >= self._most_steps else 1
@@ -459,12 +459,13 @@ class Session:
     def _serviced(self, carry: Carry, lent: Lent) -> Carry:
         """Runs the corrections and the maintenance that are due; all rows are of one age."""
         policy, (cache, state) = self.policy, carry[1:3]
-        if policy.correct_every and self._age % policy.correct_every == 0:
+        due = [name for name, every in policy.services.every.items() if self._age % every == 0]
+        if "correct" in due:
             cache, state = correct(
                 *(self.params.decoder, policy, self.params.weights, carry.recent),
                 *(cache, state, lent),
             )
-        if policy.period and self._age % policy.period == 0:
+        if "maintain" in due:
             # what it reads lies in the tail
             cache, state = maintain(policy, cache, state, lent._replace(host=None))
         if self.store.every and self._age % self.store.every == 0:

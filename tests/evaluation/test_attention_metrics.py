@@ -19,7 +19,7 @@ from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics,
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
-from jsparse.policy import Policy, dense
+from jsparse.policy import Policy, Services, dense
 from jsparse.selection import Selection
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5
@@ -30,7 +30,7 @@ LENGTHS = np.array([[17, 9, 2], [20, 5, 13]], np.int32)
 PROMPTS = random_prompts((37, 18, 9))
 STEPS = 8
 EXPRESSIONS = ("streaming(sink=2, recent=7)", "oracle_top_k(budget=6)")
-TOYS = (bypass(), inherit()._replace(correct_every=3))
+TOYS = (bypass(), inherit()._replace(services=Services(correct_every=3)))
 
 
 def ids(*rows):

@@ -21,7 +21,7 @@ from jsparse.evaluation.closeness import closeness, perplexity, windows
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
-from jsparse.policy import Policy, builder, dense
+from jsparse.policy import Policy, Services, builder, dense
 from jsparse.runtime import prefill
 from jsparse.runtime.decode_step import decode_step
 
@@ -29,7 +29,9 @@ PAGE, CHUNK, STEPS = 8, 16, 10
 PROMPTS = random_prompts((37, 18, 3))
 FORCED = random_tokens(3, STEPS + 1)
 NEWEST = "streaming(sink=0, recent=1)"
-CORRECTED = streaming(sink=1, recent=3)._replace(correct_every=4, name="corrected")
+CORRECTED = streaming(sink=1, recent=3)._replace(
+    services=Services(correct_every=4), name="corrected"
+)
 POLICIES = (page_bound(), inherit(), bypass(), shrink(), even_ids(), CORRECTED, NEWEST)
 FEW = (bypass(), shrink())  # with a window, with fields and maintenance
 PLAIN = ("oracle_top_k(budget=1073741824)", NEWEST)

@@ -52,12 +52,16 @@ def recording(policy: Policy, left: list) -> Policy:
         return state, cache
 
     def maintain(state, cache):
-        state, cache = policy.maintain(state, cache)
+        state, cache = policy.services.maintain(state, cache)
         jax.debug.callback(note, *numbers(cache), ordered=True)
         return state, cache
 
     needs = (*policy.needs, "slot_positions")
-    return policy._replace(eviction=Eviction(after_prompt, most), maintain=maintain, needs=needs)
+    return policy._replace(
+        eviction=Eviction(after_prompt, most),
+        services=policy.services._replace(maintain=maintain),
+        needs=needs,
+    )
 
 
 @cache
@@ -88,7 +92,7 @@ def assert_equals_the_slow_model(expression, method, heads=4, kv_heads=2):
         assert [entry[row] for entry in left] == rule.left
         assert_close(logits[:, row], np.asarray(expected), rtol=2e-4, row=row)
         lengths.add(len(rule.left[-1][0][0]))
-    periods = (STEPS - 1) // policy.period if policy.period else 0
+    periods = (STEPS - 1) // policy.services.period if policy.services.period else 0
     assert len(left) == 1 + periods
     assert min(lengths) < len(PROMPTS[0])
 

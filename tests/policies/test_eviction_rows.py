@@ -114,7 +114,7 @@ def test_long_answers_fit_in_a_small_cache():
 
         (tokens, cache, state), shares = jax.lax.scan(one, (tokens, cache, state), length=period)
         longest = jnp.max(cache.layers[0].lengths)
-        state, cache = policy.maintain(state, cache)
+        state, cache = policy.services.maintain(state, cache)
         return tokens, cache, state, longest, shares
 
     tokens_now, longest = jnp.asarray(prompts[:, 0]), 0
@@ -172,7 +172,7 @@ def test_waiting_slots_can_come_back():
     read, held = [], []
 
     def maintain(state, cache):
-        state, cache = parse(EVERY[1]).maintain(state, cache)
+        state, cache = parse(EVERY[1]).services.maintain(state, cache)
         layer = cache.layers[1]
         jax.debug.callback(
             note, layer.lengths, kv_cache.slot_positions(layer), state[1].missed, ordered=True
@@ -184,7 +184,12 @@ def test_waiting_slots_can_come_back():
             there = kept & (np.arange(kept.size) < lengths[0, 0])
             found.append(set(positions[0, 0][there].tolist()))
 
-    decode(policy._replace(maintain=maintain), params, random_prompts((40,)), steps)
+    decode(
+        policy._replace(services=policy.services._replace(maintain=maintain)),
+        params,
+        random_prompts((40,)),
+        steps,
+    )
     jax.effects_barrier()
     waited, back = set(), set()
     for listed, there in zip(read, held, strict=True):
@@ -258,7 +263,7 @@ class Crowd:
             if age is None:
                 continue
             self.ages[slot] = age + 1
-            if (age + 1) % self.policy.period == 0:
+            if (age + 1) % self.policy.services.period == 0:
                 rows = jnp.array([slot])
                 part = take(self.policy, self.spec, self.cache, self.state, rows)
                 self.put(session.maintain(self.policy, *part), rows)
@@ -330,7 +335,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
     crowd.check_pages()
     for layer in crowd.cache.layers:
         assert int(layer.free.count) == crowd.spec.pool_pages - 1
-    assert len(logits) > crowd.policy.period
+    assert len(logits) > crowd.policy.services.period
     expected = served_alone(tuple(followed), len(logits))
     assert_close(np.stack(logits), np.stack(expected), rtol=1e-5)
 

@@ -47,8 +47,8 @@ class Layer:
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
         out, chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new)
         self.lengths, self.steps = self.lengths + 1, self.steps + 1
-        if self.policy.period and self.steps % self.policy.period == 0:
-            self.state, self.cache = self.policy.maintain(self.state, self.cache)
+        if self.policy.services.period and self.steps % self.policy.services.period == 0:
+            self.state, self.cache = self.policy.services.maintain(self.state, self.cache)
         return jax.device_get(chosen), jax.device_get(out)
 
     def tables(self):
@@ -265,14 +265,14 @@ def expected(tables, kind, number, always, q, keys):
 def test_steps_are_those_of_the_slow_model(kind):
     """Across two renormalisations at decay 0.5, whose period is 12."""
     layer = check(kind, 26, 0.5)
-    assert layer.policy.period == 12
+    assert layer.policy.services.period == 12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RULES)
 def test_200_steps_are_those_of_the_slow_model(kind):
     layer = check(kind, 200, 0.95)
-    assert layer.policy.period < 200
+    assert layer.policy.services.period < 200
 
 
 class Steps(NamedTuple):
@@ -482,5 +482,5 @@ def test_tables_that_take_nothing_in_do_not_vanish():
     cache = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32))
     state = Past((Tables(entries, entries),), jnp.zeros(1, jnp.int32), ())
     for _ in range(40):
-        state, _ = policy.maintain(state._replace(born=cache.positions - 100), cache)
+        state, _ = policy.services.maintain(state._replace(born=cache.positions - 100), cache)
     assert (np.diff(np.asarray(state.tables[0].vertical.astype(jnp.float32))[0, 0]) > 0).all()

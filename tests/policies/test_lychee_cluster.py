@@ -78,7 +78,7 @@ class Layer:
 
     def maintain(self):
         """Do so if it is due, and say whether it was."""
-        if self.steps % self.policy.period:
+        if self.steps % self.policy.services.period:
             return False
         self.state, self.cache = _maintain(self.policy, self.state, self.cache)
         return True
@@ -110,7 +110,7 @@ def _step(policy, cache, state, q, k, tokens, constants):
 
 @partial(jax.jit, static_argnames=("policy",))
 def _maintain(policy, state, cache):
-    return policy.maintain(state, cache)
+    return policy.services.maintain(state, cache)
 
 
 # The slow model: one head after the other, one chunk after the other, in float64.

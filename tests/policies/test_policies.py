@@ -28,7 +28,7 @@ from jsparse.owners import owners
 from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import Policy, builder
+from jsparse.policy import Policy, Services, builder, dense
 from jsparse.runtime import prefill, session, store
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.correct import correct
@@ -120,27 +120,18 @@ def test_full_hyper_parameters_equal_dense(expression):
 SHORT = tuple(x for x in METHODS if not parse(x).evicts and parse(x).offload is None)
 
 
-def logits_from(policy, first):
-    """The logits of the two first prompts, or of the second alone."""
-    rows = slice(first, 2)
-    return engine_logits(params(), policy, PROMPTS[rows], FORCED[rows], page_size=PAGE)
-
-
-@shared
-def dense_from(first, correct_every):
-    """The same, dense; corrections round in their own way."""
-    return logits_from(parse("dense")._replace(correct_every=correct_every), first)
-
-
-@pytest.mark.parametrize("expression", slow_except(SHORT, *MECHANISMS[:3]))
+@pytest.mark.parametrize("expression", slow_except(SHORT, *MECHANISMS[:2]))
 def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     """Beside a long row, which attends to what the policy selects, and where all are short."""
     policy = parse(expression)
     short = policy._replace(dense_below=lambda held: len(PROMPTS[1]) + FORCED.shape[1])
-    beside, exact = logits_from(short, 0), dense_from(0, policy.correct_every)
-    np.testing.assert_array_equal(beside[:, 1], exact[:, 1])
-    np.testing.assert_array_equal(logits_from(short, 1), dense_from(1, policy.correct_every))
-    assert_close(beside[:, 0], table_logits(expression)[0][:, 0], rtol=2e-5)
+    # corrections round in their own way
+    exact = dense()._replace(services=Services(correct_every=policy.services.correct_every))
+    few = [PROMPTS[1], PROMPTS[1][::-1]]
+    beside = decoded(short, PROMPTS)
+    np.testing.assert_array_equal(beside[:, 1], decoded(exact, PROMPTS)[:, 1])
+    np.testing.assert_array_equal(decoded(short, few), decoded(exact, few))
+    assert_close(beside[:, 0], decoded(policy, PROMPTS)[:, 0], rtol=2e-5)
 
 
 @every_method
@@ -161,12 +152,12 @@ def test_selections_are_well_formed(expression):
     """
     _, calls = table_logits(expression)
     assert sorted(layer for layer, *_ in calls) == sorted([0, 1] * (FORCED.shape[1] - 1))
-    for _, granularity, lengths, ids, count, bits, dense in calls:
+    for _, granularity, lengths, ids, count, bits, whole in calls:
         assert granularity in ("page", "token")
         unit = PAGE if granularity == "page" else 1
         assert ids.dtype == np.int32
         assert ids.shape[:2] == count.shape == lengths.shape
-        assert dense is None or dense.shape == count.shape
+        assert whole is None or whole.shape == count.shape
         assert bits is None or bits.dtype == np.uint32
         assert (count >= 0).all()
         assert (count <= ids.shape[2]).all()
@@ -295,7 +286,7 @@ def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
     jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
     policy = parse(expression)
-    first = 2 + max(policy.correct_every, policy.period)
+    first = 2 + max(policy.services.every.values(), default=0)
     decoded(expression, PROMPTS, FORCED[:, :first])
     before = traces(*jitted)
     spaced = expression.replace("(", "( ").replace(",", " ,")
@@ -314,9 +305,11 @@ def checked(policy: Policy, called: set[str]) -> Policy:
     dtypes and shapes.
     """
 
+    hooks = policy._asdict() | policy.services._asdict()
+
     def watch(name, state_in, state_out):
         def wrapped(*args):
-            result = getattr(policy, name)(*args)
+            result = hooks[name](*args)
             called.add(name)
             assert signature(jax.tree.map(jax.typeof, state_in(args))) == signature(
                 jax.tree.map(jax.typeof, state_out(result))
@@ -333,7 +326,9 @@ def checked(policy: Policy, called: set[str]) -> Policy:
         append=watch("append", first, lambda out: out),
         select=watch("select", first, lambda out: out[2]),
         update=watch("update", first, lambda out: out),
-        maintain=watch("maintain", lambda args: args, lambda out: out),
+        services=policy.services._replace(
+            maintain=watch("maintain", lambda args: args, lambda out: out)
+        ),
     )
 
 
@@ -359,7 +354,7 @@ def test_no_function_changes_the_type_of_the_state(policy):
         _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
         corrected = p.decoder, watched, weights, tokens[:, :3], cache, state, borrowed
         cache, state = inlined(correct)(*corrected)
-        state, cache = watched.maintain(state, cache)
+        state, cache = watched.services.maintain(state, cache)
         assert signature(jax.tree.map(jax.typeof, (cache, state))) == start
         assert not any(weak for *_, weak in start[1])
         return cache, state

@@ -73,7 +73,7 @@ def test_what_a_policy_cannot_do_is_refused(policy, options, message):
 
 def test_corrections_go_with_no_policy_that_evicts():
     evicts = parse("snapkv(budget=64)")
-    policy = evicts._replace(correct_every=4)
+    policy = evicts._replace(services=evicts.services._replace(correct_every=4))
     params = tiny_params(num_layers=2)
     with pytest.raises(ValueError, match="correct_every=4: must be 0 where the policy evicts"):
         admit(params, policy, spec_of(params, 2))

@@ -146,13 +146,13 @@ class Slots:
     def service(self, slot, age):
         p, policy, rows = self.params, self.policy, jnp.array([slot])
         part = None
-        if policy.correct_every and age % policy.correct_every == 0:
-            newest = self.slots[slot]["logits"][-policy.correct_every - 1 : -1]
+        if policy.services.correct_every and age % policy.services.correct_every == 0:
+            newest = self.slots[slot]["logits"][-policy.services.correct_every - 1 : -1]
             tokens = jnp.array([[int(x.argmax()) for x in newest]], jnp.int32)
             part = take(policy, self.spec, self.cache, self.state, rows)
             part = correct(p.decoder, policy, p.weights, tokens, *part, self.lent)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
-        if policy.period and age % policy.period == 0:
+        if policy.services.period and age % policy.services.period == 0:
             part = take(policy, self.spec, self.cache, self.state, rows)
             part = maintain(policy, *part, self.lent)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)

@@ -21,7 +21,7 @@ from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_end
 import jsparse
 from jsparse import SamplingParams, generation
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import dense
+from jsparse.policy import Services, dense
 from jsparse.request import requests
 from jsparse.runtime import compilation, prefill, sampling, session
 from jsparse.runtime.session import Session
@@ -46,7 +46,7 @@ def faded(state, cache):
 
 
 SERVICED = as_policy("streaming(sink=1, recent=4)")._replace(
-    maintain=faded, period=11, correct_every=13, name="serviced"
+    services=Services(faded, period=11, correct_every=13), name="serviced"
 )
 # What decides is worked out by hand: the steps left to a row's limit, and to what is due.
 LIMITS = (30, 30, 3)
@@ -58,9 +58,18 @@ PROGRAMS = {
     # due after 13 and 26
     # both
     SERVICED: [1, 1, 8, 1, 1, 1, 8, *[1] * 8],
-    inherit()._replace(correct_every=13, name="inherit"): [1, 1, 8, 1, 1, 1, 8, *[1] * 8],
+    inherit()._replace(services=Services(correct_every=13), name="inherit"): [
+        1,
+        1,
+        8,
+        1,
+        1,
+        1,
+        8,
+        *[1] * 8,
+    ],
     # something is always due soon
-    dense()._replace(period=9, correct_every=4, name="busy"): [1] * 29,
+    dense()._replace(services=Services(period=9, correct_every=4), name="busy"): [1] * 29,
     prompt_ends(): [1, 1, 8, 8, 8, 1, 1, 1],
     **{
         as_policy(expression): [1, 1, 8, 8, 8, 1, 1, 1]
@@ -336,7 +345,7 @@ def test_a_turn_that_failed_cannot_be_read_on(short_chunks):
 def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
     """A program that failed may have taken the cache; an interruption between them has not."""
     params = tiny_params(num_layers=1)
-    policy = dense()._replace(correct_every=1)
+    policy = dense()._replace(services=Services(correct_every=1))
     made = Session(params, policy, spec_of(params, 3, page_size=PAGE), resumable=True)
     made.read(PROMPTS)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012

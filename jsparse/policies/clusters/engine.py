@@ -23,7 +23,7 @@ from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, 
 from jsparse.policies.clusters.index import Clusters, Form, build, empty, num_clusters
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.clusters.search import cluster_scores
-from jsparse.policy import Policy, PrefillView, at_layer
+from jsparse.policy import Policy, PrefillView, Services, at_layer
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows, Tokens
 
@@ -206,8 +206,7 @@ def cluster_policy(settings: Settings) -> Policy:
         init=init,
         prefill=prefill,
         append=append,
-        maintain=maintain,
-        period=settings.period,
+        services=Services(maintain, settings.period),
         needs=() if settings.classes is None else (settings.classes,),
         shares="keys",
         reads=settings.most_open + 1,

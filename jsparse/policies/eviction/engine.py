@@ -21,7 +21,7 @@ from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.eviction.budgets import MOST, CountFn
 from jsparse.policies.eviction.merging import merged_slot, put_slot
 from jsparse.policies.eviction.window import as_ring, mean_query
-from jsparse.policy import Eviction, MostFn, Policy, PrefillView, State, at_layer
+from jsparse.policy import Eviction, MostFn, Policy, PrefillView, Services, State, at_layer
 from jsparse.selection import (
     MAX_BITS_PAGE,
     Selection,
@@ -231,10 +231,9 @@ def evicting(
         init=init,
         prefill=prefill,
         update=update,
-        maintain=maintain,
+        services=Services(maintain, period),
         eviction=Eviction(after_prompt, most),
         stats=lambda layer: "token_logits" if tracking else None,
-        period=period,
         window=window,
         needs=("bias",) if merge else (),
     )
