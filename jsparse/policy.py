@@ -244,56 +244,61 @@ class Offload(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """A method, as the engine sees it.
-
-    Attributes:
-        select: chooses what is attended to.
-        init: makes the state; by default there is none.
-        prefill, append, update: keep it up to date; by default they change nothing.
-        services: what is done for a row between steps; by default nothing.
-        stats: names the report that attention makes: None, "page_mass", "token_logits" or
-            "listed_logits".
-        dense_below: the number of tokens below which a row attends to everything, whatever select
-            says. Where all rows are so short select is not called: what it leaves in a short
-            row's state must not outlast the step.
-        window: W, the number of last prompt queries that prefill wants.
-        eviction: how heads lose tokens; None is that they keep them. Wrappers that rely on slots
-            refuse a method whose heads lose some, and a further dense chunk cannot follow.
-        needs: optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS),
-            and constants of the model, which hooks find in `cache.constants`.
-        shares: what other requests with the same prefix may use. "pages": K, V and the page arrays
-            of the state, which depend on nothing but the tokens up to them. "keys": K and V, from
-            which the state is built anew. None: nothing.
-        per_row: hyper-parameters that may differ by row, each with a function of its name and a
-            value that raises ValueError where a row may not have that. `knob` reads them.
-        reads: the newest tokens whose K and V hooks other than `select` read while decoding, beside
-            the last page; `select` reads a few rows at most. None is that hooks read any number:
-            such a policy cannot be `offloaded`.
-        foresees: whether `select` reads neither its query nor K nor V, gives no summary and returns
-            the state as it got it, so that it may be called before the layer's query exists.
-        dense_heads: names the KV heads of a layer that always attend to everything.
-        offload: where K and V lie in host memory, and how they are read; None is on the device.
-        name: the expression that builds it.
-    """
+    """A method, as the engine sees it; the hooks come first."""
 
     select: SelectFn
+    """Chooses what is attended to."""
     init: InitFn = _no_state
+    """Makes the state; by default there is none."""
     prefill: PrefillFn = _keep_state
+    """Brings the state up to date with a chunk of the prompt; by default changes nothing."""
     append: AppendFn = _keep_state
+    """Brings the state up to date with new tokens; by default changes nothing."""
     update: UpdateFn = _keep_state
+    """Brings the state up to date with what attention reported; by default changes nothing."""
     services: Services = Services()
+    """What is done for a row between steps; by default nothing."""
     stats: StatsFn = _no_stats
+    """Names the report that attention makes, as StatsKind says; by default none."""
     dense_below: DenseBelowFn = never_dense
+    """The number of tokens below which a row attends to everything, whatever `select` says; by
+    default 0. Where all rows are so short `select` is not called: what it leaves in a short row's
+    state must not outlast the step.
+    """
     window: int = 0
+    """W, the number of last prompt queries that `prefill` wants."""
     needs: tuple[str, ...] = ()
+    """Optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS), and
+    constants of the model, which hooks find in `cache.constants`.
+    """
     eviction: Eviction | None = None
+    """How heads lose tokens; None is that they keep them. Wrappers that rely on slots refuse a
+    method whose heads lose some, and a further dense chunk cannot follow.
+    """
     shares: Shares | None = None
+    """What other requests with the same prefix may use. "pages": K, V and the page arrays of the
+    state, which depend on nothing but the tokens up to them. "keys": K and V, from which the state
+    is built anew. None: nothing.
+    """
     per_row: Mapping[str, CheckFn] = MappingProxyType({})
+    """Hyper-parameters that may differ by row, each with a function of its name and a value that
+    raises ValueError where a row may not have that. `knob` reads them.
+    """
     reads: int | None = None
+    """The newest tokens whose K and V hooks other than `select` read while decoding, beside the
+    last page; `select` reads a few rows at most. None is that hooks read any number: such a policy
+    cannot be `offloaded`.
+    """
     foresees: bool = False
+    """Whether `select` reads neither its query nor K nor V, gives no summary and returns the state
+    as it got it, so that it may be called before the layer's query exists.
+    """
     dense_heads: DenseHeadsFn = _no_heads
+    """Names the KV heads of a layer that always attend to everything."""
     offload: Offload | None = None
+    """Where K and V lie in host memory, and how they are read; None is on the device."""
     name: str = ""
+    """The expression that builds it."""
 
     @property
     def fields(self) -> tuple[str, ...]:

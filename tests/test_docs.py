@@ -1,5 +1,6 @@
 """Tests that links lead somewhere, and that the docs agree with one another."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -81,3 +82,15 @@ def test_figures_are_drawn_from_their_source():
     for source in sources:
         drawn = (ROOT / "docs" / "images" / f"{source.stem}.svg").read_text("utf-8")
         assert drawn == drawing["draw"](source.read_text("utf-8"))
+
+
+def test_the_contract_lists_every_field_of_a_policy_once():
+    text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    table = text[text.index("| field |") : text.index("## Rows and pages")]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    tree = ast.parse((ROOT / "jsparse" / "policy.py").read_text(encoding="utf-8"))
+    [policy] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Policy"]
+    fields = [n for n in policy.body if isinstance(n, ast.AnnAssign)]
+    assert listed == [ast.unparse(field.target) for field in fields]
+    for field in fields:  # what it means stands below it
+        assert isinstance(policy.body[policy.body.index(field) + 1], ast.Expr), ast.unparse(field)
