@@ -27,7 +27,7 @@ FLOORS = (
         "key_constants",
     ),
     ("kernels", "pallas_kernels", "host_pool"),
-    ("contract", "policy", "owners"),
+    ("contract", "policy", "builder", "hyper_parameters", "owners"),
     ("policies", "policies", "extend", "signatures"),
     ("models", "models"),
     (

@@ -34,6 +34,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec, KVCache, LayerCache, fill, grow, read_heads
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import softmax_partial
@@ -41,7 +42,7 @@ from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.eviction.engine import Evicting
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, PrefillView, at_layer, dense
+from jsparse.policy import Policy, PrefillView, at_layer
 from jsparse.runtime import capacity
 from jsparse.runtime.sampling import forced
 from jsparse.runtime.session import Session

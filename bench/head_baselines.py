@@ -24,13 +24,14 @@ from jaxtyping import Float32
 from bench.lib.arguments import recording_parser
 from bench.lib.environment import describe
 from bench.lib.text import text_tokens
+from jsparse.builder import builder, dense
 from jsparse.cache import KVCache
 from jsparse.evaluation.closeness import windows
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import Stats
 from jsparse.policies.head_gates import SUFFIX, HeadGates, save
-from jsparse.policy import Policy, State, builder, dense
+from jsparse.policy import Policy, State
 from jsparse.train.families import hardened, one_in_eight
 
 SINK, RECENT = 64, 256

@@ -38,9 +38,10 @@ from bench.lib.environment import describe
 from bench.lib.head_replay import PAGE, Heads
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
+from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
 from jsparse.models.checkpoint import Params, load
-from jsparse.policy import Policy, PrefillView, State, at_layer, builder, dense
+from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
 

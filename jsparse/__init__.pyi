@@ -1,4 +1,5 @@
 # The one list of public names: __init__.py reads it and imports each name when it is first used.
+from jsparse.builder import dense as dense
 from jsparse.cache import KVCache as KVCache
 from jsparse.channel_calibration import calibrate_channels as calibrate_channels
 from jsparse.conversation import Conversation as Conversation
@@ -43,7 +44,6 @@ from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight
 from jsparse.policy import Policy as Policy
-from jsparse.policy import dense as dense
 from jsparse.request import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection

@@ -17,12 +17,13 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jsparse import prompts
+from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
 from jsparse.host_reader import OnProgress
 from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at, into_frame, scaled_queries
 from jsparse.models.checkpoint import Params
 from jsparse.policies.channel_ranking import Ranking
-from jsparse.policy import Policy, PrefillView, State, at_layer, builder, dense
+from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session

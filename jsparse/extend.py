@@ -4,6 +4,7 @@ docs/own_policy.md shows how to write one; `jsparse generate --policy my_policy.
 it.
 """
 
+from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import (
     CacheSpec,
     KVCache,
@@ -15,6 +16,7 @@ from jsparse.cache import (
     taking_part,
     truncate,
 )
+from jsparse.hyper_parameters import below_one, fraction, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
@@ -39,13 +41,7 @@ from jsparse.policy import (
     StatsFn,
     UpdateFn,
     at_layer,
-    below_one,
-    builder,
-    fraction,
     knob,
-    require_policy,
-    require_stays,
-    whole_number,
     without_knob,
 )
 from jsparse.selection import (

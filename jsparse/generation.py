@@ -18,10 +18,11 @@ from jsparse.host_reader import (
     TokenStreamer,
     text_stream,
 )
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, whole_number
+from jsparse.policy import AnyPolicy
 from jsparse.request import Request, SamplingParams, knobs, per_prompt, requests, require_alone
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations

@@ -243,7 +243,7 @@ def _request(
     seed: int,
     row: int,
 ) -> Request:
-    from jsparse.policy import require_knob
+    from jsparse.builder import require_knob
 
     for name, value in sampling.policy.items():
         if name == "dense" and not isinstance(value, bool):

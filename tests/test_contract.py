@@ -36,12 +36,14 @@ from toy_policies import (
 import jsparse
 from jsparse import SamplingParams
 from jsparse import cache as kv_cache
+from jsparse.builder import dense
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
+from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import Eviction, Services, dense, fraction
+from jsparse.policy import Eviction, Services
 from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step

@@ -11,8 +11,9 @@ from toy_policies import prompt_ends, shrink
 
 import jsparse
 from jsparse import SamplingParams
+from jsparse.builder import dense
 from jsparse.conversation import Conversation
-from jsparse.policy import Eviction, dense
+from jsparse.policy import Eviction
 from jsparse.runtime import capacity
 from jsparse.signatures import short_name
 

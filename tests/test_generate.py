@@ -12,8 +12,9 @@ from tiny import random_prompts, tiny_params, traces
 
 import jsparse
 from jsparse import SamplingParams, generation, memory
+from jsparse.builder import dense
 from jsparse.conversation import Conversation
-from jsparse.policy import Policy, Services, dense
+from jsparse.policy import Policy, Services
 from jsparse.runtime import capacity, prefill, sampling, session, store
 from jsparse.selection import everything
 

@@ -13,11 +13,12 @@ from tiny import tiny_params
 
 import jsparse
 from jsparse import SamplingParams, names
+from jsparse.builder import dense
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import unpack
 from jsparse.engine.progress import progress
 from jsparse.partials import Summary
-from jsparse.policy import Policy, Services, dense, selected
+from jsparse.policy import Policy, Services, selected
 from jsparse.runtime.decode_step import StepStats
 from jsparse.selection import everything
 

@@ -10,6 +10,7 @@ from tiny import spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
+from jsparse.builder import dense
 from jsparse.owners import (
     Owner,
     clear_rows,
@@ -21,7 +22,7 @@ from jsparse.owners import (
     with_row_arrays,
 )
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import Policy, dense
+from jsparse.policy import Policy
 
 SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(pool_pages=26)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())

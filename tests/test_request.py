@@ -9,9 +9,9 @@ from tiny import tiny_params
 
 import jsparse
 from jsparse import SamplingParams
+from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import dense
 from jsparse.request import end_tokens, knobs, requests, require_alone
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"

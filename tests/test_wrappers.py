@@ -4,8 +4,10 @@ import pytest
 from tiny import spec_of, tiny_params
 
 import jsparse
+from jsparse.builder import dense
+from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
-from jsparse.policy import Eviction, Policy, Services, dense, fraction
+from jsparse.policy import Eviction, Policy, Services
 
 HOOKS = {"init", "prefill", "append", "select", "update", "services"}
 # the fields that each wrapper may change; all others are the base's own

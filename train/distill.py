@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jsparse import cache as kv_cache
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec, read_heads
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
-from jsparse.policy import dense
 from jsparse.runtime import prefill
 from jsparse.shapes import Rows, Tokens
 from jsparse.threshold import top_k_mask

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jsparse.benchmark.serve import Question
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.policy import whole_number
 
 Words = Callable[[np.random.Generator, int], list[int]]
 

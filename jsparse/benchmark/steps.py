@@ -20,11 +20,13 @@ import jax.numpy as jnp
 
 from jsparse import memory
 from jsparse.benchmark.random_cache import random_cache, state_after_prompt
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy, dense, whole_number
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
 from jsparse.runtime.constants import constants

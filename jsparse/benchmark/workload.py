@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jsparse.policy import whole_number
+from jsparse.hyper_parameters import whole_number
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def serve(
 
     from jsparse.benchmark.latency import figures
     from jsparse.benchmark.workload import arrivals
-    from jsparse.policy import whole_number
+    from jsparse.hyper_parameters import whole_number
 
     address, goals = _address(base_url), _goals(goodput or [])
     percentiles = _percentiles(metric_percentiles)

@@ -17,10 +17,11 @@ from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput, unpac
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Flight, Runner, neutral
 from jsparse.engine.scheduler import Answer, Rules, Scheduler
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy, whole_number
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.request import Request
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations

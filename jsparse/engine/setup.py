@@ -6,8 +6,9 @@ import jax
 
 from jsparse.cache import CacheSpec
 from jsparse.engine.scheduler import Sizes
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, whole_number
+from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill
 
 # Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B

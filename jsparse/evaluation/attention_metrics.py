@@ -14,22 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
 from jsparse.evaluation.teacher_forcing import Forcing
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select.reference import pooled
 from jsparse.partials import Summary, merge, softmax_partial
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import (
-    Policy,
-    at_layer,
-    builder,
-    require_policy,
-    require_stays,
-    selected,
-    whole_number,
-)
+from jsparse.policy import Policy, at_layer, selected
 from jsparse.runtime.decode_step import dense_rows
 from jsparse.selection import Selection, count_tokens, token_mask
 from jsparse.shapes import Lengths, Queries, Rows

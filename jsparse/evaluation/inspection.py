@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse import prompts
 from jsparse.cache import CacheSpec, KVCache, slot_positions
 from jsparse.host_reader import OnProgress
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import AnyPolicy, Policy, at_layer, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, at_layer, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.sampling import greedy

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jsparse.builder import dense
 from jsparse.evaluation import tasks, texts
 from jsparse.evaluation.evaluators import MEASURES, Answers, Comparison, Measured
 from jsparse.evaluation.store import Cell, Entry, Store
 from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import dense
 from jsparse.prompts import tokenizer_of
 
 OnProgress = Callable[["Progress"], Any]

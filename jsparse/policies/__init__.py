@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from jsparse.builder import dense
 from jsparse.deprecated import moved_names
 from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
@@ -25,7 +26,7 @@ from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
-from jsparse.policy import AnyPolicy, dense
+from jsparse.policy import AnyPolicy
 
 POLICIES: dict[str, Callable[..., AnyPolicy]] = {
     build.__name__: build

@@ -9,10 +9,12 @@ beforehand; and as in snapkv the query heads of a group choose together.
 
 from math import inf
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import MOST, Bounds, competing_room, joint
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.snapkv import Pooling, pooled_attention
-from jsparse.policy import Policy, builder, fraction, whole_number
+from jsparse.policy import Policy
 
 
 @builder

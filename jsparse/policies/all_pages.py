@@ -5,9 +5,10 @@ Attention over it is exact. `dense` attends to the same tokens, but forbids prun
 
 import jax.numpy as jnp
 
+from jsparse.builder import builder
 from jsparse.cache import KVCache
 from jsparse.deprecated import moved_names
-from jsparse.policy import Policy, State, builder
+from jsparse.policy import Policy, State
 from jsparse.selection import Selection
 
 __getattr__ = moved_names(__name__, full=f"{__name__}:all_pages")

@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_pages
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.policy import Policy, State
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 Rank = Literal["bound", "centroid"]

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
 from jsparse.policies import choices
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.twilight import twilight
-from jsparse.policy import Policy, StandIn, builder, dense
+from jsparse.policy import Policy, StandIn
 
 # The fastest method measured whose KL divergence from dense attention is at most 0.005 on SmolLM2,
 # at 4K and 8K tokens (docs/results/twilight.md).

@@ -9,9 +9,11 @@ Tokens meet centroids by direction. Those of a cluster that no longer fits are t
 budget reaches, oldest first. The query heads of a group share their tokens.
 """
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import whole_number
 from jsparse.policies.clusters.engine import Settings, cluster_policy, require_budget
 from jsparse.policies.clusters.index import Form
-from jsparse.policy import Policy, builder, whole_number
+from jsparse.policy import Policy
 
 
 @builder

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, KVCache
+from jsparse.hyper_parameters import whole_number
 from jsparse.partials import Summary
 from jsparse.policies import head_gates
 from jsparse.policy import (
@@ -23,10 +25,6 @@ from jsparse.policy import (
     SelectFn,
     Shares,
     State,
-    builder,
-    require_policy,
-    require_stays,
-    whole_number,
 )
 from jsparse.selection import everything, union, window
 from jsparse.shapes import HeadFlags

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.hyper_parameters import whole_number
 from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at, into_frame, scaled_queries
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -33,7 +35,7 @@ from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import framed_sidecar
-from jsparse.policy import Policy, PrefillView, State, at_layer, builder, whole_number
+from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 

@@ -9,9 +9,10 @@ stays in the cache, unread. Gates come from the same files as LycheeDecode's, an
 window.
 """
 
+from jsparse.builder import builder
 from jsparse.policies.combinators import retrieval_heads
 from jsparse.policies.streaming import streaming
-from jsparse.policy import Policy, builder
+from jsparse.policy import Policy
 
 
 @builder

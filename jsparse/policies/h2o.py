@@ -11,10 +11,12 @@ mean query; and tokens are dropped every `period` steps (the paper: every step).
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
-from jsparse.policy import Policy, builder, whole_number
+from jsparse.policy import Policy
 
 
 @builder

@@ -19,12 +19,14 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import ScoreFn, evicting
 from jsparse.policies.h2o import SUMS, accumulated
 from jsparse.policies.r_kv import IMPORTANCE, important_and_rare
 from jsparse.policies.snapkv import POOL, POOLING, pooled_attention
-from jsparse.policy import Policy, builder, fraction, whole_number
+from jsparse.policy import Policy
 
 Metric = Literal["attention", "snapkv", "r_kv", "h2o"]
 Budgets = Literal["joint", "uniform", "n_star", "calibrated"]

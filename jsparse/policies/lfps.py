@@ -29,7 +29,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float, Float32
 
+from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_heads, read_slots
+from jsparse.hyper_parameters import below_one, fraction, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
@@ -42,16 +44,7 @@ from jsparse.partials import (
     merge,
     softmax_partial,
 )
-from jsparse.policy import (
-    Policy,
-    PrefillView,
-    Services,
-    below_one,
-    builder,
-    fraction,
-    knob,
-    whole_number,
-)
+from jsparse.policy import Policy, PrefillView, Services, knob
 from jsparse.selection import Selection
 from jsparse.shapes import HeadFlags, Lengths, Queries, Rows
 

@@ -25,9 +25,11 @@ scale stays.
 
 from typing import Literal, get_args
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import whole_number
 from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
 from jsparse.policies.clusters.index import Form, Pooling
-from jsparse.policy import Policy, builder, whole_number
+from jsparse.policy import Policy
 
 Cut = Literal["structure", "fixed"]
 Rank = Literal["centroid", "bound"]

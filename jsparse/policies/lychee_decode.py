@@ -22,13 +22,15 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.deprecated import renamed_arguments
+from jsparse.hyper_parameters import below_one, fraction, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import ListedLogits, Stats
 from jsparse.policies import head_gates
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, Services, State, below_one, builder, fraction, knob, whole_number
+from jsparse.policy import Policy, Services, State, knob
 from jsparse.selection import Granularity, Selection
 
 Rule = Literal["top_k", "top_p", "threshold", "ratio"]

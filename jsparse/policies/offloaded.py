@@ -8,14 +8,9 @@ host memory itself, and any policy whose index is small beside K and V works.
 
 from typing import Literal, get_args
 
-from jsparse.policy import (
-    Offload,
-    Policy,
-    builder,
-    require_offloadable,
-    require_policy,
-    whole_number,
-)
+from jsparse.builder import builder, require_offloadable, require_policy
+from jsparse.hyper_parameters import whole_number
+from jsparse.policy import Offload, Policy
 
 Reads = Literal["in_place", "gather"]
 

@@ -14,9 +14,11 @@ from typing import Any, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from jsparse.builder import builder
 from jsparse.cache import KVCache, LayerCache, read_heads
+from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
-from jsparse.policy import Policy, State, builder, fraction, knob, whole_number
+from jsparse.policy import Policy, State, knob
 from jsparse.selection import Granularity
 
 

@@ -21,7 +21,9 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jsparse.builder import builder
 from jsparse.cache import KVCache, LayerCache
+from jsparse.hyper_parameters import whole_number
 from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -29,7 +31,7 @@ from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import framed_sidecar, sidecar
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.policy import Policy, State
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 Group = Literal["mean", "max"]

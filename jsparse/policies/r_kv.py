@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
+from jsparse.builder import builder
 from jsparse.cache import LayerCache, read_heads
+from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, evicting
 from jsparse.policies.eviction.window import pooled
-from jsparse.policy import Policy, builder, fraction, whole_number
+from jsparse.policy import Policy
 
 SIMILAR = 0.5  # the cosine above which two keys count as alike
 WIDTH = 7  # of the maximum over neighbours

@@ -11,9 +11,11 @@ and dropped every `period` steps.
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import CountFn, competing_room
 from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
-from jsparse.policy import Policy, builder, fraction, whole_number
+from jsparse.policy import Policy
 
 PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
 

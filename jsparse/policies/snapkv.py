@@ -12,11 +12,13 @@ default: of a longer window, as the paper has it, too little belongs to a questi
 
 from typing import Literal, get_args
 
+from jsparse.builder import builder
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.window_attention import Over, window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
 from jsparse.policies.eviction.window import pooled
-from jsparse.policy import Policy, builder, whole_number
+from jsparse.policy import Policy
 
 Pooling = Literal["mean", "max"]
 POOL, POOLING = 5, "mean"

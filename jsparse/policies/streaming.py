@@ -6,8 +6,10 @@ Where we differ: keys keep the rotary positions they had in the text (the paper 
 inside the window), and the middle stays in the cache, unread.
 """
 
+from jsparse.builder import builder
 from jsparse.cache import KVCache
-from jsparse.policy import Policy, State, builder, whole_number
+from jsparse.hyper_parameters import whole_number
+from jsparse.policy import Policy, State
 from jsparse.selection import MAX_BITS_PAGE, window
 
 

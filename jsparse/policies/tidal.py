@@ -13,10 +13,12 @@ recent=0` is the paper's.
 
 import jax.numpy as jnp
 
+from jsparse.builder import builder
 from jsparse.cache import KVCache
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, Services, State, builder, whole_number
+from jsparse.policy import Policy, Services, State
 from jsparse.selection import Selection, everything
 
 

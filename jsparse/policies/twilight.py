@@ -19,7 +19,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
+from jsparse.hyper_parameters import fraction
 from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -28,15 +30,7 @@ from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import framed_sidecar
-from jsparse.policy import (
-    Policy,
-    builder,
-    fraction,
-    knob,
-    require_policy,
-    require_stays,
-    without_knob,
-)
+from jsparse.policy import Policy, knob, without_knob
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
 from jsparse.shapes import Bits, Ids
 

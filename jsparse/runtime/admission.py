@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 
 from jsparse.cache import CacheSpec
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.owners import owners
-from jsparse.policy import AnyPolicy, Policy, resolved, whole_number
+from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.constants import require_constants
 from jsparse.runtime.store import Store, store_of

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jsparse import memory
 from jsparse.cache import CacheSpec
+from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy, whole_number
+from jsparse.policy import Policy
 from jsparse.runtime import prefill, store
 
 PAGE_SIZES = (8, 16, 32, 64)

@@ -18,9 +18,10 @@ import psutil
 
 from jsparse import cache as kv_cache
 from jsparse import host_pool, memory
+from jsparse.builder import require_offloadable
 from jsparse.cache import CacheSpec, HostPages, KVCache, Lent, lend
 from jsparse.pallas_kernels.dispatch import no_triton
-from jsparse.policy import Offload, Policy, State, require_offloadable
+from jsparse.policy import Offload, Policy, State
 from jsparse.shapes import Rows
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64

@@ -14,12 +14,13 @@ from tiny import random_prompts, tiny_params
 from toy_policies import bypass, even_ids, inherit
 
 from jsparse import cache as kv_cache
+from jsparse.builder import dense
 from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import HeadMetrics, attention_metrics, measured
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.oracle import oracle_top_k
-from jsparse.policy import Policy, Services, dense
+from jsparse.policy import Policy, Services
 from jsparse.selection import Selection
 
 BATCH, HEADS, GROUP, HEAD_DIM, PAGE, PAGES = 2, 3, 2, 8, 4, 5

@@ -11,13 +11,14 @@ from tiny import random_prompts, tiny_params
 from typer.testing import CliRunner
 
 import jsparse
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec
 from jsparse.cli.app import app
 from jsparse.evaluation.closeness import closeness
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.auto import auto, layer_bytes
 from jsparse.policies.expressions import parse
-from jsparse.policy import dense, resolved
+from jsparse.policy import resolved
 
 MODULE = sys.modules[layer_bytes.__module__]
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")

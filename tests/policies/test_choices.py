@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec
 from jsparse.policies import choices
 from jsparse.policies.auto import _tell, auto, choose
 from jsparse.policies.choices import Choice, find, keep, known_as, stored
-from jsparse.policy import dense, resolved
+from jsparse.policy import resolved
 
 HERE = "here"
 

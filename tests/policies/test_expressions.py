@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jsparse
+from jsparse.builder import builder, dense
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import ALIASES, as_policy, parse
-from jsparse.policy import Policy, builder, dense
+from jsparse.policy import Policy
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from tiny import spec_of, tiny_params
 from toy_policies import page_bound
 
 from jsparse import memory
+from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import dense
 from jsparse.runtime.admission import admit
 from jsparse.runtime.session import Session
 from jsparse.runtime.store import OnDevice, OnHost

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse import memory
+from jsparse.builder import dense
 from jsparse.cache import CacheSpec
-from jsparse.policy import Policy, dense
+from jsparse.policy import Policy
 from jsparse.runtime import capacity
 
 SPEC = CacheSpec(

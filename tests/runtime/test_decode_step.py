@@ -20,8 +20,9 @@ from tiny import (
 
 import jsparse
 from jsparse import cache as kv_cache
+from jsparse.builder import builder, dense
 from jsparse.policies.expressions import parse
-from jsparse.policy import at_layer, builder, dense
+from jsparse.policy import at_layer
 from jsparse.runtime import prefill
 from jsparse.runtime.decode_step import decode_step
 

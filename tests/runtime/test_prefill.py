@@ -9,9 +9,10 @@ from slow_model import SlowModel, SlowRow
 from tiny import assert_close, dense_pass, random_prompts, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
+from jsparse.builder import dense
 from jsparse.cache import LayerCache
 from jsparse.models.transformer import to_logits
-from jsparse.policy import at_layer, dense
+from jsparse.policy import at_layer
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.session import first_logits

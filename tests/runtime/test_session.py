@@ -20,8 +20,9 @@ from toy_policies import bypass, echo, even_ids, inherit, page_bound, prompt_end
 
 import jsparse
 from jsparse import SamplingParams, generation
+from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import Services, dense
+from jsparse.policy import Services
 from jsparse.request import requests
 from jsparse.runtime import compilation, prefill, sampling, session
 from jsparse.runtime.session import Session

@@ -17,8 +17,8 @@ from serving import bits, greedy, tiny_llm
 from tiny import random_prompts, tiny_params
 
 import jsparse
+from jsparse.builder import dense
 from jsparse.policies.expressions import parse
-from jsparse.policy import dense
 from jsparse.runtime import compilation, fingerprint, prefill, session, stored
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.stored import Store

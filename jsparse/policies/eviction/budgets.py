@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
-from jsparse.policy import whole_number
 from jsparse.shapes import Lengths
 
 MOST = 2**30  # slots: counts are of int32

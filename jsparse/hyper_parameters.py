@@ -1,0 +1,21 @@
+"""Checks values of hyper-parameters; the checks of `Policy.per_row` have the same form."""
+
+from typing import Any
+
+
+def whole_number(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless a hyper-parameter is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Raise ValueError unless a hyper-parameter is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+
+def below_one(name: str, value: Any) -> None:
+    """Raise ValueError unless a hyper-parameter is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: must be a number from 0 to below 1")
