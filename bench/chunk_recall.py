@@ -55,6 +55,7 @@ from bench.lib.text import text_tokens
 from bench.page_ranking import from_file, recorded
 from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.evaluation.tasks import parse as tasks_of
+from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.policies.clusters.engine import WIDER
@@ -63,11 +64,10 @@ from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, State, at_layer
-from jsparse.prompts import tokenizer_of
 from jsparse.runtime.capacity import cache_spec
-from jsparse.runtime.constants import constants
 from jsparse.runtime.session import Session
 from jsparse.selection import Selection, token_mask
+from jsparse.text.prompts import tokenizer_of
 from jsparse.threshold import top_k_mask
 
 LENGTH, BUDGETS, STEPS = 4096, (256, 1024), 64

@@ -48,9 +48,9 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
     from jsparse.benchmark.random_cache import random_cache
+    from jsparse.model_facts.constants import constants
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
-    from jsparse.runtime.constants import constants
     from jsparse.runtime.sampling import greedy
     from jsparse.runtime.session import Held, Session
 

@@ -276,7 +276,7 @@ def small(bench: Bench, policy: str) -> Measured:
 
 def start(bench: Bench, policy: str) -> Measured:
     """Measures how long an engine takes to be ready, and again from the compilation cache."""
-    from jsparse.folders import cache_folder
+    from jsparse.machine.folders import cache_folder
 
     kept = sum(1 for _ in (cache_folder() / "jax").glob("*"))
     measured: dict[str, Any] = {"kept_compilations": kept}

@@ -27,7 +27,7 @@ from bench.lib.subprocesses import write_report
 from jsparse.evaluation import texts
 from jsparse.models.checkpoint import Params, load
 from jsparse.policies import head_gates
-from jsparse.prompts import tokenizer_of
+from jsparse.text.prompts import tokenizer_of
 from jsparse.train import distill
 from jsparse.train.data import Source
 from jsparse.train.passkey import passkeys

@@ -64,7 +64,7 @@ def served(
     engine: Any, rows: list[list[int]], new: int, repeats: int, **sampling: Any
 ) -> dict[str, Any]:
     """Times an engine that answers prompts, and the part of it in which the host dispatches."""
-    from jsparse.request import SamplingParams, requests
+    from jsparse.runtime.request import SamplingParams, requests
 
     given = {"temperature": 0, "max_tokens": new, "ignore_eos": True} | sampling
     asked = requests(engine.params, rows, SamplingParams(**given), engine.policy)

@@ -124,7 +124,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
 
     from bench.lib.replay import parse
     from jsparse import cache as kv_cache
-    from jsparse.runtime.constants import constants
+    from jsparse.model_facts.constants import constants
     from jsparse.runtime.sampling import greedy
     from jsparse.runtime.session import Held, Session
 
@@ -226,7 +226,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
     """Times contenders one after the other, until the time is over; yields a row each."""
     import jax.numpy as jnp
 
-    from jsparse import host_pool
+    from jsparse.host_memory import pool as host_pool
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
 

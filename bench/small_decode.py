@@ -38,8 +38,8 @@ def jsparse_decode(
     import jsparse
     from jsparse.generation import run
     from jsparse.policies.expressions import parse
-    from jsparse.request import requests
     from jsparse.runtime.capacity import cache_spec
+    from jsparse.runtime.request import requests
     from jsparse.runtime.session import Session
 
     params, prompt = model_and_prompt(model, prompt_tokens)

@@ -31,10 +31,17 @@ from bench.lib.head_replay import Heads
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import PAGE, WINDOW, from_file, recorded
-from jsparse.key_constants import SPAN, KeyFrame, angles_at, into_frame, scaled_queries, span_terms
+from jsparse.model_facts.constants import mid_and_scale
+from jsparse.model_facts.key_constants import (
+    SPAN,
+    KeyFrame,
+    angles_at,
+    into_frame,
+    scaled_queries,
+    span_terms,
+)
 from jsparse.models.checkpoint import load
 from jsparse.models.layers import rope_frequencies
-from jsparse.runtime.constants import mid_and_scale
 from jsparse.threshold import top_p_mask
 
 LENGTH, PROMPTS = 2048, 4

@@ -1,7 +1,6 @@
 # The one list of public names: __init__.py reads it and imports each name when it is first used.
 from jsparse.builder import dense as dense
 from jsparse.cache import KVCache as KVCache
-from jsparse.channel_calibration import calibrate_channels as calibrate_channels
 from jsparse.conversation import Conversation as Conversation
 from jsparse.engine.async_engine import AsyncEngine as AsyncEngine
 from jsparse.engine.errors import EngineError as EngineError
@@ -11,8 +10,7 @@ from jsparse.engine.outputs import CompletionOutput as CompletionOutput
 from jsparse.engine.outputs import Logprob as Logprob
 from jsparse.engine.outputs import RequestOutput as RequestOutput
 from jsparse.generation import generate as generate
-from jsparse.host_reader import Generation as Generation
-from jsparse.host_reader import GenerationStats as GenerationStats
+from jsparse.model_facts.channel_calibration import calibrate_channels as calibrate_channels
 from jsparse.models.checkpoint import Params as Params
 from jsparse.models.checkpoint import load as load
 from jsparse.models.checkpoint import save as save
@@ -44,7 +42,9 @@ from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight
 from jsparse.policy import Policy as Policy
-from jsparse.request import SamplingParams as SamplingParams
+from jsparse.runtime.host_reader import Generation as Generation
+from jsparse.runtime.host_reader import GenerationStats as GenerationStats
+from jsparse.runtime.request import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection
 

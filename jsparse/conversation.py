@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from jsparse import prompts
 from jsparse.cache import CacheSpec
 from jsparse.generation import GenerateOptions, Message, chosen_sampling, generate, run
-from jsparse.host_reader import Generation, OnProgress, Streamer
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
-from jsparse.request import SamplingParams, per_prompt, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_resumable
+from jsparse.runtime.host_reader import Generation, OnProgress, Streamer
+from jsparse.runtime.request import SamplingParams, per_prompt, requests
 from jsparse.runtime.session import Session
 from jsparse.signatures import short_name
+from jsparse.text import prompts
 
 # options of `generate` that belong to one answer, not to a conversation
 OF_A_TURN = ("streamer", "on_progress", "logprobs")

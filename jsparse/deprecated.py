@@ -37,7 +37,7 @@ MOVED = {
         "evaluation.together": "evaluation.shared_prefill",
         "generation_options": "cli.options",
         "loop": "runtime.session",
-        "output": "host_reader",
+        "output": "runtime.host_reader",
         "pallas_kernels.int4_scores.sidecar": "pallas_kernels.int4_keys",
         "pallas_kernels.page_bounds.sidecar": "pallas_kernels.key_bounds",
         "pallas_kernels.select": "pallas_kernels.threshold_select",

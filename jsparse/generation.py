@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jsparse import prompts
-from jsparse.host_reader import (
+from jsparse.hyper_parameters import whole_number
+from jsparse.models.checkpoint import Params, require_params
+from jsparse.names import GENERATE, takes
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import AnyPolicy
+from jsparse.runtime import capacity
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.host_reader import (
     Generation,
     OnProgress,
     Reader,
@@ -18,16 +24,17 @@ from jsparse.host_reader import (
     TokenStreamer,
     text_stream,
 )
-from jsparse.hyper_parameters import whole_number
-from jsparse.models.checkpoint import Params, require_params
-from jsparse.names import GENERATE, takes
-from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy
-from jsparse.request import Request, SamplingParams, knobs, per_prompt, requests, require_alone
-from jsparse.runtime import capacity
-from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.request import (
+    Request,
+    SamplingParams,
+    knobs,
+    per_prompt,
+    requests,
+    require_alone,
+)
 from jsparse.runtime.sampling import chooser, forced_then_greedy
 from jsparse.runtime.session import Session
+from jsparse.text import prompts
 
 Message = Mapping[str, Any]
 OnePrompt = str | Sequence[int] | Sequence[Message]

@@ -9,7 +9,7 @@ The state is any pytree of arrays that `init` returns, of fixed shapes and dtype
 tuple with one entry per layer, so that updating a layer touches its own arrays alone. It never
 holds the cache's arrays (both are donated). It is threaded through the layers in order, so what one
 layer decides reaches the next. Every array belongs either to the rows of the batch, and has an axis
-of `spec.batch`, or to the pages of the cache, and has one of `spec.pages` (jsparse.owners).
+of `spec.batch`, or to the pages of the cache, and has one of `spec.pages` (jsparse.runtime.owners).
 
 The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
 every decode step and layer, `append`, `select` and, after attention, `update`. While a token is

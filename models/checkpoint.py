@@ -58,8 +58,8 @@ class Params:
             decoding.
         name: the name under which the model was loaded, for messages.
         constants: arrays that policies need of the model, by name, such as the mean keys that
-            jsparse.key_constants describes. They belong to the weights, are made when a policy
-            first needs them, and are kept here.
+            jsparse.model_facts.key_constants describes. They belong to the weights, are made when a
+            policy first needs them, and are kept here.
     """
 
     weights: Weights

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jsparse.extras import install
+from jsparse.machine.extras import install
 from jsparse.models.checkpoint import Params, checked_config, family_of, parse_dtype, read_store
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer

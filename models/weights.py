@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse import memory
+from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
 from jsparse.models.transformer import Weights

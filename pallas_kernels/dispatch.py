@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.extras import install
+from jsparse.machine.extras import install
 from jsparse.partials import StatsKind
 from jsparse.selection import MAX_BITS_PAGE, Selection
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32
 
-from jsparse.key_constants import KeyFrame
+from jsparse.model_facts.key_constants import KeyFrame
 
 SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queries
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from model_tokenizers import NAMES, tokenizer_of
 
-from jsparse.boundary_classes import (
+from jsparse.model_facts.boundary_classes import (
     ENDS_IN_NEWLINE,
     IS_NEWLINES,
     STARTS_WITH_BLANK,

@@ -44,9 +44,9 @@ from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Eviction, Services
-from jsparse.request import knobs, requests
 from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.request import knobs, requests
 
 PAGE = 8
 LENGTHS = (37, 18, 3)

@@ -11,11 +11,13 @@ from programs import shared
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import SamplingParams, generation, memory
+from jsparse import SamplingParams, generation
 from jsparse.builder import dense
 from jsparse.conversation import Conversation
+from jsparse.host_memory import store
+from jsparse.machine import memory
 from jsparse.policy import Policy, Services
-from jsparse.runtime import capacity, prefill, sampling, session, store
+from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"

@@ -1,6 +1,7 @@
 """Tests that imports go down only, and that the check sees those that do not."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ spec = importlib.util.spec_from_file_location("import_floors", ROOT / ".ci" / "i
 assert spec is not None and spec.loader is not None
 import_floors = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(import_floors)
+
+
+def test_the_map_of_the_house_is_what_is_checked():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("## A map of the house")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    floors = [(name.strip(), *re.findall(r"`([\w.]+)`", rooms)) for name, rooms in rows]
+    assert floors[::-1] == list(import_floors.FLOORS)
 
 
 def test_no_import_goes_up():

@@ -11,7 +11,9 @@ from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
-from jsparse.owners import (
+from jsparse.policies.expressions import as_policy, parse
+from jsparse.policy import Policy
+from jsparse.runtime.owners import (
     Owner,
     clear_rows,
     keep_inactive,
@@ -21,8 +23,6 @@ from jsparse.owners import (
     take_rows,
     with_row_arrays,
 )
-from jsparse.policies.expressions import as_policy, parse
-from jsparse.policy import Policy
 
 SPEC = spec_of(tiny_params(num_layers=2), 3, page_size=8, num_pages=4)._replace(pool_pages=26)
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jsparse.prompts import encode, tokenizer_of
+from jsparse.text.prompts import encode, tokenizer_of
 
 pytestmark = pytest.mark.pure
 

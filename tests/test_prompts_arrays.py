@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from test_prompts import LETTERS
 
-from jsparse.prompts import encode
+from jsparse.text.prompts import encode
 
 
 def test_an_array_of_ids_is_a_prompt():

@@ -12,7 +12,7 @@ from jsparse import SamplingParams
 from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.policies.expressions import as_policy
-from jsparse.request import end_tokens, knobs, requests, require_alone
+from jsparse.runtime.request import end_tokens, knobs, requests, require_alone
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
 

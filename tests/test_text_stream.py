@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jsparse.text_stream import TextStream
+from jsparse.text.stream import TextStream
 
 pytestmark = pytest.mark.pure
 

@@ -11,17 +11,17 @@ import pytest
 
 import jsparse
 from jsparse.cache import CacheSpec, KVCache, Lent, replace_layer, truncate
-from jsparse.key_constants import KeyConstants
+from jsparse.host_memory.store import empty
+from jsparse.model_facts.constants import constants
+from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
-from jsparse.owners import clear_rows
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
-from jsparse.runtime.constants import constants
+from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.session import Held, Session, first_logits
-from jsparse.runtime.store import empty
 
 VOCAB = 300
 

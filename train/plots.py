@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.extras import install
+from jsparse.machine.extras import install
 from jsparse.train import hard_kuma, stretch_and_rectify
 
 MOST_STEPS, DPI = 6, 120

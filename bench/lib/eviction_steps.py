@@ -20,6 +20,7 @@ from bench.lib.kernel_programs import random
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.subprocesses import spread
 from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.host_memory.store import empty
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import random_weights
@@ -27,7 +28,6 @@ from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Held, Session
-from jsparse.runtime.store import empty
 
 PAGE = 16
 

@@ -3,7 +3,7 @@
 from importlib.resources import files
 
 from jsparse.models.checkpoint import Params
-from jsparse.prompts import tokenizer_of
+from jsparse.text.prompts import tokenizer_of
 
 
 def text_tokens(params: Params) -> list[int]:

@@ -20,8 +20,8 @@ from jsparse.benchmark.steps import time_steps
 from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
 from jsparse.evaluation.store import Cell, Entry, Store
-from jsparse.folders import cache_folder
 from jsparse.hyper_parameters import whole_number
+from jsparse.machine.folders import cache_folder
 from jsparse.models.checkpoint import Params
 from jsparse.policies.choices import Choice, known_as
 from jsparse.policies.expressions import parse

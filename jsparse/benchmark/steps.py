@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsparse import memory
 from jsparse.benchmark.random_cache import random_cache, state_after_prompt
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec, Lent, lend
 from jsparse.hyper_parameters import whole_number
+from jsparse.machine import memory
+from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params, read_config
 from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
-from jsparse.runtime.constants import constants
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Held, Session, StepResult
 

@@ -14,7 +14,7 @@ import numpy as np
 from jsparse.benchmark.workload import Asked
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.request import SamplingParams, requests
+from jsparse.runtime.request import SamplingParams, requests
 
 PERCENTILES = (50, 90, 99)
 

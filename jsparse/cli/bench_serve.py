@@ -17,7 +17,7 @@ from typer import Option
 
 from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import takes_model
-from jsparse.extras import install
+from jsparse.machine.extras import install
 
 if TYPE_CHECKING:
     from jsparse.benchmark.serve import Answer

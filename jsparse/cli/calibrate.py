@@ -30,9 +30,10 @@ def calibrate_channels(
     """
     if not out.parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: must lie in a folder that exists")
-    from jsparse import channel_calibration, prompts
+    from jsparse.model_facts import channel_calibration
     from jsparse.models.checkpoint import load
     from jsparse.policies import channel_ranking
+    from jsparse.text import prompts
 
     read, bars = read_text(text, "--text"), Bars()
     if not read.strip():

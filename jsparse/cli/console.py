@@ -22,7 +22,7 @@ from jsparse import deprecated
 from jsparse.signatures import short_name
 
 if TYPE_CHECKING:
-    from jsparse.host_reader import Generation
+    from jsparse.runtime.host_reader import Generation
 
 
 def quiet_jax() -> None:

@@ -22,7 +22,7 @@ from jsparse.cli.options import (
     takes_model,
     whole_numbers,
 )
-from jsparse.extras import install
+from jsparse.machine.extras import install
 
 if TYPE_CHECKING:
     from jsparse.evaluation.plan import Plan, Progress

@@ -12,8 +12,8 @@ from jsparse.cli.console import Bars, TextOutput, print_stats
 from jsparse.cli.options import GenerationOptions, read_prompt, takes_generation_options
 
 if TYPE_CHECKING:
-    from jsparse.host_reader import Generation
     from jsparse.models.checkpoint import Params
+    from jsparse.runtime.host_reader import Generation
 
 
 @takes_generation_options

@@ -33,7 +33,7 @@ def info(
     """
     import jax
 
-    from jsparse import model_info
+    from jsparse.model_facts import info as model_info
     from jsparse.policies.own_code import resolve
 
     chosen = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
-from jsparse.extras import install
+from jsparse.machine.extras import install
 from jsparse.signatures import short_name
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typer import Option
 
 from jsparse.cli.console import Bars
 from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, takes_model
-from jsparse.extras import install
+from jsparse.machine.extras import install
 
 if TYPE_CHECKING:
     from jsparse.models.tokenizer import Tokenizer
@@ -116,8 +116,8 @@ def train_gates(
     Example: jsparse train-gates --model smollm2 --out gates/ --steps 1000
     """
     from jsparse.models.checkpoint import load
-    from jsparse.prompts import tokenizer_of
     from jsparse.runtime.compilation import keep_compilations
+    from jsparse.text.prompts import tokenizer_of
     from jsparse.train.families import one_in_eight
     from jsparse.train.trainer import Settings, Trainer
 

@@ -13,14 +13,14 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from jsparse import prompts
 from jsparse.engine.core import Engine, Served
 from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy
-from jsparse.request import Request, SamplingParams, requests
+from jsparse.runtime.request import Request, SamplingParams, requests
+from jsparse.text import prompts
 
 MAX_WAITING = 1024
 STREAMS = 2**20

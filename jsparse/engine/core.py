@@ -22,9 +22,9 @@ from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
-from jsparse.request import Request
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.request import Request
 from jsparse.runtime.sampling import row_sampling
 
 # steps and chunks that may have been dispatched without their results having been read
@@ -231,7 +231,7 @@ class Engine:
         """Adds a request and returns it.
 
         Args:
-            request: the request, checked by `jsparse.request.requests`.
+            request: the request, checked by `jsparse.runtime.request.requests`.
             request_id: its name, which no live request may have; None makes one.
             prompt: the prompt as it was given, for the output.
             arrived: when it came, by the engine's clock; None is now.

@@ -12,9 +12,9 @@ from jsparse.models.checkpoint import Params, given_params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.names import ANSWER, CHAT, ENGINE, takes
 from jsparse.policy import AnyPolicy
-from jsparse.prompts import encode, plain, tokenizer_of
-from jsparse.request import Request, SamplingParams, default_sampling, requests
 from jsparse.runtime.interrupts import interrupts_wait
+from jsparse.runtime.request import Request, SamplingParams, default_sampling, requests
+from jsparse.text.prompts import encode, plain, tokenizer_of
 
 
 class LLM:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jsparse.host_reader import shares, text_stream
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.request import Request
+from jsparse.runtime.host_reader import shares, text_stream
+from jsparse.runtime.request import Request
 
 
 class TokenResult(NamedTuple):

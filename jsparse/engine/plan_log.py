@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jsparse.engine.outputs import Growing
 from jsparse.engine.scheduler import Chunk, Decode, Plan
-from jsparse.request import Request, SamplingParams
+from jsparse.runtime.request import Request, SamplingParams
 
 
 class PlanLog:

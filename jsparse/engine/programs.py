@@ -29,14 +29,14 @@ from jsparse.engine.slots import (
     start_slots,
     view,
 )
+from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
-from jsparse.owners import put_rows, row_arrays, take_rows, with_row_arrays
 from jsparse.policy import Policy, PrefillView
 from jsparse.runtime.compilation import inlined, note_trace, program
-from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
+from jsparse.runtime.owners import put_rows, row_arrays, take_rows, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk
 from jsparse.runtime.sampling import RowSampling, greedy, sampled, top_logprobs
 from jsparse.runtime.session import maintain

@@ -12,8 +12,8 @@ from jsparse.engine.programs import CHOICES, Choice, Programs
 from jsparse.engine.scheduler import Chunk, Decode, Plan, Sizes
 from jsparse.engine.slots import Reading, Slots
 from jsparse.policy import Policy
-from jsparse.request import OFF, Request, SamplingParams, knob_row
 from jsparse.runtime.prefill import settle
+from jsparse.runtime.request import OFF, Request, SamplingParams, knob_row
 from jsparse.runtime.sampling import RowSampling, row_sampling
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int32
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, LayerCache
 from jsparse.models.transformer import Decoder
-from jsparse.owners import row_arrays
 from jsparse.policy import Policy, State
 from jsparse.runtime import prefill
+from jsparse.runtime.owners import row_arrays
 from jsparse.runtime.sampling import RowSampling
 from jsparse.shapes import Pages, Rows
 

@@ -13,9 +13,9 @@ from jsparse.evaluation.shared_prefill import generate
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
 from jsparse.evaluation.teacher_forcing import Forcing, force
 from jsparse.evaluation.yardstick import yardsticks
-from jsparse.host_reader import Generation
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.host_reader import Generation
 
 COLUMNS = {
     "kl": ("kl", "agreement", "logprob", "attended", "read"),

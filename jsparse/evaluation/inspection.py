@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse import prompts
 from jsparse.cache import CacheSpec, KVCache, slot_positions
-from jsparse.host_reader import OnProgress
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policies.combinators import Paired, with_state
@@ -22,10 +20,12 @@ from jsparse.policies.oracle import attention_logits
 from jsparse.policy import AnyPolicy, Policy, at_layer, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.host_reader import OnProgress
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
 from jsparse.selection import token_mask
 from jsparse.shapes import Queries, Rows
+from jsparse.text import prompts
 
 
 class Inspected(NamedTuple):

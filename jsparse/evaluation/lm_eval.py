@@ -40,10 +40,10 @@ from jsparse.models.checkpoint import load
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.own_code import resolve
 from jsparse.policy import AnyPolicy
-from jsparse.prompts import tokenizer_of
-from jsparse.request import OFF, end_tokens
 from jsparse.runtime import capacity, scoring
 from jsparse.runtime.capacity import PAGE_SIZES
+from jsparse.runtime.request import OFF, end_tokens
+from jsparse.text.prompts import tokenizer_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from jsparse.evaluation.store import Cell, Entry, Store
 from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.prompts import tokenizer_of
+from jsparse.text.prompts import tokenizer_of
 
 OnProgress = Callable[["Progress"], Any]
 

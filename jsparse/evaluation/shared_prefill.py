@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsparse import generation, prompts
+from jsparse import generation
 from jsparse.builder import dense
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
-from jsparse.host_reader import Generation, OnProgress
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, PrefillView, State
-from jsparse.request import OFF, requests
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.host_reader import Generation, OnProgress
+from jsparse.runtime.request import OFF, requests
 from jsparse.runtime.session import Held, Session
+from jsparse.text import prompts
 
 
 class Shared(NamedTuple):

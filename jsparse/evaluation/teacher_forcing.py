@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jsparse import memory, prompts
 from jsparse.builder import dense
 from jsparse.evaluation.shared_prefill import Shared, as_policies, prime
-from jsparse.host_reader import OnProgress
+from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, State
 from jsparse.runtime import capacity
 from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.host_reader import OnProgress
 from jsparse.runtime.sampling import ChooseFn, forced, greedy
 from jsparse.runtime.session import Session
 from jsparse.shapes import Rows
+from jsparse.text import prompts
 
 
 class ForcedStep(NamedTuple):

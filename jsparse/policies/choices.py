@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsparse.cache import CacheSpec
-from jsparse.folders import cache_folder
+from jsparse.machine.folders import cache_folder
 
 # a cache that holds at most this part of the measured context, or more than it by this factor, is
 # not one that was measured: the budgets of policies are numbers of tokens

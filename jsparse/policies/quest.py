@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jsparse.builder import builder
 from jsparse.cache import KVCache, LayerCache
 from jsparse.hyper_parameters import whole_number
-from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, taking_part
-from jsparse.key_constants import KeyFrame, frame_at
+from jsparse.model_facts.key_constants import KeyFrame, frame_at
 from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
 from jsparse.hyper_parameters import fraction
-from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import jax
 
 from jsparse.cache import CacheSpec
+from jsparse.host_memory.store import Store, store_of
 from jsparse.hyper_parameters import whole_number
+from jsparse.model_facts.constants import require_constants
 from jsparse.models.checkpoint import Params
-from jsparse.owners import owners
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
-from jsparse.runtime.constants import require_constants
-from jsparse.runtime.store import Store, store_of
+from jsparse.runtime.owners import owners
 
 # steps per program on a GPU
 STEPS_PER_PROGRAM = 8

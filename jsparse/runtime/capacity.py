@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jsparse import memory
 from jsparse.cache import CacheSpec
+from jsparse.host_memory import store
 from jsparse.hyper_parameters import whole_number
+from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime import prefill, store
+from jsparse.runtime import prefill
 
 PAGE_SIZES = (8, 16, 32, 64)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jsparse.folders import cache_folder
+from jsparse.machine.folders import cache_folder
 from jsparse.runtime.stored import Store, settings
 
 # What a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a trip count or

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from jsparse.cache import KVCache, fill, grow, spec_of, taken
+from jsparse.host_memory import attention as host_attention
+from jsparse.host_memory.attention import Fetched, fetch_ahead
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
-from jsparse.owners import keep_inactive
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, State, kept, selected
-from jsparse.runtime import host_attention
-from jsparse.runtime.host_attention import Fetched, fetch_ahead
+from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection, count_tokens
 from jsparse.shapes import Lengths, Queries, Rows
 

@@ -24,12 +24,12 @@ from jsparse.cache import (
     read_pages,
     replace_layer,
 )
-from jsparse.host_pool import whole
+from jsparse.host_memory.pool import whole
+from jsparse.host_memory.store import Store
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State, kept
 from jsparse.runtime.compilation import inlined, program
-from jsparse.runtime.store import Store
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
-from jsparse.request import MOST_BIASES, MOST_ENDS, Request
+from jsparse.runtime.request import MOST_BIASES, MOST_ENDS, Request
 from jsparse.shapes import Rows
 from jsparse.threshold import top_k_mask, top_p_mask
 

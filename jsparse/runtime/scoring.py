@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jsparse import memory
+from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.runtime.prefill import flash, has_flash

@@ -5,8 +5,8 @@ benchmarks differ in how the next token is chosen (jsparse.runtime.sampling) and
 with the results.
 
 The host runs ahead: it never waits for a step before it dispatches the next (see
-jsparse.host_reader). On a GPU several steps are one program, since the host takes longer to start a
-program than the device to run a small model's step.
+jsparse.runtime.host_reader). On a GPU several steps are one program, since the host takes longer to
+start a program than the device to run a small model's step.
 """
 
 import operator
@@ -23,19 +23,19 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
+from jsparse.host_memory.store import HostLayers, empty
+from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, to_logits
-from jsparse.owners import row_arrays, with_row_arrays
 from jsparse.policy import AnyPolicy, Eviction, Policy, State, maintained
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import note_trace, program, traces
-from jsparse.runtime.constants import constants
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
+from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
 from jsparse.runtime.sampling import ChooseFn
-from jsparse.runtime.store import HostLayers, empty
 from jsparse.shapes import Rows
 
 

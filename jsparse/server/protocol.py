@@ -17,7 +17,7 @@ from pydantic import (
 
 from jsparse.models.chat_template import joined
 from jsparse.names import SAMPLING
-from jsparse.request import MOST_BIASES, SamplingParams
+from jsparse.runtime.request import MOST_BIASES, SamplingParams
 from jsparse.server.errors import ApiError, shown
 
 # bounds on what the engine would work through for each token or each prompt

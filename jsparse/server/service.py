@@ -13,16 +13,16 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
-from jsparse import prompts
 from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
 from jsparse.engine.core import Served
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
-from jsparse.request import SamplingParams
+from jsparse.runtime.request import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.metrics import Metrics
 from jsparse.server.protocol import MOST_LIKELY, _Body, parse
 from jsparse.server.text import Texts
+from jsparse.text import prompts
 
 # a body may have this many bytes per token that a prompt can have, and at least LEAST_BODY
 BYTES_PER_TOKEN, LEAST_BODY = 32, 2**20

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import KeyFrame
+from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.int4_append import reference
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame

@@ -6,7 +6,7 @@ Twilight and Double Sparsity choose by these estimates.
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import KeyFrame
+from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
 from jsparse.pallas_kernels.int4_keys import Int4Keys, check_frame
 from jsparse.pallas_kernels.int4_scores import reference

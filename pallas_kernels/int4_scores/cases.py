@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import LayerCache, physical_pages, read_heads
-from jsparse.key_constants import SPAN, KeyFrame, angles_at, rotated
+from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at, rotated
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, quantise

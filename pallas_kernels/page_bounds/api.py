@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import KeyFrame
+from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, no_triton, run
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8, check_frame
 from jsparse.pallas_kernels.page_bounds import reference

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import SPAN, KeyFrame, angles_at
+from jsparse.model_facts.key_constants import SPAN, KeyFrame, angles_at
 from jsparse.pallas_kernels.block_sparse_decode.cases import JUNK, Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8

@@ -12,11 +12,12 @@ from programs import shared
 from typer.testing import CliRunner
 
 import jsparse
-from jsparse import generation, prompts
+from jsparse import generation
 from jsparse.cli.app import app
 from jsparse.conversation import Conversation
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.text import prompts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 TINY = str(FIXTURES / "llama3" / "model.gguf")
@@ -313,7 +314,7 @@ def test_info_takes_the_model_as_others_do():
 
 
 def test_info_tells_what_fits(monkeypatch):
-    from jsparse import memory
+    from jsparse.machine import memory
 
     per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
     weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
@@ -376,7 +377,7 @@ def test_info_of_a_policy_that_keeps_nothing(policy):
     ],
 )
 def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, monkeypatch):
-    from jsparse import memory
+    from jsparse.machine import memory
 
     each = 2 * 2 * 2 * 16 * 4 + growth
     weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
@@ -428,7 +429,7 @@ def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow(policy, slots
     ],
 )
 def test_info_says_what_a_policy_keeps_without_noughts(kept, said):
-    from jsparse import model_info
+    from jsparse.model_facts import info as model_info
 
     info = json.loads(run("info", TINY, "--json").stdout)
     info |= {"policy_bytes_per_token": kept[0], "policy_bytes_per_prompt": kept[1]}

@@ -17,11 +17,12 @@ from serving import hand_over, small
 from tiny import VOCAB, random_prompts, tiny_params
 
 import jsparse
-from jsparse import SamplingParams, prompts
+from jsparse import SamplingParams
 from jsparse.engine import async_engine
 from jsparse.models.checkpoint import Params
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.compilation import traces
+from jsparse.text import prompts
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 

@@ -15,8 +15,8 @@ from jsparse import SamplingParams
 from jsparse.engine import plan_log
 from jsparse.engine.core import policy_of
 from jsparse.engine.replay import replay
-from jsparse.request import requests
 from jsparse.runtime.compilation import traces
+from jsparse.runtime.request import requests
 
 PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"

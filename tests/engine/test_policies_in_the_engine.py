@@ -14,7 +14,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
-from jsparse.request import requests
+from jsparse.runtime.request import requests
 
 
 def servable(policy: Policy) -> bool:

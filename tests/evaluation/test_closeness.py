@@ -15,11 +15,11 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse import memory
 from jsparse.builder import builder, dense
 from jsparse.evaluation import shared_prefill
 from jsparse.evaluation.closeness import closeness, perplexity, windows
 from jsparse.evaluation.teacher_forcing import force
+from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Policy, Services

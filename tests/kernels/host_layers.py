@@ -3,7 +3,7 @@
 import jax
 
 from jsparse.cache import HostPages, LayerCache
-from jsparse.host_pool import host_sharding, in_tail, pools, refilled
+from jsparse.host_memory.pool import host_sharding, in_tail, pools, refilled
 
 
 def on_host(x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from marks import slow_except, slow_except_named
 
 from jsparse import cache as kv
-from jsparse.key_constants import KeyFrame
+from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, init, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores

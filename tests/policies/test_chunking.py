@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_tokenizers import NAMES, tokenizer_of
 
-from jsparse.boundary_classes import boundary_classes
 from jsparse.evaluation.texts import read
+from jsparse.model_facts.boundary_classes import boundary_classes
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
 
 SLOTS = 160

@@ -26,10 +26,9 @@ from typer.testing import CliRunner
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse import prompts
 from jsparse.cache import LayerCache, lend, read_heads
 from jsparse.cli.app import app
-from jsparse.key_constants import KEY_CONSTANTS, frame_at, into_frame
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at, into_frame
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
@@ -37,6 +36,7 @@ from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.session import Session
+from jsparse.text import prompts
 
 LAYERS, K, H, GROUP, PAGE = 2, 2, 16, 2, 8
 PROMPTS = random_prompts((37, 9))

@@ -20,10 +20,11 @@ from tiny import (
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.owners import clear_rows, put_rows, take_rows
+from jsparse.host_memory import store
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, prefill, sampling, session, store
+from jsparse.runtime import capacity, prefill, sampling, session
 from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.owners import clear_rows, put_rows, take_rows
 
 PAGE = 8
 SMALL = "hard_kv(budget=10, floor=7, cap=14, period=6, window=4, sink=2)"

@@ -25,13 +25,13 @@ from tiny import (
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache
-from jsparse.key_constants import KeyConstants, angles_at, rotated
+from jsparse.model_facts.constants import mid_and_scale
+from jsparse.model_facts.key_constants import KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
-from jsparse.runtime.constants import mid_and_scale
 from jsparse.selection import token_mask
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"

@@ -25,15 +25,16 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.builder import builder, dense
-from jsparse.owners import owners
+from jsparse.host_memory import store
 from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, Services
-from jsparse.runtime import prefill, session, store
+from jsparse.runtime import prefill, session
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.owners import owners
 from jsparse.selection import Granularity, nothing
 
 PAGE = 8

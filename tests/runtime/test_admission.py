@@ -5,12 +5,12 @@ import pytest
 from tiny import spec_of, tiny_params
 from toy_policies import page_bound
 
-from jsparse import memory
 from jsparse.builder import dense
+from jsparse.host_memory.store import OnDevice, OnHost
+from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.runtime.admission import admit
 from jsparse.runtime.session import Session
-from jsparse.runtime.store import OnDevice, OnHost
 
 
 def asked(policy="dense", **options):

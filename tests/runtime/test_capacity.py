@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jsparse import memory
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec
+from jsparse.machine import memory
 from jsparse.policy import Policy
 from jsparse.runtime import capacity
 

@@ -12,16 +12,16 @@ from model_tokenizers import tokenizer_of
 from tiny import random_prompts, tiny_params
 
 import jsparse
-from jsparse.boundary_classes import boundary_classes
-from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
-from jsparse.runtime import constants as module
-from jsparse.runtime.constants import (
+from jsparse.model_facts import constants as module
+from jsparse.model_facts.boundary_classes import boundary_classes
+from jsparse.model_facts.constants import (
     constants,
     fingerprint,
     key_constants,
     mid_and_scale,
     require_constants,
 )
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.selection import everything
 
 PROMPT = random_prompts((20,))[0]

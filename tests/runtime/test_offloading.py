@@ -21,11 +21,13 @@ from tiny import (
 
 import jsparse
 from jsparse.evaluation.attention_metrics import measured
-from jsparse.host_pool import HostPool
+from jsparse.host_memory import attention as host_attention
+from jsparse.host_memory import store
+from jsparse.host_memory.pool import HostPool
+from jsparse.host_memory.store import OnHost, store_of
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, host_attention, prefill, session, store
+from jsparse.runtime import capacity, prefill, session
 from jsparse.runtime.session import Session
-from jsparse.runtime.store import OnHost, store_of
 
 PAGE = TAIL = CHUNK = 8
 PROMPTS, FORCED = random_prompts((37, 9)), random_tokens(2, 29)

@@ -11,12 +11,12 @@ from tiny import assert_close, dense_pass, random_prompts, spec_of, tiny_params
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import LayerCache
+from jsparse.host_memory.store import empty
 from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.session import first_logits
-from jsparse.runtime.store import empty
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)

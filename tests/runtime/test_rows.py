@@ -20,13 +20,13 @@ from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.models.transformer import to_logits
-from jsparse.owners import clear_rows, put_rows, take_rows
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.owners import clear_rows, put_rows, take_rows
 from jsparse.runtime.session import maintain
 
 PAGE, SLOTS, PAGES, HEADS, CHUNK = 8, 4, 5, 2, 16

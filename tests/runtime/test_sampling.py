@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tiny import random_prompts, tiny_params
 
 import jsparse
-from jsparse.request import OFF, Request, SamplingParams
 from jsparse.runtime import sampling as ways
+from jsparse.runtime.request import OFF, Request, SamplingParams
 from jsparse.runtime.sampling import (
     RowSampling,
     adjusted,

@@ -23,8 +23,8 @@ from jsparse import SamplingParams, generation
 from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
-from jsparse.request import requests
 from jsparse.runtime import compilation, prefill, sampling, session
+from jsparse.runtime.request import requests
 from jsparse.runtime.session import Session
 
 PAGE = 8

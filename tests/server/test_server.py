@@ -428,7 +428,7 @@ def test_large_bodies_are_refused_unread(http, service, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a prompt that is too large has been tokenised")
 
-    monkeypatch.setattr("jsparse.prompts.encode", never)
+    monkeypatch.setattr("jsparse.text.prompts.encode", never)
     large = json.dumps({"prompt": "w1 " * (10 * 2**20 // 3)}).encode()
     kind = {"Content-Type": "application/json"}
     pieces = (large[at : at + 2**16] for at in range(0, len(large), 2**16))

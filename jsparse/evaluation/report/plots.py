@@ -14,7 +14,7 @@ import numpy as np
 
 from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
-from jsparse.extras import install
+from jsparse.machine.extras import install
 from jsparse.signatures import short_name
 
 QUALITY = ("kl", "agreement", "score")

@@ -15,7 +15,7 @@ from typing import Literal
 
 from jsparse.evaluation.tasks.ruler_files import among_sentences, essay_words
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
-from jsparse.extras import install
+from jsparse.machine.extras import install
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."

@@ -11,8 +11,8 @@ import jsparse
 from jsparse.evaluation import evaluators
 from jsparse.evaluation.plan import plan, run
 from jsparse.evaluation.store import Store
-from jsparse.host_reader import Generation, GenerationStats
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.host_reader import Generation, GenerationStats
 
 TINY = Path(__file__).parents[2] / "fixtures" / "hf" / "llama3" / "model.gguf"
 

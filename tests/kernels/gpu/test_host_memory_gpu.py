@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jsparse.host_pool import host_sharding
+from jsparse.host_memory import attention as host_attention
+from jsparse.host_memory.pool import host_sharding
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -18,7 +19,6 @@ from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.pallas_kernels.row_scatter.cases import CASES
 from jsparse.pallas_kernels.row_scatter.cases import Case as RowCase
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.runtime import host_attention
 from tests.kernels.host_layers import in_host_memory, lent, on_host
 
 pytestmark = pytest.mark.gpu

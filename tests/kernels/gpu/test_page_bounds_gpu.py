@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jsparse.cache import LayerCache
-from jsparse.key_constants import scaled_queries, span_terms
+from jsparse.model_facts.key_constants import scaled_queries, span_terms
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.key_bounds import PageBounds, PageBounds8

@@ -9,10 +9,10 @@ import pytest
 from raw_http import answer, connected, crowd, get, post
 from serving_http import a_service, an_engine, at_rest, serving, soon
 
-from jsparse import prompts
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.server import service as service_module
 from jsparse.server.run import _end_when_drained, own_names
+from jsparse.text import prompts
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BRIEF = {"prompt": "w1 w2", "max_tokens": 2, "temperature": 0}

@@ -2,10 +2,10 @@
 
 As in the paper (arXiv:2408.07092, and the code its authors published), a channel's weight is the
 mean of |q·k| in it, where each token's query meets the token's own key, after RoPE. Where we
-differ: k is taken in the frame of the model's key constants (jsparse.key_constants), since what is
-constant in a channel need not be looked for; the query heads that share a KV head share its
-ranking, by the sum over them; and the text is the user's, read in one piece with full attention
-(theirs is cut into blocks of 512 tokens).
+differ: k is taken in the frame of the model's key constants (jsparse.model_facts.key_constants),
+since what is constant in a channel need not be looked for; the query heads that share a KV head
+share its ranking, by the sum over them; and the text is the user's, read in one piece with full
+attention (theirs is cut into blocks of 512 tokens).
 """
 
 from functools import partial
@@ -16,17 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jsparse import prompts
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
-from jsparse.host_reader import OnProgress
-from jsparse.key_constants import KEY_CONSTANTS, KeyFrame, frame_at, into_frame, scaled_queries
+from jsparse.model_facts.key_constants import (
+    KEY_CONSTANTS,
+    KeyFrame,
+    frame_at,
+    into_frame,
+    scaled_queries,
+)
 from jsparse.models.checkpoint import Params
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.capacity import cache_spec
+from jsparse.runtime.host_reader import OnProgress
 from jsparse.runtime.session import Session
+from jsparse.text import prompts
 
 
 def calibrate_channels(

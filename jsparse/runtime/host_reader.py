@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.request import Request, SamplingParams
 from jsparse.runtime.prefill import OnProgress
+from jsparse.runtime.request import Request, SamplingParams
 from jsparse.runtime.session import StepResult
-from jsparse.text_stream import TextStream
+from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more
 HOST_LAG = 2

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import psutil
 
 from jsparse import cache as kv_cache
-from jsparse import host_pool, memory
 from jsparse.builder import require_offloadable
 from jsparse.cache import CacheSpec, HostPages, KVCache, Lent, lend
+from jsparse.host_memory import pool as host_pool
+from jsparse.machine import memory
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.policy import Offload, Policy, State
 from jsparse.shapes import Rows

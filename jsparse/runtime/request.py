@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jsparse import prompts
 from jsparse.names import SAMPLING, takes
+from jsparse.text import prompts
 
 if TYPE_CHECKING:
     from jaxtyping import Array

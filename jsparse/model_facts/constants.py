@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
-from jsparse.boundary_classes import boundary_classes
-from jsparse.folders import cache_folder
-from jsparse.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
+from jsparse.machine.folders import cache_folder
+from jsparse.model_facts.boundary_classes import boundary_classes
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jsparse import memory
 from jsparse.cache import CacheSpec
+from jsparse.host_memory.store import available_host_bytes, store_of
+from jsparse.machine import memory
 from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig
 from jsparse.models.weights import list_weights
@@ -17,7 +18,6 @@ from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
 from jsparse.runtime import capacity
-from jsparse.runtime.store import available_host_bytes, store_of
 from jsparse.signatures import short_name
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

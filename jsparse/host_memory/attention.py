@@ -16,7 +16,7 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import KVCache, LayerCache
-from jsparse.host_pool import GatherFn, HostPool, pools
+from jsparse.host_memory.pool import GatherFn, HostPool, pools
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
