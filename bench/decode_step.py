@@ -28,6 +28,7 @@ from bench.lib.environment import describe
 from bench.lib.llama_8b import (
     LLAMA_8B,
     READ_BANDWIDTH,
+    READ_BANDWIDTHS,
     boundary_constants,
     huggingface_model,
     state_after_prompt,
@@ -95,8 +96,10 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
         result.tokens.block_until_ready()
         times.append((time.perf_counter() - began) / (STEPS // count * count))
     shares = jax.tree.map(lambda x: x[-1], result.stats)
-    stats = jax.local_devices()[0].memory_stats() or {}
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
     return {
+        "device": device.device_kind,
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
@@ -226,7 +229,7 @@ def measure(name: str, case: str, policy: str, count: int) -> dict[str, Any]:
         # a step reads one row of the input embedding
         row["floor_seconds"] = (
             row["weight_bytes"] - row["embedding_bytes"] + attended
-        ) / READ_BANDWIDTH
+        ) / READ_BANDWIDTHS.get(row["device"], READ_BANDWIDTH)
         row["over_floor"] = row["seconds"]["median"] / row["floor_seconds"]
     return row
 

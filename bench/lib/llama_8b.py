@@ -21,8 +21,10 @@ LLAMA_8B = ModelConfig(
     ),
 )
 
-# The measured read bandwidth of one H200, bytes/s (XLA sums 2 GB): floors are bytes over this.
-READ_BANDWIDTH = 4.4e12
+# Measured read bandwidths, bytes/s (XLA sums 2 GB): floors are bytes over these. A device that is
+# not here has the floors of an H200.
+READ_BANDWIDTHS = {"NVIDIA H100 80GB HBM3": 3.19e12, "NVIDIA H200": 4.4e12}
+READ_BANDWIDTH = READ_BANDWIDTHS["NVIDIA H200"]
 
 
 def key_constants(spec):
