@@ -14,7 +14,7 @@ from jsparse.conversation import Conversation
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.request import end_tokens, knobs, requests, require_alone
 
-GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
+GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf"
 
 
 @pytest.fixture(scope="module")

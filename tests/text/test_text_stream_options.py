@@ -9,7 +9,7 @@ import jsparse
 from jsparse import SamplingParams, generation
 from jsparse.runtime import sampling
 
-GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
+GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf"
 
 
 def test_generate_passes_options_on(monkeypatch):
