@@ -15,6 +15,7 @@ from typing import Any
 MOVED = {
     f"jsparse.{old}": f"jsparse.{new}"
     for old, new in {
+        "channel_calibration": "model_facts.channel_calibration",
         "chat": "cli.chat",
         "compilation": "runtime.compilation",
         "console": "cli.console",
@@ -37,6 +38,8 @@ MOVED = {
         "evaluation.together": "evaluation.shared_prefill",
         "generation_options": "cli.options",
         "loop": "runtime.session",
+        "memory": "machine.memory",
+        "model_info": "model_facts.info",
         "output": "runtime.host_reader",
         "pallas_kernels.int4_scores.sidecar": "pallas_kernels.int4_keys",
         "pallas_kernels.page_bounds.sidecar": "pallas_kernels.key_bounds",
@@ -44,8 +47,10 @@ MOVED = {
         "policies.full": "policies.all_pages",
         "policies.wrappers": "policies.combinators",
         "prefill": "runtime.prefill",
+        "prompts": "text.prompts",
         "sampling": "runtime.sampling",
         "scoring": "runtime.scoring",
+        "text_stream": "text.stream",
         "train.minmax": "train.lagrangian",
         "train.run": "cli.train_gates",
         "train.stretched": "train.stretch_and_rectify",

@@ -35,9 +35,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, LayerCache
+from jsparse.deprecated import moved_names
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
+
+__getattr__ = moved_names(
+    __name__,
+    builder="jsparse.builder:builder",
+    dense="jsparse.builder:dense",
+    require_policy="jsparse.builder:require_policy",
+    whole_number="jsparse.hyper_parameters:whole_number",
+    fraction="jsparse.hyper_parameters:fraction",
+    below_one="jsparse.hyper_parameters:below_one",
+)
 
 State = Any
 Shares = Literal["pages", "keys"]

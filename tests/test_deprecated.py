@@ -8,6 +8,7 @@ import pytest
 
 import jsparse
 from jsparse import deprecated
+from jsparse.hyper_parameters import whole_number
 from jsparse.policies.expressions import as_policy, parse
 
 GATES = ((1, 1), (0, 1))
@@ -36,10 +37,12 @@ def test_a_module_within_one_that_moved_is_the_same_module(monkeypatch):
         ("jsparse.policies", "parse", parse),
         ("jsparse.policies", "as_policy", as_policy),
         ("jsparse.policies.all_pages", "full", jsparse.all_pages),
+        ("jsparse.policy", "dense", jsparse.dense),
+        ("jsparse.policy", "whole_number", whole_number),
     ],
 )
 def test_a_name_that_moved_is_found_where_it_was(module, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{module}.{old} is now jsparse.policies"):
+    with pytest.warns(DeprecationWarning, match=f"{module}.{old} is now jsparse."):
         assert getattr(importlib.import_module(module), old) is new
     with pytest.raises(AttributeError, match="has no attribute 'lru'"):
         _ = importlib.import_module(module).lru

@@ -20,6 +20,12 @@ def test_every_slow_test_has_one_part_and_parts_are_alike():
     assert min(sizes) > 60
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """Python would take one of them for the other, wherever both run in one process."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_pure_tests_cannot_import_jax():
     with pytest.raises(ImportError, match="must not import jax"):
         NoJax().find_spec("jax")

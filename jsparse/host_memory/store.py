@@ -47,7 +47,7 @@ class Store(Protocol):
     every: int
 
     def require(self) -> None:
-        """Raises ValueError if K and V cannot lie here, or do not fit in host memory."""
+        """Raises ValueError if the policy or the device cannot have K and V here."""
         ...
 
     def require_fit(self) -> None:
@@ -188,7 +188,6 @@ class OnHost:
                 f"tail={tail}: must be at least {least}, the newest tokens that {policy} and pages "
                 f"of {spec.page_size} tokens need on the device"
             )
-        self.require_fit()
 
     def require_fit(self) -> None:
         """Raises ValueError if K and V do not fit in host memory; nothing is allocated."""
@@ -224,14 +223,18 @@ class OnHost:
             ValueError: K and V do not fit in host memory, or the policy or the device cannot do it.
         """
         self.require()
+        self.require_fit()
         self.pages = host_pool.empty_pages(self._spec)
         return _empty_tails(self._spec, self._policy, chunk)
 
     def adopt(self, cache: KVCache, chunk: int, pages: HostLayers | None = None) -> KVCache:
         """Moves K and V of a cache on the device to host memory; returns its tails."""
         self.require()
-        self.pages = host_pool.moved(cache) if pages is None else pages
-        return _refilled(_tailed(cache, self._policy, self._spec, chunk), self.pages)
+        if pages is None:
+            self.require_fit()
+            pages = host_pool.moved(cache)
+        self.pages = pages
+        return _refilled(_tailed(cache, self._policy, self._spec, chunk), pages)
 
     def after_chunk(self, cache: KVCache, valid: Rows, size: int) -> None:
         """Copies what the chunk brought from the device."""

@@ -30,7 +30,7 @@ ALIASES = {
     "topp": "oracle_top_p",
 }
 # policies of the user's own code that jsparse.policies.own_code has found, by the text they came by
-_FOUND: dict[str, Policy] = {}
+_FOUND: dict[str, AnyPolicy] = {}
 
 
 def parse(expression: str) -> Policy:
@@ -49,9 +49,10 @@ def parse(expression: str) -> Policy:
     return policy
 
 
-def remember(expression: str, policy: Policy) -> Policy:
+def remember(expression: str, policy: AnyPolicy) -> AnyPolicy:
     """Let `parse` know a policy by a text that it could not parse; return the policy so named."""
-    if expression not in _FOUND or _FOUND[expression].select is not policy.select:
+    # whatever else has been read or built anew since, its first function is another
+    if expression not in _FOUND or _FOUND[expression][0] is not policy[0]:
         _FOUND[expression] = policy._replace(name=expression)
     return _FOUND[expression]
 

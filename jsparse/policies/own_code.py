@@ -18,7 +18,7 @@ from types import ModuleType
 
 from jsparse.names import unknown
 from jsparse.policies import expressions
-from jsparse.policy import AnyPolicy, Policy
+from jsparse.policy import AnyPolicy, Policy, StandIn
 
 # folder/file.py:function or package.module:function, with or without arguments
 REFERENCE = re.compile(
@@ -47,7 +47,7 @@ def resolve(text: str) -> AnyPolicy:
     found = getattr(module, name)
     if callable(found) and getattr(found, "builds_policy", False):
         found = expressions.call(name, found, arguments or "()", expression)
-    if not isinstance(found, Policy):
+    if not isinstance(found, Policy | StandIn):
         raise ValueError(
             f"policy={expression!r}: {name} must be a policy in {source}, or a function marked "
             f"@builder, not {found!r}"
@@ -60,7 +60,7 @@ def _policies(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, Policy) or getattr(value, "builds_policy", False)
+        if isinstance(value, Policy | StandIn) or getattr(value, "builds_policy", False)
     ]
 
 

@@ -3,17 +3,17 @@
 import sys
 
 import pytest
-from tiny import tiny_params
+from tiny import spec_of, tiny_params
 
 import jsparse
 from jsparse import extend
 from jsparse.evaluation.plan import plan
-from jsparse.policies.expressions import parse
+from jsparse.policies.expressions import as_policy, parse
 from jsparse.policies.own_code import resolve
-from jsparse.policy import Policy
+from jsparse.policy import Policy, resolved
 
 OWN = """
-from jsparse.extend import Policy, builder, everything, whole_number
+from jsparse.extend import Policy, StandIn, builder, everything, whole_number
 
 @builder
 def newest(tokens: int = 8, base: Policy | None = None) -> Policy:
@@ -23,6 +23,10 @@ def newest(tokens: int = 8, base: Policy | None = None) -> Policy:
         return everything(cache.layers[layer].lengths), None, state
 
     return Policy(select)
+
+@builder
+def by_size(tokens: int = 8) -> StandIn:
+    return StandIn(lambda spec: newest(tokens if spec.batch > 1 else 1))
 
 plain = newest(3)
 wrong = 4
@@ -52,12 +56,23 @@ def test_a_policy_of_ones_own_is_named_by_where_it_is(own, source, call):
     assert not [path for path in sys.path if path == str(own.parent)]
 
 
+def test_a_name_of_ones_own_may_stand_for_policies(own):
+    asked = resolve("own_policies.py:by_size(tokens=5)")
+    assert asked.name == "own_policies.py:by_size(tokens=5)"
+    assert as_policy(asked.name) is asked is resolve(asked.name)
+    params = tiny_params(num_layers=1)
+    assert [resolved(asked, spec_of(params, rows)).name for rows in (1, 2)] == [
+        "newest(tokens=1, base=None)",
+        "newest(tokens=5, base=None)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
         (
             "own_policies.py:newer",
-            "own_policies.py has no newer, did you mean newest. It has newest, plain$",
+            "own_policies.py has no newer, did you mean newest. It has newest, by_size, plain$",
         ),
         ("os:systm", "os has no systm. It has none$"),
         (
