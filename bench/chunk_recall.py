@@ -53,7 +53,7 @@ from bench.lib.head_replay import PAGE, Heads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import from_file, recorded
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.evaluation.tasks import parse as tasks_of
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params, load
@@ -231,9 +231,9 @@ def followed(base: Policy, steps: int) -> Policy:
         none = jnp.full((steps, *heads), jnp.nan)
         return (Steady(never, jnp.int32(0), none, none),) * spec.num_layers
 
-    def select(state: Paired, layer: int, q: Array, cache: KVCache):
-        chosen, summary, inner = base.select(state.base, layer, q, cache)
-        own = compared(state.own[layer], chosen, cache.layers[layer])
+    def select(state: Paired, layer: int, q: Array, view: StepView):
+        chosen, summary, inner = base.select(state.base, layer, q, view)
+        own = compared(state.own[layer], chosen, view.layers[layer])
         return chosen, summary, Paired(inner, at_layer(state.own, layer, own))
 
     return with_state(base, init, select=select)

@@ -37,7 +37,7 @@ from rich.table import Table
 from bench.lib.arguments import report_parser
 from bench.lib.environment import available_cores, describe
 from bench.lib.subprocesses import run_child, spread, write_report
-from jsparse.cache import CacheSpec, KVCache, LayerCache, append, init, read_heads
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, append, init, read_heads
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import softmax_partial
 from jsparse.policies.expressions import parse
@@ -132,10 +132,10 @@ def by_policy(
     policy: Policy, state: State, cache: KVCache, q: Queries, k: Array, v: Array
 ) -> tuple[Array, State]:
     """Attends as a policy says, with all that a decode step lets the policy do in a layer."""
-    at = cache.positions[:, None]
-    state = policy.append(state, 0, k, v, 0 * at, at, cache)
-    out, state, _ = attend_layer(policy, 0, q, cache, state)
-    return out.o, policy.update(state, 0, out.stats, cache)
+    view, at = StepView(cache), cache.positions[:, None]
+    state = policy.append(state, 0, k, v, 0 * at, at, view)
+    out, state, _ = attend_layer(policy, 0, q, view, state)
+    return out.o, policy.update(state, 0, out.stats, view)
 
 
 def contender(name: str, context: int, share: float) -> tuple[Attend, Policy | None]:
@@ -195,7 +195,8 @@ def take_in(policy: Policy, spec: CacheSpec, cache: KVCache, key: Array) -> Stat
     at = jnp.broadcast_to(jnp.arange(spec.capacity, dtype=jnp.int32), keys.shape[:2])
     queries = jax.random.normal(key, (spec.batch, policy.window, spec.num_heads, spec.head_dim))
     seen = jnp.minimum(cache.positions, policy.window)
-    view = PrefillView(0 * at, at, keys, values, cache.positions, cache, queries, seen, True)
+    chunk = 0 * at, at, keys, values, cache.positions
+    view = PrefillView(*chunk, StepView(cache), queries, seen, True)
     return policy.prefill(policy.init(spec), 0, view)
 
 

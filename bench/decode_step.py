@@ -73,12 +73,12 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     held = context - warm_up * count - STEPS * RUNS - 1
     cache = random_cache(spec, held, method.fields)
     params = Params(weights, LLAMA_8B, None, {}, "llama-3.1-8b", constants=boundary_constants())
-    lent = kv_cache.Lent(constants(params, method))
-    state = state_after_prompt(method, spec, kv_cache.lend(cache, lent))
+    view = kv_cache.StepView(cache, constants(params, method))
+    state = state_after_prompt(method, spec, view)
     session = Session(params, method, spec, adopts=True, steps_per_program=count)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
     session.adopt(Held(logits, cache, state))
-    del cache, state
+    del cache, view, state
     results = session.steps(greedy, (), limits=[context] * batch)
     next(results)
     began = time.perf_counter()

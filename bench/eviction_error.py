@@ -35,7 +35,7 @@ from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.builder import dense
-from jsparse.cache import CacheSpec, KVCache, LayerCache, fill, grow, read_heads
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, fill, grow, read_heads
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import softmax_partial
 from jsparse.policies.combinators import Paired, with_state
@@ -103,10 +103,10 @@ def recording(steps: int, prompt: int) -> Policy:
     def prefill(own, layer: int, view: PrefillView):
         return at_layer(own, layer, (view.q_window.astype(own[layer][0].dtype), own[layer][1]))
 
-    def select(state: Paired, layer: int, q: Array, cache: KVCache):
-        chosen, summary, base = dense().select(state.base, layer, q, cache)
+    def select(state: Paired, layer: int, q: Array, view: StepView):
+        chosen, summary, base = dense().select(state.base, layer, q, view)
         window, asked = state.own[layer]
-        asked = asked.at[cache.positions[0] - prompt].set(q.astype(asked.dtype))
+        asked = asked.at[view.positions[0] - prompt].set(q.astype(asked.dtype))
         return chosen, summary, Paired(base, at_layer(state.own, layer, (window, asked)))
 
     made = with_state(dense(), init, prefill=prefill, select=select)
@@ -167,20 +167,21 @@ def replay(
     held = whole._replace(lengths=jnp.full_like(whole.lengths, prompt), bias=bias)
     cache = KVCache((held,), at, jnp.zeros(spec.batch, jnp.bool_))
     row = at[:, None]
-    view = PrefillView(row, row, keys, values, at, cache, window, ones * window.shape[1], True)
+    chunk, seen = (row, row, keys, values, at), ones * window.shape[1]
+    view = PrefillView(*chunk, StepView(cache), window, seen, True)
     state = policy.prefill(policy.init(spec), 0, view)
     assert policy.eviction is not None
     after_prompt, most = policy.eviction
     assert after_prompt is not None and most is not None
     slots = capacity.bucket(most(prompt, len(queries) + 1), spec.page_size)
-    state, cache = after_prompt(state, cache, min(slots, spec.capacity))
+    state, cache = after_prompt(state, StepView(cache), min(slots, spec.capacity))
 
     def step(carry: tuple, q: Array):
         state, cache = carry
         token = cache.positions[0]
         k, v = (jax.lax.dynamic_slice_in_dim(x, token, 1, 2).swapaxes(1, 2) for x in (keys, values))
         cache = fill(grow(cache, ones, 1), 0, k, v, cache.positions[:, None], ones)
-        _, _, state = policy.select(state, 0, q, cache)
+        _, _, state = policy.select(state, 0, q, StepView(cache))
         exact, exact_lse = attend(
             q, whole._replace(lengths=jnp.full_like(whole.lengths, token + 1))
         )
@@ -191,8 +192,8 @@ def replay(
 
     def period(carry: tuple, asked: Array):
         (state, cache), seen = jax.lax.scan(step, carry, asked)
-        anew, _ = policy.services.maintain(unsolved(state), cache)
-        state, cache = policy.services.maintain(state, cache)
+        anew, _ = policy.services.maintain(unsolved(state), StepView(cache))
+        state, cache = policy.services.maintain(state, StepView(cache))
         return (state, cache), (seen, (cache.layers[0].lengths, solved(anew)))
 
     first = cache.layers[0].lengths, solved(state)

@@ -37,9 +37,9 @@ def record(params: Params, policy: Policy, prompt: Sequence[int], compressions: 
         lengths = np.stack([layer.lengths[0] for layer in cache.layers])
         found.append({"new_tokens": int(cache.positions[0]) - len(prompt), "lengths": lengths})
 
-    def after_prompt(state, cache, slots):
+    def after_prompt(state, view, slots):
         assert eviction.after_prompt is not None
-        state, cache = eviction.after_prompt(state, cache, slots)
+        state, cache = eviction.after_prompt(state, view, slots)
         note(cache)
         return state, cache
 

@@ -25,7 +25,7 @@ from bench.lib.arguments import recording_parser
 from bench.lib.environment import describe
 from bench.lib.text import text_tokens
 from jsparse.builder import builder, dense
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.evaluation.closeness import windows
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
@@ -44,8 +44,8 @@ def summing() -> Policy:
     def init(spec):
         return jnp.zeros((spec.num_layers, spec.batch, spec.num_kv_heads))
 
-    def update(state: State, layer: int, stats: Stats, cache: KVCache):
-        held = cache.layers[layer]
+    def update(state: State, layer: int, stats: Stats, view: StepView):
+        held = view.layers[layer]
         first = jnp.arange(held.num_pages) * held.page_size
         far = (first >= SINK) & (first + held.page_size <= held.lengths[..., None] - RECENT)
         shares = jnp.exp(stats.scores - stats.lse[..., None])

@@ -37,7 +37,7 @@ from bench.lib.peers import numbers
 from bench.lib.subprocesses import write_report
 from bench.twilight_speed import contender as stateless
 from bench.twilight_speed import dense, spec_of
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 from jsparse.runtime.decode_step import attend_layer
@@ -77,7 +77,8 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
             held = caches[at]
             lengths = held.layers[0].lengths
             q, lengths, out = jax.lax.optimization_barrier((q, lengths, out))
-            held = held._replace(layers=(held.layers[0]._replace(lengths=lengths),))
+            layers = (held.layers[0]._replace(lengths=lengths),)
+            held = held._replace(cache=held.cache._replace(layers=layers))
             found, state, _ = attend_layer(policy, 0, q, held, states[at])
             states[at] = policy.update(state, 0, found.stats, held)
             out = found.o
@@ -110,7 +111,8 @@ def job(case: Attention) -> Job:
             jax.random.normal(key, (case.batch, case.heads, HEAD_DIM), jnp.bfloat16) for key in keys
         ]
         no_row = jnp.zeros(case.batch, jnp.bool_)
-        return [KVCache((layer,), layer.lengths[:, 0], no_row) for layer in held], queries
+        caches = [KVCache((layer,), layer.lengths[:, 0], no_row) for layer in held]
+        return list(map(StepView, caches)), queries
 
     listed = {
         f"{name} {share:.0%}": f"lfps(budget={share}{form})"

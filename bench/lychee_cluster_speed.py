@@ -53,7 +53,7 @@ from bench.lib.peers import numbers
 from bench.lib.subprocesses import run_child, spread, write_report
 from bench.twilight_speed import contender, dense, peers, spec_of
 from bench.twilight_speed import line as line_of_case
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy, PrefillView, State
 from jsparse.runtime.prefill import FLASH_CHUNK
@@ -103,10 +103,11 @@ def packing(policy: Policy, spec: CacheSpec) -> Contender:
     """
     prompt = spec.capacity - min(32 * CALLS * policy.services.period, spec.capacity // 2)
 
-    def at_length(held: KVCache, length: Array) -> KVCache:
-        layer, length = held.layers[0], jnp.minimum(length, spec.capacity)
+    def at_length(view: StepView, length: Array) -> StepView:
+        layer, length = view.layers[0], jnp.minimum(length, spec.capacity)
         layer = layer._replace(lengths=jnp.broadcast_to(length, layer.lengths.shape))
-        return held._replace(layers=(layer,), positions=jnp.full_like(held.positions, length))
+        positions = jnp.full_like(view.positions, length)
+        return view._replace(cache=view.cache._replace(layers=(layer,), positions=positions))
 
     def run(states, length, caches):
         states, waited = list(states), None
@@ -155,7 +156,7 @@ def job(case: Attention, budget: int, note: Callable[[str, State], None]) -> Job
                 random(1, (pages, case.page, HEAD_DIM)),
             )
             layer = LayerCache(keys, values, lengths(case))
-            caches.append(KVCache((layer,), layer.lengths[:, 0], no_row, constants))
+            caches.append(StepView(KVCache((layer,), layer.lengths[:, 0], no_row), constants))
         queries = [
             jax.random.normal(key, (case.batch, case.heads, HEAD_DIM), jnp.bfloat16)
             for key in jax.random.split(jax.random.key(0), CALLS)
@@ -283,10 +284,11 @@ def index_times(context: int, expression: str, layers: int) -> dict[str, Any]:
         jax.random.key(0), (1, spec.capacity), 0, LLAMA_8B.vocab_size, jnp.int32
     )
 
-    def cache_of(pools, length, position) -> KVCache:
+    def cache_of(pools, length, position) -> StepView:
         held = jnp.full((1, KV_HEADS), length, jnp.int32)
         layers = tuple(LayerCache(pool, pool, held) for pool in pools)
-        return KVCache(layers, jnp.full(1, position, jnp.int32), jnp.zeros(1, jnp.bool_), known)
+        at, no_row = jnp.full(1, position, jnp.int32), jnp.zeros(1, jnp.bool_)
+        return StepView(KVCache(layers, at, no_row), known)
 
     def new(pool, first, number):
         """Returns the keys, tokens and positions of `number` slots."""

@@ -129,8 +129,8 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     from jsparse.runtime.session import Held, Session
 
     policy = parse(expression, spec.capacity)
-    lent = kv_cache.Lent(constants(params, policy))
-    state = state_after_prompt(policy._replace(offload=None), spec, kv_cache.lend(cache, lent))
+    view = kv_cache.StepView(cache, constants(params, policy))
+    state = state_after_prompt(policy._replace(offload=None), spec, view)
     session = Session(params, policy, spec, adopts=True, steps_per_program=1)
     logits = jnp.zeros((1, params.config.vocab_size), jnp.float32)
     if policy.offload is None:
@@ -185,7 +185,7 @@ def copying_step(params, spec, cache, host, name: str) -> dict[str, Any]:
         )
         slots = chosen.ids
         at = physical_pages(held, slots // 16) * 16 + slots % 16
-        keys = held.k.reshape(-1, held.k.shape[-1])[at]
+        keys = held.arrays[0].reshape(-1, held.k.shape[-1])[at]
         values = row_gather(pages.v, at, row_axes=2)
         values = jnp.where(
             (slots == held.lengths[..., None] - 1)[..., None], v[:, 0, :, None], values

@@ -181,7 +181,7 @@ def recorded(params: Params, ids: Sequence[int], window: int = WINDOW) -> Heads:
     spec = cache_spec(params, [ids], 1, None, PAGE)
     session = Session(params, recording(window), spec)
     session.read([ids])
-    pools = jnp.stack([layer.k for layer in session.held.cache.layers])
+    pools = jnp.stack([layer.arrays[0] for layer in session.held.cache.layers])
     keys = pools.reshape(-1, spec.capacity, spec.head_dim)[:, : len(ids)]
     q = jnp.stack(session.held.state)[:, 0]
     q = q.reshape(spec.num_layers, window, spec.num_kv_heads, -1, spec.head_dim).swapaxes(1, 2)

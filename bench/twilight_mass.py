@@ -29,7 +29,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
-from jsparse.cache import KVCache, LayerCache
+from jsparse.cache import LayerCache, StepView
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
@@ -69,13 +69,13 @@ def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
         seen = Seen(queries, queries, heads, heads, heads, heads)
         return jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
 
-    def choose(state: Paired, layer: int, q: Array, cache: KVCache):
+    def choose(state: Paired, layer: int, q: Array, view: StepView):
         steps_of, records = state.own
-        covered, *_ = base.select(state.base.base, layer, q, cache)
-        chosen, summary, inner = pruned.select(state.base, layer, q, cache)
+        covered, *_ = base.select(state.base.base, layer, q, view)
+        chosen, summary, inner = pruned.select(state.base, layer, q, view)
         if chosen.dense is not None:
             return chosen, summary, Paired(inner, state.own)
-        new = look(q, cache.layers[layer], covered, chosen, p)
+        new = look(q, view.layers[layer], covered, chosen, p)
         record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
         own = steps_of.at[layer].add(1), at_layer(records, layer, record)
         return chosen, summary, Paired(inner, own)

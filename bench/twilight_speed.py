@@ -36,7 +36,7 @@ from bench.lib.llama_8b import key_constants, state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.replay import parse
 from bench.lib.subprocesses import run_child, write_report
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.policy import Policy, State
 from jsparse.runtime.decode_step import attend_layer
 from jsparse.selection import everything
@@ -104,7 +104,8 @@ def contender(
             leaves, tree = jax.tree.flatten(state)
             small = {nth: leaf for nth, leaf in enumerate(leaves) if leaf.nbytes < SMALL_BYTES}
             q, lengths, small, out = jax.lax.optimization_barrier((q, layer.lengths, small, out))
-            held = held._replace(layers=(layer._replace(lengths=lengths),), constants=constants)
+            layers = (layer._replace(lengths=lengths),)
+            held = StepView(held.cache._replace(layers=layers), constants)
             state = tree.unflatten([small.get(nth, leaf) for nth, leaf in enumerate(leaves)])
             out = attend_layer(policy, 0, q, held, state)[0].o
             results.append(out)
@@ -136,7 +137,8 @@ def job(case: Attention, names: Sequence[str] | None) -> Job:
         ]
         constants = key_constants(spec)
         caches = [
-            KVCache((layer,), layer.lengths[:, 0], jnp.bool_(False), constants) for layer in held
+            StepView(KVCache((layer,), layer.lengths[:, 0], jnp.bool_(False)), constants)
+            for layer in held
         ]
         return caches, queries
 

@@ -10,8 +10,8 @@ from jsparse.extend import Policy, Selection, builder
 def newest_pages(pages: int = 32) -> Policy:
     """Attend to the newest pages of each head."""
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         nth = jnp.arange(min(pages, held.num_pages), dtype=jnp.int32)
         used = -(-held.lengths // held.page_size)  # [B, K], pages that hold a token
         count = jnp.minimum(used, len(nth))

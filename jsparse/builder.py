@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from jaxtyping import Array
 
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.policy import Offload, Policy, StandIn, State, never_dense
 from jsparse.selection import everything
 
@@ -159,7 +159,7 @@ def require_policy(name: str, value: Any) -> None:
 def dense() -> Policy:
     """Attend to everything: the exact model."""
 
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        return everything(cache.layers[layer].lengths), None, state
+    def select(state: State, layer: int, q: Array, view: StepView):
+        return everything(view.layers[layer].lengths), None, state
 
     return Policy(select, shares="pages")

@@ -8,7 +8,7 @@ mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,10 @@ class PagePool(ABC):
         """Returns chosen slots of each head, [B, K, n, H]."""
 
     @abstractmethod
+    def read_heads(self, layer: "LayerCache") -> Array:
+        """Returns every slot of every head, [B, K, S, H]."""
+
+    @abstractmethod
     def written(
         self,
         layer: "LayerCache",
@@ -107,8 +111,8 @@ class PagePool(ABC):
         """Returns the pool with rows [B, K, T, H] at those of the slots that are `ok`."""
 
     @abstractmethod
-    def lent(self, host: Array | None) -> "PagePool":
-        """Returns the pool with its pages in host memory, which it borrows for one call."""
+    def with_host(self, host: Array | None) -> "PagePool":
+        """Returns the pool with its pages in host memory, which it borrows for one program."""
 
 
 class HostPages(NamedTuple):
@@ -143,13 +147,25 @@ class LayerCache(NamedTuple):
         slot_positions: the text position of each slot; None unless a policy asks for it.
     """
 
-    k: Pages
-    v: Pages
+    k: Pages | PagePool
+    v: Pages | PagePool
     lengths: Lengths
     block_table: BlockTable | None = None
     free: FreeList | None = None
     bias: Float32[Array, "pages P"] | None = None
     slot_positions: Int32[Array, "pages P"] | None = None
+
+    @property
+    def page_pools(self) -> tuple[PagePool, PagePool] | None:
+        """Returns the pools of K and V that lie in several memories; None on the device."""
+        k, v = self.k, self.v
+        return (k, v) if isinstance(k, PagePool) and isinstance(v, PagePool) else None
+
+    @property
+    def arrays(self) -> tuple[Pages, Pages]:
+        """Returns the pools of K and V, which must lie on the device."""
+        assert self.page_pools is None
+        return cast("tuple[Pages, Pages]", (self.k, self.v))
 
     @property
     def page_size(self) -> int:
@@ -172,31 +188,25 @@ class LayerCache(NamedTuple):
 class KVCache(NamedTuple):
     """Holds all layers, and what is known of each row.
 
-    The last three fields are lent to the hooks of a policy by whoever runs them, for one call, and
-    are None in between. They are not the cache's own: constants are passed like the weights.
-
     Attributes:
         layers: K and V, per layer.
         positions: the next text position of each row.
         overflow: rows that found no room for a token. Such a row keeps what it held and takes in
             nothing more.
-        constants: arrays that belong to the model, by name, among those that the policy `needs`.
-        knobs: hyper-parameters that differ by row, by name: one number per row.
-        active: the rows that take in a token in this step; None is all.
     """
 
     layers: tuple[LayerCache, ...]
     positions: Rows
     overflow: Bool[Array, "B"]
-    constants: Mapping[str, Array] | None = None
-    knobs: Mapping[str, Array] | None = None
-    active: Bool[Array, "B"] | None = None
 
 
-class Lent(NamedTuple):
-    """Holds what hooks may borrow for one call, in the fields of KVCache that have these names.
+class ReadOnly(NamedTuple):
+    """Holds what programs read beside the weights; none of it is donated or returned.
 
-    `host` is what layers have in host memory; it is never donated with the cache.
+    Attributes:
+        constants: arrays that belong to the model, by name, among those that the policy `needs`.
+        knobs: hyper-parameters that differ by row, by name: one number per row.
+        host: what layers have in host memory; None if K and V lie on the device.
     """
 
     constants: Mapping[str, Array] | None = None
@@ -204,23 +214,57 @@ class Lent(NamedTuple):
     host: tuple[HostPages, ...] | None = None
 
 
-NOTHING = Lent()
+NOTHING = ReadOnly()
 
 
-def lend(cache: KVCache, lent: Lent) -> KVCache:
-    """Returns the cache with these fields; `lend(cache, NOTHING)` takes them back.
+class StepView(NamedTuple):
+    """What the hooks of a policy see of a step.
 
-    `lent.host` goes to the layers, whose pools must be PagePools.
+    Attributes:
+        cache: K and V, in whichever memories they lie.
+        constants, knobs: as in ReadOnly.
+        active: the rows that take in a token; None is all.
     """
-    cache = cache._replace(constants=lent.constants, knobs=lent.knobs)
-    if not isinstance(cache.layers[0].k, PagePool):
+
+    cache: KVCache
+    constants: Mapping[str, Array] | None = None
+    knobs: Mapping[str, Array] | None = None
+    active: Bool[Array, "B"] | None = None
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The cache's layers."""
+        return self.cache.layers
+
+    @property
+    def positions(self) -> Rows:
+        """The text position of the token that each row takes in; between steps, of the next."""
+        return self.cache.positions
+
+
+def step_view(cache: KVCache, beside: ReadOnly) -> StepView:
+    """Returns what hooks see of a cache; `without_host` of its cache is what a program returns."""
+    return StepView(with_host(cache, beside.host), beside.constants, beside.knobs)
+
+
+def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:
+    """Returns the cache with these pages in the host memory of its layers."""
+    if host is None:
         return cache
-    pages = lent.host or (HostPages(None, None),) * len(cache.layers)  # pyright: ignore
-    layers = (
-        layer._replace(k=layer.k.lent(own.k), v=layer.v.lent(own.v))  # pyright: ignore
-        for layer, own in zip(cache.layers, pages, strict=True)
-    )
-    return cache._replace(layers=tuple(layers))
+    return cache._replace(layers=tuple(map(_with_host, cache.layers, host)))
+
+
+def without_host(cache: KVCache) -> KVCache:
+    """Returns the cache without what its layers have in host memory, which must not be donated."""
+    return cache._replace(layers=tuple(_with_host(layer, None) for layer in cache.layers))
+
+
+def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
+    if layer.page_pools is None:
+        return layer
+    k, v = layer.page_pools
+    k, v = k.with_host(pages and pages.k), v.with_host(pages and pages.v)
+    return layer._replace(k=k, v=v)
 
 
 OPTIONAL_FIELDS = ("bias", "slot_positions")
@@ -284,11 +328,11 @@ def spec_of(cache: KVCache, num_heads: int) -> CacheSpec:
     )
 
 
-def taking_part(cache: KVCache, tokens: int) -> Rows:
+def taking_part(view: StepView, tokens: int) -> Rows:
     """Returns how many of `tokens` new tokens each row takes in: all, or none if it is inactive."""
-    if cache.active is None:
-        return jnp.full(cache.positions.shape, tokens, jnp.int32)
-    return jnp.where(cache.active, tokens, 0)
+    if view.active is None:
+        return jnp.full(view.positions.shape, tokens, jnp.int32)
+    return jnp.where(view.active, tokens, 0)
 
 
 def physical_pages(layer: LayerCache, logical: Int32[Array, "B K n"]) -> Int32[Array, "B K n"]:
@@ -305,16 +349,12 @@ def read_pages(pool: Array | PagePool, layer: LayerCache, logical: Int32[Array, 
 
     A pool is [pages, P, …].
     """
-    if isinstance(pool, PagePool):
-        return pool.read_pages(layer, logical)
-    return pool[physical_pages(layer, logical)]
+    return _pool(pool).read_pages(layer, logical)
 
 
 def read_slots(pool: Array | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
     """Reads chosen slots of each head one by one, [B, K, n, …], from a pool [pages, P, …]."""
-    if isinstance(pool, PagePool):
-        return pool.read_slots(layer, slots)
-    return pool[physical_pages(layer, slots // layer.page_size), slots % layer.page_size]
+    return _pool(pool).read_slots(layer, slots)
 
 
 def read_heads(pool: Array | PagePool, layer: LayerCache) -> Array:
@@ -322,12 +362,28 @@ def read_heads(pool: Array | PagePool, layer: LayerCache) -> Array:
 
     Under the identity table this is a reshape.
     """
-    shape = (*layer.lengths.shape, layer.capacity, *pool.shape[2:])
-    if isinstance(pool, PagePool):
-        pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
-        every = jnp.broadcast_to(pages, (*layer.lengths.shape, pages.size))
-        return pool.read_pages(layer, every).reshape(shape)
-    return (pool if layer.block_table is None else pool[layer.block_table]).reshape(shape)
+    return _pool(pool).read_heads(layer)
+
+
+class _Plain(NamedTuple):
+    """An array as a pool: all of its pages lie on the device."""
+
+    pages: Array
+
+    def read_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
+        return self.pages[physical_pages(layer, logical)]
+
+    def read_slots(self, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
+        page, offset = slots // layer.page_size, slots % layer.page_size
+        return self.pages[physical_pages(layer, page), offset]
+
+    def read_heads(self, layer: LayerCache) -> Array:
+        pages = self.pages if layer.block_table is None else self.pages[layer.block_table]
+        return pages.reshape(*layer.lengths.shape, layer.capacity, *self.pages.shape[2:])
+
+
+def _pool(pool: Array | PagePool) -> _Plain | PagePool:
+    return pool if isinstance(pool, PagePool) else _Plain(pool)
 
 
 def append(

@@ -13,7 +13,7 @@ of `spec.batch`, or to the pages of the cache, and has one of `spec.pages` (jspa
 
 The engine calls, for every prompt chunk and layer, `prefill`; after the prompt `after_prompt`; for
 every decode step and layer, `append`, `select` and, after attention, `update`. While a token is
-taken in, `cache.positions` is still its own position (of several, the first's), and a layer's
+taken in, `view.positions` is still its own position (of several, the first's), and a layer's
 lengths count it from `append` on; those of later layers may do so already. Every `period` tokens of
 its own a row goes through `maintain`, and every `correct_every` tokens the newest are computed
 again as one dense chunk, their K and V are overwritten, and `append` is called for them once more:
@@ -21,7 +21,7 @@ writing a position again replaces it. A further turn of a conversation cuts rows
 the last prompt and calls `prefill` for what follows: what `prefill` builds at the last chunk must
 be built from nothing.
 
-In a decode step some rows may be inactive (`cache.active`). The engine puts their row arrays back
+In a decode step some rows may be inactive (`view.active`). The engine puts their row arrays back
 as they were; a method that writes page arrays of its own skips such rows itself, as sidecars do.
 
 InitFn … DenseBelowFn below give the signatures; docs/contract.md shows how five methods fit.
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, LayerCache
+from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, LayerCache, StepView
 from jsparse.deprecated import moved_names
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection
@@ -60,7 +60,7 @@ class PrefillView(NamedTuple):
 
     Attributes:
         tokens, positions, k, v: the chunk, padded to T; the first `valid[b]` of row b count.
-        cache: the cache with the chunk appended; `cache.layers[layer].lengths` is right for every
+        step: the cache with the chunk appended; `step.layers[layer].lengths` is right for every
             row.
         q_window: the last W queries of each row so far, aligned to the row's own end (the newest
             last), whatever the chunking or the rest of the batch; the first W - window_valid of a
@@ -73,7 +73,7 @@ class PrefillView(NamedTuple):
     k: ChunkKV
     v: ChunkKV
     valid: Rows
-    cache: KVCache
+    step: StepView
     q_window: Float[Array, "B W N H"]
     window_valid: Rows
     last: bool
@@ -102,7 +102,7 @@ class AppendFn(Protocol):
         v: ChunkKV,
         tokens: Tokens,
         positions: Tokens,
-        cache: KVCache,
+        view: StepView,
         /,
     ) -> State: ...
 
@@ -114,7 +114,7 @@ class SelectFn(Protocol):
     """
 
     def __call__(
-        self, state: State, layer: int, q: Queries, cache: KVCache, /
+        self, state: State, layer: int, q: Queries, view: StepView, /
     ) -> tuple[Selection, Summary | None, State]: ...
 
 
@@ -122,7 +122,7 @@ class UpdateFn(Protocol):
     """Take in what attention reported, if `stats` asked for a report in this layer."""
 
     def __call__(
-        self, state: State, layer: int, stats: Stats | ListedLogits | None, cache: KVCache, /
+        self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /
     ) -> State: ...
 
 
@@ -133,11 +133,11 @@ class MaintainFn(Protocol):
     depend on the others.
     """
 
-    def __call__(self, state: State, cache: KVCache, /) -> tuple[State, KVCache]: ...
+    def __call__(self, state: State, view: StepView, /) -> tuple[State, KVCache]: ...
 
 
-def _no_maintenance(state: State, cache: KVCache) -> tuple[State, KVCache]:
-    return state, cache
+def _no_maintenance(state: State, view: StepView) -> tuple[State, KVCache]:
+    return state, view.cache
 
 
 class Services(NamedTuple):
@@ -169,7 +169,7 @@ class AfterPromptFn(Protocol):
     can come to hold `slots` slots from then on, as `most` says: room for these must be left.
     """
 
-    def __call__(self, state: State, cache: KVCache, slots: int, /) -> tuple[State, KVCache]: ...
+    def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...
 
 
 class MostFn(Protocol):
@@ -277,7 +277,7 @@ class Policy(NamedTuple):
     """W, the number of last prompt queries that `prefill` wants."""
     needs: tuple[str, ...] = ()
     """Optional fields of the cache that the method uses (jsparse.cache.OPTIONAL_FIELDS), and
-    constants of the model, which hooks find in `cache.constants`.
+    constants of the model, which hooks find in `view.constants`.
     """
     eviction: Eviction | None = None
     """How heads lose tokens; None is that they keep them. Wrappers that rely on slots refuse a
@@ -361,19 +361,19 @@ def at_layer(state: State, layer: int, entry: Any) -> State:
     return (*state[:layer], entry, *state[layer + 1 :])
 
 
-def knob(cache: KVCache, name: str, value: Any) -> Any:
+def knob(view: StepView, name: str, value: Any) -> Any:
     """Return a hyper-parameter per row and head [B, K] where rows have their own, else `value`."""
-    if cache.knobs is None or name not in cache.knobs:
+    if view.knobs is None or name not in view.knobs:
         return value
-    rows = cache.knobs[name]
+    rows = view.knobs[name]
     rows = jnp.where(jnp.isnan(rows), value, rows)
-    return jnp.broadcast_to(rows[:, None], cache.layers[0].lengths.shape)
+    return jnp.broadcast_to(rows[:, None], view.layers[0].lengths.shape)
 
 
-def without_knob(cache: KVCache, name: str) -> KVCache:
-    """Return the cache for a wrapped policy that has a hyper-parameter of the same name."""
-    others = {key: rows for key, rows in (cache.knobs or {}).items() if key != name}
-    return cache._replace(knobs=others or None)
+def without_knob(view: StepView, name: str) -> StepView:
+    """Return the view for a wrapped policy that has a hyper-parameter of the same name."""
+    others = {key: rows for key, rows in (view.knobs or {}).items() if key != name}
+    return view._replace(knobs=others or None)
 
 
 def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summary | None, State]:

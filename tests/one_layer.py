@@ -10,25 +10,25 @@ import numpy as np
 from tiny import no_constants
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, StepView
 from jsparse.policy import Policy
 
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
 def _filled(policy: Policy, spec: CacheSpec, k, v):
-    """Return the cache and the state with K and V [B, S, K, H] appended."""
+    """Return what hooks see and the state, with K and V [B, S, K, H] appended."""
     batch, length = k.shape[:2]
     tokens = jnp.zeros((batch, length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     valid = jnp.full(batch, length, jnp.int32)
-    cache = kv_cache.init(spec, fields=policy.fields)._replace(constants=no_constants(spec))
-    cache = kv_cache.append(cache, 0, k, v, positions, valid)
-    return cache, policy.append(policy.init(spec), 0, k, v, tokens, positions, cache)
+    cache = kv_cache.append(kv_cache.init(spec, fields=policy.fields), 0, k, v, positions, valid)
+    view = StepView(cache, no_constants(spec))
+    return view, policy.append(policy.init(spec), 0, k, v, tokens, positions, view)
 
 
 @partial(jax.jit, static_argnames=("policy",))
-def _selected(policy: Policy, state, q, cache):
-    return policy.select(state, 0, q, cache)[0]
+def _selected(policy: Policy, state, q, view):
+    return policy.select(state, 0, q, view)[0]
 
 
 class OneLayer:
@@ -37,7 +37,7 @@ class OneLayer:
     Attributes:
         q: [B, N, H].
         k: [B, K, S, H], as the cache holds them.
-        cache, state: of one layer.
+        view, state: of one layer.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class OneLayer:
             for _ in "kv"
         )
         self.q = jnp.asarray(3 * rng.normal(size=(batch, kv_heads * group, head_dim)), jnp.float32)
-        self.cache, self.state = _filled(policy, spec, k, v)
+        self.view, self.state = _filled(policy, spec, k, v)
         self.k = np.asarray(k, np.float64).swapaxes(1, 2)
 
     @property
     def held(self):
         """The layer's cache."""
-        return self.cache.layers[0]
+        return self.view.layers[0]
 
     def select(self):
         """What the policy selects."""
-        return _selected(self.policy, self.state, self.q, self.cache)
+        return _selected(self.policy, self.state, self.q, self.view)
 
     def logits(self, k):
         """The logits of keys [B, K, S, H] for every query head: float64[B, K, G, S]."""

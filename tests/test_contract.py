@@ -496,9 +496,9 @@ def seen_by_corrections():
     """
     seen = []
 
-    def append(state, layer, k, v, tokens, positions, cache):
+    def append(state, layer, k, v, tokens, positions, view):
         seen.append(tokens.shape[1])
-        held = cache.layers[layer]
+        held = view.layers[layer]
         slots = held.lengths[:, :, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])
         rows = kv_cache.read_slots(held.k, held, slots)
         return (
@@ -517,8 +517,8 @@ def seen_by_corrections():
     states = []
     correct = session.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state, lent):
-        cache, state = correct(decoder, policy, weights, tokens, cache, state, lent)
+    def watched(decoder, policy, weights, tokens, cache, state, beside):
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, beside)
         states.append(float(state))
         return cache, state
 
@@ -558,10 +558,10 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     assert rework is not None
     assert most is not None
 
-    def after_prompt(state, cache, slots):
-        assert not isinstance(cache.positions, jax.core.Tracer)
-        calls.append((cache.positions.tolist(), slots))
-        return rework(state, cache, slots)
+    def after_prompt(state, view, slots):
+        assert not isinstance(view.positions, jax.core.Tracer)
+        calls.append((view.positions.tolist(), slots))
+        return rework(state, view, slots)
 
     prompts = random_prompts((130, 9, 3))
     watched = policy._replace(eviction=Eviction(after_prompt, most))
@@ -910,7 +910,7 @@ def test_constants_reach_every_policy_that_shares_a_prompt():
     seen = []
 
     def prefill_of_another(state, layer, view):
-        seen.append(view.cache.constants)
+        seen.append(view.step.constants)
         return state
 
     params, steps = with_shift(1), FORCED[:, :6]

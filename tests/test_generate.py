@@ -525,16 +525,16 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
     """
     calls = []
 
-    def maintain(state, cache):
-        jax.debug.callback(lambda at: calls.append(("maintain", int(at))), cache.positions[0])
-        return state, cache
+    def maintain(state, view):
+        jax.debug.callback(lambda at: calls.append(("maintain", int(at))), view.positions[0])
+        return state, view.cache
 
     correct = session.correct
 
-    def watched(decoder, policy, weights, tokens, cache, state, lent):
+    def watched(decoder, policy, weights, tokens, cache, state, beside):
         calls.append(("correct", int(np.asarray(cache.positions)[0])))
         newest.append(np.asarray(tokens))
-        return correct(decoder, policy, weights, tokens, cache, state, lent)
+        return correct(decoder, policy, weights, tokens, cache, state, beside)
 
     newest = []
     monkeypatch.setattr(session, "correct", watched)
@@ -548,8 +548,9 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
 
 
 def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
-    def maintain(state, cache):
-        return state, cache._replace(overflow=cache.overflow.at[1].set(True))
+    def maintain(state, view):
+        overflow = view.cache.overflow.at[1].set(True)
+        return state, view.cache._replace(overflow=overflow)
 
     policy = dense()._replace(services=Services(maintain, period=4))
     whole = batch(max_new_tokens=12, eos_token_id=())
@@ -755,7 +756,7 @@ def test_a_policy_s_state_may_hold_a_selection(params):
     def init(spec):
         return everything(jnp.zeros((spec.batch, spec.num_kv_heads), jnp.int32))
 
-    def select(state, layer, q, cache):
+    def select(state, layer, q, view):
         return state, None, state
 
     remembered = generate(params, PROMPTS[0], max_new_tokens=4, policy=Policy(select, init=init))

@@ -4,7 +4,9 @@ import pytest
 from tiny import spec_of, tiny_params
 
 import jsparse
+from jsparse import cache as kv_cache
 from jsparse.builder import dense
+from jsparse.cache import StepView
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policy import Eviction, Policy, Services
@@ -66,17 +68,18 @@ def test_wrappers_pass_every_trait_on(case):
 def test_a_second_state_leaves_eviction_to_the_base():
     """Its hook gets the base's state alone."""
 
-    def after_prompt(state, cache, slots):
-        return (*state, slots), cache
+    def after_prompt(state, view, slots):
+        return (*state, slots), view.cache
 
     base = dense()._replace(
         init=lambda spec: ("own",),
         eviction=Eviction(after_prompt, lambda prompt, new: prompt),
     )
     wrapped = with_state(base, lambda spec: "second")
-    state = wrapped.init(spec_of(tiny_params(), 1))
+    spec = spec_of(tiny_params(), 1)
+    state, view = wrapped.init(spec), StepView(kv_cache.init(spec))
     assert wrapped.eviction is not None and wrapped.eviction.after_prompt is not None
-    reworked, _ = wrapped.eviction.after_prompt(state, None, 9)  # type: ignore[arg-type]
+    reworked, _ = wrapped.eviction.after_prompt(state, view, 9)
     assert tuple(reworked) == (("own", 9), "second")
     assert base.eviction is not None
     assert wrapped.eviction.most is base.eviction.most

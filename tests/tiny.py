@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.cache import CacheSpec, KVCache, Lent, replace_layer, truncate
+from jsparse.cache import CacheSpec, KVCache, ReadOnly, replace_layer, truncate
 from jsparse.host_memory.store import empty
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.key_constants import KeyConstants
@@ -141,7 +141,7 @@ def pooled_logits(
             patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
             carry = prefill.read_prompts(
                 *(params.decoder, policy, params.weights, tokens, lengths, carry),
-                lent=lent(params, policy),
+                beside=read_only(params, policy),
             )
     session = Session(params, policy, spec, steps_per_program=1)
     logits = first_logits(params.decoder, params.weights, carry.last_hidden)
@@ -172,9 +172,9 @@ def scrambled(carry: prefill.PrefillCarry) -> prefill.PrefillCarry:
     return carry._replace(cache=cache)
 
 
-def lent(params: Params, policy: Policy | str) -> Lent:
-    """What a session lends to the policy's hooks, for tests that call them themselves."""
-    return Lent(constants(params, as_policy(policy)))
+def read_only(params: Params, policy: Policy | str) -> ReadOnly:
+    """What programs read beside the weights, for tests that call hooks themselves."""
+    return ReadOnly(constants(params, as_policy(policy)))
 
 
 def no_constants(spec: CacheSpec) -> dict[str, jnp.ndarray]:

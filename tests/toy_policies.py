@@ -66,18 +66,18 @@ def page_bound(pages: int = 3) -> Policy:
         return maxima, store(ids, slots, tokens)
 
     def prefill(state, layer, view):
-        held = view.cache.layers[layer]
+        held = view.step.layers[layer]
         slots = chunk_slots(view, held.capacity)
         return replaced(
             state, layer, taken_in(state[layer], view.k, view.tokens, slots, held.page_size)
         )
 
-    def append(state, layer, k, v, tokens, positions, cache):
-        page_size = cache.layers[layer].page_size
+    def append(state, layer, k, v, tokens, positions, view):
+        page_size = view.layers[layer].page_size
         return replaced(state, layer, taken_in(state[layer], k, tokens, positions, page_size))
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         maxima, ids = state[layer]
         grouped = q.reshape(q.shape[0], maxima.shape[1], -1, q.shape[-1])
         used = jnp.arange(held.num_pages) * held.page_size < held.lengths[..., None]
@@ -123,7 +123,7 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         sidecar = jnp.zeros((*heads, spec.capacity))
         return tuple((chosen, sidecar) for _ in range(spec.num_layers))
 
-    def append(state, layer, k, v, tokens, positions, cache):
+    def append(state, layer, k, v, tokens, positions, view):
         chosen, sidecar = state[layer]
         at = jnp.arange(tokens.shape[0])[:, None], slice(None), positions
         return replaced(state, layer, (chosen, sidecar.at[at].set(k[..., 0].astype(jnp.float32))))
@@ -132,9 +132,9 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
         head = jnp.arange(held.lengths.shape[1])
         return jnp.broadcast_to((layer == 0) | ((layer == 1) & (head == 0)), held.lengths.shape)
 
-    def select(state, layer, q, cache):
+    def select(state, layer, q, view):
         (ids, count), sidecar = state[layer]
-        held, group = cache.layers[layer], q.shape[1] // count.shape[1]
+        held, group = view.layers[layer], q.shape[1] // count.shape[1]
         dense = dense_flags(layer, held)
         value = jnp.repeat(sidecar.sum(-1) / held.lengths, group, axis=1)
         lse = jnp.repeat(jnp.where(dense, -jnp.inf, 0.0), group, axis=1)
@@ -144,10 +144,10 @@ def inherit(pages: int = 2, share: float = 0.02) -> Policy:
             state,
         )
 
-    def update(state, layer, stats, cache):
+    def update(state, layer, stats, view):
         if layer + 1 == len(state):
             return state
-        held, ((inherited_ids, inherited_count), _) = cache.layers[layer], state[layer]
+        held, ((inherited_ids, inherited_count), _) = view.layers[layer], state[layer]
         mass = jnp.exp(stats.scores - stats.lse[..., None])
         scores = jnp.where(mass >= share, stats.scores, -jnp.inf)
         ids, count = compact(top_k_mask(scores, pages), inherited_ids.shape[-1])
@@ -185,7 +185,7 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
     def prefill(state, layer, view):
         if not view.last:
             return state
-        held = view.cache.layers[layer]
+        held = view.step.layers[layer]
         window = view.q_window.shape[1]
         table = jnp.zeros_like(state[layer])  # a further turn builds it anew
         for j in range(window):
@@ -199,8 +199,8 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
             table += jnp.where(inside, weights / jnp.maximum(total, 1e-30)[..., None], 0.0)
         return replaced(state, layer, table)
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         heads = held.lengths.shape[1]
         logits = masked_logits(mean_query(q, heads), held)
         newest = jnp.take_along_axis(logits, held.lengths[..., None] - 1, axis=-1)[..., 0]
@@ -219,7 +219,7 @@ def bypass(budget: int = 6, decay: float = 0.9) -> Policy:
         lse = jnp.einsum("bnh,bnh->bn", q, key) * q.shape[-1] ** -0.5 - 1.0
         return chosen, Summary(value.astype(jnp.float32), lse.astype(jnp.float32)), state
 
-    def update(state, layer, stats, cache):
+    def update(state, layer, stats, view):
         some = jnp.isfinite(stats.lse)[..., None]
         weights = jnp.where(
             some, jnp.exp(stats.scores - jnp.where(some, stats.lse[..., None], 0.0)), 0.0
@@ -246,8 +246,8 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
     is biased, or not at a position that leaves 2 when divided by 5.
     """
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         seen = slot_index(held) < held.lengths[..., None]
         mask = seen & ((slot_positions(held) % 5 != 2) | (read_heads(held.bias, held) > 0))
         return (
@@ -256,7 +256,8 @@ def shrink(period: int = 8, newest: int = 5) -> Policy:
             state,
         )
 
-    def maintain(state, cache):
+    def maintain(state, view):
+        cache = view.cache
         for layer, held in enumerate(cache.layers):
             cache = replace_layer(cache, layer, shrunk(held, layer))
         return state, cache
@@ -324,11 +325,11 @@ def even_ids(budget: int = 12, recent: int = 3, within: int = 24) -> Policy:
         slots = chunk_slots(view, state[layer].shape[1])
         return replaced(state, layer, store(state[layer], slots, view.tokens))
 
-    def append(state, layer, k, v, tokens, positions, cache):
+    def append(state, layer, k, v, tokens, positions, view):
         return replaced(state, layer, store(state[layer], positions, tokens))
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         slots, lengths = slot_index(held), held.lengths[..., None]
         even = (slots < lengths) & (state[layer] % 2 == 0)[:, None]
         even = top_k_mask(jnp.where(even, slots.astype(jnp.float32), -jnp.inf), budget)
@@ -355,8 +356,8 @@ def echo(sink: int = 2, recent: int = 6) -> Policy:
         shape = (spec.batch, spec.num_kv_heads, group)
         return tuple(jnp.full(shape, -jnp.inf) for _ in range(spec.num_layers))
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         chosen = window(
             held.lengths,
             sink=sink,
@@ -370,7 +371,7 @@ def echo(sink: int = 2, recent: int = 6) -> Policy:
             chosen = replace(chosen, dense=jnp.broadcast_to(first, held.lengths.shape))
         return chosen, Summary(jnp.zeros(q.shape), state[layer].reshape(q.shape[:2])), state
 
-    def update(state, layer, stats, cache):
+    def update(state, layer, stats, view):
         nth = jnp.arange(stats.ids.shape[-1])
         even = (nth < stats.count[..., None]) & (stats.ids % 2 == 0)
         logits = jnp.where(even[:, :, None], stats.logits, -jnp.inf)
@@ -387,8 +388,8 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
     but for positions that leave 2 when divided by 5. Only for caches without a block table.
     """
 
-    def after_prompt(state, cache, slots):
-        return state, cache._replace(layers=tuple(cut(held, slots) for held in cache.layers))
+    def after_prompt(state, view, slots):
+        return state, view.cache._replace(layers=tuple(cut(held, slots) for held in view.layers))
 
     @partial(jax.jit, static_argnums=1)
     def cut(held, most):
@@ -416,8 +417,8 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
             lengths=count,
         )
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         seen = slot_index(held) < held.lengths[..., None]
         mask = seen & (slot_positions(held) % 5 != 2)
         return from_token_mask(mask, held.capacity, page_size=held.page_size), None, state
@@ -448,17 +449,17 @@ def parity(shift: int | None = None) -> Policy:
 
     def prefill(state, layer, view):
         slots = chunk_slots(view, state[layer].shape[1])
-        even = (view.tokens + of(view.cache)) % 2 == 0
+        even = (view.tokens + of(view.step)) % 2 == 0
         return replaced(state, layer, store(state[layer], slots, even))
 
-    def append(state, layer, k, v, tokens, positions, cache):
-        even = (tokens + of(cache)) % 2 == 0
+    def append(state, layer, k, v, tokens, positions, view):
+        even = (tokens + of(view)) % 2 == 0
         return replaced(state, layer, store(state[layer], positions, even))
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         slots, lengths = slot_index(held), held.lengths[..., None]
-        recent = slots >= lengths - 3 - of(cache)
+        recent = slots >= lengths - 3 - of(view)
         mask = (slots < lengths) & (recent | state[layer][:, None])
         return from_token_mask(mask, held.capacity, page_size=held.page_size), None, state
 
@@ -478,8 +479,8 @@ def counted(recent: int = 4, attended: int = 2, read: int = 3, plain: bool = Fal
     With `plain` it is a pair (o, lse), which counts none.
     """
 
-    def select(state, layer, q, cache):
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        held = view.layers[layer]
         chosen = window(
             held.lengths,
             sink=0,

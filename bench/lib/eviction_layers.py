@@ -20,7 +20,7 @@ from bench.lib.kernel_ops import compaction
 from bench.lib.kernel_programs import Contender, Job, random
 from bench.lib.kernel_timing import Program
 from bench.lib.replay import lengths_kept, spread_evenly
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode, mosaic, schedule
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction import budgets as rules
@@ -228,7 +228,8 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
     @partial(jax.jit, donate_argnums=(0, 1))
     def run(state, layers, lengths, positions):
         layers = tuple(layer._replace(lengths=lengths) for layer in layers)
-        state, cache = policy.services.maintain(state, KVCache(layers, positions, no_row))
+        view = StepView(KVCache(layers, positions, no_row))
+        state, cache = policy.services.maintain(state, view)
         # the lengths are given anew each time, so nothing of theirs is carried on
         return (
             state,

@@ -89,8 +89,8 @@ def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
     case. There is no prompt, and so nothing after it.
     """
 
-    def maintain(state, cache):
-        state, cache = policy.services.maintain(state, cache)
+    def maintain(state, view):
+        state, cache = policy.services.maintain(state, view)
         layers = (
             layer._replace(lengths=jnp.asarray(held))
             for layer, held in zip(cache.layers, lengths, strict=True)

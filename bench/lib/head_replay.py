@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache, Lent, lend
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policy import Policy, PrefillView, State
@@ -65,11 +65,11 @@ def replay(
     ids = jnp.zeros((1, slots), jnp.int32) if tokens is None else tokens[None]
     prompt = slots - steps
 
-    def cache_of(length: Array | int, position: Array | int) -> KVCache:
+    def cache_of(length: Array | int, position: Array | int) -> StepView:
         lengths = jnp.full((1, number), length, jnp.int32)
         layer = LayerCache(pool, pool, lengths)
         cache = KVCache((layer,), jnp.full(1, position, jnp.int32), jnp.zeros(1, jnp.bool_))
-        return lend(cache, Lent(constants))
+        return StepView(cache, constants)
 
     def read(state: State) -> State:
         at = jnp.arange(prompt, dtype=jnp.int32)[None]

@@ -58,14 +58,14 @@ def boundary_constants():
     return {"boundary_classes": table, "boundary_classes_or_none": table}
 
 
-def state_after_prompt(policy, spec, cache):
+def state_after_prompt(policy, spec, view):
     """Returns the policy's state after a prompt of one chunk that filled the cache.
 
     The prompt's tokens and its last queries, which some policies look at, are random.
     """
     from jsparse.benchmark import random_cache
 
-    return random_cache.state_after_prompt(policy, spec, cache, LLAMA_8B.vocab_size)
+    return random_cache.state_after_prompt(policy, spec, view, LLAMA_8B.vocab_size)
 
 
 def huggingface_model(config=LLAMA_8B, device="cuda"):

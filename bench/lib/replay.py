@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from bench.lib.environment import REPOSITORY
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.policies import expressions
 from jsparse.policy import Policy, State
 
@@ -42,8 +42,8 @@ def replayed(policy: Policy, context: int) -> Policy:
     """
     recorded = pages_kept(context)
 
-    def select(state: State, layer: int, q: Array, cache: KVCache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
+    def select(state: State, layer: int, q: Array, view: StepView):
+        chosen, summary, state = policy.select(state, layer, q, view)
         dealt = jnp.asarray(spread_evenly(recorded, layer, chosen.count.shape), jnp.int32)
         return replace(chosen, count=jnp.minimum(chosen.count, dealt)), summary, state
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.policy import Policy, PrefillView, State
 
 
@@ -43,17 +43,17 @@ def random_cache(spec: CacheSpec, tokens: int, fields: tuple[str, ...] = ()) -> 
     return cache._replace(layers=layers, positions=jnp.full_like(cache.positions, tokens))
 
 
-def state_after_prompt(policy: Policy, spec: CacheSpec, cache: KVCache, vocab_size: int) -> State:
+def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_size: int) -> State:
     """Returns the policy's state after a prompt of one chunk that left this cache.
 
     The prompt's tokens and its last queries, which some policies look at, are random.
     """
-    return _reader(policy, spec, vocab_size)(cache)
+    return _reader(policy, spec, vocab_size)(step)
 
 
 @functools.cache
-def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[KVCache], State]:
-    """Returns the jitted function of a cache, one for all caches of these sizes."""
+def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[StepView], State]:
+    """Returns the jitted function of a view, one for all caches of these sizes."""
 
     def rows_first(pool: Array) -> Array:
         return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(
@@ -61,7 +61,7 @@ def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[KVCac
         )
 
     @jax.jit
-    def take_in(cache: KVCache) -> State:
+    def take_in(step: StepView) -> State:
         state = policy.init(spec)
         slots = spec.batch, spec.capacity
         tokens = jax.random.randint(jax.random.key(1), slots, 0, vocab_size, jnp.int32)
@@ -69,9 +69,10 @@ def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[KVCac
         shape = spec.batch, policy.window, spec.num_heads, spec.head_dim
         queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
         asked = jnp.full(spec.batch, policy.window, jnp.int32)
-        for layer, held in enumerate(cache.layers):
-            chunk = tokens, positions, rows_first(held.k), rows_first(held.v), held.lengths[:, 0]
-            view = PrefillView(*chunk, cache, queries, asked, last=True)
+        for layer, held in enumerate(step.layers):
+            k, v = map(rows_first, held.arrays)
+            chunk = tokens, positions, k, v, held.lengths[:, 0]
+            view = PrefillView(*chunk, step, queries, asked, last=True)
             state = policy.prefill(state, layer, view)
         return state
 

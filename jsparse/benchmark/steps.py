@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jsparse.benchmark.random_cache import random_cache, state_after_prompt
 from jsparse.builder import dense
-from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.model_facts.constants import constants
@@ -267,9 +267,9 @@ def _session(params: Params, run: _Run) -> Session:
     """Returns a session whose rows hold random tokens."""
     policy, spec, vocab_size = run.policy, run.spec, params.config.vocab_size
     cache = random_cache(spec, run.tokens, policy.fields)
-    lent = lend(cache, Lent(constants(params, policy)))
+    view = StepView(cache, constants(params, policy))
     # where K and V go to the host, they do so when the session adopts them
-    state = state_after_prompt(policy._replace(offload=None), spec, lent, vocab_size)
+    state = state_after_prompt(policy._replace(offload=None), spec, view, vocab_size)
     session = Session(params, policy, spec, adopts=True)
     session.adopt(Held(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
     return session

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.cache import CacheSpec, Lent, lend, read_slots
+from jsparse.cache import CacheSpec, ReadOnly, StepView, read_slots
 from jsparse.engine.scheduler import Sizes
 from jsparse.engine.slots import (
     Reading,
@@ -245,7 +245,7 @@ class Programs:
                 with_row_arrays(policy, spec, slots.state, reading.rows),
                 *(reading.last_hidden, reading.windows),
             ),
-            Lent(constants),
+            ReadOnly(constants),
             last=last,
         )
         own = row_arrays(policy, spec, slots.state)
@@ -274,7 +274,7 @@ class Programs:
         policy, spec = self._policy, self._spec
         after = (start + valid)[None]
         cache = view(slots.pools, groups[None], after, spec.num_kv_heads)
-        cache = lend(cache._replace(positions=start[None]), Lent(constants))
+        step = StepView(cache._replace(positions=start[None]), constants)
         state = with_row_arrays(policy, spec, slots.state, reading.rows)
         at = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         by_head = jnp.broadcast_to(at, (1, spec.num_kv_heads, at.size))
@@ -288,7 +288,7 @@ class Programs:
             )
             seen = jnp.minimum(after, policy.window)
             part = PrefillView(
-                *(tokens, at[None], k, v, valid[None], cache, window, seen), last=False
+                *(tokens, at[None], k, v, valid[None], step, window, seen), last=False
             )
             state = policy.prefill(state, layer, part)
         rows = row_arrays(policy, spec, state)
@@ -352,9 +352,10 @@ class Programs:
 
         def step(slots: Slots, nth: Int32[Array, ""]) -> tuple[Slots, Int32[Array, "B w"]]:
             active = nth < counts
-            cache = lend(self._view(slots, active), Lent(constants, slots.knobs or None))
+            beside = ReadOnly(constants, slots.knobs or None)
             logits, cache, state, stats = decode_step(
-                *(self._decoder, self._policy, weights, slots.tokens, cache, slots.state, active)
+                *(self._decoder, self._policy, weights, slots.tokens, self._view(slots, active)),
+                *(slots.state, beside, active),
             )
             chosen, sampling, packed = self._choose(
                 choice, _of_active(slots.sampling, active), slots.made, logits, stats
@@ -405,7 +406,7 @@ class Programs:
         def work(cache, state):
             return inlined(correct)(
                 *(self._decoder, self._policy, weights, recent, cache, state),
-                Lent(constants, self._row_of(slots.knobs, slot)),
+                ReadOnly(constants, self._row_of(slots.knobs, slot)),
             )
 
         return self._on_row(slots, slot, work)
@@ -420,7 +421,7 @@ class Programs:
             slots,
             slot,
             lambda cache, state: inlined(maintain)(
-                self._policy, cache, state, Lent(constants, knobs)
+                self._policy, cache, state, ReadOnly(constants, knobs)
             ),
         )
 

@@ -76,7 +76,7 @@ def start_slots(
     zeros = jnp.zeros(batch, jnp.int32)
     scratch = spec.pages // spec.num_kv_heads - 1
     return Slots(
-        pools=tuple(Pool(layer.k, layer.v) for layer in layers),
+        pools=tuple(Pool(*layer.arrays) for layer in layers),
         state=policy.init(spec),
         groups=jnp.full((batch, spec.num_pages), scratch, jnp.int32),
         lengths=zeros,
@@ -116,4 +116,4 @@ def view(
 
 def pools_of(cache: KVCache) -> tuple[Pool, ...]:
     """Returns the pools of a cache that `view` made."""
-    return tuple(Pool(layer.k, layer.v) for layer in cache.layers)
+    return tuple(Pool(*layer.arrays) for layer in cache.layers)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.builder import builder, require_policy, require_stays
-from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
 from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select.reference import pooled
@@ -104,12 +104,12 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
 
         return tuple(layer() for _ in range(spec.num_layers))
 
-    def select(state: Paired, layer: int, q: Queries, cache: KVCache):
-        made = base.select(state.base, layer, q, cache)
+    def select(state: Paired, layer: int, q: Queries, view: StepView):
+        made = base.select(state.base, layer, q, view)
         chosen, summary, inner = selected(base, state.base, made)
         heads, steps = state.own[layer]
-        attended = dense_rows(base, layer, chosen, summary, cache)
-        new = _head_metrics(q, cache.layers[layer], cache.positions, *attended, top_k)
+        attended = dense_rows(base, layer, chosen, summary, view)
+        new = _head_metrics(q, view.layers[layer], view.positions, *attended, top_k)
         added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
         return chosen, summary, Paired(inner, at_layer(state.own, layer, added))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.cache import CacheSpec, KVCache, slot_positions
+from jsparse.cache import CacheSpec, StepView, slot_positions
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policies.combinators import Paired, with_state
@@ -126,16 +126,16 @@ def recorded(base: Policy) -> Policy:
             for _ in range(spec.num_layers)
         )
 
-    def select(state: Paired, layer: int, q: Queries, cache: KVCache):
-        chosen, summary, inner = base.select(state.base, layer, q, cache)
-        held, old = cache.layers[layer], state.own[layer]
+    def select(state: Paired, layer: int, q: Queries, view: StepView):
+        chosen, summary, inner = base.select(state.base, layer, q, view)
+        held, old = view.layers[layer], state.own[layer]
         mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
         weights = jnp.mean(jax.nn.softmax(attention_logits(q, held), axis=-1), axis=2)
         seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
         # slots past a head's end go nowhere
         at = jnp.where(seen, slot_positions(held), old.attended.shape[-1])
         record = Record(
-            _placed(mask, at, old.attended), _placed(weights, at, old.weights), cache.positions
+            _placed(mask, at, old.attended), _placed(weights, at, old.weights), view.positions
         )
         return chosen, summary, Paired(inner, at_layer(state.own, layer, record))
 

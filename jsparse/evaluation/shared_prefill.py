@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jsparse import generation
 from jsparse.builder import dense
-from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache
+from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, StepView
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, PrefillView, State
@@ -194,10 +194,10 @@ def generate(
 
 def _view_of(policy: Policy, view: PrefillView) -> PrefillView:
     """Returns the view that the policy would have alone."""
-    cache = _with_fields(view.cache, policy.needs)
-    constants = {name: (cache.constants or {})[name] for name in policy.constants} or None
+    cache, constants = _with_fields(view.step.cache, policy.needs), view.step.constants or {}
+    own = {name: constants[name] for name in policy.constants} or None
     return view._replace(
-        cache=cache._replace(constants=constants),
+        step=StepView(cache, own),
         q_window=view.q_window[:, view.q_window.shape[1] - policy.window :],
         window_valid=jnp.minimum(view.window_valid, policy.window),
     )

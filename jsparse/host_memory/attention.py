@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import KVCache, LayerCache
+from jsparse.cache import LayerCache, StepView
 from jsparse.host_memory.pool import GatherFn, HostPool, pools
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
@@ -59,7 +59,7 @@ def attend(
 ) -> AttentionOut:
     """Attends as `op` does; `reads` is that of `Offload`, `fetched` what `fetch` returned."""
     options = {"stats": stats, "dtype": dtype}
-    on_device = not isinstance(layer.k, HostPool)
+    on_device = layer.page_pools is None
     if on_device or (fetched is None and _way(reads, selection) == "in_place"):
         return op(q, layer, selection, **options)
     pages, listed, ids = compacted(layer, _sparse(selection), fetched)
@@ -86,7 +86,7 @@ def _way(reads: str | None, selection: Selection) -> str:
 
 
 def fetch_ahead(
-    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+    policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> Fetched | None:
     """Fetches what a layer will attend to while the layer above runs, if the policy says so.
 
@@ -94,14 +94,14 @@ def fetch_ahead(
     need them. q only has the shape of the layer's queries, which the policy does not read.
     """
     offload = policy.offload
-    if offload is None or not offload.prefetch or layer == len(cache.layers):
+    if offload is None or not offload.prefetch or layer == len(view.layers):
         return None
-    if not isinstance(cache.layers[layer].k, HostPool):
+    if view.layers[layer].page_pools is None:
         return None
-    selection, summary, _ = selected(policy, state, policy.select(state, layer, q, cache))
+    selection, summary, _ = selected(policy, state, policy.select(state, layer, q, view))
     if summary is not None:
         raise ValueError(f"prefetch=True: {policy} must not give a summary")
-    return fetch(cache.layers[layer], selection, beside)
+    return fetch(view.layers[layer], selection, beside)
 
 
 def beside(*args, **kwargs) -> Array:

@@ -5,9 +5,9 @@ newest R that the head holds, and from host memory otherwise. Nothing but the he
 which. Whoever writes tokens must have stored a page in host memory before the ring takes its place
 (`stored`), and nothing else is ever written there.
 
-Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.lend`), so that
-no donated buffer is ever one of them. The heads that attend to everything in every step can have
-all their pages on the device, too.
+Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.with_host`), so
+that no donated buffer is ever one of them. The heads that attend to everything in every step can
+have all their pages on the device, too.
 """
 
 import functools
@@ -20,15 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import (
-    CacheSpec,
-    HostPages,
-    KVCache,
-    LayerCache,
-    PagePool,
-    physical_pages,
-    write,
-)
+from jsparse.cache import CacheSpec, HostPages, KVCache, LayerCache, PagePool, physical_pages, write
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.row_scatter import row_scatter
 from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
@@ -47,7 +39,7 @@ class HostPool(PagePool):
 
     Attributes:
         ring: [B·K·R, P, H] on the device; page m of a head is page m mod R of its ring.
-        host: [pages, P, H] in host memory, or None while nobody has lent it: then only the ring is
+        host: [pages, P, H] in host memory, or None between programs: then only the ring is
             read.
         resident: [B·n·M, P, H] on the device, all pages of the n KV heads `heads`; None if there
             are none.
@@ -94,6 +86,13 @@ class HostPool(PagePool):
         """Returns chosen slots of each head, [B, K, n, H]."""
         at = jnp.divmod(slots, layer.page_size)
         return self.with_ring(layer, *at, self.fetched(layer, *at))
+
+    def read_heads(self, layer: LayerCache) -> Array:
+        """Returns every slot of every head, [B, K, S, H]."""
+        pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
+        every = jnp.broadcast_to(pages, (*layer.lengths.shape, pages.size))
+        shape = (*layer.lengths.shape, layer.capacity, *self.shape[2:])
+        return self.read_pages(layer, every).reshape(shape)
 
     def fetched(
         self,
@@ -162,7 +161,7 @@ class HostPool(PagePool):
         row = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * len(self.heads)
         return jnp.where(own < 0, -1, (row + own) * layer.num_pages)
 
-    def lent(self, host: Array | None) -> "HostPool":
+    def with_host(self, host: Array | None) -> "HostPool":
         """Returns the pool with these pages in host memory."""
         return replace(self, host=host)
 
@@ -198,7 +197,8 @@ def in_tail(layer: LayerCache, ring_pages: int, heads: tuple[int, ...] = ()) -> 
             heads=heads,
         )
 
-    return layer._replace(k=pool(layer.k), v=pool(layer.v))  # pyright: ignore
+    k, v = map(pool, layer.arrays)
+    return layer._replace(k=k, v=v)
 
 
 def refilled(layer: LayerCache) -> LayerCache:
@@ -215,7 +215,7 @@ def refilled(layer: LayerCache) -> LayerCache:
         rows = row_gather(pool.host, ids)
         return replace(pool, ring=pool.ring.at[at].set(rows, mode="drop"))
 
-    return layer._replace(k=ring(k), v=ring(v))  # pyright: ignore
+    return layer._replace(k=ring(k), v=ring(v))
 
 
 def whole(
@@ -231,7 +231,7 @@ def whole(
     queries q are there, so that no two layers are on the device for long. (XLA drops the order of
     the two unless the q that is returned is used.)
     """
-    if not isinstance(layer.k, HostPool):
+    if layer.page_pools is None:
         return layer, q
     k, v = pools(layer)
     first = layer.lengths - valid[:, None]

@@ -18,7 +18,7 @@ import psutil
 
 from jsparse import cache as kv_cache
 from jsparse.builder import require_offloadable
-from jsparse.cache import CacheSpec, HostPages, KVCache, Lent, lend
+from jsparse.cache import CacheSpec, HostPages, KVCache, with_host, without_host
 from jsparse.host_memory import pool as host_pool
 from jsparse.machine import memory
 from jsparse.pallas_kernels.dispatch import no_triton
@@ -302,6 +302,5 @@ def _tailed(cache: KVCache, policy: Policy, spec: CacheSpec, chunk: int) -> KVCa
 
 @partial(jax.jit, donate_argnames=("cache",))
 def _refilled(cache: KVCache, pages: HostLayers) -> KVCache:
-    cache = lend(cache, Lent(host=pages))
-    cache = cache._replace(layers=tuple(map(host_pool.refilled, cache.layers)))
-    return lend(cache, kv_cache.NOTHING)
+    layers = map(host_pool.refilled, with_host(cache, pages).layers)
+    return without_host(cache._replace(layers=tuple(layers)))

@@ -77,7 +77,7 @@ def _weighed(window: int) -> Policy:
         return tuple(jnp.zeros(shape, jnp.float32) for _ in range(spec.num_layers))
 
     def take(state: State, layer: int, view: PrefillView) -> State:
-        return at_layer(state, layer, state[layer] + _weights(view, frame_at(view.cache, layer)))
+        return at_layer(state, layer, state[layer] + _weights(view, frame_at(view.step, layer)))
 
     return dense()._replace(init=init, prefill=take, window=window, needs=KEY_CONSTANTS)
 

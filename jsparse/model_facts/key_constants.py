@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import KVCache, LayerCache
+from jsparse.cache import LayerCache, StepView
 
 SPAN = 128  # tokens
 
@@ -61,20 +61,20 @@ class KeyFrame(NamedTuple):
     angles: Float32[Array, "spans H"]
 
 
-def frame_at(cache: KVCache, layer: int) -> KeyFrame:
-    """Return the frame of one layer from the constants that the cache was lent.
+def frame_at(view: StepView, layer: int) -> KeyFrame:
+    """Return the frame of one layer from the constants that programs read.
 
     Slots must be the tokens' positions.
 
     Raises:
-        ValueError: the cache lacks them.
+        ValueError: the view lacks them.
     """
-    lent, held = cache.constants or {}, cache.layers[layer]
-    if missing := [name for name in KEY_CONSTANTS if name not in lent]:
+    there, held = view.constants or {}, view.layers[layer]
+    if missing := [name for name in KEY_CONSTANTS if name not in there]:
         raise ValueError(
-            f"cache.constants has {sorted(lent)}: must have {missing}, as the policy needs"
+            f"view.constants has {sorted(there)}: must have {missing}, as the policy needs"
         )
-    constants = KeyConstants(*(lent[name] for name in KEY_CONSTANTS))
+    constants = KeyConstants(*(there[name] for name in KEY_CONSTANTS))
     first = jnp.arange(num_spans(held), dtype=jnp.int32) * SPAN
     angles = angles_at(first, constants.rope_frequencies)
     return KeyFrame(constants.key_mid[layer], constants.key_scale[layer], angles)

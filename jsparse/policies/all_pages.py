@@ -6,7 +6,7 @@ Attention over it is exact. `dense` attends to the same tokens, but forbids prun
 import jax.numpy as jnp
 
 from jsparse.builder import builder
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.deprecated import moved_names
 from jsparse.policy import Policy, State
 from jsparse.selection import Selection
@@ -18,8 +18,8 @@ __getattr__ = moved_names(__name__, full=f"{__name__}:all_pages")
 def all_pages() -> Policy:
     """Attend to every page that holds a token, listed so that `twilight` can prune it."""
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q, view: StepView):
+        held = view.layers[layer]
         used = -(-held.lengths // held.page_size)
         page = jnp.arange(held.num_pages, dtype=jnp.int32)
         return Selection(jnp.where(page < used[..., None], page, 0), used), None, state

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_pages
+from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
@@ -54,8 +54,8 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
             jnp.zeros(spec.pages, jnp.float32),
         )
 
-    def select(state: State, layer: int, q: Queries, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q: Queries, view: StepView):
+        held = view.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         center, radius = by_head(held, state[layer])
         newest = (held.lengths[..., None] - 1) // held.page_size

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jsparse.builder import builder, require_policy, require_stays
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.partials import Summary
 from jsparse.policies import head_gates
@@ -75,8 +75,8 @@ def with_state(
         return state._replace(base=base.update(state.base, *arguments))
 
     def reworked(hook):
-        def rework(state: Paired, cache: KVCache, *arguments: Any):
-            of_base, cache = hook(state.base, cache, *arguments)
+        def rework(state: Paired, view: StepView, *arguments: Any):
+            of_base, cache = hook(state.base, view, *arguments)
             return state._replace(base=of_base), cache
 
         return rework
@@ -107,14 +107,14 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
     whole_number("recent", recent, 0)
     require_stays("policy", policy, "of which keep lists the first and the newest")
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
+    def select(state: State, layer: int, q, view: StepView):
+        chosen, summary, state = policy.select(state, layer, q, view)
         if summary is not None:
             raise ValueError(
                 f"policy={policy}: keep cannot wrap it, since its summary may stand for tokens "
                 "that are kept"
             )
-        held = cache.layers[layer]
+        held = view.layers[layer]
         units = held.num_pages if chosen.granularity == "page" else held.capacity
         always = window(
             held.lengths,
@@ -139,10 +139,10 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
     whole_number("n", n, 0)
     require_stays("policy", policy, "all of which the first layers attend to")
 
-    def select(state: State, layer: int, q, cache: KVCache):
+    def select(state: State, layer: int, q, view: StepView):
         if layer < n:
-            return everything(cache.layers[layer].lengths), None, state
-        return policy.select(state, layer, q, cache)
+            return everything(view.layers[layer].lengths), None, state
+        return policy.select(state, layer, q, view)
 
     def heads(layer: int, num_kv_heads: int) -> tuple[int, ...]:
         if layer < n:
@@ -173,8 +173,8 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
         head_gates.require_fit(mask, gates, spec)
         return policy.init(spec)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
+    def select(state: State, layer: int, q, view: StepView):
+        chosen, summary, state = policy.select(state, layer, q, view)
         here = head_gates.of_rows(mask[layer], len(q))
         if summary is not None:
             summary = _of_others(Summary(*summary), here)

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, KVCache, LayerCache, read_heads
+from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.key_constants import (
     KEY_CONSTANTS,
@@ -122,7 +122,7 @@ def double_sparsity(
             return tokens.prefill(state, layer, view)
         if not view.last:
             return state
-        held, frame = view.cache.layers[layer], frame_at(view.cache, layer)
+        held, frame = view.step.layers[layer], frame_at(view.step, layer)
         count = state[layer].channels.shape[-1]
         labels = state[layer]._replace(channels=heavy_channels(view.q_window, held, frame, count))
         k = read_heads(held.k, held).swapaxes(1, 2)
@@ -130,11 +130,11 @@ def double_sparsity(
         labels = taken_in(labels, held, k, held.lengths[:, 0], start, frame=frame)
         return at_layer(state, layer, labels)
 
-    def select(state: State, layer: int, q: Queries, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q: Queries, view: StepView):
+        held = view.layers[layer]
         size = held.page_size if granularity == "page" else None
         capacity = max(min(budget, held.capacity) // (size or 1), 1)
-        logits = label_logits(q, held, state[layer], frame_at(cache, layer))
+        logits = label_logits(q, held, state[layer], frame_at(view, layer))
         chosen = threshold_select(
             logits,
             TopK(capacity),

@@ -30,7 +30,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float, Float32
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, KVCache, LayerCache, physical_pages, read_heads, read_slots
+from jsparse.cache import (
+    CacheSpec,
+    KVCache,
+    LayerCache,
+    StepView,
+    physical_pages,
+    read_heads,
+    read_slots,
+)
 from jsparse.hyper_parameters import below_one, fraction, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
@@ -190,19 +198,19 @@ def lfps(
     def prefill(state: Past, layer: int, view: PrefillView) -> Past:
         if not view.last:
             return state
-        held = view.cache.layers[layer]
+        held = view.step.layers[layer]
         tables, prompts = list(state.tables), list(state.prompts)
         tables[layer] = first_tables(held, view.q_window, view.window_valid, whole, late)
         if bypass:
             prompts[layer] = described(held, view.q_window[:, -1])
         return Past(tuple(tables), held.lengths[:, 0], tuple(prompts))
 
-    def select(state: Past, layer: int, q: Queries, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: Past, layer: int, q: Queries, view: StepView):
+        held = view.layers[layer]
         most = share_of(budget, held.capacity)
         # a head holds a token per position; from positions, number is computed once for all layers
-        lengths = jnp.broadcast_to(cache.positions[:, None] + 1, held.lengths.shape)
-        number = jnp.minimum(wanted(knob(cache, "budget", budget), lengths), most)
+        lengths = jnp.broadcast_to(view.positions[:, None] + 1, held.lengths.shape)
+        number = jnp.minimum(wanted(knob(view, "budget", budget), lengths), most)
         # with more candidates than a head has slots there is no bound, and products fit in 32 bits
         times = min(wider, MOST_CANDIDATES // most) if exact else 1
         listed = min(most * times, held.capacity)
@@ -222,15 +230,15 @@ def lfps(
         ids = jnp.where(passed[..., None], 0, chosen.ids)
         return replace(chosen, ids=ids, count=count), summary, state
 
-    def update(state: Past, layer: int, stats: Stats | ListedLogits | None, cache: KVCache) -> Past:
+    def update(state: Past, layer: int, stats: Stats | ListedLogits | None, view: StepView) -> Past:
         assert isinstance(stats, ListedLogits)
-        age = cache.positions - state.born + 1
+        age = view.positions - state.born + 1
         tables = list(state.tables)
         tables[layer] = Tables(
             *table_update(
                 *tables[layer],
                 stats,
-                cache.layers[layer].lengths + late,  # what it knows a slot's distance by
+                view.layers[layer].lengths + late,  # what it knows a slot's distance by
                 decay ** -age.astype(jnp.float32),
                 sink=SINKS,
                 penalty=penalty,
@@ -238,15 +246,17 @@ def lfps(
         )
         return state._replace(tables=tuple(tables))
 
-    def maintain(state: Past, cache: KVCache) -> tuple[Past, KVCache]:
-        left = decay ** (cache.positions - state.born).astype(jnp.float32)
+    def maintain(state: Past, view: StepView) -> tuple[Past, KVCache]:
+        left = decay ** (view.positions - state.born).astype(jnp.float32)
 
         def scaled(tables: Tables) -> Tables:
             greatest = jnp.maximum(*(jnp.max(jnp.abs(x), -1, keepdims=True) for x in tables))
             factor = jnp.where(greatest > FAINT, left[:, None, None], 1.0)
             return Tables(*((x.astype(jnp.float32) * factor).astype(x.dtype) for x in tables))
 
-        return state._replace(tables=tuple(map(scaled, state.tables)), born=cache.positions), cache
+        return state._replace(
+            tables=tuple(map(scaled, state.tables)), born=view.positions
+        ), view.cache
 
     return Policy(
         select,
@@ -293,7 +303,7 @@ def first_tables(
 
     def of_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         q, at, length, asked = head
-        keys = held.k[at].reshape(held.capacity, -1)
+        keys = held.arrays[0][at].reshape(held.capacity, -1)
         logits = scaled_products("wgh,sh->wgs", q, keys)
         position = (length - size + nth)[:, None]  # of each query
         seen = (slots <= position) & (nth >= size - asked)[:, None]

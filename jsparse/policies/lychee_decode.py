@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.deprecated import renamed_arguments
 from jsparse.hyper_parameters import below_one, fraction, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
@@ -149,7 +149,7 @@ def lychee_decode(
             heads, jnp.int32
         )
 
-    def attended(state: State, layer: int, q: Array, cache: KVCache):
+    def attended(state: State, layer: int, q: Array, view: StepView):
         ids, count = state
         dense = head_gates.of_rows(retrieval[layer], len(count)) if retrieval[layer].any() else None
         return Selection(ids, count, dense=dense, granularity=granularity), None, state
@@ -159,16 +159,16 @@ def lychee_decode(
         return layer + 1 < len(retrieval) and bool((retrieval[layer] & ~retrieval[layer + 1]).any())
 
     def update(
-        state: State, layer: int, stats: Stats | ListedLogits | None, cache: KVCache
+        state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView
     ) -> State:
         if stats is None:
             return state
         assert isinstance(stats, Stats)
         ids, count = state
-        held = cache.layers[layer]
+        held = view.layers[layer]
         picked = pick(
             stats.scores,
-            cut(held, knob(cache, "value", number)),
+            cut(held, knob(view, "value", number)),
             held.lengths,
             sink=sink,
             recent=recent,

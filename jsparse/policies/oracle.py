@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jsparse.builder import builder
-from jsparse.cache import KVCache, LayerCache, read_heads
+from jsparse.cache import LayerCache, StepView, read_heads
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
 from jsparse.policy import Policy, State, knob
@@ -32,11 +32,11 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
     whole_number("budget", budget, 1)
     _check_granularity(granularity)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q, view: StepView):
+        held = view.layers[layer]
         unit = _unit(granularity, held)
         capacity = max(min(budget, held.capacity) // unit, 1)
-        wanted = knob(cache, "budget", capacity * unit)
+        wanted = knob(view, "budget", capacity * unit)
         rule = TopK(capacity if isinstance(wanted, int) else wanted.astype(jnp.int32) // unit)
         logits = attention_logits(q, held)
         chosen = threshold_select(
@@ -56,13 +56,13 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
     fraction("p", p)
     _check_granularity(granularity)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q, view: StepView):
+        held = view.layers[layer]
         units = held.capacity // _unit(granularity, held)
         logits = attention_logits(q, held)
         return (
             threshold_select(
-                logits, TopP(knob(cache, "p", p)), capacity=units, **_what(granularity, held)
+                logits, TopP(knob(view, "p", p)), capacity=units, **_what(granularity, held)
             ),
             None,
             state,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.builder import builder
-from jsparse.cache import KVCache, LayerCache
+from jsparse.cache import LayerCache, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
@@ -73,11 +73,11 @@ def quest(
     ) -> Bounds:
         return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q, view: StepView):
+        held = view.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
         ranked_for = _mean_queries(q, held.lengths.shape[1]) if group == "mean" else q
-        frame = frame_at(cache, layer) if framed else None
+        frame = frame_at(view, layer) if framed else None
         scores = page_bounds(ranked_for, held, state[layer], frame=frame, slack=slack)
         newest = (
             jnp.arange(held.num_pages, dtype=jnp.int32)

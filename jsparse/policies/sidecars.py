@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache, taking_part
+from jsparse.cache import CacheSpec, LayerCache, StepView, taking_part
 from jsparse.model_facts.key_constants import KeyFrame, frame_at
 from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows
@@ -56,8 +56,8 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
             count them.
     """
 
-    def taken_in(entry: Any, cache: KVCache, layer: int, *new: Any) -> Any:
-        return take_in(entry, cache.layers[layer], *new)
+    def taken_in(entry: Any, view: StepView, layer: int, *new: Any) -> Any:
+        return take_in(entry, view.layers[layer], *new)
 
     return _of_layers(init, taken_in)
 
@@ -68,8 +68,8 @@ def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -
     Arguments are those of `sidecar`; the policy `needs` KEY_CONSTANTS.
     """
 
-    def taken_in(entry: Any, cache: KVCache, layer: int, *new: Any) -> Any:
-        return take_in(entry, cache.layers[layer], *new, frame=frame_at(cache, layer))
+    def taken_in(entry: Any, view: StepView, layer: int, *new: Any) -> Any:
+        return take_in(entry, view.layers[layer], *new, frame=frame_at(view, layer))
 
     return _of_layers(init, taken_in)
 
@@ -78,12 +78,12 @@ def _of_layers(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) ->
     def layers(spec: CacheSpec) -> State:
         return tuple(init(spec) for _ in range(spec.num_layers))
 
-    def taken_in(state: State, layer: int, cache: KVCache, k: Array, valid: Array) -> State:
-        first = cache.layers[layer].lengths - valid[:, None]
-        return at_layer(state, layer, take_in(state[layer], cache, layer, k, valid, first))
+    def taken_in(state: State, layer: int, view: StepView, k: Array, valid: Array) -> State:
+        first = view.layers[layer].lengths - valid[:, None]
+        return at_layer(state, layer, take_in(state[layer], view, layer, k, valid, first))
 
     def prefill(state: State, layer: int, view: PrefillView) -> State:
-        return taken_in(state, layer, view.cache, view.k, view.valid)
+        return taken_in(state, layer, view.step, view.k, view.valid)
 
     def append(
         state: State,
@@ -92,8 +92,8 @@ def _of_layers(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) ->
         v: Array,
         tokens: Array,
         positions: Array,
-        cache: KVCache,
+        view: StepView,
     ) -> State:
-        return taken_in(state, layer, cache, k, taking_part(cache, k.shape[1]))
+        return taken_in(state, layer, view, k, taking_part(view, k.shape[1]))
 
     return Sidecar(layers, prefill, append)

@@ -7,7 +7,7 @@ inside the window), and the middle stays in the cache, unread.
 """
 
 from jsparse.builder import builder
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.policy import Policy, State
 from jsparse.selection import MAX_BITS_PAGE, window
@@ -22,8 +22,8 @@ def streaming(sink: int = 4, recent: int = 512) -> Policy:
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 1)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        held = cache.layers[layer]
+    def select(state: State, layer: int, q, view: StepView):
+        held = view.layers[layer]
         chosen = window(
             held.lengths,
             sink=sink,

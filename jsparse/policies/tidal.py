@@ -14,7 +14,7 @@ recent=0` is the paper's.
 import jax.numpy as jnp
 
 from jsparse.builder import builder
-from jsparse.cache import KVCache
+from jsparse.cache import StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
@@ -59,8 +59,8 @@ def tidal(
         capacity = min(budget, spec.capacity)
         return jnp.zeros((spec.batch, capacity), jnp.int32), jnp.zeros(spec.batch, jnp.int32)
 
-    def select(state: State, layer: int, q, cache: KVCache):
-        lengths = cache.layers[layer].lengths
+    def select(state: State, layer: int, q, view: StepView):
+        lengths = view.layers[layer].lengths
         if layer < first or picks(layer):
             return everything(lengths), None, state
         ids, count = state
@@ -71,7 +71,7 @@ def tidal(
             state,
         )
 
-    def update(state: State, layer: int, stats, cache: KVCache):
+    def update(state: State, layer: int, stats, view: StepView):
         if not picks(layer):
             return state
         weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
@@ -80,7 +80,7 @@ def tidal(
         chosen = pick(
             jnp.where(held, weights, -jnp.inf),
             TopK(capacity),
-            cache.layers[layer].lengths[:, :1],
+            view.layers[layer].lengths[:, :1],
             sink=sink,
             recent=recent,
             capacity=capacity,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.builder import builder, require_policy, require_stays
-from jsparse.cache import CacheSpec, KVCache, LayerCache, read_pages
+from jsparse.cache import CacheSpec, LayerCache, StepView, read_pages
 from jsparse.hyper_parameters import fraction
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import int4_keys
@@ -90,13 +90,13 @@ def twilight(
 
     keys = framed_sidecar(empty_copy, int4_append)
 
-    def select(state: Paired, layer: int, q, cache: KVCache):
-        chosen, summary, of_base = base.select(state.base, layer, q, without_knob(cache, "p"))
+    def select(state: Paired, layer: int, q, view: StepView):
+        chosen, summary, of_base = base.select(state.base, layer, q, without_knob(view, "p"))
         if summary is not None:
             raise ValueError(f"base={base}: must not summarise tokens that it does not select")
         if chosen.ids.shape[-1] > 0:
-            copy, frame = state.own[layer], frame_at(cache, layer)
-            chosen = pruned(q, cache.layers[layer], copy, frame, chosen, knob(cache, "p", p))
+            copy, frame = state.own[layer], frame_at(view, layer)
+            chosen = pruned(q, view.layers[layer], copy, frame, chosen, knob(view, "p", p))
         return chosen, None, state._replace(base=of_base)
 
     def pruned(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jsparse.cache import NOTHING, KVCache, Lent, lend, replace_layer, write
+from jsparse.cache import NOTHING, KVCache, ReadOnly, replace_layer, step_view, without_host, write
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, State
 from jsparse.runtime.compilation import note_trace, program
@@ -19,20 +19,21 @@ def correct(
     tokens: Tokens,
     cache: KVCache,
     state: State,
-    lent: Lent = NOTHING,
+    beside: ReadOnly = NOTHING,
 ) -> tuple[KVCache, State]:
     """Recomputes the newest T tokens of each row densely and overwrites their K and V.
 
     The policy's state appends them once more. Sparse decoding lets errors build up in K and V; this
     removes them (LycheeDecode's cache correction). `tokens` are the T newest whose K and V the
-    cache holds. Rows that ran out of room keep what they hold. Hooks borrow `lent`.
+    cache holds. Rows that ran out of room keep what they hold.
     """
     note_trace()
     count = tokens.shape[1]
     valid = jnp.where(cache.overflow, 0, count)
     first = cache.positions - valid
+    view = step_view(cache, beside)._replace(active=valid > 0)
     # as positions stood before the first of these tokens
-    cache = lend(cache, lent)._replace(positions=first, active=valid > 0)
+    cache = view.cache._replace(positions=first)
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -41,8 +42,9 @@ def correct(
         held = write(held, k, v, positions, valid, held.lengths - valid[:, None])
         cache = replace_layer(cache, layer, held)
         o = attend_chunk(q, k, v, held, valid)
-        state = policy.append(state, layer, k, v, tokens, positions, cache)
+        now = view._replace(cache=cache)
+        state = policy.append(state, layer, k, v, tokens, positions, now)
         return o
 
     hidden_states(decoder, weights, tokens, positions, attend)
-    return lend(cache, NOTHING)._replace(positions=first + valid, active=None), state
+    return without_host(cache)._replace(positions=first + valid), state

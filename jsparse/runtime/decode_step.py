@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from jsparse.cache import KVCache, fill, grow, spec_of, taken
+from jsparse.cache import (
+    NOTHING,
+    KVCache,
+    ReadOnly,
+    StepView,
+    fill,
+    grow,
+    spec_of,
+    step_view,
+    taken,
+    without_host,
+)
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.attention import Fetched, fetch_ahead
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
@@ -50,6 +61,7 @@ def decode_step(
     tokens: Rows,
     cache: KVCache,
     state: State,
+    beside: ReadOnly = NOTHING,
     active: Bool[Array, "B"] | None = None,
 ) -> tuple[Float32[Array, "B V"], KVCache, State, StepStats]:
     """Runs one token of every row through the model.
@@ -61,6 +73,7 @@ def decode_step(
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
         cache: K and V of everything before.
         state: the method's state.
+        beside: what is read beside the weights.
         active: the rows that take part; None is all. The others change nothing, in the cache, in
             the state or in pages, and their results are finite and mean nothing. Neither do those
             of rows that overflow.
@@ -69,21 +82,23 @@ def decode_step(
         The logits that follow `tokens`, the cache and state after them, and the shares attended and
         read in each layer.
     """
-    before, positions = state, cache.positions[:, None]
+    view = step_view(cache, beside)
+    before, cache, positions = state, view.cache, cache.positions[:, None]
     one = jnp.ones_like(cache.positions) if active is None else active.astype(jnp.int32)
     cache = grow(cache, one, 1)
     one = taken(cache, one)
-    cache = cache._replace(active=one > 0)
+    view = view._replace(active=one > 0)
     counts, ahead = [], None
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal cache, state, ahead
         cache = fill(cache, layer, k, v, positions, one)
-        grown = policy.append(state, layer, k, v, tokens[:, None], positions, cache)
+        now = view._replace(cache=cache)
+        grown = policy.append(state, layer, k, v, tokens[:, None], positions, now)
         state = kept(policy, "append", state, grown)
-        ready, ahead = ahead, fetch_ahead(policy, layer + 1, q[:, 0], cache, state)
-        out, state, counted = attend_layer(policy, layer, q[:, 0], cache, state, ready)
-        state = kept(policy, "update", state, policy.update(state, layer, out.stats, cache))
+        ready, ahead = ahead, fetch_ahead(policy, layer + 1, q[:, 0], now, state)
+        out, state, counted = attend_layer(policy, layer, q[:, 0], now, state, ready)
+        state = kept(policy, "update", state, policy.update(state, layer, out.stats, now))
         counts.append(counted)
         return out.o[:, None]
 
@@ -92,7 +107,7 @@ def decode_step(
     if active is not None:
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
-    cache = cache._replace(positions=cache.positions + one, active=None)
+    cache = without_host(cache)._replace(positions=cache.positions + one)
     means = (jnp.mean(jnp.stack(n), axis=2) for n in zip(*counts, strict=True))
     held = jnp.maximum(cache.positions, 1)
     return logits, cache, state, StepStats(*(jnp.where(one > 0, n / held, 0.0) for n in means))
@@ -102,7 +117,7 @@ def attend_layer(
     policy: Policy,
     layer: int,
     q: Queries,
-    cache: KVCache,
+    view: StepView,
     state: State,
     fetched: Fetched | None = None,
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
@@ -111,14 +126,14 @@ def attend_layer(
     The last two arrays are the number of tokens that each head attended to and read. `fetched` is
     what has been selected and fetched already.
     """
-    held = cache.layers[layer]
+    held = view.layers[layer]
     if fetched is None:
-        selection, summary, state = _select(policy, layer, q, cache, state)
+        selection, summary, state = _select(policy, layer, q, view, state)
     else:
         selection, summary = fetched.selection, None
     if summary is not None:
-        summary = _of_active(summary, cache)
-    selection, summary = dense_rows(policy, layer, selection, summary, cache)
+        summary = _of_active(summary, view)
+    selection, summary = dense_rows(policy, layer, selection, summary, view)
     dtype = q.dtype if summary is None else jnp.float32
     run = host_attention.attention(ATTENTION[selection.granularity], policy.offload, fetched)
     out = run(q, held, selection, stats=policy.stats(layer), dtype=dtype)
@@ -131,7 +146,7 @@ def attend_layer(
 
 
 def _select(
-    policy: Policy, layer: int, q: Queries, cache: KVCache, state: State
+    policy: Policy, layer: int, q: Queries, view: StepView, state: State
 ) -> tuple[Selection, Summary | None, State]:
     """Returns what the policy selects; nothing, where all rows are so short that they are dense.
 
@@ -139,9 +154,9 @@ def _select(
     """
 
     def select(state: State) -> tuple[Selection, Summary | None, State]:
-        return selected(policy, state, policy.select(state, layer, q, cache))
+        return selected(policy, state, policy.select(state, layer, q, view))
 
-    short = _short_rows(policy, layer, cache)
+    short = _short_rows(policy, layer, view)
     if short is None:
         return select(state)
 
@@ -149,20 +164,20 @@ def _select(
         chosen, summary, _ = jax.eval_shape(select, state)
         return *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (chosen, summary)), state
 
-    waiting = short if cache.active is None else short | ~cache.active
+    waiting = short if view.active is None else short | ~view.active
     return jax.lax.cond(jnp.all(waiting), nothing, select, state)
 
 
-def _short_rows(policy: Policy, layer: int, cache: KVCache) -> Bool[Array, "B"] | None:
+def _short_rows(policy: Policy, layer: int, view: StepView) -> Bool[Array, "B"] | None:
     """Returns the rows that are dense because they are short; None if no row ever is."""
-    held = cache.layers[layer]
+    held = view.layers[layer]
     below = policy.dense_below(held)
     return jnp.max(held.lengths, axis=1) < below if below else None
 
 
-def _of_active(summary: Summary, cache: KVCache) -> Summary:
+def _of_active(summary: Summary, view: StepView) -> Summary:
     """Drops the summaries of inactive rows, which may hold nothing: a mean of that is NaN."""
-    return summary if cache.active is None else _without(summary, ~cache.active)
+    return summary if view.active is None else _without(summary, ~view.active)
 
 
 def _without(summary: Summary, rows: Bool[Array, "B"]) -> Summary:
@@ -177,10 +192,10 @@ def _without(summary: Summary, rows: Bool[Array, "B"]) -> Summary:
 
 
 def dense_rows(
-    policy: Policy, layer: int, selection: Selection, summary: Summary | None, cache: KVCache
+    policy: Policy, layer: int, selection: Selection, summary: Summary | None, view: StepView
 ) -> tuple[Selection, Summary | None]:
     """Lets rows attend to everything that ask for it or are short, without the summary."""
-    asked, short = (cache.knobs or {}).get("dense"), _short_rows(policy, layer, cache)
+    asked, short = (view.knobs or {}).get("dense"), _short_rows(policy, layer, view)
     for rows in (asked, short):
         if rows is None:
             continue

@@ -18,11 +18,12 @@ from jsparse.cache import (
     NOTHING,
     KVCache,
     LayerCache,
-    Lent,
+    ReadOnly,
     append,
-    lend,
     read_pages,
     replace_layer,
+    step_view,
+    without_host,
 )
 from jsparse.host_memory.pool import whole
 from jsparse.host_memory.store import Store
@@ -73,7 +74,7 @@ def read_prompts(
     lengths: Rows | np.ndarray,
     carry: PrefillCarry,
     *,
-    lent: Lent = NOTHING,
+    beside: ReadOnly = NOTHING,
     store: Store | None = None,
     report: OnProgress = lambda *_: None,
     within: bool = False,
@@ -100,7 +101,7 @@ def read_prompts(
                 jnp.asarray(tokens[:, done : done + size], jnp.int32),
                 valid,
                 carry,
-                lent if store is None else lent._replace(host=store.pages),
+                beside if store is None else beside._replace(host=store.pages),
                 last=done + size >= longest,
             )
             if store is not None:
@@ -128,16 +129,16 @@ def prefill_chunk(
     tokens: Tokens,
     valid: Rows,
     carry: PrefillCarry,
-    lent: Lent = NOTHING,
+    beside: ReadOnly = NOTHING,
     *,
     last: bool,
 ) -> PrefillCarry:
     """Reads the first `valid[b]` of T tokens of each row; `last` says that no chunk follows.
 
-    Rows whose prompt has ended take part with valid = 0 and do not change. Hooks
-    borrow `lent`.
+    Rows whose prompt has ended take part with valid = 0 and do not change.
     """
-    cache, state = lend(carry.cache, lent), carry.state
+    view, state = step_view(carry.cache, beside), carry.state
+    cache = view.cache
     before = cache.positions
     positions = before[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     windows = list(carry.windows)
@@ -151,8 +152,8 @@ def prefill_chunk(
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]
         asked = jnp.minimum(before + valid, policy.window)
-        view = replace_layer(cache, layer, held)
-        part = PrefillView(tokens, positions, k, v, valid, view, window, asked, last)
+        now = view._replace(cache=replace_layer(cache, layer, held))
+        part = PrefillView(tokens, positions, k, v, valid, now, window, asked, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
         if held is not cache.layers[layer]:
             # or XLA may put off what hooks make of a layer until all layers have come
@@ -162,7 +163,7 @@ def prefill_chunk(
     hidden = hidden_states(decoder, weights, tokens, positions, attend)
     newest = jnp.take_along_axis(hidden, jnp.maximum(valid - 1, 0)[:, None, None], axis=1)[:, 0]
     return PrefillCarry(
-        lend(cache, NOTHING)._replace(positions=before + valid),
+        without_host(cache)._replace(positions=before + valid),
         state,
         jnp.where((valid > 0)[:, None], newest, carry.last_hidden),
         tuple(windows),

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse import cache as kv_cache
-from jsparse.cache import NOTHING, CacheSpec, KVCache, Lent, lend
+from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
 from jsparse.host_memory.store import HostLayers, empty
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
@@ -86,7 +86,7 @@ def decode_steps(
     count: int,
     keep_logits: bool,
     weights: Weights,
-    lent: Lent,
+    beside: ReadOnly,
     carry: Carry,
 ) -> tuple[Carry, StepResult]:
     """Runs `count` decode steps in one program, each of which chooses the token of the next."""
@@ -95,7 +95,7 @@ def decode_steps(
     def step(carry: Carry, _: None) -> tuple[Carry, StepResult]:
         tokens, cache, state, given, nth, recent = carry
         logits, cache, state, stats = decode_step(
-            decoder, policy, weights, tokens, lend(cache, lent), state
+            decoder, policy, weights, tokens, cache, state, beside
         )
         chosen, logprobs, given = choose(given, nth, logits)
         recent = jnp.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
@@ -103,7 +103,7 @@ def decode_steps(
             *(chosen, logprobs, stats.over_layers(), cache.overflow),
             logits if keep_logits else None,
         )
-        return Carry(chosen, lend(cache, NOTHING), state, given, nth + 1, recent), result
+        return Carry(chosen, cache, state, given, nth + 1, recent), result
 
     if count > 1:
         return jax.lax.scan(step, carry, length=count)
@@ -130,12 +130,12 @@ first_logits = program(to_logits, static_argnames=("decoder",))
 
 @program(static_argnames=("policy",), donate_argnames=("cache", "state"))
 def maintain(
-    policy: Policy, cache: KVCache, state: State, lent: Lent = NOTHING
+    policy: Policy, cache: KVCache, state: State, beside: ReadOnly = NOTHING
 ) -> tuple[KVCache, State]:
     """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
     note_trace()
-    state, cache = maintained(policy, policy.services.maintain(state, lend(cache, lent)))
-    return lend(cache, NOTHING), state
+    state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, beside)))
+    return without_host(cache), state
 
 
 @partial(jax.jit, donate_argnames=("cache",))
@@ -293,7 +293,7 @@ class Session:
         decoder, weights = self.params.decoder, self.params.weights
         carry = prefill.read_prompts(
             *(decoder, self.policy, weights, tokens, lengths, carry),
-            lent=Lent(constants(self.params, self.policy, report)),
+            beside=ReadOnly(constants(self.params, self.policy, report)),
             store=self.store,
             report=report,
         )
@@ -328,7 +328,7 @@ class Session:
         )
         self._expected = decode_steps.ahead(
             *(self.params.decoder, policy, choose, self._count(1, limits), False),
-            *(self.params.weights, Lent(constants(self.params, policy, report), knobs)),
+            *(self.params.weights, ReadOnly(constants(self.params, policy, report), knobs)),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry),
         )
 
@@ -371,7 +371,7 @@ class Session:
                 may need.
         """
         decoder, policy = self.params.decoder, self.policy
-        lent = Lent(constants(self.params, policy), knobs)
+        beside = ReadOnly(constants(self.params, policy), knobs)
         stage = self._stage
         if isinstance(stage, Decoded):
             raise ValueError("session: must read before it decodes again")
@@ -390,8 +390,7 @@ class Session:
         self._stage = Busy(stage.end)  # donated
         if eviction.after_prompt is not None:
             slots = capacity.slots_left(max(self._wanted(cache, limits)), self.spec)
-            state, cache = eviction.after_prompt(state, lend(cache, lent), slots)
-            cache = lend(cache, NOTHING)
+            state, cache = eviction.after_prompt(state, step_view(cache, beside), slots)
             self._require_room(cache, slots)
         tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
         recent = jnp.zeros((self.spec.batch, policy.services.correct_every), jnp.int32)
@@ -402,17 +401,17 @@ class Session:
             done = 1
             while done < max(limits):
                 count = self._count(done, limits)
-                lent = lent._replace(host=self.store.pages)
+                beside = beside._replace(host=self.store.pages)
                 began, traced = time.perf_counter(), traces()
                 expected, self._expected = self._expected, None
                 if expected is not None:
                     expected.result()
                 carry, result = decode_steps(
                     *(decoder, policy, choose, count, keep_logits),
-                    *(self.params.weights, lent, carry),
+                    *(self.params.weights, beside, carry),
                 )
                 done, self._age = done + count, self._age + count
-                carry = self._serviced(carry, lent)
+                carry = self._serviced(carry, beside)
                 if expected is not None or traces() != traced:
                     self.compiling += time.perf_counter() - began
                 yield result
@@ -456,18 +455,18 @@ class Session:
         ]
         return self._most_steps if min(left + due) >= self._most_steps else 1
 
-    def _serviced(self, carry: Carry, lent: Lent) -> Carry:
+    def _serviced(self, carry: Carry, beside: ReadOnly) -> Carry:
         """Runs the corrections and the maintenance that are due; all rows are of one age."""
         policy, (cache, state) = self.policy, carry[1:3]
         due = [name for name, every in policy.services.every.items() if self._age % every == 0]
         if "correct" in due:
             cache, state = correct(
                 *(self.params.decoder, policy, self.params.weights, carry.recent),
-                *(cache, state, lent),
+                *(cache, state, beside),
             )
         if "maintain" in due:
             # what it reads lies in the tail
-            cache, state = maintain(policy, cache, state, lent._replace(host=None))
+            cache, state = maintain(policy, cache, state, beside._replace(host=None))
         if self.store.every and self._age % self.store.every == 0:
             self.store.after_steps(cache)
         return carry._replace(cache=cache, state=state)

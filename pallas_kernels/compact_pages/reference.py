@@ -23,9 +23,10 @@ def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
     def move(pool: Array) -> Array:
         return pool.at[at].set(read_slots(pool, layer, jnp.where(listed, ids, 0)), mode="drop")
 
+    k, v = map(move, layer.arrays)
     return layer._replace(
-        k=move(layer.k),
-        v=move(layer.v),
+        k=k,
+        v=v,
         bias=None if layer.bias is None else move(layer.bias),
         slot_positions=None if layer.slot_positions is None else move(layer.slot_positions),
     )

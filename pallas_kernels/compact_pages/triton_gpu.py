@@ -190,7 +190,7 @@ def move_rows(
             ),
         )
 
-    k, v = move(layer.k, layer.v)
+    k, v = move(*layer.arrays)
     bias, slot_positions = (
         pool if pool is None else move(pool)[0] for pool in (layer.bias, layer.slot_positions)
     )

@@ -118,7 +118,7 @@ def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
     k = out_of_frame(read_heads(layer.k, layer), frame, _every(layer, layer.capacity))
     pages = physical_pages(layer, _every(layer, layer.num_pages))
     rows = k.astype(layer.k.dtype).reshape(*pages.shape, layer.page_size, -1)
-    return layer._replace(k=layer.k.at[pages].set(rows))
+    return layer._replace(k=layer.arrays[0].at[pages].set(rows))
 
 
 @partial(jax.jit, static_argnames="case")

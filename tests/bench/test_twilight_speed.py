@@ -39,7 +39,10 @@ def test_replayed_policies_keep_no_more_than_they_did():
 
     @jax.jit
     def both(q, cache):
-        return [policy.select(policy.init(spec), 0, q, cache)[0] for policy in (plain, replayed)]
+        return [
+            policy.select(policy.init(spec), 0, q, kv_cache.StepView(cache))[0]
+            for policy in (plain, replayed)
+        ]
 
     before, after = both(np.ones((2, 4, 16), np.float32), cache)
     fewer = np.asarray(after.count) < np.asarray(before.count)

@@ -199,7 +199,7 @@ def test_metrics_equal_slow_sums(name, how):
     for seed in (0, 1):
         q, layer = drawn(seed, more)
         cache = kv_cache.KVCache((layer,), positions, np.zeros((), bool))
-        given, merged, state = select(state, 0, q, cache)
+        given, merged, state = select(state, 0, q, kv_cache.StepView(cache))
         merged = merged and tuple(merged[:2])
         jax.tree.map(np.testing.assert_array_equal, (given, merged), (chosen, summary))
         expected.append(slow_metrics(q, layer, chosen, summary, top_k, positions))
@@ -218,8 +218,9 @@ def test_the_oracle_recalls_everything(budget, fewer):
     """
     q, layer = drawn(7)
     cache = kv_cache.KVCache((layer,), LENGTHS.max(1) - 1, np.zeros((), bool))
+    view = kv_cache.StepView(cache)
     policy = measured(oracle_top_k(budget), max(budget - 1, 1) if fewer else 0)
-    heads = jax.jit(lambda: policy.select(policy.init(SPEC), 0, jnp.asarray(q), cache)[2])()
+    heads = jax.jit(lambda: policy.select(policy.init(SPEC), 0, jnp.asarray(q), view)[2])()
     heads = heads.own[0].heads
     if budget > 1:  # a budget of 1 may be the newest token, which leaves nothing to recall
         np.testing.assert_array_equal(heads.recall, 1)

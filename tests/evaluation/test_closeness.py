@@ -51,16 +51,16 @@ def newest_queries(window: int = 2) -> Policy:
 
     def prefill(state, layer, view):
         assert view.q_window.shape[1] == window
-        assert view.cache.layers[layer].bias is None
+        assert view.step.layers[layer].bias is None
         return (
             state + jnp.sum(jnp.abs(view.q_window)) + jnp.sum(view.window_valid)
             if view.last
             else state
         )
 
-    def select(state, layer, q, cache):
-        assert cache.layers[layer].slot_positions is None
-        return dense().select(state, layer, q, cache)
+    def select(state, layer, q, view):
+        assert view.layers[layer].slot_positions is None
+        return dense().select(state, layer, q, view)
 
     return Policy(select, init=lambda spec: jnp.float32(0), prefill=prefill, window=window)
 

@@ -272,7 +272,7 @@ def test_lengths_tell_what_lies_in_the_ring():
     pages = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (1, 2, 8))
     assert pool.ring_pages(layer) == 4
     np.testing.assert_array_equal(pool.on_ring(layer, pages)[0, 0], [0, 0, 1, 1, 1, 1, 1, 1])
-    filled = replace(pool, ring=pool.ring + 1.0).lent(host.pages[0].k + 2.0)
+    filled = replace(pool, ring=pool.ring + 1.0).with_host(host.pages[0].k + 2.0)
     assert set(np.unique(filled.read_pages(layer, pages)[:, :, :2])) == {2.0}
     assert set(np.unique(filled.read_pages(layer, pages)[:, :, 2:])) == {1.0}
-    assert set(np.unique(filled.lent(None).read_pages(layer, pages))) == {1.0}
+    assert set(np.unique(filled.with_host(None).read_pages(layer, pages))) == {1.0}

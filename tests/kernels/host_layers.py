@@ -26,4 +26,4 @@ def refill(layer, pages, ring, heads):
 
 def lent(layer: LayerCache, pages: HostPages) -> LayerCache:
     k, v = pools(layer)
-    return layer._replace(k=k.lent(pages.k), v=v.lent(pages.v))
+    return layer._replace(k=k.with_host(pages.k), v=v.with_host(pages.v))

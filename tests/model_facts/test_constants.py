@@ -255,9 +255,9 @@ def test_a_given_table_of_boundaries_is_taken_as_it_is():
 def test_hooks_find_the_table_among_the_constants_of_the_cache():
     params, seen = with_tokenizer(fresh()), []
 
-    def select(state, layer, q, cache):
-        seen.append(cache.constants["boundary_classes"])
-        return everything(cache.layers[layer].lengths), None, state
+    def select(state, layer, q, view):
+        seen.append(view.constants["boundary_classes"])
+        return everything(view.layers[layer].lengths), None, state
 
     policy = needing("boundary_classes")._replace(select=select)
     jsparse.generate(params, PROMPT, max_new_tokens=2, policy=policy)

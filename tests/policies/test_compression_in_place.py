@@ -17,7 +17,7 @@ def test_a_donated_cache_is_not_copied(merge):
     spec = kv_cache.CacheSpec(2, 2, 4, 2, 16, 16, 12, jnp.float32)
     cache = kv_cache.init(spec, fields=policy.fields)
     program = jax.jit(policy.services.maintain, donate_argnums=(0, 1)).lower(
-        policy.init(spec), cache
+        policy.init(spec), kv_cache.StepView(cache)
     )
     pool = f"f32[{spec.pages},{spec.page_size},{spec.head_dim}]"
     text = program.compile().as_text()

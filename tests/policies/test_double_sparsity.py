@@ -15,10 +15,10 @@ from slow_model import SlowModel, SlowRow, softmax
 from tiny import (
     assert_close,
     engine_logits,
-    lent,
     no_constants,
     random_prompts,
     random_tokens,
+    read_only,
     spec_of,
     tiny_params,
 )
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.cache import LayerCache, lend, read_heads
+from jsparse.cache import LayerCache, StepView, read_heads
 from jsparse.cli.app import app
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at, into_frame
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
@@ -67,14 +67,19 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
         patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
         session = Session(params, policy, spec)
         session.read(prompts)
-    return lend(session.held.cache, lent(params, policy)), session.held.state
+    return session.held.cache, session.held.state
 
 
-def frame(cache, layer, head, spans):
+def seen(cache):
+    """What hooks see of the cache."""
+    return StepView(cache, read_only(tiny_params(LAYERS), "double_sparsity").constants)
+
+
+def frame(layer, head, spans):
     """The frame of one head, in float64: R(span)·mid of these spans, and the range by channel."""
-    mid, half, frequencies = (
-        np.asarray(cache.constants[name], np.float64) for name in KEY_CONSTANTS
-    )
+    constants = read_only(tiny_params(LAYERS), "double_sparsity").constants
+    assert constants is not None
+    mid, half, frequencies = (np.asarray(constants[name], np.float64) for name in KEY_CONSTANTS)
     low, high = np.split(mid[layer, head], 2)
     angles = np.outer(spans * 128, frequencies)
     cos, sin = np.cos(angles), np.sin(angles)
@@ -84,7 +89,7 @@ def frame(cache, layer, head, spans):
 
 def framed(k, cache, layer, head):
     """Keys [n, H] of one head from its first slot on, in the frame."""
-    turned, half = frame(cache, layer, head, np.arange(len(k)) // 128)
+    turned, half = frame(layer, head, np.arange(len(k)) // 128)
     return (k - turned) / half
 
 
@@ -121,9 +126,9 @@ def assert_labels_are_of_the_cache(cache, state):
     """Bit by bit, for all that is held."""
     for layer, held in enumerate(cache.layers):
         wanted = labels_of(cache, layer, state[layer].channels)
-        seen = np.arange(held.capacity) < np.asarray(held.lengths)[..., None]
+        there = np.arange(held.capacity) < np.asarray(held.lengths)[..., None]
         for pool, part in zip(state[layer].keys, wanted, strict=True):
-            np.testing.assert_array_equal(read_heads(pool, held)[seen], part[seen])
+            np.testing.assert_array_equal(read_heads(pool, held)[there], part[there])
 
 
 @partial(jax.jit, static_argnames=("layer",))
@@ -131,7 +136,7 @@ def labels_of(cache, layer, channels):
     """The labels of all slots, from the keys that the cache holds."""
     held = cache.layers[layer]
     slots = jnp.broadcast_to(jnp.arange(held.capacity), (*held.lengths.shape, held.capacity))
-    k = into_frame(read_heads(held.k, held), frame_at(cache, layer), slots)
+    k = into_frame(read_heads(held.k, held), frame_at(seen(cache), layer), slots)
     return quantise(jnp.take_along_axis(k, channels[:, :, None], axis=-1))
 
 
@@ -141,7 +146,7 @@ def test_the_channels_are_those_of_the_largest_products(channels):
     rows = [SlowRow(SlowModel(tiny_params(LAYERS)), prompt) for prompt in PROMPTS]
     for layer, row, head in heads_of(state):
         last = np.array(rows[row].q[layer][-32:])[:, head * GROUP : (head + 1) * GROUP]
-        _, half = frame(cache, layer, head, np.zeros(1))
+        _, half = frame(layer, head, np.zeros(1))
         weights = np.abs(keys_of(cache, layer, row, head)).mean(0) * np.abs(last * half).sum((0, 1))
         assert state[layer].channels[row, head].tolist() == heaviest(weights, channels)
     chosen = {
@@ -169,7 +174,7 @@ def test_labels_are_the_channels_in_four_bits(calibrated, file, ranking):
 def best(cache, layer, row, head, channels, q, budget, granularity):
     """What a slow ranking of one head's tokens, or pages, chooses for its group's queries."""
     labels = np.array([labelled(key) for key in keys_of(cache, layer, row, head)[:, channels]])
-    turned, half = frame(cache, layer, head, np.arange(len(labels)) // 128)
+    turned, half = frame(layer, head, np.arange(len(labels)) // 128)
     logits = (q * half)[:, channels] @ labels.T + q @ turned.T
     weights = np.array([softmax(list(one / H**0.5)) for one in logits])
     if granularity == "page":
@@ -188,7 +193,7 @@ def test_selects_what_the_slow_model_ranks_best(budget, granularity):
     q = 2 * np.random.default_rng(3).normal(size=(len(PROMPTS), K * GROUP, H)).astype(np.float32)
     for layer in range(LAYERS):
         select = jax.jit(policy.select, static_argnums=1)
-        chosen, summary, _ = select(state, layer, jnp.asarray(q), cache)
+        chosen, summary, _ = select(state, layer, jnp.asarray(q), seen(cache))
         assert (summary, chosen.granularity) == (None, granularity)
         for row, head in np.ndindex(len(PROMPTS), K):
             listed = chosen.ids[row, head, : int(chosen.count[row, head])].tolist()
@@ -205,7 +210,7 @@ def test_few_channels_rank_otherwise_than_all():
     for channels in (2, 16):
         policy = double_sparsity(budget=5, channels=channels)
         cache, state = primed(policy)
-        ids.append(jax.jit(policy.select, static_argnums=1)(state, 0, q, cache)[0].ids)
+        ids.append(jax.jit(policy.select, static_argnums=1)(state, 0, q, seen(cache))[0].ids)
     assert not np.array_equal(*ids)
 
 
@@ -254,8 +259,7 @@ def test_magnitudes_have_the_same_bits_in_any_batch_and_capacity(length):
     def framed_magnitudes(held):
         sizes = spec_of(params, len(held.lengths))
         cache = kv_cache.KVCache((held,), held.lengths[:, 0], held.lengths[:, 0] < 0)
-        cache = cache._replace(constants=no_constants(sizes))
-        return key_magnitudes(held, frame_at(cache, 0))
+        return key_magnitudes(held, frame_at(StepView(cache, no_constants(sizes)), 0))
 
     magnitudes = jax.jit(framed_magnitudes)
     alone = magnitudes(random_layer([7], 34, [length]))
@@ -281,19 +285,18 @@ def test_labels_follow_decoding_and_corrections(calibrated, file):
         double_sparsity(budget=1, channels=4, calibration=file if calibrated else None),
     )
     cache, state = primed(policy)
+    beside = read_only(params, policy)
     channels = [np.asarray(layer.channels) for layer in state]
     step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
     for nth in range(3):
         _, cache, state, _ = step(
-            params.decoder, policy, params.weights, FORCED[:, nth], cache, state
+            params.decoder, policy, params.weights, FORCED[:, nth], cache, state, beside
         )
     assert_labels_are_of_the_cache(cache, state)
     before = [np.asarray(layer.keys.packed) for layer in state]
-    borrowed = lent(params, policy)
     cache, state = correct(
-        params.decoder, policy, params.weights, FORCED[:, :3], cache, state, borrowed
+        params.decoder, policy, params.weights, FORCED[:, :3], cache, state, beside
     )
-    cache = lend(cache, borrowed)
     assert_labels_are_of_the_cache(cache, state)
     assert cache.layers[0].lengths[:, 0].tolist() == [40, 12]
     assert any((new.keys.packed != old).any() for new, old in zip(state, before, strict=True))
@@ -311,7 +314,8 @@ def test_many_tokens_are_appended_at_once():
     def appended(cache, state, k, positions):
         for layer in range(LAYERS):
             cache = kv_cache.append(cache, layer, k, k, positions, jnp.full(2, 5, jnp.int32))
-            state = policy.append(state, layer, k, k, positions, positions, cache)
+            view = seen(cache)
+            state = policy.append(state, layer, k, k, positions, positions, view)
         return cache, state
 
     cache, state = appended(cache, state, k, positions)
@@ -425,11 +429,9 @@ def slow_weights(row):
     They are float64[L, K, H].
     """
     weights = np.zeros((LAYERS, K, H))
-    spec = spec_of(tiny_params(LAYERS), 1, page_size=16)
-    cache = lend(kv_cache.init(spec), lent(tiny_params(LAYERS), "double_sparsity"))
     for layer, head in np.ndindex(LAYERS, K):
         keys = np.array(row.k[layer][head], np.float64)
-        turned, _ = frame(cache, layer, head, np.arange(len(keys)) // 128)
+        turned, _ = frame(layer, head, np.arange(len(keys)) // 128)
         for q, k in zip(row.q[layer], keys - turned, strict=True):
             for n in range(head * GROUP, (head + 1) * GROUP):
                 weights[layer, head] += np.abs(q[n] * k)

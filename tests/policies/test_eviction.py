@@ -46,13 +46,13 @@ def recording(policy: Policy, left: list) -> Policy:
     def numbers(cache: KVCache):
         return [x for held in cache.layers for x in (held.lengths, slot_positions(held))]
 
-    def after_prompt(state, cache, slots):
-        state, cache = rework(state, cache, slots)
+    def after_prompt(state, view, slots):
+        state, cache = rework(state, view, slots)
         note(*map(np.asarray, numbers(cache)))
         return state, cache
 
-    def maintain(state, cache):
-        state, cache = policy.services.maintain(state, cache)
+    def maintain(state, view):
+        state, cache = policy.services.maintain(state, view)
         jax.debug.callback(note, *numbers(cache), ordered=True)
         return state, cache
 

@@ -20,6 +20,7 @@ from tiny import (
 
 import jsparse
 from jsparse import cache as kv_cache
+from jsparse.cache import StepView
 from jsparse.host_memory import store
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, prefill, sampling, session
@@ -96,7 +97,7 @@ def test_long_answers_fit_in_a_small_cache():
     carry = prefill.prefill_chunk(
         params.decoder, policy, params.weights, jnp.asarray(prompts), valid, carry, last=True
     )
-    state, cache = after_prompt(carry.state, carry.cache, slots)
+    state, cache = after_prompt(carry.state, StepView(carry.cache), slots)
 
     @partial(jax.jit, donate_argnums=(1, 2))
     def turn(tokens, cache, state):
@@ -115,7 +116,7 @@ def test_long_answers_fit_in_a_small_cache():
 
         (tokens, cache, state), shares = jax.lax.scan(one, (tokens, cache, state), length=period)
         longest = jnp.max(cache.layers[0].lengths)
-        state, cache = policy.services.maintain(state, cache)
+        state, cache = policy.services.maintain(state, StepView(cache))
         return tokens, cache, state, longest, shares
 
     tokens_now, longest = jnp.asarray(prompts[:, 0]), 0
@@ -172,8 +173,8 @@ def test_waiting_slots_can_come_back():
     params, steps = tiny_params(2), 40
     read, held = [], []
 
-    def maintain(state, cache):
-        state, cache = parse(EVERY[1]).services.maintain(state, cache)
+    def maintain(state, view):
+        state, cache = parse(EVERY[1]).services.maintain(state, view)
         layer = cache.layers[1]
         jax.debug.callback(
             note, layer.lengths, kv_cache.slot_positions(layer), state[1].missed, ordered=True
@@ -241,7 +242,9 @@ class Crowd:
         carry = prefill.prefill_chunk(
             p.decoder, policy, p.weights, jnp.asarray(padded), valid, carry, last=True
         )
-        state, cache = policy.eviction.after_prompt(carry.state, carry.cache, self.spec.capacity)
+        state, cache = policy.eviction.after_prompt(
+            carry.state, StepView(carry.cache), self.spec.capacity
+        )
         self.put((cache, state), rows)
         self.ages[slot], self.tokens[slot] = 0, prompt[-1]
 

@@ -24,7 +24,7 @@ from tiny import (
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache
+from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.model_facts.constants import mid_and_scale
 from jsparse.model_facts.key_constants import KeyConstants, angles_at, rotated
 from jsparse.models.checkpoint import Params
@@ -199,19 +199,19 @@ def recorded_cache(keys, offset, constants):
         k=held.k.at[:-1].set(keys.reshape(-1, page, DIM)),
     )
     positions, overflow = jnp.array([offset + TOKENS]), jnp.array([False])
-    return KVCache((held,), positions, overflow, constants._asdict())
+    return StepView(KVCache((held,), positions, overflow), constants._asdict())
 
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
-def selected(policy, spec, cache, keys, queries):
+def selected(policy, spec, view, keys, queries):
     """What each query attends to of the last TOKENS, alone: bool[7, 224, TOKENS]."""
     k = keys.swapaxes(0, 1)[None]
-    positions = cache.positions[:, None] - TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
-    state = policy.append(policy.init(spec), 0, k, k, positions, positions, cache)
+    positions = view.positions[:, None] - TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
+    state = policy.append(policy.init(spec), 0, k, k, positions, positions, view)
 
     def attended(q):
-        chosen, *_ = policy.select(state, 0, q[None], cache)
-        held = cache.layers[0]
+        chosen, *_ = policy.select(state, 0, q[None], view)
+        held = view.layers[0]
         slots = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
         return slots[0, :, -TOKENS:]
 

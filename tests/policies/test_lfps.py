@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, StepView
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
@@ -39,16 +39,18 @@ class Layer:
         self.cache, self.state = _read(
             self.policy, spec, q[:, :longest], k[:, :longest], v[:, :longest], self.lengths
         )
-        self.steps = 0
+        self.steps, self.knobs = 0, None
 
     def step(self):
         """Decode one token of each row; return what was selected and attention's result."""
         row = np.arange(len(self.q))
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
-        out, chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new)
+        out, chosen, self.cache, self.state = _step(
+            self.policy, self.cache, self.state, *new, self.knobs
+        )
         self.lengths, self.steps = self.lengths + 1, self.steps + 1
         if self.policy.services.period and self.steps % self.policy.services.period == 0:
-            self.state, self.cache = self.policy.services.maintain(self.state, self.cache)
+            self.state, self.cache = self.policy.services.maintain(self.state, StepView(self.cache))
         return jax.device_get(chosen), jax.device_get(out)
 
     def tables(self):
@@ -69,18 +71,19 @@ def _read(policy, spec, q, k, v, lengths):
     window = jnp.take_along_axis(q, jnp.clip(at, 0)[..., None, None], axis=1)
     window = jnp.where((at >= 0)[..., None, None], window, 0.0)
     seen = jnp.minimum(lengths, policy.window)
-    view = PrefillView(tokens, positions, k, v, lengths, cache, window, seen, True)
+    view = PrefillView(tokens, positions, k, v, lengths, StepView(cache), window, seen, True)
     state = policy.prefill(policy.init(spec), 0, view)
     return cache._replace(positions=lengths), state
 
 
 @partial(jax.jit, static_argnames=("policy",))
-def _step(policy, cache, state, q, k, v):
+def _step(policy, cache, state, q, k, v, knobs):
     one = jnp.ones(len(q), jnp.int32)
     cache = kv_cache.append(cache, 0, k[:, None], v[:, None], cache.positions[:, None], one)
-    chosen, _, _ = policy.select(state, 0, q, cache)
-    out, state, _ = attend_layer(policy, 0, q, cache, state)
-    state = policy.update(state, 0, out.stats, cache)
+    view = StepView(cache, knobs=knobs)
+    chosen, _, _ = policy.select(state, 0, q, view)
+    out, state, _ = attend_layer(policy, 0, q, view, state)
+    state = policy.update(state, 0, out.stats, view)
     return (out.o, out.lse), chosen, cache._replace(positions=cache.positions + 1), state
 
 
@@ -436,7 +439,7 @@ def test_retrieval_heads_are_dense_where_others_bypass():
 def test_rows_may_have_smaller_budgets():
     q, k, v = drawn(72)
     layer = Layer(RULES["top"].format(decay=0.5), q, k, v, (45, 39))
-    layer.cache = layer.cache._replace(knobs={"budget": jnp.array([0.13, jnp.nan])})
+    layer.knobs = {"budget": jnp.array([0.13, jnp.nan])}
     chosen, _ = layer.step()
     assert chosen.count.tolist() == [[6, 6], [8, 8]]
 
@@ -479,8 +482,8 @@ def test_a_bypass_cannot_stand_below_twilight():
 def test_tables_that_take_nothing_in_do_not_vanish():
     policy = parse("lfps(budget=0.5)")
     entries = jnp.asarray(np.linspace(0, 2.0**-18, 16), jnp.bfloat16).reshape(1, 1, 16)
-    cache = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32))
+    view: Any = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32), cache=None)
     state = Past((Tables(entries, entries),), jnp.zeros(1, jnp.int32), ())
     for _ in range(40):
-        state, _ = policy.services.maintain(state._replace(born=cache.positions - 100), cache)
+        state, _ = policy.services.maintain(state._replace(born=view.positions - 100), view)
     assert (np.diff(np.asarray(state.tables[0].vertical.astype(jnp.float32))[0, 0]) > 0).all()

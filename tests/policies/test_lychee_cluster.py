@@ -12,7 +12,7 @@ from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, Lent, lend
+from jsparse.cache import CacheSpec, StepView
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.point_groups import centroids_of
 from jsparse.policies.clusters import engine, index, search
@@ -90,10 +90,10 @@ def _read(policy, spec, k, tokens, lengths, constants):
     positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
     cache = kv_cache.append(cache, 0, k, k, positions, lengths)
     none = jnp.zeros((len(k), 0, HEADS * GROUP, DIM))
-    cache = lend(cache, Lent(constants))
-    view = PrefillView(tokens, positions, k, k, lengths, cache, none, 0 * lengths, True)
+    step = StepView(cache, constants)
+    view = PrefillView(tokens, positions, k, k, lengths, step, none, 0 * lengths, True)
     state = policy.prefill(policy.init(spec), 0, view)
-    return cache._replace(positions=lengths, constants=None), state
+    return cache._replace(positions=lengths), state
 
 
 @partial(jax.jit, static_argnames=("policy",))
@@ -101,16 +101,16 @@ def _step(policy, cache, state, q, k, tokens, constants):
     one = jnp.ones(len(q), jnp.int32)
     at = cache.positions[:, None]
     cache = kv_cache.append(cache, 0, k[:, None], k[:, None], at, one)
-    cache = lend(cache, Lent(constants))
+    view = StepView(cache, constants)
     k = k[:, None]
-    state = policy.append(state, 0, k, k, tokens[:, None], at, cache)
-    chosen, _, state = policy.select(state, 0, q, cache)
-    return chosen, cache._replace(positions=cache.positions + 1, constants=None), state
+    state = policy.append(state, 0, k, k, tokens[:, None], at, view)
+    chosen, _, state = policy.select(state, 0, q, view)
+    return chosen, cache._replace(positions=cache.positions + 1), state
 
 
 @partial(jax.jit, static_argnames=("policy",))
 def _maintain(policy, state, cache):
-    return policy.services.maintain(state, cache)
+    return policy.services.maintain(state, StepView(cache))
 
 
 # The slow model: one head after the other, one chunk after the other, in float64.

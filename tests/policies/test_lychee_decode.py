@@ -16,7 +16,7 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, tin
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec
+from jsparse.cache import CacheSpec, StepView
 from jsparse.partials import Stats
 from jsparse.policies.expressions import parse
 from jsparse.runtime import session
@@ -156,7 +156,7 @@ def updated(policy, lengths, granularity, seed=0):
         scores = jnp.asarray(np.log(weights), jnp.float32)
     stats = Stats(scores, jnp.asarray(np.log(weights.sum(-1)), jnp.float32))
     update = jax.jit(policy.update, static_argnums=1)
-    ids, count = update(layer.state, 0, stats, layer.cache._replace(layers=(held,)))
+    ids, count = update(layer.state, 0, stats, StepView(layer.view.cache._replace(layers=(held,))))
     return np.asarray(ids), np.asarray(count), weights
 
 
@@ -201,9 +201,9 @@ def test_heads_attend_to_the_newest_text_of_each_step():
     """In the layers behind the one that picks, too, and to `value` tokens at most."""
     policy, seen = lychee(value=20, granularity="token", sink=2, recent=6), []
 
-    def select(state, layer, q, cache):
-        chosen, summary, after = policy.select(state, layer, q, cache)
-        arrays = chosen.ids, chosen.count, cache.layers[layer].lengths
+    def select(state, layer, q, view):
+        chosen, summary, after = policy.select(state, layer, q, view)
+        arrays = chosen.ids, chosen.count, view.layers[layer].lengths
         jax.debug.callback(
             lambda *arrays: seen.append((layer, *map(np.asarray, arrays))), *arrays, ordered=True
         )
@@ -264,14 +264,14 @@ def test_lists_are_as_long_as_their_rule_can_need(arguments, page, token):
     for granularity, most in (("page", page), ("token", token)):
         policy = jsparse.lychee_decode(((1, 1),), granularity=granularity, **arguments)
         stats = Stats(jnp.zeros((2, 2, 6 if granularity == "page" else 48)), jnp.zeros((2, 2)))
-        cache, state = kv_cache.init(spec), policy.init(spec)
-        handed = jax.eval_shape(lambda: policy.update(state, 0, stats, cache))  # noqa: B023
+        view, state = StepView(kv_cache.init(spec)), policy.init(spec)
+        handed = jax.eval_shape(lambda: policy.update(state, 0, stats, view))  # noqa: B023
         for held in (state, handed):
             assert [(x.shape, x.dtype) for x in held] == [
                 ((2, 2, most), jnp.int32),
                 ((2, 2), jnp.int32),
             ]
-        chosen, _, _ = policy.select(state, 0, jnp.zeros((2, 4, 16)), cache)
+        chosen, _, _ = policy.select(state, 0, jnp.zeros((2, 4, 16)), view)
         assert chosen.granularity == granularity
         assert chosen.dense is not None and chosen.dense.all()
 
@@ -294,10 +294,10 @@ def test_twilight_prunes_sparse_heads_alone(arguments):
     def mask(held, chosen):
         return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
 
-    def select(state, layer, q, cache):
-        chosen, summary, after = policy.select(state, layer, q, cache)
-        held = cache.layers[layer]
-        masks = (mask(held, x) for x in (chosen, base.select(state[0], layer, q, cache)[0]))
+    def select(state, layer, q, view):
+        chosen, summary, after = policy.select(state, layer, q, view)
+        held = view.layers[layer]
+        masks = (mask(held, x) for x in (chosen, base.select(state[0], layer, q, view)[0]))
         jax.debug.callback(
             lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), *masks, ordered=True
         )
@@ -334,9 +334,9 @@ def corrections(policy):
             ]
         )
 
-    def watched(decoder, policy, weights, tokens, cache, state, lent):
+    def watched(decoder, policy, weights, tokens, cache, state, beside):
         before = held(cache)
-        cache, state = correct(decoder, policy, weights, tokens, cache, state, lent)
+        cache, state = correct(decoder, policy, weights, tokens, cache, state, beside)
         seen.append((before, held(cache)))
         return cache, state
 

@@ -12,10 +12,10 @@ from tiny import (
     assert_close,
     engine_logits,
     forced_logits,
-    lent,
     pooled_logits,
     random_prompts,
     random_tokens,
+    read_only,
     spec_of,
     tiny_params,
     traces,
@@ -25,6 +25,7 @@ from toy_policies import bypass, even_ids, inherit, page_bound, shrink
 import jsparse
 from jsparse import cache as kv_cache
 from jsparse.builder import builder, dense
+from jsparse.cache import StepView
 from jsparse.host_memory import store
 from jsparse.policies import POLICIES
 from jsparse.policies.combinators import keep
@@ -71,9 +72,9 @@ def table_logits(expression):
     """
     policy, chosen = parse(expression), []
 
-    def select(state, layer, q, cache):
-        selection, summary, state = policy.select(state, layer, q, cache)
-        held = cache.layers[layer]
+    def select(state, layer, q, view):
+        selection, summary, state = policy.select(state, layer, q, view)
+        held = view.layers[layer]
 
         def record(*arrays):
             chosen.append(
@@ -212,9 +213,9 @@ def primed(policy: Policy, batch: int = 2):
     carry = prefill.start(p.decoder, policy, *store.empty(spec, policy))
     tokens = jnp.asarray(np.stack([PROMPTS[1] + [0] * 7] * batch), jnp.int32)
     valid = jnp.full(batch, len(PROMPTS[1]), jnp.int32)
-    borrowed = lent(p, policy)
+    beside = read_only(p, policy)
     carry = prefill.prefill_chunk(
-        p.decoder, policy, p.weights, tokens, valid, carry, borrowed, last=True
+        p.decoder, policy, p.weights, tokens, valid, carry, beside, last=True
     )
     return carry.cache, carry.state
 
@@ -236,9 +237,9 @@ def test_jit_equals_eager(expression):
     _, jitted = forced_logits(made, FORCED[:1, :2])
     tokens = jnp.asarray(FORCED[:1, 0])
     if policy.eviction is not None and policy.eviction.after_prompt is not None:
-        state, cache = policy.eviction.after_prompt(state, cache, MAX_LENGTH)
-    cache = kv_cache.lend(cache, lent(p, policy))
-    eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state)
+        state, cache = policy.eviction.after_prompt(state, StepView(cache), MAX_LENGTH)
+    beside = read_only(p, policy)
+    eager, *_ = decode_step(p.decoder, policy, p.weights, tokens, cache, state, beside)
     assert_close(jitted, eager, rtol=1e-5)
 
 
@@ -247,14 +248,14 @@ def test_an_inactive_row_changes_nothing_and_disturbs_nobody(policy):
     """Neither its own arrays nor a page changes, though its table still names pages."""
     p, policy = params(), as_policy(policy)
     cache, state = primed(policy)
-    cache = kv_cache.lend(cache, jax.tree.map(jnp.copy, lent(p, policy)))  # donated
     args = p.decoder, policy, p.weights, jnp.asarray(FORCED[:, 0])
     copied = jax.tree.map(jnp.copy, (cache, state))
     before = row_of(policy, jax.tree.map(np.asarray, (cache, state)), 1)
-    _, *after, shares = step(*args, cache, state, jnp.array([True, False]))
+    beside, active = read_only(p, policy), jnp.array([True, False])
+    _, *after, shares = step(*args, cache, state, beside, active)
     for was, now in zip(before, row_of(policy, after, 1), strict=True):
         np.testing.assert_array_equal(was, now)
-    whole, *together, _ = step(*args, *copied, jnp.array([True, True]))
+    whole, *together, _ = step(*args, *copied, beside, jnp.array([True, True]))
     assert np.isfinite(whole).all()
     for was, now in zip(row_of(policy, together, 0), row_of(policy, after, 0), strict=True):
         np.testing.assert_array_equal(was, now)
@@ -329,7 +330,7 @@ def checked(policy: Policy, called: set[str]) -> Policy:
         select=watch("select", first, lambda out: out[2]),
         update=watch("update", first, lambda out: out),
         services=policy.services._replace(
-            maintain=watch("maintain", lambda args: args, lambda out: out)
+            maintain=watch("maintain", lambda args: (args[0], args[1].cache), lambda out: out)
         ),
     )
 
@@ -341,7 +342,7 @@ def test_no_function_changes_the_type_of_the_state(policy):
     watched = checked(policy, called)
     spec = spec_of(p, 2, page_size=PAGE, num_pages=4)
     tokens, count = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)
-    borrowed = lent(p, policy)
+    beside = read_only(p, policy)
 
     def run(weights):
         cache, state = kv_cache.init(spec, fields=policy.fields), policy.init(spec)
@@ -349,14 +350,13 @@ def test_no_function_changes_the_type_of_the_state(policy):
         for last in (False, True):
             carry = prefill.start(p.decoder, watched, cache, state)
             carry = inlined(prefill.prefill_chunk)(
-                p.decoder, watched, weights, tokens, count, carry, borrowed, last=last
+                p.decoder, watched, weights, tokens, count, carry, beside, last=last
             )
             cache, state = carry.cache, carry.state
-        cache = kv_cache.lend(cache, borrowed)
-        _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state)
-        corrected = p.decoder, watched, weights, tokens[:, :3], cache, state, borrowed
+        _, cache, state, _ = decode_step(p.decoder, watched, weights, count, cache, state, beside)
+        corrected = p.decoder, watched, weights, tokens[:, :3], cache, state, beside
         cache, state = inlined(correct)(*corrected)
-        state, cache = watched.services.maintain(state, cache)
+        state, cache = watched.services.maintain(state, StepView(cache, beside.constants))
         assert signature(jax.tree.map(jax.typeof, (cache, state))) == start
         assert not any(weak for *_, weak in start[1])
         return cache, state
@@ -369,9 +369,9 @@ def test_no_function_changes_the_type_of_the_state(policy):
 def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
     """Selects nothing anywhere; with a summary that is as empty."""
 
-    def select(state, layer, q, cache):
+    def select(state, layer, q, view):
         partial = (jnp.full(q.shape, jnp.nan), jnp.full(q.shape[:2], -jnp.inf)) if summary else None
-        return nothing(cache.layers[layer].lengths, granularity), partial, state
+        return nothing(view.layers[layer].lengths, granularity), partial, state
 
     return Policy(select)
 

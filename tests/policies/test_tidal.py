@@ -8,6 +8,7 @@ from one_layer import OneLayer
 from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 import jsparse
+from jsparse.cache import StepView
 from jsparse.partials import Stats
 
 
@@ -18,7 +19,7 @@ def stats_of(logits):
 
 def updated(layer, logits, state=None, nth=0):
     """The state after layer `nth` of four has reported these logits."""
-    deep = layer.cache._replace(layers=layer.cache.layers * 4)
+    deep = StepView(layer.view.cache._replace(layers=layer.view.layers * 4))
     update = jax.jit(layer.policy.update, static_argnums=1)
     return update(layer.state if state is None else state, nth, stats_of(logits), deep)
 
@@ -36,7 +37,7 @@ def test_heads_share_the_tokens_of_greatest_mean_weight():
     for b in range(2):
         assert ids[b].tolist() == sorted(np.argsort(-mean[b])[:budget].tolist())
     # the layers between hand it on as it is, the second pick replaces it
-    assert layer.policy.update(state, 1, None, layer.cache) is state
+    assert layer.policy.update(state, 1, None, layer.view) is state
     ids, count = updated(layer, np.roll(logits, 5, axis=-1), state, nth=3)
     assert count.tolist() == [budget, budget]
     assert ids[0].tolist() != state[0][0].tolist()
@@ -69,8 +70,8 @@ def test_a_head_that_holds_less_than_the_budget_lists_it_all():
 def test_layers_are_dense_up_to_the_first_pick_and_at_the_second():
     asked, policy = [], jsparse.tidal(budget=4, first=1, again=3)
 
-    def select(state, layer, q, cache):
-        chosen, summary, state = policy.select(state, layer, q, cache)
+    def select(state, layer, q, view):
+        chosen, summary, state = policy.select(state, layer, q, view)
         asked.append((layer, chosen.dense is not None, chosen.ids.shape[-1]))
         return chosen, summary, state
 

@@ -112,8 +112,8 @@ def test_leaves_what_the_slow_model_leaves(base, prune):
 def test_heads_that_the_base_makes_dense_stay_so(prune):
     base = jsparse.all_pages()
 
-    def select(state, layer, q, cache):
-        chosen, summary, state = base.select(state, layer, q, cache)
+    def select(state, layer, q, view):
+        chosen, summary, state = base.select(state, layer, q, view)
         dense = jnp.zeros(chosen.count.shape, jnp.bool_).at[:, 0].set(True)
         return replace(chosen, dense=dense), summary, state
 
@@ -130,7 +130,8 @@ def test_an_estimate_reads_the_bias():
     )
     assert layer.held.bias is not None
     bias = layer.held.bias.reshape(2, 2, -1).at[:, :, 11].set(30.0).reshape(layer.held.bias.shape)
-    layer.cache = layer.cache._replace(layers=(layer.held._replace(bias=bias),))
+    held = layer.held._replace(bias=bias)
+    layer.view = layer.view._replace(cache=layer.view.cache._replace(layers=(held,)))
     assert layer.select().ids[..., 0].tolist() == [[11, 11], [11, 11]]
     assert layer.select().count.tolist() == [[1, 1], [1, 1]]
 

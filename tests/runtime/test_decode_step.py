@@ -195,8 +195,8 @@ def dense_until(limit: int) -> jsparse.Policy:
     """
     inner = parse("streaming(sink=0, recent=1)")
 
-    def select(state, layer, q, cache):
-        selection, _, _ = inner.select((), layer, q, cache)
+    def select(state, layer, q, view):
+        selection, _, _ = inner.select((), layer, q, view)
         return selection, None, at_layer(state, layer, state[layer] + 1)
 
     return jsparse.Policy(

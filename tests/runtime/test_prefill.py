@@ -159,7 +159,7 @@ def test_correct_restores_what_dense_prefill_gives(pool_pages):
     assert np.abs(held_rows(cache.layers[1])[0][0] - expected[1][0][0]).max() > 1
     appended = []
 
-    def append(state, layer, k, v, tokens, positions, cache):
+    def append(state, layer, k, v, tokens, positions, view):
         appended.append((layer, k.shape, tokens.shape, positions.shape))
         return state
 

@@ -14,7 +14,7 @@ import pytest
 from marks import slow_except
 from policy_table import METHODS
 from programs import shared
-from tiny import lent, random_prompts, spec_of, tiny_params
+from tiny import random_prompts, read_only, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 import jsparse
@@ -76,7 +76,7 @@ class Slots:
     def __init__(self, policy, groups):
         self.params = tiny_params(num_layers=2)
         self.policy = policy
-        self.lent = lent(self.params, policy)
+        self.beside = read_only(self.params, policy)
         pool = GROUPS * HEADS + 1
         self.spec = spec_of(self.params, SLOTS, page_size=PAGE, num_pages=PAGES)
         self.spec = self.spec._replace(pool_pages=pool)
@@ -107,12 +107,14 @@ class Slots:
             patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
             carry = prefill.read_prompts(
                 *(p.decoder, self.policy, p.weights, tokens, np.array([new.size]), carry),
-                lent=self.lent,
+                beside=self.beside,
             )
         part = carry.cache, carry.state
         eviction = self.policy.eviction
         if eviction is not None and eviction.after_prompt is not None:
-            state, held = eviction.after_prompt(carry.state, carry.cache, PAGES * PAGE)
+            state, held = eviction.after_prompt(
+                carry.state, kv_cache.StepView(carry.cache), PAGES * PAGE
+            )
             part = held, state
         self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
         logits = np.asarray(logits_of(p.decoder, p.weights, carry.last_hidden))[0]
@@ -131,11 +133,10 @@ class Slots:
         active = np.array([slot is not None for slot in self.slots])
         tokens = [int(s["logits"][-1].argmax()) if s else 0 for s in self.slots]
         p, policy = self.params, self.policy
-        logits, cache, self.state, shares = step(
+        logits, self.cache, self.state, shares = step(
             *(p.decoder, policy, p.weights, jnp.array(tokens, jnp.int32)),
-            *(kv_cache.lend(self.cache, self.lent), self.state, jnp.asarray(active)),
+            *(self.cache, self.state, self.beside, jnp.asarray(active)),
         )
-        self.cache = kv_cache.lend(cache, kv_cache.NOTHING)
         assert np.isfinite(logits).all()
         assert (np.asarray(shares.attended)[:, ~active] == 0).all()
         for slot, held in enumerate(self.slots):
@@ -150,11 +151,11 @@ class Slots:
             newest = self.slots[slot]["logits"][-policy.services.correct_every - 1 : -1]
             tokens = jnp.array([[int(x.argmax()) for x in newest]], jnp.int32)
             part = take(policy, self.spec, self.cache, self.state, rows)
-            part = correct(p.decoder, policy, p.weights, tokens, *part, self.lent)
+            part = correct(p.decoder, policy, p.weights, tokens, *part, self.beside)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
         if policy.services.period and age % policy.services.period == 0:
             part = take(policy, self.spec, self.cache, self.state, rows)
-            part = maintain(policy, *part, self.lent)
+            part = maintain(policy, *part, self.beside)
             self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
 
     def run(self, requests, order):

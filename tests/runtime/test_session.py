@@ -40,10 +40,10 @@ def short_chunks(monkeypatch):
 # Several steps in one program
 
 
-def faded(state, cache):
+def faded(state, view):
     """Maintenance that shows in the logits."""
-    layers = tuple(layer._replace(v=0.8 * layer.v) for layer in cache.layers)
-    return state, cache._replace(layers=layers)
+    layers = tuple(layer._replace(v=0.8 * layer.v) for layer in view.layers)
+    return state, view.cache._replace(layers=layers)
 
 
 SERVICED = as_policy("streaming(sink=1, recent=4)")._replace(
@@ -355,7 +355,7 @@ def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
     assert made.can_read_on
     made.read([[1]] * 3)
 
-    def failing(decoder, policy, weights, tokens, cache, state, lent):
+    def failing(decoder, policy, weights, tokens, cache, state, beside):
         jax.tree.map(lambda x: x.delete(), cache)
         raise RuntimeError("out of memory")
 

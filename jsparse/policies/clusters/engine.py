@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt8
 
-from jsparse.cache import CacheSpec, KVCache, taking_part
+from jsparse.cache import CacheSpec, KVCache, StepView, taking_part
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
@@ -122,12 +122,12 @@ def cluster_policy(settings: Settings) -> Policy:
             tuple(empty(spec, chunks, form) for _ in range(spec.num_layers)),
         )
 
-    def marked(state: Index, tokens: Tokens, first: Rows, valid: Rows, cache: KVCache) -> Index:
+    def marked(state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView) -> Index:
         """Note what new tokens say of the boundaries around them."""
         if state.marks is None or settings.classes is None:
             return state
-        assert cache.constants is not None
-        new = marks(cache.constants[settings.classes], tokens)
+        assert view.constants is not None
+        new = marks(view.constants[settings.classes], tokens)
         nth = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         at = jnp.where(nth < valid[:, None], first[:, None] + nth, state.marks.shape[1])
         row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
@@ -137,10 +137,10 @@ def cluster_policy(settings: Settings) -> Policy:
         return None if state.marks is None else boundaries(state.marks)
 
     def prefill(state: Index, layer: int, view: PrefillView) -> Index:
-        held = view.cache.layers[layer]
+        held = view.step.layers[layer]
         if layer == 0:
             length = held.lengths[:, 0]
-            state = marked(state, view.tokens, length - view.valid, view.valid, view.cache)
+            state = marked(state, view.tokens, length - view.valid, view.valid, view.step)
             if view.last:
                 most = state.chunks.starts.shape[1] - 1
                 ends = length - settings.recent
@@ -152,16 +152,16 @@ def cluster_policy(settings: Settings) -> Policy:
         made = build(held, state.chunks, form)
         return state._replace(layers=at_layer(state.layers, layer, made))
 
-    def append(state: Index, layer: int, k, v, tokens, positions, cache: KVCache) -> Index:
+    def append(state: Index, layer: int, k, v, tokens, positions, view: StepView) -> Index:
         if layer:
             return state
-        valid = taking_part(cache, tokens.shape[1])
-        return marked(state, tokens, positions[:, 0], valid, cache)
+        valid = taking_part(view, tokens.shape[1])
+        return marked(state, tokens, positions[:, 0], valid, view)
 
-    def select(state: Index, layer: int, q: Queries, cache: KVCache):
+    def select(state: Index, layer: int, q: Queries, view: StepView):
         # all layers hold the same tokens: what follows from the first's is computed once per step
-        held, chunks, index = cache.layers[0].lengths, state.chunks, state.layers[layer]
-        budget, fine = min(settings.budget, cache.layers[0].capacity), index.fine
+        held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
+        budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
         count = jnp.broadcast_to(chunks.count[:, None], held.shape)
 
         def best_chunks(scores: Array, budget: int) -> Selection:
@@ -194,12 +194,12 @@ def cluster_policy(settings: Settings) -> Policy:
         )
         return replace(tokens, dense=held <= budget), None, state
 
-    def maintain(state: Index, cache: KVCache) -> tuple[Index, KVCache]:
-        before, ends = state.chunks.count, cache.layers[0].lengths[:, 0] - settings.recent
+    def maintain(state: Index, view: StepView) -> tuple[Index, KVCache]:
+        before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
         most_new = settings.most_new
         chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **lengths)
-        layers = join(state.layers, cache.layers, before, chunks, most_new, form)
-        return state._replace(chunks=chunks, layers=layers), cache
+        layers = join(state.layers, view.layers, before, chunks, most_new, form)
+        return state._replace(chunks=chunks, layers=layers), view.cache
 
     return Policy(
         select,

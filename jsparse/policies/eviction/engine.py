@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, UInt8
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache, cut_pages, replace_layer
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, cut_pages, replace_layer
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.eviction.budgets import MOST, CountFn
@@ -150,7 +150,7 @@ def evicting(
     def prefill(state: State, layer: int, view: PrefillView) -> State:
         if not view.last:
             return state
-        held = view.cache.layers[layer]
+        held = view.step.layers[layer]
         positions = held.lengths[:, 0]
         entry = jax.tree.map(jnp.zeros_like, state[layer])
         ring = as_ring(view.q_window, positions).astype(entry.ring.dtype)
@@ -160,20 +160,20 @@ def evicting(
             entry = entry._replace(tracked=tracking.begin(seen))
         return at_layer(state, layer, entry)
 
-    def select(state: State, layer: int, q: Queries, cache: KVCache):
-        held, entry = cache.layers[layer], state[layer]
+    def select(state: State, layer: int, q: Queries, view: StepView):
+        held, entry = view.layers[layer], state[layer]
         if period:
-            row, at = jnp.arange(q.shape[0]), cache.positions % window
+            row, at = jnp.arange(q.shape[0]), view.positions % window
             ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
             state = at_layer(state, layer, entry._replace(ring=ring))
         return _not_waiting(held, entry.missed), None, state
 
-    def update(state: State, layer: int, stats, cache: KVCache) -> State:
+    def update(state: State, layer: int, stats, view: StepView) -> State:
         if tracking is None:
             return state
         shares = jnp.exp(stats.scores - stats.lse[..., None])
-        lengths = cache.layers[layer].lengths
-        moved = tracking.step(state[layer].tracked, shares, lengths, cache.positions)
+        lengths = view.layers[layer].lengths
+        moved = tracking.step(state[layer].tracked, shares, lengths, view.positions)
         return at_layer(state, layer, state[layer]._replace(tracked=moved))
 
     def competing_in(held: LayerCache) -> Bool[Array, "B K S"]:
@@ -206,7 +206,8 @@ def evicting(
         tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
         return Evicting(entry.ring, tracked, temperatures, missed), compacted
 
-    def maintain(state: State, cache: KVCache) -> tuple[State, KVCache]:
+    def maintain(state: State, view: StepView) -> tuple[State, KVCache]:
+        cache = view.cache
         for layer, entry in enumerate(state):
             entry, held = compress(entry, cache.layers[layer], cache.positions)
             state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
@@ -214,7 +215,8 @@ def evicting(
 
     compress_alone = jax.jit(compress, donate_argnums=(0, 1))
 
-    def after_prompt(state: State, cache: KVCache, slots: int) -> tuple[State, KVCache]:
+    def after_prompt(state: State, view: StepView, slots: int) -> tuple[State, KVCache]:
+        cache = view.cache
         # layer by layer, so that no more than one layer is ever there twice
         for layer, entry in enumerate(state):
             entry, held = compress_alone(entry, cache.layers[layer], cache.positions)

@@ -53,6 +53,5 @@ def put_slot(layer: LayerCache, slot: int, merged: MergedSlot, where: HeadFlags)
         return pool.at[page, slot % layer.page_size].set(rows.astype(pool.dtype), mode="drop")
 
     assert layer.bias is not None
-    return layer._replace(
-        k=put(layer.k, merged.k), v=put(layer.v, merged.v), bias=put(layer.bias, merged.bias)
-    )
+    k, v = layer.arrays
+    return layer._replace(k=put(k, merged.k), v=put(v, merged.v), bias=put(layer.bias, merged.bias))

@@ -83,7 +83,8 @@ def test_a_head_does_not_depend_on_the_others():
         "", batch=4, kv_heads=4, num_pages=64, head_dim=128, dtype="bfloat16"
     ).build()
     whole = jax.jit(ON_GPU)(layer, keep)
-    one = LayerCache(k=layer.k[: 64 * 4], v=layer.v[: 64 * 4], lengths=layer.lengths[:1])
+    k, v = (pool[: 64 * 4] for pool in layer.arrays)
+    one = LayerCache(k=k, v=v, lengths=layer.lengths[:1])
     alone = jax.jit(ON_GPU)(one, Selection(keep.ids[:1], keep.count[:1], granularity="token"))
     np.testing.assert_array_equal(np.asarray(alone.k), np.asarray(whole.k[: 64 * 4]))
     np.testing.assert_array_equal(np.asarray(alone.v), np.asarray(whole.v[: 64 * 4]))

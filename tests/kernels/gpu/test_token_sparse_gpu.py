@@ -217,7 +217,7 @@ def test_keys_whose_logits_come_with_the_list_are_not_read(dtype):
     grouped = q.reshape(*layer.lengths.shape, -1, q.shape[-1])
     newest = jnp.maximum(layer.lengths - 1, 0)[..., None]
     page, slot = physical_pages(layer, newest // layer.page_size), newest % layer.page_size
-    read = jnp.full_like(layer.k, jnp.nan).at[page, slot].set(layer.k[page, slot])
+    read = jnp.full_like(layer.k, jnp.nan).at[page, slot].set(layer.arrays[0][page, slot])
     logits = products(grouped, layer.k, layer, chosen.ids) * q.shape[-1] ** -0.5
     known = Inputs(q, layer._replace(k=read), replace(chosen, logits=logits))
     got = attend(known, stats="listed_logits")

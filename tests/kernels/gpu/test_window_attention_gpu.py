@@ -36,13 +36,11 @@ def test_matches_the_reference(case, group, over):
 def test_the_batch_changes_no_bit(group):
     inputs = replace(LONG, batch=3, kv_heads=2, table="identity").build()
     one = replace(LONG, kv_heads=2).build()
-    pages = one.layer.k.shape[0]
+    pages, (k, v) = one.layer.k.shape[0], inputs.layer.arrays
     one = inputs._replace(
         queries=inputs.queries[:1],
         positions=inputs.positions[:1],
-        layer=inputs.layer._replace(
-            k=inputs.layer.k[:pages], v=inputs.layer.v[:pages], lengths=inputs.layer.lengths[:1]
-        ),
+        layer=inputs.layer._replace(k=k[:pages], v=v[:pages], lengths=inputs.layer.lengths[:1]),
         competing=inputs.competing[:1],
     )
     together = shares(inputs, group, "triton")
