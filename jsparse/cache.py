@@ -7,7 +7,7 @@ mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head 
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -198,6 +198,81 @@ class KVCache(NamedTuple):
     layers: tuple[LayerCache, ...]
     positions: Rows
     overflow: Bool[Array, "B"]
+
+    def of_rows(self, active: Bool[Array, "B"] | None = None) -> "KVCache":
+        """Returns the cache itself, in which each row has pages of its own."""
+        return self
+
+    def after(self, cache: "KVCache", longer: Bool[Array, "B"] | None = None) -> "KVCache":
+        """Returns the cache that a program left, which says itself how long its rows are."""
+        return cache
+
+    def take(self, rows: Int32[Array, "n"]) -> "KVCache":
+        """Returns some rows as a batch of their own, over the same pages.
+
+        Raises:
+            ValueError: there is no block table, so that pages cannot be parted from their rows.
+        """
+        self._require_table()
+        return self._map_rows(lambda x: x[rows])
+
+    def put(self, part: "KVCache", rows: Int32[Array, "n"]) -> "KVCache":
+        """Returns the cache with the rows of `part` in these places, and the pages of `part`.
+
+        Raises:
+            ValueError: there is no block table.
+        """
+        self._require_table()
+        held = self._map_rows(lambda x, new: x.at[rows].set(new), part)
+        pools = [
+            new._replace(lengths=layer.lengths, block_table=layer.block_table)
+            for layer, new in zip(held.layers, part.layers, strict=True)
+        ]
+        return held._replace(layers=tuple(pools))
+
+    def clear(self, rows: Int32[Array, "n"]) -> "KVCache":
+        """Returns the cache without the tokens and pages of these rows.
+
+        To return pages to a free list, call `truncate` before.
+
+        Raises:
+            ValueError: there is no block table.
+        """
+        self._require_table()
+        layers = [
+            layer._replace(
+                lengths=layer.lengths.at[rows].set(0),
+                block_table=layer.block_table.at[rows].set(layer.k.shape[0] - 1),
+            )
+            for layer in self.layers
+            if layer.block_table is not None
+        ]
+        return KVCache(
+            tuple(layers), self.positions.at[rows].set(0), self.overflow.at[rows].set(False)
+        )
+
+    def _map_rows(self, function: Callable[..., Array], *others: "KVCache") -> "KVCache":
+        """Maps over what rows own: lengths, tables, positions and overflow."""
+        caches = (self, *others)
+        layers = [
+            layers[0]._replace(
+                lengths=function(*(layer.lengths for layer in layers)),
+                block_table=function(*(layer.block_table for layer in layers)),
+            )
+            for layers in zip(*(cache.layers for cache in caches), strict=True)
+        ]
+        return KVCache(
+            tuple(layers),
+            function(*(cache.positions for cache in caches)),
+            function(*(cache.overflow for cache in caches)),
+        )
+
+    def _require_table(self) -> None:
+        if self.layers[0].block_table is None:
+            raise ValueError(
+                "cache: must have a block table (CacheSpec.pool_pages), so that rows can be moved "
+                "without their pages"
+            )
 
 
 class ReadOnly(NamedTuple):

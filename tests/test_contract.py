@@ -40,11 +40,13 @@ from jsparse.builder import dense
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
+from jsparse.host_memory import store
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Eviction, Services
 from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import rows as driver
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.request import knobs, requests
 
@@ -515,7 +517,7 @@ def seen_by_corrections():
         services=Services(correct_every=4),
     )
     states = []
-    correct = session.correct
+    correct = driver.correct
 
     def watched(decoder, policy, weights, tokens, cache, state, beside):
         cache, state = correct(decoder, policy, weights, tokens, cache, state, beside)
@@ -523,7 +525,7 @@ def seen_by_corrections():
         return cache, state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "correct", watched)
+        patch.setattr(driver, "correct", watched)
         params = tiny_params(num_layers=1)
         engine_logits(params, policy, PROMPTS, FORCED[:, :10], page_size=PAGE)
     return seen, states
@@ -807,9 +809,9 @@ def test_rows_set_their_own_values(case):
     plain = logits(1)
     for row in (0, 2, 3):
         assert np.abs(plain[:, row] - mixed[:, row]).max() > 1e-3 * np.abs(plain).max()
-    before = traces(session.decode_steps)
+    before = traces(driver.decode_steps)
     logits(1, {name: other, "dense": True}, {name: one}, {"dense": False}, {})
-    assert traces(session.decode_steps) == before
+    assert traces(driver.decode_steps) == before
 
 
 @pytest.mark.parametrize(
@@ -897,7 +899,7 @@ def test_constants_are_passed_like_weights():
     """Two models that differ in nothing else share programs, and each has its own results."""
     options = {"page_size": PAGE}
     first = engine_logits(with_shift(0), parity(), PROMPTS, FORCED[:, :6], **options)
-    programs = session.decode_steps, prefill.prefill_chunk
+    programs = driver.decode_steps, prefill.prefill_chunk
     before = traces(*programs)
     second = engine_logits(with_shift(1), parity(), PROMPTS, FORCED[:, :6], **options)
     assert traces(*programs) == before
@@ -927,7 +929,7 @@ def test_constants_reach_every_policy_that_shares_a_prompt():
 
 
 def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(session, "empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(store, "empty", lambda *_: pytest.fail("allocated"))
     params = dataclasses.replace(with_shift(1), constants={"other": jnp.zeros(3)})
     said = r"policy=parity\(shift=None\) needs 'shift': must be among .* 'tiny', .* \['other'\]"
     with pytest.raises(ValueError, match=said):

@@ -17,7 +17,8 @@ from jsparse.conversation import Conversation
 from jsparse.host_memory import store
 from jsparse.machine import memory
 from jsparse.policy import Policy, Services
-from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import capacity, prefill, reading, sampling, session
+from jsparse.runtime import rows as driver
 from jsparse.selection import everything
 
 GGUF = Path(__file__).parent / "fixtures" / "hf" / "llama" / "model.gguf"
@@ -424,7 +425,7 @@ def programs_for_options():
     def run(*options):
         own = [SamplingParams(max_tokens=n, **each) for n, each in enumerate(options, 4)]
         generate(params, PROMPTS, sampling=own)
-        counts.append(traces(session.decode_steps)[0])
+        counts.append(traces(driver.decode_steps)[0])
 
     run({}, {"temperature": 0, "top_k": 3}, {"logprobs": 0, "ignore_eos": True})
     run({"temperature": 0.7}, {}, {"repetition_penalty": 1.5})
@@ -529,7 +530,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
         jax.debug.callback(lambda at: calls.append(("maintain", int(at))), view.positions[0])
         return state, view.cache
 
-    correct = session.correct
+    correct = driver.correct
 
     def watched(decoder, policy, weights, tokens, cache, state, beside):
         calls.append(("correct", int(np.asarray(cache.positions)[0])))
@@ -537,7 +538,7 @@ def test_maintenance_and_corrections_come_on_time(params, monkeypatch):
         return correct(decoder, policy, weights, tokens, cache, state, beside)
 
     newest = []
-    monkeypatch.setattr(session, "correct", watched)
+    monkeypatch.setattr(driver, "correct", watched)
     policy = dense()._replace(services=Services(maintain, period=3, correct_every=4))
     out = generate(params, PROMPTS[1], max_new_tokens=11, eos_token_id=[], policy=policy)
     jax.effects_barrier()
@@ -568,9 +569,9 @@ def test_a_row_that_finds_no_room_ends_and_the_others_go_on(params):
 
 def compilations():
     return traces(
-        session.decode_steps,
-        session.first_tokens,
-        session.first_logits,
+        driver.decode_steps,
+        driver.first_tokens,
+        reading.first_logits,
         store.empty,
         prefill.prefill_chunk,
     )
@@ -709,7 +710,7 @@ def test_bad_input_is_refused(params, prompt, options, said):
 
 def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
-    monkeypatch.setattr(session, "empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(store, "empty", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 32 rows
     with pytest.raises(
         ValueError, match=r"max_length=512 for 32 prompt\(s\) takes \S+ MiB .* free"

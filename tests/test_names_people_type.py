@@ -15,7 +15,7 @@ import jsparse
 from jsparse import SamplingParams, names
 from jsparse.builder import dense
 from jsparse.engine.core import Engine
-from jsparse.engine.outputs import unpack
+from jsparse.engine.packing import unpack
 from jsparse.engine.progress import progress
 from jsparse.partials import Summary
 from jsparse.policy import Policy, Services, selected

@@ -21,7 +21,8 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
 from jsparse.runtime.owners import clear_rows
-from jsparse.runtime.session import Held, Session, first_logits
+from jsparse.runtime.reading import Held, first_logits
+from jsparse.runtime.session import Session
 
 VOCAB = 300
 

@@ -209,9 +209,9 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     session, kernels = _session(params, run), {}
     limit = run.spec.capacity - run.tokens
 
-    def choose(given: Any, nth: Any, logits: Any) -> Any:
+    def choose(given: Any, nth: Any, logits: Any, active: Any) -> Any:
         # a new function each time, so that the step is traced and says which kernels it runs
-        return greedy(given, nth, logits)
+        return greedy(given, nth, logits, active)
 
     results = session.steps(choose, (), limits=[limit] * run.spec.batch)
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
-from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput, unpack
+from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput
+from jsparse.engine.packing import unpack
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Flight, Runner, neutral
 from jsparse.engine.scheduler import Answer, Rules, Scheduler

@@ -3,31 +3,13 @@
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from jsparse.engine.packing import TokenResult
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.host_reader import shares, text_stream
+from jsparse.runtime.host_reader import text_stream
 from jsparse.runtime.request import Request
-
-
-class TokenResult(NamedTuple):
-    """Holds one token and what is known of its step.
-
-    Attributes:
-        token, logprob: the token and its log-probability under the model's own softmax.
-        attended, read: the shares of the positions so far that were attended and read.
-        layers: these two shares for each layer, [2, L]; None unless the engine keeps them.
-        top: the likeliest tokens and their log-probabilities; None unless asked for.
-    """
-
-    token: int
-    logprob: float
-    attended: float
-    read: float
-    layers: np.ndarray | None = None
-    top: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -264,18 +246,3 @@ class Growing:
             self._stream.push(*unread)
         if self.finish:
             self._stream.finish()
-
-
-def unpack(row: np.ndarray, num_layers: int, layer_stats: bool) -> TokenResult:
-    """Returns one step's results of one row of `programs.Packed`."""
-    floats = row.view(np.float32)
-    at = 4 + (2 * num_layers if layer_stats else 0)
-    half = (len(row) - at) // 2
-    return TokenResult(
-        int(row[0]),
-        float(floats[1]),
-        *shares(floats[2:4]).tolist(),
-        # copied: a view would keep all rows' results as long as this answer
-        layers=shares(floats[4:at]).reshape(2, num_layers) if layer_stats else None,
-        top=(row[at : at + half], floats[at + half :]) if half else None,
-    )

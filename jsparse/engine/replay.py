@@ -6,7 +6,8 @@ import numpy as np
 
 from jsparse.cache import CacheSpec
 from jsparse.engine import plan_log, setup
-from jsparse.engine.outputs import Growing, unpack
+from jsparse.engine.outputs import Growing
+from jsparse.engine.packing import unpack
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Runner, neutral
 from jsparse.engine.scheduler import Sizes

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec
-from jsparse.engine.programs import CHOICES, Choice, Programs
+from jsparse.engine.programs import CHOICES, Choice, OpenPrompt, Programs, Slots
 from jsparse.engine.scheduler import Chunk, Decode, Plan, Sizes
-from jsparse.engine.slots import Reading, Slots
 from jsparse.policy import Policy
+from jsparse.runtime.pauses import due
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.request import OFF, Request, SamplingParams, knob_row
 from jsparse.runtime.sampling import RowSampling, row_sampling
@@ -21,7 +21,7 @@ class Flight(NamedTuple):
     """Holds the results of one program, on their way to the host.
 
     Attributes:
-        packed: as in `programs.Packed`; of a chunk that is not the last, any number.
+        packed: as in `packing.Packed`; of a chunk that is not the last, any number.
         rows: the answers whose results they are, with their rows in `packed` and their steps.
         steps: the number of steps of the program.
     """
@@ -57,14 +57,14 @@ class Runner:
         self._scratch = spec.pages // spec.num_kv_heads - 1
         self._num_pages, self._sizes = spec.num_pages, sizes
         self._neutral = jax.device_put(row_sampling([neutral()], vocab_size))
-        self._slots: Slots = programs.run("start")
-        self._readings: dict[int, Reading] = {}
+        self._batch: Slots = programs.run("start")
+        self._prompts: dict[int, OpenPrompt] = {}
 
     def run(self, plan: Plan) -> list[Flight]:
         """Dispatches a plan; returns what will come of it."""
         flights = []
         for number in plan.ended:
-            self._readings.pop(number, None)
+            self._prompts.pop(number, None)
         if plan.chunk is not None:
             alone = all(row.answer == plan.chunk.answer for row in plan.rows)
             if alone and plan.chunk.fresh and not plan.chunk.replay:
@@ -79,7 +79,7 @@ class Runner:
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
-        settle(self._slots, list(self._readings.values()))
+        settle(self._batch, list(self._prompts.values()))
 
     def _expect(self, chunk: Chunk) -> None:
         """Has all programs compiled that an answer which is alone will run."""
@@ -92,24 +92,24 @@ class Runner:
     def _read(self, chunk: Chunk) -> list[Flight]:
         request = self._request_of(chunk.answer)
         if chunk.fresh:
-            self._readings[chunk.answer] = self._programs.run("begin")
+            self._prompts[chunk.answer] = self._programs.run("begin")
         tokens = np.zeros((1, chunk.size), np.int32)
         tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
         groups = np.full(self._num_pages, self._scratch, np.int32)
         groups[: len(chunk.groups)] = chunk.groups
         name, static = ("replay", {}) if chunk.replay else ("read", {"last": chunk.last})
-        self._slots, reading, done = self._programs.run(
-            *(name, self._slots, self._readings.pop(chunk.answer), tokens, groups),
+        self._batch, prompt, done = self._programs.run(
+            *(name, self._batch, self._prompts.pop(chunk.answer), tokens, groups),
             *(np.int32(chunk.start), np.int32(chunk.valid)),
             size=chunk.size,
             **static,
         )
         if not chunk.last:
-            self._readings[chunk.answer] = reading
+            self._prompts[chunk.answer] = prompt
             return [Flight(done, [])]
         choice = choice_of(request)
-        self._slots, packed = self._programs.run(
-            *("join", self._slots, reading, np.int32(chunk.slot), groups),
+        self._batch, packed = self._programs.run(
+            *("join", self._batch, prompt, np.int32(chunk.slot), groups),
             np.int32(chunk.start + chunk.valid),
             self._neutral if choice == "greedy" else self._sampling(request),
             knob_row(request, self._knobs),
@@ -122,20 +122,21 @@ class Runner:
         for row in rows:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}
-        self._slots, packed = self._programs.run(
-            *("decode", self._slots, counts),
+        self._batch, packed = self._programs.run(
+            *("decode", self._batch, counts),
             size=len(counts),
             count=steps,
-            choice=max(wanted, key=CHOICES.index),
+            choice=max(wanted, key=[*CHOICES].index),
         )
         return Flight(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""
         for row in rows:
-            for name, every in self._policy.services.every.items():
-                if row.age % every == 0:
-                    self._slots = self._programs.run(name, self._slots, np.int32(row.slot))
+            for name in due(self._policy.services.every, row.age):
+                self._batch = self._programs.run(
+                    "service", self._batch, np.int32(row.slot), service=name
+                )
 
     def _sampling(self, request: Request) -> RowSampling:
         return row_sampling([request], self._vocab)

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from jsparse.engine.blocks import Block, BlockPool, block_keys
+from jsparse.runtime.pauses import steps_per_program, until_due
 
 # A request that has waited a second counts as this many tokens shorter: about what an 8B model
 # reads in a second, so that the shortest goes first and none waits forever.
@@ -390,9 +391,9 @@ class Scheduler:
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
         if self.reading or (self.waiting and min(left, default=0) < most):
             return 1
-        due = [
-            period - (answer.sent - 1) % period
+        pauses = [
+            steps
             for answer in self.decoding
-            for period in self.rules.periods
+            for steps in until_due(self.rules.periods, answer.sent - 1)
         ]
-        return most if max(left, default=0) >= most and min(due, default=most) >= most else 1
+        return steps_per_program(most, [max(left, default=0), *pauses])

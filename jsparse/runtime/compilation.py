@@ -1,7 +1,7 @@
 """Compiles programs, keeps them on disk, so that the next process starts fast, and counts them."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from threading import Lock, Thread, local
@@ -91,6 +91,11 @@ class Program:
         order in which they were asked for: that is Python, of which threads do not make more.
         """
         return self._begin(self._call(args, kwargs))
+
+    def among(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of these arguments that the function takes, by name."""
+        taken = self._signature.parameters
+        return {name: value for name, value in arguments.items() if name in taken}
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Does what `lower` of a jitted function does."""

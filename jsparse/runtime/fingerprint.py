@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -86,6 +86,8 @@ def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
         yield array.tobytes()
     elif isinstance(value, Enum):
         yield value.name.encode()
+    elif isinstance(value, TypeVar):
+        yield value.__name__.encode()
     elif isinstance(value, np.dtype):
         yield str(value).encode()
     elif isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | np.ufunc):

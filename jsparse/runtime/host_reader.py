@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.decoding import StepResult
 from jsparse.runtime.prefill import OnProgress
 from jsparse.runtime.request import Request, SamplingParams
-from jsparse.runtime.session import StepResult
 from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more

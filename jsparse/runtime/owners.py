@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import CacheSpec, KVCache
 from jsparse.policy import Policy, State
+from jsparse.runtime.shared_pages import SharedPages
 
 # sizes to look at: primes, so that no axis has one of them by chance
 _BATCHES, _POOLS = (2, 3), (53, 59)
@@ -81,29 +82,28 @@ def _owner(
     return found[0]
 
 
-def take_rows(
-    policy: Policy, spec: CacheSpec, cache: KVCache, state: State, rows: Int32[Array, "n"]
-) -> tuple[KVCache, State]:
+def take_rows[Memory: (KVCache, SharedPages)](
+    policy: Policy, spec: CacheSpec, cache: Memory, state: State, rows: Int32[Array, "n"]
+) -> tuple[Memory, State]:
     """Returns cache and state of some rows as a batch of their own, over the same pages.
 
     Raises:
         ValueError: the cache has no block table, so that its pages cannot be parted from its rows.
     """
-    _require_table(cache)
     state = _map_rows_of(
         policy, spec, lambda axis, leaf: jnp.take(leaf, rows, axis=axis), lambda leaf: leaf, state
     )
-    return _map_cache(lambda x: x[rows], cache), state
+    return cache.take(rows), state
 
 
-def put_rows(
+def put_rows[Memory: (KVCache, SharedPages)](
     policy: Policy,
     spec: CacheSpec,
-    cache: KVCache,
+    cache: Memory,
     state: State,
-    part: tuple[KVCache, State],
+    part: tuple[Memory, State],
     rows: Int32[Array, "n"],
-) -> tuple[KVCache, State]:
+) -> tuple[Memory, State]:
     """Puts rows that were taken, or read alone, into the slots `rows` of a batch.
 
     Pages are those of `part`, which may have written to them.
@@ -111,7 +111,6 @@ def put_rows(
     Raises:
         ValueError: the cache has no block table.
     """
-    _require_table(cache)
     state = _map_rows_of(
         policy,
         spec,
@@ -120,12 +119,7 @@ def put_rows(
         state,
         part[1],
     )
-    held = _map_cache(lambda x, new: _put(x, new, rows, 0), cache, part[0])
-    pools = [
-        new._replace(lengths=layer.lengths, block_table=layer.block_table)
-        for layer, new in zip(held.layers, part[0].layers, strict=True)
-    ]
-    return held._replace(layers=tuple(pools)), state
+    return cache.put(part[0], rows), state
 
 
 def clear_rows(
@@ -139,7 +133,6 @@ def clear_rows(
     Raises:
         ValueError: the cache has no block table.
     """
-    _require_table(cache)
     state = _map_rows_of(
         policy,
         spec,
@@ -148,20 +141,7 @@ def clear_rows(
         state,
         policy.init(spec),
     )
-    layers = [
-        layer._replace(
-            lengths=layer.lengths.at[rows].set(0),
-            block_table=layer.block_table.at[rows].set(layer.k.shape[0] - 1),
-        )
-        for layer in cache.layers
-        if layer.block_table is not None
-    ]
-    cache = cache._replace(
-        layers=tuple(layers),
-        positions=cache.positions.at[rows].set(0),
-        overflow=cache.overflow.at[rows].set(False),
-    )
-    return cache, state
+    return cache.clear(rows), state
 
 
 def keep_inactive(
@@ -208,29 +188,5 @@ def _map_rows_of(
     return jax.tree.unflatten(tree, made)
 
 
-def _map_cache(function: Callable[..., Array], *caches: KVCache) -> KVCache:
-    """Maps over what rows own of caches; pools are those of the first."""
-    layers = [
-        layers[0]._replace(
-            lengths=function(*(layer.lengths for layer in layers)),
-            block_table=function(*(layer.block_table for layer in layers)),
-        )
-        for layers in zip(*(cache.layers for cache in caches), strict=True)
-    ]
-    return caches[0]._replace(
-        layers=tuple(layers),
-        positions=function(*(cache.positions for cache in caches)),
-        overflow=function(*(cache.overflow for cache in caches)),
-    )
-
-
 def _put(x: Array, new: Array, rows: Int32[Array, "n"], axis: int) -> Array:
     return x.at[(slice(None),) * axis + (rows,)].set(new)
-
-
-def _require_table(cache: KVCache) -> None:
-    if cache.layers[0].block_table is None:
-        raise ValueError(
-            "cache: must have a block table (CacheSpec.pool_pages), so that rows can be moved "
-            "without their pages"
-        )

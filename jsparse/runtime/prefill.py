@@ -21,6 +21,7 @@ from jsparse.cache import (
     ReadOnly,
     append,
     read_pages,
+    read_slots,
     replace_layer,
     step_view,
     without_host,
@@ -168,6 +169,36 @@ def prefill_chunk(
         jnp.where((valid > 0)[:, None], newest, carry.last_hidden),
         tuple(windows),
     )
+
+
+def replay_chunk(
+    decoder: Decoder,
+    policy: Policy,
+    tokens: Tokens,
+    valid: Rows,
+    carry: PrefillCarry,
+    beside: ReadOnly,
+) -> PrefillCarry:
+    """Shows the policy a chunk whose K and V the cache holds already, as its newest tokens.
+
+    `valid` is as in `prefill_chunk`, of whose program this is otherwise a part left out: queries
+    are not known, so that those of the window must come with the chunks behind.
+    """
+    config, after = decoder.config, carry.cache.positions
+    first = after - valid
+    positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    view = step_view(carry.cache._replace(positions=first), beside)
+    by_head = (len(valid), config.num_kv_heads, tokens.shape[1])
+    slots = jnp.broadcast_to(positions[:, None], by_head)
+    none = jnp.zeros((len(valid), 0, config.num_heads, config.head_dim), decoder.dtype)
+    state = carry.state
+    for layer, held in enumerate(view.layers):
+        k, v = (read_slots(pool, held, slots).swapaxes(1, 2) for pool in (held.k, held.v))
+        window = carry.windows[layer] if carry.windows else none
+        seen = jnp.minimum(after, policy.window)
+        part = PrefillView(tokens, positions, k, v, valid, view, window, seen, False)
+        state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
+    return carry._replace(state=state)
 
 
 def attend_chunk(

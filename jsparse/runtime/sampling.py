@@ -22,6 +22,8 @@ from jsparse.threshold import top_k_mask, top_p_mask
 Chosen = tuple[Rows, Float32[Array, "B"], Any]
 # one number for all rows, or one per row where rows began at different times
 Nth = Int32[Array, ""] | Int32[Array, "B"]
+# the rows that take part; None is all
+Active = Bool[Array, "B"] | None
 # the number of likeliest tokens that `top_logprobs` returns
 TOP = 20
 MOST_COUNTED = np.iinfo(np.uint16).max
@@ -30,11 +32,17 @@ MOST_COUNTED = np.iinfo(np.uint16).max
 class ChooseFn(Protocol):
     """Choose token number `nth` of each row; return it, its log-probability and what to carry on.
 
-    The log-probability is under the model's own softmax, before any options.
+    The log-probability is under the model's own softmax, before any options. What is chosen for
+    rows that are not `active` means nothing; None is that all are.
     """
 
     def __call__(
-        self, given: Any, nth: Int32[Array, ""], logits: Float32[Array, "B V"], /
+        self,
+        given: Any,
+        nth: Nth,
+        logits: Float32[Array, "B V"],
+        active: Active,
+        /,
     ) -> Chosen: ...
 
 
@@ -130,14 +138,14 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     return RowSampling(**made)
 
 
-def greedy(given: Any, nth: Nth, logits: Float32[Array, "B V"]) -> Chosen:
-    """Takes the likeliest token of each row; it carries nothing."""
+def greedy(given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None) -> Chosen:
+    """Takes the likeliest token of each row; what it carries does not change."""
     tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     return tokens, _logprobs(logits, tokens), given
 
 
 def forced(
-    given: Int32[Array, "n B"], nth: Int32[Array, ""], logits: Float32[Array, "B V"]
+    given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> Chosen:
     """Takes the tokens of a table, whatever the logits; it carries the table."""
     tokens = given[nth]
@@ -145,7 +153,7 @@ def forced(
 
 
 def forced_then_greedy(
-    given: Int32[Array, "n B"], nth: Int32[Array, ""], logits: Float32[Array, "B V"]
+    given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> Chosen:
     """Takes the tokens of a table, and where that has -1 or ends the likeliest; it carries it."""
     wanted = given.at[nth].get(mode="fill", fill_value=-1)
@@ -153,7 +161,9 @@ def forced_then_greedy(
     return tokens, _logprobs(logits, tokens), given
 
 
-def sampled(given: RowSampling, nth: Nth, logits: Float32[Array, "B V"]) -> Chosen:
+def sampled(
+    given: RowSampling, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
+) -> Chosen:
     """Samples the next token of each row with the row's own options.
 
     A row draws from its own seed and stream, folded with the token's number, so that its choice
@@ -161,13 +171,14 @@ def sampled(given: RowSampling, nth: Nth, logits: Float32[Array, "B V"]) -> Chos
     """
     rows = jnp.arange(logits.shape[0])
     nth = jnp.broadcast_to(nth, rows.shape)
-    wanted = adjusted(given, nth, logits)
+    asked = given if active is None else _of_active(given, active)
+    wanted = adjusted(asked, nth, logits)
 
     def draw(seed: Array, stream: Array, nth: Array, row: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, nth), stream), row)
 
-    drawn = jax.vmap(draw)(given.seed, given.stream, nth, truncated(given, wanted))
+    drawn = jax.vmap(draw)(given.seed, given.stream, nth, truncated(asked, wanted))
     tokens = jnp.where(given.temperature == 0, jnp.argmax(wanted, -1), drawn).astype(jnp.int32)
     count = given.counts[rows, tokens]
     return (
@@ -180,6 +191,25 @@ def sampled(given: RowSampling, nth: Nth, logits: Float32[Array, "B V"]) -> Chos
             ),
         ),
     )
+
+
+def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
+    """Returns the options without those of inactive rows, for whom nothing need be computed."""
+    off = {
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "min_tokens": 0,
+    }
+    rows = {
+        name: jnp.where(active, own := getattr(given, name), jnp.asarray(value, own.dtype))
+        for name, value in off.items()
+    }
+    bias = jnp.where(active[:, None], given.bias_values, 0)
+    return given._replace(**rows, bias_values=bias)
 
 
 def adjusted(

@@ -9,160 +9,26 @@ jsparse.runtime.host_reader). On a GPU several steps are one program, since the 
 start a program than the device to run a small model's step.
 """
 
-import operator
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array
 
-from jsparse import cache as kv_cache
-from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
-from jsparse.host_memory.store import HostLayers, empty
+from jsparse.cache import CacheSpec, ReadOnly
+from jsparse.host_memory.store import HostLayers
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
-from jsparse.models.transformer import Decoder, Weights, to_logits
-from jsparse.policy import AnyPolicy, Eviction, Policy, State, maintained
-from jsparse.runtime import capacity, prefill
+from jsparse.policy import AnyPolicy
+from jsparse.runtime import prefill, room
 from jsparse.runtime.admission import admit
-from jsparse.runtime.compilation import note_trace, program, traces
-from jsparse.runtime.correct import correct
-from jsparse.runtime.decode_step import StepStats, decode_step
-from jsparse.runtime.owners import row_arrays, with_row_arrays
-from jsparse.runtime.prefill import OnProgress, PrefillCarry, settle
+from jsparse.runtime.compilation import traces
+from jsparse.runtime.decoding import Decoding, StepResult, with_logits, without_logits
+from jsparse.runtime.prefill import OnProgress, settle
+from jsparse.runtime.reading import Held, PromptEnd, Reading
 from jsparse.runtime.sampling import ChooseFn
-from jsparse.shapes import Rows
-
-
-class StepResult(NamedTuple):
-    """Holds the results of n steps of one program, on the device.
-
-    Attributes:
-        tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
-        stats: how much was attended and read; None for the token that follows the prompt.
-        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
-        logits: the logits that the tokens were chosen from; None unless asked for.
-    """
-
-    tokens: Int32[Array, "n B"]
-    logprobs: Float32[Array, "n B"]
-    stats: StepStats | None
-    overflow: Bool[Array, "n B"]
-    logits: Float32[Array, "n B V"] | None
-
-
-class Carry(NamedTuple):
-    """Holds what one decode step passes to the next; donated.
-
-    Attributes:
-        tokens: the newest token of each row, whose K and V the cache does not hold yet.
-        cache, state: the cache and the policy's state.
-        given: what the way to choose carries.
-        nth: the number of the next token.
-        recent: the newest tokens that the cache holds, as many as a correction recomputes.
-    """
-
-    tokens: Rows
-    cache: KVCache
-    state: State
-    given: Any
-    nth: Int32[Array, ""]
-    recent: Int32[Array, "B n"]
-
-
-@program(
-    static_argnames=("decoder", "policy", "choose", "count", "keep_logits"),
-    donate_argnames=("carry",),
-)
-def decode_steps(
-    decoder: Decoder,
-    policy: Policy,
-    choose: ChooseFn,
-    count: int,
-    keep_logits: bool,
-    weights: Weights,
-    beside: ReadOnly,
-    carry: Carry,
-) -> tuple[Carry, StepResult]:
-    """Runs `count` decode steps in one program, each of which chooses the token of the next."""
-    note_trace()
-
-    def step(carry: Carry, _: None) -> tuple[Carry, StepResult]:
-        tokens, cache, state, given, nth, recent = carry
-        logits, cache, state, stats = decode_step(
-            decoder, policy, weights, tokens, cache, state, beside
-        )
-        chosen, logprobs, given = choose(given, nth, logits)
-        recent = jnp.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
-        result = StepResult(
-            *(chosen, logprobs, stats.over_layers(), cache.overflow),
-            logits if keep_logits else None,
-        )
-        return Carry(chosen, cache, state, given, nth + 1, recent), result
-
-    if count > 1:
-        return jax.lax.scan(step, carry, length=count)
-    carry, result = step(carry, None)
-    return carry, jax.tree.map(lambda x: x[None], result)
-
-
-@program(static_argnames=("choose", "keep_logits"), donate_argnames=("given",))
-def first_tokens(
-    choose: ChooseFn,
-    keep_logits: bool,
-    given: Any,
-    logits: Float32[Array, "B V"],
-    overflow: Bool[Array, "B"],
-) -> tuple[Rows, Any, StepResult]:
-    """Chooses the tokens that follow the prompts."""
-    tokens, logprobs, given = choose(given, jnp.int32(0), logits)
-    result = StepResult(tokens, logprobs, None, overflow, logits if keep_logits else None)
-    return tokens, given, jax.tree.map(lambda x: x[None], result)
-
-
-first_logits = program(to_logits, static_argnames=("decoder",))
-
-
-@program(static_argnames=("policy",), donate_argnames=("cache", "state"))
-def maintain(
-    policy: Policy, cache: KVCache, state: State, beside: ReadOnly = NOTHING
-) -> tuple[KVCache, State]:
-    """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
-    note_trace()
-    state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, beside)))
-    return without_host(cache), state
-
-
-@partial(jax.jit, donate_argnames=("cache",))
-def cut_back(cache: KVCache, positions: Rows) -> KVCache:
-    """Drops all tokens from these positions on; all heads of a row hold the same tokens."""
-    lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
-    layers = (kv_cache.truncate(layer, lengths) for layer in cache.layers)
-    return cache._replace(
-        layers=tuple(layers), positions=positions, overflow=jnp.zeros_like(cache.overflow)
-    )
-
-
-class Held(NamedTuple):
-    """Holds the logits that follow the prompts, the cache and the policy's state."""
-
-    logits: Float32[Array, "B V"]
-    cache: KVCache
-    state: State
-
-
-class PromptEnd(NamedTuple):
-    """Holds what a further turn starts from, besides K, V and page arrays."""
-
-    positions: np.ndarray
-    last_hidden: Array
-    windows: tuple[Array, ...]
-    rows: list[Array]
 
 
 class Fresh(NamedTuple):
@@ -237,12 +103,11 @@ class Session:
             allocates=not adopts,
         )
         self.params, self.policy, self.spec = params, admitted.policy, spec
-        self.store, self._most_steps = admitted.store, admitted.steps
+        self.store, self._admitted = admitted.store, admitted
         self.compiling = 0.0
-        self._resumable = resumable
+        self._reading = Reading(params, self.policy, spec, self.store, resumable=resumable)
         self._stage: Stage = Fresh()
         self._expected: Future[Any] | None = None
-        self._age = 0
 
     @property
     def held(self) -> Held:
@@ -275,34 +140,11 @@ class Session:
             ValueError: there is not one list of tokens per row, they do not fit in the cache, the
                 session cannot take a further turn, or is decoding. It is left as it was.
         """
-        lengths = np.array([len(ids) for ids in rows], np.int32)
-        if len(rows) != self.spec.batch:
-            raise ValueError(f"rows has {len(rows)} entries: must be {self.spec.batch}")
-        if not lengths.any():
-            raise ValueError(f"rows={list(rows)}: must not all be empty")
-        before = self._tokens_before()
-        if (before + lengths).max() > self.spec.capacity:
-            raise ValueError(
-                f"rows of {(before + lengths).tolist()} tokens: must fit in the "
-                f"{self.spec.capacity} of the cache"
-            )
-        carry = self.store.committed(self._start())
-        tokens = np.zeros((len(rows), lengths.max()), np.int32)
-        for b, ids in enumerate(rows):
-            tokens[b, : len(ids)] = ids
-        decoder, weights = self.params.decoder, self.params.weights
-        carry = prefill.read_prompts(
-            *(decoder, self.policy, weights, tokens, lengths, carry),
-            beside=ReadOnly(constants(self.params, self.policy, report)),
-            store=self.store,
-            report=report,
-        )
-        end = None
-        if self._resumable:
-            own = [jnp.copy(x) for x in row_arrays(self.policy, self.spec, carry.state)]
-            end = PromptEnd(before + lengths, carry.last_hidden, carry.windows, own)
-        logits = first_logits(decoder, weights, carry.last_hidden)
-        self._stage, self._age = Ready(Held(logits, carry.cache, carry.state), end), 0
+        end = self._last_end()
+        prompts = self._reading.checked(rows, end)
+        before = None if end is None else (self.held, end)
+        self._stage = Busy()  # donated
+        self._stage = Ready(*self._reading.read(prompts, before, report))
 
     def expect(
         self,
@@ -318,19 +160,8 @@ class Session:
         So it compiles while the prompts are read. Where the shapes are known only then, since the
         policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
         """
-        policy, spec = self.policy, self.spec
-        if max(limits) < 2 or policy.evicts or self.store.single_steps:
-            return
-        cache, state = empty.eval_shape(spec, policy)
-        recent = jnp.zeros((spec.batch, policy.services.correct_every), jnp.int32)
-        carry = Carry(
-            *(jnp.zeros(spec.batch, jnp.int32), cache, state, given, jnp.int32(1), recent)
-        )
-        self._expected = decode_steps.ahead(
-            *(self.params.decoder, policy, choose, self._count(1, limits), False),
-            *(self.params.weights, ReadOnly(constants(self.params, policy, report), knobs)),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry),
-        )
+        decoding = self._decoding(choose, limits, report)
+        self._expected = decoding.expect(self.spec, given, knobs)
 
     def adopt(self, held: Held, pages: HostLayers | None = None) -> None:
         """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
@@ -340,7 +171,7 @@ class Session:
         """
         chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
         held = held._replace(cache=self.store.adopt(held.cache, chunk, pages))
-        self._stage, self._age = Ready(held, None), 0
+        self._stage = Ready(held, None)
 
     def steps(
         self,
@@ -370,129 +201,71 @@ class Session:
                 or a shared pool has, or `after_prompt` left, less room than the policy says heads
                 may need.
         """
-        decoder, policy = self.params.decoder, self.policy
+        stage = self._ready(limits)
+        policy, spec, held = self.policy, self.spec, stage.held
+        decoding = self._decoding(choose, limits, keep_logits=keep_logits)
+        room.require_pages(policy, spec, held.cache, limits)
+        self._stage = Busy(stage.end)  # donated
         beside = ReadOnly(constants(self.params, policy), knobs)
-        stage = self._stage
-        if isinstance(stage, Decoded):
+        evicted = room.after_prompt(policy, spec, held.cache, held.state, beside, limits)
+        result = decoding.begin(Held(held.logits, *evicted), given, knobs)
+        try:
+            yield result
+            while not decoding.finished:
+                yield self._advanced(decoding)
+        finally:
+            batch = decoding.batch
+            settle(batch, self.store.pages)
+            # a program that failed may have taken what it was given
+            if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
+                self._stage = Decoded(Held(held.logits, batch.cache, batch.state), stage.end)
+
+    def _ready(self, limits: Sequence[int]) -> Ready:
+        """Returns what has been read; raises ValueError unless rows can decode this many tokens."""
+        if isinstance(self._stage, Decoded):
             raise ValueError("session: must read before it decodes again")
         if len(limits) != self.spec.batch or min(limits) < 1:
             raise ValueError(
                 f"limits={list(limits)}: must be {self.spec.batch} numbers of at least 1, one per "
                 "row"
             )
-        if not isinstance(stage, Ready):
+        if not isinstance(self._stage, Ready):
             raise ValueError(NOT_READY)
-        logits, cache, state = stage.held
-        eviction = policy.eviction or Eviction()
-        if eviction.most is not None and self.spec.pool_pages is not None:
-            # rows take pages for as long as any decodes
-            self._require_pages(self._wanted(cache, [max(limits)] * self.spec.batch))
-        self._stage = Busy(stage.end)  # donated
-        if eviction.after_prompt is not None:
-            slots = capacity.slots_left(max(self._wanted(cache, limits)), self.spec)
-            state, cache = eviction.after_prompt(state, step_view(cache, beside), slots)
-            self._require_room(cache, slots)
-        tokens, given, result = first_tokens(choose, keep_logits, given, logits, cache.overflow)
-        recent = jnp.zeros((self.spec.batch, policy.services.correct_every), jnp.int32)
-        carry = Carry(tokens, cache, state, given, jnp.int32(1), recent)
-        carry = self.store.committed(carry)
-        try:
-            yield result
-            done = 1
-            while done < max(limits):
-                count = self._count(done, limits)
-                beside = beside._replace(host=self.store.pages)
-                began, traced = time.perf_counter(), traces()
-                expected, self._expected = self._expected, None
-                if expected is not None:
-                    expected.result()
-                carry, result = decode_steps(
-                    *(decoder, policy, choose, count, keep_logits),
-                    *(self.params.weights, beside, carry),
-                )
-                done, self._age = done + count, self._age + count
-                carry = self._serviced(carry, beside)
-                if expected is not None or traces() != traced:
-                    self.compiling += time.perf_counter() - began
-                yield result
-        finally:
-            settle(carry, self.store.pages)
-            # a program that failed may have taken what it was given
-            if not any(array.is_deleted() for array in jax.tree.leaves(carry)):
-                held = Held(logits, carry.cache, carry.state)
-                self._stage = Decoded(held, stage.end)
+        return self._stage
 
-    def _tokens_before(self) -> np.ndarray:
-        """Returns the number of tokens of each row that the next prompt follows."""
+    def _decoding(
+        self,
+        choose: ChooseFn,
+        limits: Sequence[int],
+        report: OnProgress = lambda *_: None,
+        *,
+        keep_logits: bool = False,
+    ) -> Decoding:
+        known = constants(self.params, self.policy, report)
+        of_step = with_logits if keep_logits else without_logits
+        return Decoding(self.params, self._admitted, choose, of_step, known, limits)
+
+    def _advanced(self, decoding: Decoding) -> StepResult:
+        """Dispatches the next program; returns its results, and counts the time of compiling it."""
+        began, traced = time.perf_counter(), traces()
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            expected.result()
+        result = decoding.advance()
+        if expected is not None or traces() != traced:
+            self.compiling += time.perf_counter() - began
+        return result
+
+    def _last_end(self) -> PromptEnd | None:
+        """Returns where the next prompt begins; None is in an empty cache.
+
+        Raises:
+            ValueError: the session cannot take a further turn.
+        """
         if isinstance(self._stage, Fresh):
-            return np.zeros(self.spec.batch, np.int32)
+            return None
         if self._stage.end is not None:
-            return self._stage.end.positions
+            return self._stage.end
         if isinstance(self._stage, Busy):
             raise ValueError("session: must begin anew after a turn that failed")
         raise ValueError("resumable=False: must be True to read a further turn")
-
-    def _start(self) -> PrefillCarry:
-        """Returns the carry of the next prompt."""
-        if isinstance(self._stage, Fresh):
-            self._stage = Busy()
-            chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
-            return prefill.start(self.params.decoder, self.policy, *self.store.begin(chunk))
-        held, end = self.held, self._stage.end
-        assert end is not None
-        self._stage = Busy()  # donated
-        cache = self.store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
-        state = with_row_arrays(self.policy, self.spec, held.state, end.rows)
-        return PrefillCarry(cache, state, end.last_hidden, end.windows)
-
-    def _count(self, done: int, limits: Sequence[int]) -> int:
-        """Returns the number of steps that the next program runs."""
-        left = [limit - done for limit in limits if limit > done]
-        due = [
-            every - self._age % every
-            for every in (*self.policy.services.every.values(), self.store.every)
-            if every
-        ]
-        return self._most_steps if min(left + due) >= self._most_steps else 1
-
-    def _serviced(self, carry: Carry, beside: ReadOnly) -> Carry:
-        """Runs the corrections and the maintenance that are due; all rows are of one age."""
-        policy, (cache, state) = self.policy, carry[1:3]
-        due = [name for name, every in policy.services.every.items() if self._age % every == 0]
-        if "correct" in due:
-            cache, state = correct(
-                *(self.params.decoder, policy, self.params.weights, carry.recent),
-                *(cache, state, beside),
-            )
-        if "maintain" in due:
-            # what it reads lies in the tail
-            cache, state = maintain(policy, cache, state, beside._replace(host=None))
-        if self.store.every and self._age % self.store.every == 0:
-            self.store.after_steps(cache)
-        return carry._replace(cache=cache, state=state)
-
-    def _wanted(self, cache: KVCache, limits: Sequence[int]) -> list[int]:
-        """Returns the slots that a head of each row may come to need, once the prompts are read."""
-        eviction, prompts = self.policy.eviction, np.asarray(cache.positions).tolist()
-        most = (eviction and eviction.most) or operator.add
-        return [most(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
-
-    def _require_pages(self, wanted: Sequence[int]) -> None:
-        """Raises ValueError if a shared pool cannot hold what a policy says that heads may need."""
-        spec = self.spec
-        assert spec.pool_pages is not None
-        pages = 1 + spec.num_kv_heads * sum(-(-slots // spec.page_size) for slots in wanted)
-        if spec.pool_pages < pages:
-            raise ValueError(
-                f"pool_pages={spec.pool_pages}: must be at least {pages}, the scratch page and the "
-                f"pages of heads of {list(wanted)} tokens, which {self.policy} may come to hold"
-            )
-
-    def _require_room(self, cache: KVCache, slots: int) -> None:
-        """Raises ValueError if heads have less room than rows may need."""
-        left = min(layer.capacity for layer in cache.layers)
-        if left < slots:
-            raise ValueError(
-                f"policy={self.policy}: after_prompt left room for {left} tokens per head: must be "
-                f"at least {slots}, as `most` says"
-            )

@@ -11,7 +11,7 @@ from bench.lib.eviction_layers import Sizes, mixed_lengths, per_layer, replayed_
 from bench.lib.eviction_steps import filled, keeping_lengths, lengths_after, spec_of, tiny
 from bench.lib.replay import lengths_kept
 from jsparse.policies.expressions import parse
-from jsparse.runtime.session import maintain
+from jsparse.runtime.rows import maintain
 
 SMALL = "hard_kv(budget=64, floor=48, cap=128, period=16, window=8)"
 

@@ -59,7 +59,7 @@ def assert_at_rest(llm: LLM) -> None:
     assert engine._free_slots == engine.sizes.num_slots
     assert not engine._live
     assert not engine._requests
-    assert not engine._runner._readings
+    assert not engine._runner._prompts
 
 
 def hold(engine: jsparse.AsyncEngine, patch: pytest.MonkeyPatch) -> threading.Event:

@@ -26,7 +26,8 @@ from jsparse.host_memory import store
 from jsparse.host_memory.pool import HostPool
 from jsparse.host_memory.store import OnHost, store_of
 from jsparse.policies.expressions import parse
-from jsparse.runtime import capacity, prefill, session
+from jsparse.runtime import capacity, prefill
+from jsparse.runtime import rows as driver
 from jsparse.runtime.session import Session
 
 PAGE = TAIL = CHUNK = 8
@@ -70,9 +71,9 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
     All steps are one program.
     """
     tail, want = max(TAIL, parse(expression).reads or 0), logits(expression)
-    before = traces(session.decode_steps)[0]
+    before = traces(driver.decode_steps)[0]
     np.testing.assert_array_equal(logits(offloaded(expression, tail=tail)), want)
-    assert traces(session.decode_steps)[0] <= before + 1
+    assert traces(driver.decode_steps)[0] <= before + 1
 
 
 @pytest.mark.parametrize("options", [{"reads": "gather"}, {"prefetch": True}], ids=str)

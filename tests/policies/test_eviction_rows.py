@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from crowd import Crowd
 from marks import slow_except
 from test_foreign_heads import kl
 from tiny import (
@@ -24,8 +25,8 @@ from jsparse.cache import StepView
 from jsparse.host_memory import store
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, prefill, sampling, session
+from jsparse.runtime import rows as driver
 from jsparse.runtime.decode_step import decode_step
-from jsparse.runtime.owners import clear_rows, put_rows, take_rows
 
 PAGE = 8
 SMALL = "hard_kv(budget=10, floor=7, cap=14, period=6, window=4, sink=2)"
@@ -61,13 +62,13 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     """Just before each compression, when they hold the most."""
     policy, held_at, steps = parse(expression), [], 27
     prompts = random_prompts((60, 21, 2))
-    maintain = session.maintain
+    maintain = driver.maintain
 
     def watched(policy, cache, *others):
         held_at.append([np.asarray(layer.lengths) for layer in cache.layers])
         return maintain(policy, cache, *others)
 
-    monkeypatch.setattr(session, "maintain", watched)
+    monkeypatch.setattr(driver, "maintain", watched)
     made = decode(policy, tiny_params(1), prompts, steps)
     held_at.append([np.asarray(layer.lengths) for layer in made.held.cache.layers])
     assert policy.eviction is not None and policy.eviction.most is not None
@@ -220,63 +221,23 @@ def test_a_ragged_batch_gives_what_its_rows_give(expression):
     assert_close(pooled, together, rtol=1e-6)
 
 
-class Crowd:
+class Pooled(Crowd):
     """Rows of different ages over one pool whose free list the device keeps."""
 
     def __init__(self, policy, rows=3, pages=9, pool=50, layers=2):
-        self.params, self.policy = tiny_params(layers), policy
-        self.spec = spec_of(self.params, rows, page_size=PAGE, num_pages=pages)
-        self.spec = self.spec._replace(pool_pages=pool)
-        self.cache, self.state = store.empty(self.spec, policy)
-        self.ages: list[int | None] = [None] * rows
-        self.tokens = np.zeros(rows, np.int32)
-
-    def join(self, slot, prompt):
-        """Reads a prompt as a batch of one, evicts, and puts it into a slot."""
-        p, policy, rows = self.params, self.policy, jnp.array([slot])
-        part = take(policy, self.spec, self.cache, self.state, rows)
-        carry = prefill.start(p.decoder, policy, *part)
-        padded = np.zeros((1, 48), np.int32)
-        padded[0, : len(prompt)] = prompt
-        valid = jnp.array([len(prompt)], jnp.int32)
-        carry = prefill.prefill_chunk(
-            p.decoder, policy, p.weights, jnp.asarray(padded), valid, carry, last=True
-        )
-        state, cache = policy.eviction.after_prompt(
-            carry.state, StepView(carry.cache), self.spec.capacity
-        )
-        self.put((cache, state), rows)
-        self.ages[slot], self.tokens[slot] = 0, prompt[-1]
-
-    def put(self, part, rows):
-        self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
+        params = tiny_params(layers)
+        spec = spec_of(params, rows, page_size=PAGE, num_pages=pages)._replace(pool_pages=pool)
+        super().__init__(params, policy, spec, *store.empty(spec, policy), chunk=48)
 
     def leave(self, slot):
-        self.cache, self.state = leave(self.policy, self.spec, self.cache, self.state, slot)
-        self.ages[slot] = None
-
-    def step(self):
-        """Decodes a token of every row there is, and compresses those that are due."""
-        active = jnp.array([age is not None for age in self.ages])
-        logits, self.cache, self.state, _ = step(
-            *(self.params.decoder, self.policy, self.params.weights, jnp.asarray(self.tokens)),
-            *(self.cache, self.state, active),
-        )
-        self.tokens = np.asarray(logits).argmax(-1).astype(np.int32)
-        for slot, age in enumerate(self.ages):
-            if age is None:
-                continue
-            self.ages[slot] = age + 1
-            if (age + 1) % self.policy.services.period == 0:
-                rows = jnp.array([slot])
-                part = take(self.policy, self.spec, self.cache, self.state, rows)
-                self.put(session.maintain(self.policy, *part), rows)
-        return np.asarray(logits)
+        """Empties a row and gives its pages back."""
+        self.batch = self.batch._replace(cache=without(self.batch.cache, slot))
+        self.clear(slot)
 
     def check_pages(self):
         """Every page has one owner or is free, and heads have the pages that they need."""
-        assert not self.cache.overflow.any()
-        for layer in self.cache.layers:
+        assert not self.batch.cache.overflow.any()
+        for layer in self.batch.cache.layers:
             scratch, table = layer.k.shape[0] - 1, np.asarray(layer.block_table)
             free = np.asarray(layer.free.pages)[: int(layer.free.count)]
             owned = table[table != scratch]
@@ -285,25 +246,20 @@ class Crowd:
             np.testing.assert_array_equal((table != scratch).sum(-1), needed)
 
 
-static = {"static_argnames": ("policy", "spec")}
-take, put = jax.jit(take_rows, **static), jax.jit(put_rows, **static)
-
-
-@partial(jax.jit, **static)
-def leave(policy, spec, cache, state, slot):
-    rows = jnp.arange(spec.batch)[:, None]
+@jax.jit
+def without(cache, slot):
+    rows = jnp.arange(len(cache.positions))[:, None]
     layers = tuple(
         kv_cache.truncate(layer, jnp.where(rows == slot, 0, layer.lengths))
         for layer in cache.layers
     )
-    cache = cache._replace(layers=layers)
-    return clear_rows(policy, spec, cache, state, jnp.reshape(slot, 1))
+    return cache._replace(layers=layers)
 
 
 @cache
 def served_alone(prompt, steps):
-    crowd = Crowd(parse(SMALL), layers=1)
-    crowd.join(1, list(prompt))
+    crowd = Pooled(parse(SMALL), layers=1)
+    crowd.read(1, list(prompt))
     return [crowd.step()[1] for _ in range(steps)]
 
 
@@ -313,7 +269,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
 
     And what a row decodes does not depend on when the others were compressed.
     """
-    rng, crowd = np.random.default_rng(0), Crowd(parse(SMALL), layers=1)
+    rng, crowd = np.random.default_rng(0), Pooled(parse(SMALL), layers=1)
     prompts = [random_prompts([n], seed=int(n))[0] for n in rng.integers(3, 45, 50)]
     left = 0
     followed = prompts[20]
@@ -325,7 +281,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
             crowd.leave(slot)
             left += 1
             slot_of = None if slot == slot_of else slot_of
-        crowd.join(slot, prompt)
+        crowd.read(slot, prompt)
         slot_of = slot if prompt is followed else slot_of
         crowd.check_pages()
         for _ in range(int(rng.integers(1, 9))):
@@ -337,7 +293,7 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
         crowd.leave(slot)
     assert left + 3 == 50
     crowd.check_pages()
-    for layer in crowd.cache.layers:
+    for layer in crowd.batch.cache.layers:
         assert int(layer.free.count) == crowd.spec.pool_pages - 1
     assert len(logits) > crowd.policy.services.period
     expected = served_alone(tuple(followed), len(logits))
@@ -347,10 +303,10 @@ def test_no_page_is_lost_over_50_joins_and_leaves():
 @pytest.mark.slow
 def test_short_heads_give_their_pages_back():
     """After the prompt a layer's pool has the pages that its heads' lengths need, and no more."""
-    crowd = Crowd(parse("hard_kv(budget=12, floor=7, cap=30, period=6, window=4, sink=2)"))
-    crowd.join(0, random_prompts([45])[0])
+    crowd = Pooled(parse("hard_kv(budget=12, floor=7, cap=30, period=6, window=4, sink=2)"))
+    crowd.read(0, random_prompts([45])[0])
     crowd.check_pages()
-    lengths = np.asarray([layer.lengths[0] for layer in crowd.cache.layers])
+    lengths = np.asarray([layer.lengths[0] for layer in crowd.batch.cache.layers])
     assert (lengths.sum(-1) == 24).all()
     assert (lengths[:, 0] != lengths[:, 1]).any()
 

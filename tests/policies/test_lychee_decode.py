@@ -19,7 +19,7 @@ from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
 from jsparse.partials import Stats
 from jsparse.policies.expressions import parse
-from jsparse.runtime import session
+from jsparse.runtime import rows as driver
 from jsparse.selection import token_mask
 
 # head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on what it was handed
@@ -324,7 +324,7 @@ def corrections(policy):
     """The logits of all steps, and K and V [L, 2, B, K, S, H] as they are before and after each
     correction.
     """
-    seen, correct = [], session.correct
+    seen, correct = [], driver.correct
 
     def held(cache):
         return np.stack(
@@ -341,7 +341,7 @@ def corrections(policy):
         return cache, state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "correct", watched)
+        patch.setattr(driver, "correct", watched)
         return engine_logits(params(), policy, PROMPTS, FORCED[:, :10], page_size=PAGE), seen
 
 

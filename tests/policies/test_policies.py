@@ -32,6 +32,7 @@ from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, Services
 from jsparse.runtime import prefill, session
+from jsparse.runtime import rows as driver
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
@@ -287,7 +288,7 @@ def row_of(policy, part, row):
 @pytest.mark.parametrize("expression", slow_except(SOME, *TWO))
 def test_nothing_is_traced_again_from_step_to_step(expression):
     """Nor for other prompts of the same size, nor for the same expression written otherwise."""
-    jitted = (session.decode_steps, session.maintain, correct, prefill.prefill_chunk)
+    jitted = (driver.decode_steps, driver.maintain, correct, prefill.prefill_chunk)
     policy = parse(expression)
     first = 2 + max(policy.services.every.values(), default=0)
     decoded(expression, PROMPTS, FORCED[:, :first])

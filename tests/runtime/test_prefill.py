@@ -16,7 +16,7 @@ from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer
 from jsparse.runtime import prefill
 from jsparse.runtime.correct import correct
-from jsparse.runtime.session import first_logits
+from jsparse.runtime.reading import first_logits
 
 LENGTHS = (37, 18, 3)
 PROMPTS = random_prompts(LENGTHS)

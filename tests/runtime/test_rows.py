@@ -11,23 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from crowd import Crowd
 from marks import slow_except
 from policy_table import METHODS
 from programs import shared
-from tiny import random_prompts, read_only, spec_of, tiny_params
+from tiny import random_prompts, spec_of, tiny_params
 from toy_policies import bypass, echo, even_ids, inherit, page_bound, shrink
 
 import jsparse
 from jsparse import cache as kv_cache
-from jsparse.models.transformer import to_logits
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.runtime import prefill
-from jsparse.runtime.correct import correct
-from jsparse.runtime.decode_step import decode_step
-from jsparse.runtime.owners import clear_rows, put_rows, take_rows
-from jsparse.runtime.session import maintain
 
 PAGE, SLOTS, PAGES, HEADS, CHUNK = 8, 4, 5, 2, 16
 GROUPS = 13  # of one page per head; too few for all requests at once, so that pages are used again
@@ -57,12 +52,6 @@ def pages_of(asked):
     return -(-(len(asked.prompt) + asked.tokens) // PAGE)
 
 
-static = {"static_argnames": ("policy", "spec")}
-take, put, clear = (jax.jit(f, **static) for f in (take_rows, put_rows, clear_rows))
-step = jax.jit(decode_step, static_argnames=("decoder", "policy"))
-logits_of = jax.jit(to_logits, static_argnames=("decoder",))
-
-
 @partial(jax.jit, static_argnames=("policy", "spec"))
 def empty(policy, spec):
     made = kv_cache.init(spec, fields=policy.fields)
@@ -70,17 +59,14 @@ def empty(policy, spec):
     return made._replace(layers=layers), policy.init(spec)
 
 
-class Slots:
+class Slots(Crowd):
     """A running batch of four slots over one pool; the host owns the block tables."""
 
     def __init__(self, policy, groups):
-        self.params = tiny_params(num_layers=2)
-        self.policy = policy
-        self.beside = read_only(self.params, policy)
-        pool = GROUPS * HEADS + 1
-        self.spec = spec_of(self.params, SLOTS, page_size=PAGE, num_pages=PAGES)
-        self.spec = self.spec._replace(pool_pages=pool)
-        self.cache, self.state = empty(self.policy, self.spec)
+        params = tiny_params(num_layers=2)
+        spec = spec_of(params, SLOTS, page_size=PAGE, num_pages=PAGES)
+        spec = spec._replace(pool_pages=GROUPS * HEADS + 1)
+        super().__init__(params, policy, spec, *empty(policy, spec), chunk=CHUNK)
         self.free = list(groups)
         self.slots = [None] * SLOTS
 
@@ -89,74 +75,33 @@ class Slots:
 
         The pages of its first tokens may be shared with another request that has read the same.
         """
-        p, rows = self.params, jnp.array([slot])
-        self.cache, self.state = clear(self.policy, self.spec, self.cache, self.state, rows)
+        self.clear(slot)
         groups = [*shared, *(self.free.pop() for _ in range(pages_of(asked) - len(shared)))]
-        known = len(shared) * PAGE
-        for layer, held in enumerate(self.cache.layers):
+        known, cache = len(shared) * PAGE, self.batch.cache
+        for layer, held in enumerate(cache.layers):
             pages = jnp.array(groups)[None] * HEADS + jnp.arange(HEADS)[:, None]
             table = held.block_table.at[slot, :, : len(groups)].set(pages)
             held = held._replace(block_table=table, lengths=held.lengths.at[slot].set(known))
-            self.cache = kv_cache.replace_layer(self.cache, layer, held)
-        self.cache = self.cache._replace(positions=self.cache.positions.at[slot].set(known))
-        part = take(self.policy, self.spec, self.cache, self.state, rows)
-        carry = prefill.start(p.decoder, self.policy, *part)
-        new = np.array([asked.prompt[known:]], np.int32)
-        tokens = np.pad(new, ((0, 0), (0, -new.size % CHUNK)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
-            carry = prefill.read_prompts(
-                *(p.decoder, self.policy, p.weights, tokens, np.array([new.size]), carry),
-                beside=self.beside,
-            )
-        part = carry.cache, carry.state
-        eviction = self.policy.eviction
-        if eviction is not None and eviction.after_prompt is not None:
-            state, held = eviction.after_prompt(
-                carry.state, kv_cache.StepView(carry.cache), PAGES * PAGE
-            )
-            part = held, state
-        self.cache, self.state = put(self.policy, self.spec, self.cache, self.state, part, rows)
-        logits = np.asarray(logits_of(p.decoder, p.weights, carry.last_hidden))[0]
+            cache = kv_cache.replace_layer(cache, layer, held)
+        cache = cache._replace(positions=cache.positions.at[slot].set(known))
+        self.batch = self.batch._replace(cache=cache)
+        logits = self.read(slot, asked.prompt[known:])
         self.slots[slot] = {"nth": nth, "asked": asked, "groups": groups, "logits": [logits]}
 
     def leave(self, slot):
         done = self.slots[slot]
         self.free += done["groups"]
         self.slots[slot] = None
-        rows = jnp.array([slot])
-        self.cache, self.state = clear(self.policy, self.spec, self.cache, self.state, rows)
+        self.clear(slot)
         return done["logits"]
 
     def step(self):
-        """Decodes a token of every request, greedily, and services the rows that are due."""
-        active = np.array([slot is not None for slot in self.slots])
-        tokens = [int(s["logits"][-1].argmax()) if s else 0 for s in self.slots]
-        p, policy = self.params, self.policy
-        logits, self.cache, self.state, shares = step(
-            *(p.decoder, policy, p.weights, jnp.array(tokens, jnp.int32)),
-            *(self.cache, self.state, self.beside, jnp.asarray(active)),
-        )
+        """Decodes a token of every request."""
+        logits = super().step()
         assert np.isfinite(logits).all()
-        assert (np.asarray(shares.attended)[:, ~active] == 0).all()
         for slot, held in enumerate(self.slots):
             if held is not None:
-                held["logits"].append(np.asarray(logits[slot]))
-                self.service(slot, len(held["logits"]) - 1)
-
-    def service(self, slot, age):
-        p, policy, rows = self.params, self.policy, jnp.array([slot])
-        part = None
-        if policy.services.correct_every and age % policy.services.correct_every == 0:
-            newest = self.slots[slot]["logits"][-policy.services.correct_every - 1 : -1]
-            tokens = jnp.array([[int(x.argmax()) for x in newest]], jnp.int32)
-            part = take(policy, self.spec, self.cache, self.state, rows)
-            part = correct(p.decoder, policy, p.weights, tokens, *part, self.beside)
-            self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
-        if policy.services.period and age % policy.services.period == 0:
-            part = take(policy, self.spec, self.cache, self.state, rows)
-            part = maintain(policy, *part, self.beside)
-            self.cache, self.state = put(policy, self.spec, self.cache, self.state, part, rows)
+                held["logits"].append(logits[slot])
 
     def run(self, requests, order):
         """Serves the requests as slots and pages allow; each one's logits [tokens, V]."""

@@ -23,7 +23,8 @@ from jsparse import SamplingParams, generation
 from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
-from jsparse.runtime import compilation, prefill, sampling, session
+from jsparse.runtime import compilation, decoding, prefill, sampling
+from jsparse.runtime import rows as driver
 from jsparse.runtime.request import requests
 from jsparse.runtime.session import Session
 
@@ -159,14 +160,14 @@ def test_what_follows_an_end_token_in_its_program_is_dropped(monkeypatch):
 def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
     """A streamer sees tokens at most one program late."""
     params, events = tiny_params(num_layers=1), []
-    real = session.decode_steps
+    real = driver.decode_steps
 
     def watched(*arguments):
         events.append("start")
         return real(*arguments)
 
     vars(watched)["ahead"] = real.ahead
-    monkeypatch.setattr(session, "decode_steps", watched)
+    monkeypatch.setattr(decoding, "decode_steps", watched)
     monkeypatch.setattr(generation, "Session", partial(Session, steps_per_program=8))
     jsparse.generate(
         params,
@@ -183,7 +184,7 @@ def test_steps_are_compiled_while_the_prompt_is_read():
     run = Session(params, as_policy("streaming(sink=1, recent=5)"), spec_of(params, 1))
     given = jax.numpy.zeros((1, 7), jax.numpy.float32)
 
-    def choose(given, nth, logits):
+    def choose(given, nth, logits, active):
         return *sampling.greedy((), nth, logits + given.sum())[:2], given
 
     run.expect(choose, given, limits=[4])
@@ -359,7 +360,7 @@ def test_a_step_that_fails_leaves_nothing_to_read_on(monkeypatch):
         jax.tree.map(lambda x: x.delete(), cache)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(session, "correct", failing)
+    monkeypatch.setattr(driver, "correct", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(made.steps(sampling.greedy, (), limits=[9] * 3))
     assert not made.can_read_on

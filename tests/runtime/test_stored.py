@@ -19,7 +19,8 @@ from tiny import random_prompts, tiny_params
 import jsparse
 from jsparse.builder import dense
 from jsparse.policies.expressions import parse
-from jsparse.runtime import compilation, fingerprint, prefill, session, stored
+from jsparse.runtime import compilation, fingerprint, prefill, stored
+from jsparse.runtime import rows as driver
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.stored import Store
 
@@ -320,7 +321,7 @@ def test_answers_of_stored_programs_are_the_same(store):
 
     first = answer()
     store.settle(3)
-    for each in (prefill.prefill_chunk, session.first_tokens, session.decode_steps):
+    for each in (prefill.prefill_chunk, driver.first_tokens, driver.decode_steps):
         each._made.clear()
     assert answer() == first
     assert store.found == 3

@@ -1,0 +1,148 @@
+"""Decodes the rows of a session, which begin together, program by program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.host_memory.store import empty
+from jsparse.models.checkpoint import Params
+from jsparse.policy import State
+from jsparse.runtime.admission import Admitted
+from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.pauses import due, steps_per_program, until_due
+from jsparse.runtime.reading import Held
+from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
+from jsparse.runtime.sampling import ChooseFn
+from jsparse.shapes import Rows
+
+
+class StepResult(NamedTuple):
+    """Holds the results of n steps of one program, on the device.
+
+    Attributes:
+        tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
+        stats: how much was attended and read; None for the token that follows the prompt.
+        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
+        logits: the logits that the tokens were chosen from; None unless asked for.
+    """
+
+    tokens: Int32[Array, "n B"]
+    logprobs: Float32[Array, "n B"]
+    stats: StepStats | None
+    overflow: Bool[Array, "n B"]
+    logits: Float32[Array, "n B V"] | None
+
+
+def without_logits(step: Step) -> StepResult:
+    """Reports all of a step but its logits."""
+    return with_logits(step)._replace(logits=None)
+
+
+def with_logits(step: Step) -> StepResult:
+    """Reports a step with its logits."""
+    stats = step.stats and step.stats.over_layers()
+    return StepResult(step.tokens, step.logprobs, stats, step.overflow, step.logits)
+
+
+class Decoding:
+    """Decodes rows that begin together, up to the longest of their limits.
+
+    Attributes:
+        batch: the rows; every program donates them.
+        done: the number of tokens of each row that have been chosen.
+    """
+
+    batch: Batch[KVCache]
+
+    def __init__(
+        self,
+        params: Params,
+        admitted: Admitted,
+        choose: ChooseFn,
+        report: Callable[[Step], StepResult],
+        constants: Mapping[str, Array] | None,
+        limits: Sequence[int],
+    ) -> None:
+        """Prepares to decode `limits[b]` tokens of row b; nothing is dispatched."""
+        self._policy, self._store, self._max_steps = admitted
+        self._params, self._constants, self._limits = params, constants, limits
+        self._choose, self._report, self.done = choose, report, 1
+        every = self._policy.services.every | {"store": self._store.every}
+        self._periods = {name: period for name, period in every.items() if period}
+
+    @property
+    def finished(self) -> bool:
+        """Whether no row wants more tokens."""
+        return self.done >= max(self._limits)
+
+    def begin(self, held: Held, given: Any, knobs: dict[str, Array] | None) -> StepResult:
+        """Chooses the tokens that follow the prompts; `held` and `given` are donated."""
+        tokens, given, result = first_tokens(
+            self._choose, self._report, given, held.logits, held.cache.overflow
+        )
+        knobs = jax.tree.map(jnp.copy, knobs)
+        batch = self._batch(tokens, held.cache, held.state, given, knobs)
+        self.batch = self._store.committed(batch)
+        return result
+
+    def expect(
+        self, spec: CacheSpec, given: Any, knobs: dict[str, Array] | None
+    ) -> Future[Any] | None:
+        """Begins to compile the first program.
+
+        Where its shapes are known only when the prompts have been read, since the policy reworks
+        the cache then or K and V move to host memory, nothing happens.
+        """
+        if self.finished or self._policy.evicts or self._store.single_steps:
+            return None
+        cache, state = empty.eval_shape(spec, self._policy)
+        batch = self._batch(jnp.zeros(spec.batch, jnp.int32), cache, state, given, knobs)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        return decode_steps.ahead(*self._arguments(), shapes)
+
+    def advance(self) -> StepResult:
+        """Dispatches a program, and the services for which rows are due then.
+
+        A program runs several steps, or one where fewer remain to a row's limit or to a service.
+        """
+        count = self._count
+        self.batch, result = decode_steps(*self._arguments(), self.batch)
+        self.done += count
+        params, beside = self._params, self._beside
+        for name in due(self._periods, self.done - 1):
+            if name == "store":
+                self._store.after_steps(self.batch.cache)
+            else:
+                self.batch = serviced(
+                    *(name, params.decoder, self._policy, params.weights, beside, self.batch)
+                )
+        return result
+
+    @property
+    def _count(self) -> int:
+        """The number of steps of the next program."""
+        left = [limit - self.done for limit in self._limits if limit > self.done]
+        pauses = until_due(self._periods.values(), self.done - 1)
+        return steps_per_program(self._max_steps, left + pauses)
+
+    def _batch(
+        self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
+    ) -> Batch[KVCache]:
+        recent = jnp.zeros((*tokens.shape, self._policy.services.correct_every), jnp.int32)
+        return Batch(tokens, cache, state, given, jnp.int32(1), recent, knobs)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Returns the arguments of the next program, before the batch."""
+        return (
+            *(self._params.decoder, self._policy, self._choose, self._count, self._report),
+            *(self._params.weights, self._beside),
+        )
+
+    @property
+    def _beside(self) -> ReadOnly:
+        return ReadOnly(self._constants, host=self._store.pages)

@@ -1,0 +1,94 @@
+"""Compiles a known set of programs ahead of their first use, several at a time."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from jsparse.runtime.compilation import Program
+
+
+class Wanted(NamedTuple):
+    """Names a program: what it does, the size that tells its shapes apart, its static arguments."""
+
+    name: str
+    size: int = 0
+    static: frozenset[tuple[str, Any]] = frozenset()
+
+    @classmethod
+    def of(cls, name: str, size: int = 0, **static: Any) -> "Wanted":
+        """Names the program that `ProgramSet.run` runs when it is given these."""
+        return cls(name, size, frozenset(static.items()))
+
+
+class ProgramSet:
+    """Holds programs that are each compiled for few sizes and static arguments.
+
+    Compiled programs refuse other shapes, so none is traced again.
+
+    Attributes:
+        seconds: the time for which callers waited for one to be compiled.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[str, Program],
+        fixed: Mapping[str, Any],
+        arguments: Callable[[str, int], tuple[Any, ...]],
+    ) -> None:
+        """Prepares programs.
+
+        Args:
+            programs: the programs, by name.
+            fixed: arguments that are always the same, by name; a program gets those that it takes.
+            arguments: returns the shapes of a program's other arguments, by its name and size.
+        """
+        self._programs, self._arguments = programs, arguments
+        self._fixed = {name: made.among(fixed) for name, made in programs.items()}
+        self._made: dict[Wanted, Future[Callable[..., Any]]] = {}
+        self.seconds = 0.0
+
+    @property
+    def compiled(self) -> int:
+        """The number of programs that have been compiled."""
+        return sum(job.done() for job in list(self._made.values()))
+
+    @property
+    def compiling(self) -> bool:
+        """Whether any is being compiled, or read from disk."""
+        return self.compiled < len(self._made)
+
+    def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
+        """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
+        wanted = Wanted.of(name, size, **static)
+        job = self._made.get(wanted)
+        if job is None or not job.done():
+            began = time.perf_counter()
+            self.expect([wanted])
+            job = self._made[wanted]
+            job.result()
+            self.seconds += time.perf_counter() - began
+        return job.result()(*arrays, **self._fixed[name])
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to compile programs that have not been, several at a time, and returns at once."""
+        for each in wanted:
+            if each not in self._made:
+                arrays = self._arguments(each.name, each.size)
+                fixed = self._fixed[each.name] | dict(each.static)
+                self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
+
+    def compile(self, wanted: Iterable[Wanted], logger: logging.Logger) -> None:
+        """Compiles programs, and waits for them; who interrupts does not wait for the rest."""
+        new = [each for each in wanted if each not in self._made]
+        self.expect(new)
+        try:
+            for nth, each in enumerate(new):
+                logger.info("compiled %d of %d programs", nth, len(new))
+                self._made[each].result()
+        except BaseException:
+            for each in new:
+                if self._made[each].cancel():
+                    del self._made[each]
+            raise

@@ -1,0 +1,128 @@
+"""Reads the prompts of a session's rows, and what follows them in further turns."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.host_memory.store import Store
+from jsparse.model_facts.constants import constants
+from jsparse.models.checkpoint import Params
+from jsparse.models.transformer import to_logits
+from jsparse.policy import Policy, State
+from jsparse.runtime import prefill
+from jsparse.runtime.compilation import program
+from jsparse.runtime.owners import row_arrays, with_row_arrays
+from jsparse.runtime.prefill import OnProgress, PrefillCarry
+from jsparse.shapes import Rows
+
+first_logits = program(to_logits, static_argnames=("decoder",))
+
+
+class Held(NamedTuple):
+    """Holds the logits that follow the prompts, the cache and the policy's state."""
+
+    logits: Float32[Array, "B V"]
+    cache: KVCache
+    state: State
+
+
+class PromptEnd(NamedTuple):
+    """Holds what a further turn starts from, besides K, V and page arrays."""
+
+    positions: np.ndarray
+    last_hidden: Array
+    windows: tuple[Array, ...]
+    rows: list[Array]
+
+
+class Prompts(NamedTuple):
+    """Holds the ids of all rows' prompts, [B, T], padded, and how many each row has."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class Reading:
+    """Reads all rows of one cache side by side, densely."""
+
+    def __init__(
+        self, params: Params, policy: Policy, spec: CacheSpec, store: Store, *, resumable: bool
+    ) -> None:
+        """Prepares to read; `resumable` keeps what a further turn starts from."""
+        self._params, self._policy, self._spec, self._store = params, policy, spec, store
+        self._resumable = resumable
+
+    def checked(self, rows: Sequence[Sequence[int]], end: PromptEnd | None) -> Prompts:
+        """Returns prompts that follow `end`, or begin.
+
+        Raises:
+            ValueError: there is not one list of tokens per row, or they do not fit in the cache.
+        """
+        lengths = np.array([len(ids) for ids in rows], np.int32)
+        if len(rows) != self._spec.batch:
+            raise ValueError(f"rows has {len(rows)} entries: must be {self._spec.batch}")
+        if not lengths.any():
+            raise ValueError(f"rows={list(rows)}: must not all be empty")
+        total = lengths if end is None else end.positions + lengths
+        if total.max() > self._spec.capacity:
+            raise ValueError(
+                f"rows of {total.tolist()} tokens: must fit in the {self._spec.capacity} of the "
+                "cache"
+            )
+        tokens = np.zeros((len(rows), lengths.max()), np.int32)
+        for b, ids in enumerate(rows):
+            tokens[b, : len(ids)] = ids
+        return Prompts(tokens, lengths)
+
+    def read(
+        self, prompts: Prompts, before: tuple[Held, PromptEnd] | None, report: OnProgress
+    ) -> tuple[Held, PromptEnd | None]:
+        """Reads prompts into an empty cache, or after the end of those `before`, which is donated.
+
+        Returns what is held then, and what a further turn starts from.
+        """
+        params, policy, spec, store = self._params, self._policy, self._spec, self._store
+        decoder, weights = params.decoder, params.weights
+        carry = store.committed(self._begin() if before is None else self._resume(*before))
+        carry = prefill.read_prompts(
+            *(decoder, policy, weights, prompts.tokens, prompts.lengths, carry),
+            beside=ReadOnly(constants(params, policy, report)),
+            store=store,
+            report=report,
+        )
+        end = None
+        if self._resumable:
+            own = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
+            start = 0 if before is None else before[1].positions
+            end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)
+        logits = first_logits(decoder, weights, carry.last_hidden)
+        return Held(logits, carry.cache, carry.state), end
+
+    def _begin(self) -> PrefillCarry:
+        """Returns the carry of the first prompts."""
+        decoder = self._params.decoder
+        empty = self._store.begin(prefill.chunk_tokens(decoder, self._spec.batch))
+        return prefill.start(decoder, self._policy, *empty)
+
+    def _resume(self, held: Held, end: PromptEnd) -> PrefillCarry:
+        """Returns the carry of a further turn: rows are cut back to the end of the last prompt."""
+        cache = self._store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
+        state = with_row_arrays(self._policy, self._spec, held.state, end.rows)
+        return PrefillCarry(cache, state, end.last_hidden, end.windows)
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def cut_back(cache: KVCache, positions: Rows) -> KVCache:
+    """Drops all tokens from these positions on; all heads of a row hold the same tokens."""
+    lengths = jnp.broadcast_to(positions[:, None], cache.layers[0].lengths.shape)
+    layers = (kv_cache.truncate(layer, lengths) for layer in cache.layers)
+    return cache._replace(
+        layers=tuple(layers), positions=positions, overflow=jnp.zeros_like(cache.overflow)
+    )

@@ -1,0 +1,64 @@
+"""Makes room for what heads come to hold while they decode, and asks whether there is enough.
+
+Policies that evict say how many tokens a head can come to hold (`Eviction.most`), and rework the
+cache after the prompt, so that it need not hold more.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
+from jsparse.policy import Eviction, Policy, State
+from jsparse.runtime import capacity
+
+
+def require_pages(policy: Policy, spec: CacheSpec, cache: KVCache, limits: Sequence[int]) -> None:
+    """Raises ValueError if a shared pool cannot hold what the policy says that heads may need.
+
+    `limits` are the new tokens of each row; rows take pages for as long as any decodes.
+    """
+    if policy.eviction is None or policy.eviction.most is None or spec.pool_pages is None:
+        return
+    slots = _wanted(policy, cache, [max(limits)] * spec.batch)
+    pages = 1 + spec.num_kv_heads * sum(-(-wanted // spec.page_size) for wanted in slots)
+    if spec.pool_pages < pages:
+        raise ValueError(
+            f"pool_pages={spec.pool_pages}: must be at least {pages}, the scratch page and the "
+            f"pages of heads of {slots} tokens, which {policy} may come to hold"
+        )
+
+
+def after_prompt(
+    policy: Policy,
+    spec: CacheSpec,
+    cache: KVCache,
+    state: State,
+    beside: ReadOnly,
+    limits: Sequence[int],
+) -> tuple[KVCache, State]:
+    """Lets the policy evict what it drops of the prompts, once, before the first step.
+
+    Raises:
+        ValueError: it leaves heads less room than it says they may need.
+    """
+    rework = (policy.eviction or Eviction()).after_prompt
+    if rework is None:
+        return cache, state
+    slots = capacity.slots_left(max(_wanted(policy, cache, limits)), spec)
+    state, cache = rework(state, step_view(cache, beside), slots)
+    left = min(layer.capacity for layer in cache.layers)
+    if left < slots:
+        raise ValueError(
+            f"policy={policy}: after_prompt left room for {left} tokens per head: must be at "
+            f"least {slots}, as `most` says"
+        )
+    return cache, state
+
+
+def _wanted(policy: Policy, cache: KVCache, limits: Sequence[int]) -> list[int]:
+    """Returns the slots that a head of each row may come to need."""
+    most = (policy.eviction and policy.eviction.most) or operator.add
+    prompts = np.asarray(cache.positions).tolist()
+    return [most(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]

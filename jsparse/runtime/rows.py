@@ -1,0 +1,232 @@
+"""Drives rows that decode side by side: the programs that run their steps, and services between.
+
+The rows of a session begin together, and each has pages of its own. Those of an engine join and
+leave while others decode, over pages that they share. Both are a `Batch`, and one step decodes it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
+from jsparse.models.transformer import Decoder, Weights
+from jsparse.policy import Policy, State, maintained
+from jsparse.runtime.compilation import inlined, note_trace, program
+from jsparse.runtime.correct import correct
+from jsparse.runtime.decode_step import StepStats, decode_step
+from jsparse.runtime.owners import put_rows, take_rows
+from jsparse.runtime.sampling import ChooseFn
+from jsparse.runtime.shared_pages import SharedPages
+from jsparse.shapes import Rows
+
+
+class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
+    """Holds B rows that decode side by side; programs donate and return it.
+
+    Attributes:
+        tokens: the newest token of each row, whose K and V the cache does not hold yet.
+        cache, state: K and V, and the policy's state.
+        given: what the way to choose carries.
+        made: the number of tokens chosen so far: one for all rows, or one per row.
+        recent: the newest tokens that the cache holds, as many as a correction recomputes.
+        knobs: the hyper-parameters that rows have set, by name: one number per row.
+    """
+
+    tokens: Rows
+    cache: Memory
+    state: State
+    given: Any
+    made: Int32[Array, "*B"]
+    recent: Int32[Array, "B n"]
+    knobs: dict[str, Array] | None = None
+
+
+class Step(NamedTuple):
+    """Holds what a decode step gave of each row.
+
+    Attributes:
+        tokens, logprobs: the chosen tokens and their log-probabilities under the model's softmax.
+        stats: how much was attended and read in each layer; None for the first token.
+        overflow: the rows that had run out of room, whose tokens mean nothing from then on.
+        logits: the logits that the tokens were chosen from.
+    """
+
+    tokens: Rows
+    logprobs: Float32[Array, "B"]
+    stats: StepStats | None
+    overflow: Bool[Array, "B"]
+    logits: Float32[Array, "B V"]
+
+
+def _step[Memory: (KVCache, SharedPages)](
+    decoder: Decoder,
+    policy: Policy,
+    choose: ChooseFn,
+    report: Callable[[Step], Any],
+    weights: Weights,
+    beside: ReadOnly,
+    batch: Batch[Memory],
+    active: Bool[Array, "B"] | None,
+) -> tuple[Batch[Memory], Any]:
+    """Runs one decode step, which chooses the token of the next; returns what `report` makes of it.
+
+    Rows that are not active change nothing; None is all.
+    """
+    logits, cache, state, stats = decode_step(
+        *(decoder, policy, weights, batch.tokens, batch.cache.of_rows(active), batch.state),
+        *(beside._replace(knobs=batch.knobs or None), active),
+    )
+    tokens, logprobs, given = choose(batch.given, batch.made, logits, active)
+    recent = jnp.concatenate([batch.recent, batch.tokens[:, None]], axis=1)[:, 1:]
+    result = report(Step(tokens, logprobs, stats, cache.overflow, logits))
+    made = batch.made + (1 if active is None else active)
+    if active is not None:
+        tokens = jnp.where(active, tokens, batch.tokens)
+        recent = jnp.where(active[:, None], recent, batch.recent)
+    memory = batch.cache.after(cache, active)
+    return Batch(tokens, memory, state, given, made, recent, batch.knobs), result
+
+
+@program(
+    static_argnames=("decoder", "policy", "choose", "count", "report"),
+    donate_argnames=("batch",),
+)
+def decode_steps[Memory: (KVCache, SharedPages)](
+    decoder: Decoder,
+    policy: Policy,
+    choose: ChooseFn,
+    count: int,
+    report: Callable[[Step], Any],
+    weights: Weights,
+    beside: ReadOnly,
+    batch: Batch[Memory],
+    counts: Int32[Array, "B"] | None = None,
+) -> tuple[Batch[Memory], Any]:
+    """Runs `count` decode steps; returns what `report` makes of each, stacked.
+
+    Row b takes part in the first `counts[b]`; None is that all rows take part in all.
+    """
+    note_trace()
+
+    def step(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
+        return _step(decoder, policy, choose, report, weights, beside, batch, active)
+
+    if counts is not None:
+        nth = jnp.arange(count, dtype=jnp.int32)
+        return jax.lax.scan(step, batch, nth[:, None] < counts)
+    if count > 1:
+        return jax.lax.scan(step, batch, length=count)
+    batch, result = step(batch, None)
+    return batch, jax.tree.map(lambda x: x[None], result)
+
+
+@program(static_argnames=("choose", "report"), donate_argnames=("given",))
+def first_tokens(
+    choose: ChooseFn,
+    report: Callable[[Step], Any],
+    given: Any,
+    logits: Float32[Array, "B V"],
+    overflow: Bool[Array, "B"],
+) -> tuple[Rows, Any, Any]:
+    """Chooses the tokens that follow the prompts; returns them, what is carried, and a report."""
+    tokens, logprobs, given = choose(given, jnp.int32(0), logits, None)
+    result = report(Step(tokens, logprobs, None, overflow, logits))
+    return tokens, given, jax.tree.map(lambda x: x[None], result)
+
+
+@program(static_argnames=("policy",), donate_argnames=("cache", "state"))
+def maintain(
+    policy: Policy, cache: KVCache, state: State, beside: ReadOnly = NOTHING
+) -> tuple[KVCache, State]:
+    """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
+    note_trace()
+    state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, beside)))
+    return without_host(cache), state
+
+
+def serviced[Memory: (KVCache, SharedPages)](
+    name: str,
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    beside: ReadOnly,
+    batch: Batch[Memory],
+    *,
+    within: bool = False,
+) -> Batch[Memory]:
+    """Returns the batch after one of the policy's services, for which all of its rows are due.
+
+    `within` says that another program runs it, of which it becomes a part.
+    """
+    run = inlined if within else lambda made: made
+    cache, state = batch.cache.of_rows(None), batch.state
+    beside = beside._replace(knobs=batch.knobs or None)
+    if name == "correct":
+        cache, state = run(correct)(decoder, policy, weights, batch.recent, cache, state, beside)
+    else:
+        # what it reads lies in the tail
+        cache, state = run(maintain)(policy, cache, state, beside._replace(host=None))
+    return batch._replace(cache=batch.cache.after(cache, None), state=state)
+
+
+def serviced_rows[Memory: (KVCache, SharedPages)](
+    name: str,
+    decoder: Decoder,
+    policy: Policy,
+    spec: CacheSpec,
+    weights: Weights,
+    beside: ReadOnly,
+    batch: Batch[Memory],
+    rows: Int32[Array, "n"],
+) -> Batch[Memory]:
+    """Returns the batch after a service for which these of its rows are due; within a program."""
+    part = take(policy, spec, batch, rows)
+    part = serviced(name, decoder, policy, weights, beside, part, within=True)
+    cache, state = put_rows(policy, spec, batch.cache, batch.state, (part.cache, part.state), rows)
+    return batch._replace(cache=cache, state=state)
+
+
+def take[Memory: (KVCache, SharedPages)](
+    policy: Policy, spec: CacheSpec, batch: Batch[Memory], rows: Int32[Array, "n"] | int
+) -> Batch[Memory]:
+    """Returns some rows as a batch of their own, over the same pages; an int is the first so many.
+
+    Raises:
+        ValueError: the cache has no block table.
+    """
+    cache, state = take_rows(policy, spec, batch.cache, batch.state, _numbers(rows))
+    part = slice(rows) if isinstance(rows, int) else rows
+    of_rows = jax.tree.map(lambda x: x[part], batch._replace(cache=(), state=()))
+    return of_rows._replace(cache=cache, state=state)
+
+
+def put[Memory: (KVCache, SharedPages)](
+    policy: Policy,
+    spec: CacheSpec,
+    batch: Batch[Memory],
+    part: Batch[Memory],
+    rows: Int32[Array, "n"] | int,
+) -> Batch[Memory]:
+    """Returns the batch with the rows of `part` in these places, and the pages of `part`.
+
+    Raises:
+        ValueError: the cache has no block table.
+    """
+    cache, state = put_rows(
+        *(policy, spec, batch.cache, batch.state, (part.cache, part.state), _numbers(rows))
+    )
+
+    def placed(x: Array, new: Array) -> Array:
+        if isinstance(rows, int):
+            return jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0)
+        return x.at[rows].set(new)
+
+    both = (each._replace(cache=(), state=()) for each in (batch, part))
+    return jax.tree.map(placed, *both)._replace(cache=cache, state=state)
+
+
+def _numbers(rows: Int32[Array, "n"] | int) -> Int32[Array, "n"]:
+    return jnp.arange(rows) if isinstance(rows, int) else rows
