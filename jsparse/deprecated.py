@@ -44,6 +44,7 @@ MOVED = {
         "pallas_kernels.int4_scores.sidecar": "pallas_kernels.int4_keys",
         "pallas_kernels.page_bounds.sidecar": "pallas_kernels.key_bounds",
         "pallas_kernels.select": "pallas_kernels.threshold_select",
+        "pallas_kernels.threshold_select.rules": "pallas_kernels.threshold_select.api",
         "policies.full": "policies.all_pages",
         "policies.wrappers": "policies.combinators",
         "prefill": "runtime.prefill",

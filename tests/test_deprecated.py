@@ -24,11 +24,11 @@ def test_a_module_that_moved_is_found_under_its_old_name(old, new, monkeypatch):
 
 
 def test_a_module_within_one_that_moved_is_the_same_module(monkeypatch):
-    for name in ("jsparse.pallas_kernels.select", "jsparse.pallas_kernels.select.rules"):
+    for name in ("jsparse.pallas_kernels.select", "jsparse.pallas_kernels.select.cases"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.warns(DeprecationWarning, match="jsparse.pallas_kernels.select"):
-        found = importlib.import_module("jsparse.pallas_kernels.select.rules")
-    assert found is importlib.import_module("jsparse.pallas_kernels.threshold_select.rules")
+        found = importlib.import_module("jsparse.pallas_kernels.select.cases")
+    assert found is importlib.import_module("jsparse.pallas_kernels.threshold_select.cases")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from jsparse.pallas_kernels.page_bounds.api import page_bounds
 from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
 from jsparse.pallas_kernels.runs_to_tokens.cases import Case as Runs
-from jsparse.pallas_kernels.threshold_select.api import threshold_select
-from jsparse.pallas_kernels.threshold_select.rules import Budget, TopK, TopP
+from jsparse.pallas_kernels.threshold_select import Budget, TopK, TopP, threshold_select
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.pallas_kernels.threshold_select.api import Weights
-from jsparse.pallas_kernels.threshold_select.rules import Rule
+from jsparse.pallas_kernels.threshold_select.api import Rule, Weights
 from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
 

@@ -1,17 +1,53 @@
-"""Turns scores into a Selection: a rule per row, a union per group, at most C ids per KV head."""
+"""Turns scores into a Selection: a rule per row, a union per group, at most C ids per KV head.
 
-from typing import Literal, get_args
+A rule's number is static; an array gives every KV head its own.
+"""
+
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32, Integer
 
 from jsparse.deprecated import renamed_arguments
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
-from jsparse.pallas_kernels.threshold_select import reference
-from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
 from jsparse.selection import MAX_BITS_PAGE, Selection
 from jsparse.shapes import Lengths
 
+
+class TopK(NamedTuple):
+    """Chooses the k best; a k below 1 counts as 1."""
+
+    k: int | Int[Array, "B K"]
+
+
+class TopP(NamedTuple):
+    """Chooses the fewest, best first, whose weights are at least the share p of the row's.
+
+    From p = 1 on it chooses all that weigh anything.
+    """
+
+    p: float | Float[Array, "B K"]
+
+
+class Threshold(NamedTuple):
+    """Chooses everything that weighs more than theta, or the best one where nothing does."""
+
+    theta: float | Float[Array, "B K"]
+
+
+class Budget(NamedTuple):
+    """Chooses units, best first, until the next one's size exceeds what is left of `tokens`.
+
+    The best is chosen whatever its size; otherwise the sizes of what a row chooses add up to at
+    most `tokens`, of which a number below 0 counts as 0. Sizes are at least 0, one per scored unit;
+    heads may share theirs.
+    """
+
+    tokens: int | Int[Array, "B K"]
+    sizes: Integer[Array, "B #K n"]
+
+
+Rule = TopK | TopP | Threshold | Budget
 Granularity = Literal["token", "page", "page_mass", "bits", "touched"]
 Weights = Literal["softmax", "raw"]
 Group = Literal["union", "max"]
@@ -96,6 +132,12 @@ def _triton():
     return threshold_select
 
 
+def _reference():
+    from jsparse.pallas_kernels.threshold_select.reference import threshold_select
+
+    return threshold_select
+
+
 def _triton_refuses(scores: Array, *_, page_size: int, names: Array | None, **__) -> str | None:
     if page_size & (page_size - 1):
         return f"needs page_size to be a power of two, not {page_size}"
@@ -107,7 +149,7 @@ def _triton_refuses(scores: Array, *_, page_size: int, names: Array | None, **__
 
 BACKENDS = (
     Backend("triton", _triton, _triton_refuses),
-    Backend("reference", lambda: reference.threshold_select),
+    Backend("reference", _reference),
 )
 
 

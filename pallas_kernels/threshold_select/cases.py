@@ -4,13 +4,14 @@ Scores past a head's length are `JUNK`, so that reading too much shows.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
 
 JUNK = 1e30
 
@@ -146,6 +147,11 @@ def _names(number: int, heads: tuple[int, int], rng: np.random.Generator) -> jnp
     return jax.device_put(np.asarray(np.reshape(names, (*heads, number)), np.int32))
 
 
+_top_k = partial(Case, rule="top_k")
+_budget = partial(Case, rule="budget")
+_mass = partial(Case, granularity="page_mass", page_size=8)
+_bits = partial(Case, granularity="bits", page_size=8)
+
 CASES = (
     Case("top_p"),
     Case("top_p_small", value=0.01),
@@ -167,25 +173,22 @@ CASES = (
     Case("one_row", batch=1, kv_heads=1, size=64),
     Case("one_score", size=1),
     Case("odd_size", size=333, ragged=True),
-    Case("top_k", rule="top_k", value=17),
-    Case("top_k_one", rule="top_k", value=1),
-    Case("top_k_most", rule="top_k", value=190, ragged=True),
-    Case("top_k_more_than_there_are", rule="top_k", value=300, like="masked"),
-    Case("top_k_ties", rule="top_k", value=50, like="ties"),
-    Case("top_k_constant", rule="top_k", value=50, like="constant"),
-    Case("top_k_nan", rule="top_k", value=150, like="nan"),
-    Case("top_k_huge", rule="top_k", value=20, spread=1e36),
-    Case("top_k_per_head", rule="top_k", value=60, per_head=True, ragged=True),
-    Case("top_k_capped", rule="top_k", value=60, capacity=20, like="ties"),
-    Case("top_k_union", rule="top_k", value=20, group=4, like="sink"),
-    Case("top_k_union_capped", rule="top_k", value=20, group=4, capacity=30),
-    Case(
-        "top_k_union_raw", rule="top_k", value=20, group=4, capacity=30, weights="raw", like="ties"
-    ),
-    Case("top_k_max", rule="top_k", value=20, group=4, pool="max"),
-    Case(
+    _top_k("top_k", value=17),
+    _top_k("top_k_one", value=1),
+    _top_k("top_k_most", value=190, ragged=True),
+    _top_k("top_k_more_than_there_are", value=300, like="masked"),
+    _top_k("top_k_ties", value=50, like="ties"),
+    _top_k("top_k_constant", value=50, like="constant"),
+    _top_k("top_k_nan", value=150, like="nan"),
+    _top_k("top_k_huge", value=20, spread=1e36),
+    _top_k("top_k_per_head", value=60, per_head=True, ragged=True),
+    _top_k("top_k_capped", value=60, capacity=20, like="ties"),
+    _top_k("top_k_union", value=20, group=4, like="sink"),
+    _top_k("top_k_union_capped", value=20, group=4, capacity=30),
+    _top_k("top_k_union_raw", value=20, group=4, capacity=30, weights="raw", like="ties"),
+    _top_k("top_k_max", value=20, group=4, pool="max"),
+    _top_k(
         "top_k_max_raw",
-        rule="top_k",
         value=20,
         group=3,
         pool="max",
@@ -198,117 +201,51 @@ CASES = (
     Case("threshold_none", rule="threshold", value=0.9, like="ties"),
     Case("threshold_raw", rule="threshold", value=2.0, weights="raw", group=2, per_head=True),
     Case("threshold_max", rule="threshold", value=0.02, group=3, pool="max", ragged=True),
-    Case("budget", rule="budget", value=300),
-    Case("budget_of_one", rule="budget", value=1, like="ties"),
-    Case("budget_for_all", rule="budget", value=100_000, like="masked"),
-    Case("budget_ties", rule="budget", value=500, like="ties", sizes="shared"),
-    Case("budget_pairs", rule="budget", value=500, like="pairs", per_head=True),
-    Case("budget_constant", rule="budget", value=400, like="constant", per_head=True),
-    Case("budget_few", rule="budget", value=30, like="ties", sizes="few"),
-    Case("budget_no_sizes", rule="budget", value=5, like="nan", sizes="none"),
-    Case("budget_huge", rule="budget", value=300, spread=1e36),
-    Case("budget_masked", rule="budget", value=200, group=2, like="masked", per_head=True),
-    Case("budget_ragged", rule="budget", value=900, size=333, ragged=True, granularity="page"),
-    Case("budget_capped", rule="budget", value=900, group=2, capacity=20, like="ties"),
-    Case("budget_max", rule="budget", value=600, group=4, pool="max", span=8, sizes="shared"),
-    Case("budget_bfloat16", rule="budget", value=700, size=333, dtype="bfloat16"),
-    Case("budget_max_raw", rule="budget", value=600, group=3, pool="max", weights="raw"),
-    Case("mass_top_p", granularity="page_mass", page_size=16, size=640, group=2),
-    Case(
-        "mass_top_k",
-        granularity="page_mass",
-        page_size=8,
-        rule="top_k",
-        value=9,
-        group=2,
-        ragged=True,
-    ),
-    Case(
-        "mass_max", granularity="page_mass", page_size=8, rule="top_k", value=9, group=4, pool="max"
-    ),
-    Case(
-        "mass_capped",
-        granularity="page_mass",
-        page_size=8,
-        value=0.99,
-        group=2,
-        capacity=6,
-        like="masked",
-    ),
-    Case(
-        "mass_weights",
-        granularity="page_mass",
-        page_size=8,
-        weights="raw",
-        value=0.5,
-        like="masked",
-    ),
-    Case("mass_large_page", granularity="page_mass", page_size=64, size=640, value=0.7),
-    Case("bits_8", granularity="bits", page_size=8, group=2),
-    Case(
-        "bits_16", granularity="bits", page_size=16, size=640, value=0.95, like="sink", ragged=True
-    ),
-    Case("bits_32", granularity="bits", page_size=32, size=640, rule="top_k", value=30, group=4),
-    Case(
-        "bits_capped", granularity="bits", page_size=8, group=2, capacity=5, value=0.95, ragged=True
-    ),
-    Case(
-        "bits_max",
-        granularity="bits",
-        page_size=8,
-        group=3,
-        pool="max",
-        rule="top_k",
-        value=30,
-        capacity=9,
-    ),
+    _budget("budget", value=300),
+    _budget("budget_of_one", value=1, like="ties"),
+    _budget("budget_for_all", value=100_000, like="masked"),
+    _budget("budget_ties", value=500, like="ties", sizes="shared"),
+    _budget("budget_pairs", value=500, like="pairs", per_head=True),
+    _budget("budget_constant", value=400, like="constant", per_head=True),
+    _budget("budget_few", value=30, like="ties", sizes="few"),
+    _budget("budget_no_sizes", value=5, like="nan", sizes="none"),
+    _budget("budget_huge", value=300, spread=1e36),
+    _budget("budget_masked", value=200, group=2, like="masked", per_head=True),
+    _budget("budget_ragged", value=900, size=333, ragged=True, granularity="page"),
+    _budget("budget_capped", value=900, group=2, capacity=20, like="ties"),
+    _budget("budget_max", value=600, group=4, pool="max", span=8, sizes="shared"),
+    _budget("budget_bfloat16", value=700, size=333, dtype="bfloat16"),
+    _budget("budget_max_raw", value=600, group=3, pool="max", weights="raw"),
+    _mass("mass_top_p", page_size=16, size=640, group=2),
+    _mass("mass_top_k", rule="top_k", value=9, group=2, ragged=True),
+    _mass("mass_max", rule="top_k", value=9, group=4, pool="max"),
+    _mass("mass_capped", value=0.99, group=2, capacity=6, like="masked"),
+    _mass("mass_weights", weights="raw", value=0.5, like="masked"),
+    _mass("mass_large_page", page_size=64, size=640, value=0.7),
+    _bits("bits_8", group=2),
+    _bits("bits_16", page_size=16, size=640, value=0.95, like="sink", ragged=True),
+    _bits("bits_32", page_size=32, size=640, rule="top_k", value=30, group=4),
+    _bits("bits_capped", group=2, capacity=5, value=0.95, ragged=True),
+    _bits("bits_max", group=3, pool="max", rule="top_k", value=30, capacity=9),
     Case("touched", granularity="touched", page_size=8, group=2),
-    Case(
+    _top_k(
         "touched_large_page",
         granularity="touched",
         page_size=64,
         size=640,
-        rule="top_k",
         value=5,
         capacity=3,
         group=2,
     ),
     Case("named", span=1, size=333, group=2, ragged=True),
-    Case(
-        "named_few",
-        span=1,
-        rule="top_k",
-        value=40,
-        granularity="page",
-        capacity=25,
-        group=2,
-        like="ties",
-    ),
+    _top_k("named_few", span=1, value=40, granularity="page", capacity=25, group=2, like="ties"),
     Case("named_tokens", span=8, group=2, ragged=True),
     Case("named_all_tokens", span=32, size=640, value=1.0, pool="max", group=2),
     Case("named_tokens_capped", span=16, size=336, capacity=60, group=2),
-    Case(
-        "named_mass", span=1, granularity="page_mass", page_size=8, value=0.7, group=2, ragged=True
-    ),
-    Case(
-        "named_mass_capped",
-        span=1,
-        granularity="page_mass",
-        page_size=8,
-        value=0.99,
-        group=2,
-        capacity=6,
-        like="masked",
-    ),
-    Case("named_bits", span=1, granularity="bits", page_size=8, group=2, capacity=20, ragged=True),
-    Case(
-        "named_touched",
-        span=2,
-        granularity="touched",
-        page_size=64,
-        size=640,
-        rule="top_k",
-        value=5,
-        group=2,
+    _mass("named_mass", span=1, value=0.7, group=2, ragged=True),
+    _mass("named_mass_capped", span=1, value=0.99, group=2, capacity=6, like="masked"),
+    _bits("named_bits", span=1, group=2, capacity=20, ragged=True),
+    _top_k(
+        "named_touched", span=2, granularity="touched", page_size=64, size=640, value=5, group=2
     ),
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
 from jsparse.partials import softmax_partial
 from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths

@@ -1,7 +1,7 @@
 """Writes marks as bitmaps of 32-bit words, unites them, and lists what they mark.
 
-`plan` is the SearchedRow of triton_tiles up to `lowest`, and from `unite` on the Lists of
-triton_kernel, except in `list_entries`, which serves searches too.
+`plan` is the SearchedRow of triton_gpu up to `lowest`, and from `unite` on its Lists, except in
+`list_entries`, which serves searches too.
 """
 
 import triton
@@ -13,19 +13,11 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def mark(
-    x,  # [T, R, 4]
-    words,  # the tile's part of the bitmap; `plan.words` behind it, that of the ties
-    start,
-    t,
-    ties,
-    end,
-    plan: tl.constexpr,
-):
-    """Write a bit for each of a tile's entries that is at least t.
+def mark(x, words, start, t, ties, end, plan: tl.constexpr):
+    """Write a bit for each entry of a tile that is at least t, to its part of the bitmap.
 
-    If not all that equal t are kept, those get a bitmap of their own. Under a budget those of them
-    get no bit that lie at `end` or behind it in the row.
+    If not all that equal t are kept, those get a bitmap of their own, `plan.words` behind. Under a
+    budget those of them get no bit that lie at `end` or behind it in the row.
     """
     at = word_index(plan)
     kept = x >= t
@@ -38,11 +30,8 @@ def mark(
 
 
 @triton.jit
-def pack(
-    marks,  # [T, R, 4]
-    plan: tl.constexpr,
-):
-    """Pack a tile of marks into 32-bit words [T / 8, R].
+def pack(marks, plan: tl.constexpr):
+    """Pack a tile of marks [T, R, 4] into 32-bit words [T / 8, R].
 
     Word w of run r covers entries 32·(r·T/8 + w) and on.
     """
@@ -199,14 +188,14 @@ def list_bits(
     names,  # [m]
     SHIFT: tl.constexpr,
 ):
-    """Write `name` of first + b for every set bit b, ascending, at most `room` of them.
+    """Write the name of entry first + b for every set bit b, ascending, at most `room` of them.
 
     Few bits are set as a rule, so each warp loops as often as its fullest word needs, which Triton
     cannot express.
     """
     # $1 to $6 are the arguments below, in their order. brev and clz find the lowest set bit, and
     # word & (word - 1) clears it. Where SHIFT ≥ 0, `run` = entry >> SHIFT, and the id is
-    # entry + ((names[run] - run) << SHIFT), as in `name`. $0 is there because an operation must
+    # entry + ((names[run] - run) << SHIFT). $0 is there because an operation must
     # have a result.
     tl.inline_asm_elementwise(
         """{
@@ -248,9 +237,9 @@ def list_bits(
 
 
 @triton.jit
-def list_pages(
+def list_units(
     words,  # the bitmap of `length` entries
-    kept,  # the bitmap of pages, if CUT
+    kept,  # the bitmap of units if CUT, else `words`
     length,
     names,  # [m]
     ids,  # [C]
@@ -258,42 +247,34 @@ def list_pages(
     CUT: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Write the names and bits of pages that hold a marked entry; return their number.
+    """Write the names and bits of units that hold a marked entry; return their number.
 
-    What exceeds the capacity is counted but not written. If CUT, only pages that are also in the
+    What exceeds the capacity is counted but not written. If CUT, only units that are also in the
     bitmap `kept` are listed.
     """
+    if plan.entries == 1 and not plan.with_bits:
+        ROW: tl.constexpr = plan.row
+        return list_entries(kept, length, names, ids, plan.capacity, plan.shift, ROW)
     T: tl.constexpr = plan.row.threads
     total = length * 0
     for start in range(0, tl.cdiv(length, plan.entries), T):
-        page = start + tl.arange(0, T)
-        marked = unit_bits(words, page, length, plan.entries)
+        unit = start + tl.arange(0, T)
+        marked = unit_bits(words, unit, length, plan.entries)
         listed = marked != 0
         if CUT:
-            word = tl.load(kept + page // 32, mask=listed, other=0)
-            listed &= (word >> (page % 32).to(tl.uint32)) & 1 == 1
+            word = tl.load(kept + unit // 32, mask=listed, other=0)
+            listed &= (word >> (unit % 32).to(tl.uint32)) & 1 == 1
         number = listed.to(tl.int32)
         slot = total + tl.cumsum(number, 0) - number
         inside = listed & (slot < plan.capacity)
-        tl.store(ids + slot, name(page, inside, names, plan.shift), mask=inside)
+        if plan.shift >= 0:
+            run = unit >> plan.shift
+            unit += (tl.load(names + run, mask=inside, other=0) - run) << plan.shift
+        tl.store(ids + slot, unit, mask=inside)
         if plan.with_bits:
             tl.store(bits + slot, marked, mask=inside)
         total += tl.sum(number, 0)
     return total
-
-
-@triton.jit
-def name(
-    unit,
-    inside,
-    names,  # [m]
-    SHIFT: tl.constexpr,
-):
-    """Return the ids under which units are listed: their indices where SHIFT is below 0."""
-    if SHIFT >= 0:
-        run = unit >> SHIFT
-        unit += (tl.load(names + run, mask=inside, other=0) - run) << SHIFT
-    return unit
 
 
 @triton.jit

@@ -1,14 +1,23 @@
-"""Implements `api.threshold_select` with jax-triton, in the one launch of triton_kernel."""
+"""Implements `api.threshold_select` with jax-triton, in one launch.
 
+A thread block runs for every row that is searched. It finds its row's threshold and writes what it
+chooses as bits. The last block of a KV head to finish unites the bits of the group's rows, cuts the
+union to the capacity if need be, and lists it.
+"""
+
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import triton
+import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from jsparse.pallas_kernels.threshold_select.rules import Budget, Rule, Threshold, TopK, TopP
-from jsparse.pallas_kernels.threshold_select.triton_kernel import Lists, select_kernel
-from jsparse.pallas_kernels.threshold_select.triton_tiles import SearchedRow
+from jsparse.pallas_kernels.threshold_select.api import Budget, Rule, Threshold, TopK, TopP
+from jsparse.pallas_kernels.threshold_select.triton_bits import list_units, unite
+from jsparse.pallas_kernels.threshold_select.triton_search import choose
+from jsparse.pallas_kernels.threshold_select.triton_tiles import pool, sum_pages
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -38,6 +47,160 @@ class SelectTiling(NamedTuple):
     few: int = 128
 
 
+@dataclass(frozen=True)
+class SearchedRow:
+    """Holds the static parameters of a row and its search.
+
+    Attributes:
+        rule: "top_k", "top_p", "threshold" or "budget".
+        value: the rule's number; None where every head has its own.
+        softmax: whether its entries are logits. If not, they are weights, or scores that are only
+            compared.
+        normalised: whether the exponentials of its logits are the weights, whatever their sum.
+        size: number of its entries, and the distance between rows.
+        threads: T of a tile.
+        most: most entries of a tile.
+        few: number of entries that may be drawn to end a search; 0 draws none.
+    """
+
+    rule: str
+    value: float | None
+    softmax: bool
+    normalised: bool
+    size: int
+    threads: int
+    most: int
+    few: int
+
+    @property
+    def runs(self) -> int:
+        """Return R of a tile."""
+        return max(min(triton.next_power_of_2(self.size), self.most) // (4 * self.threads), 1)
+
+    @property
+    def tile(self) -> int:
+        """Return the number of entries per tile."""
+        return 4 * self.threads * self.runs
+
+    @property
+    def resident(self) -> bool:
+        """Return whether the row stays in registers."""
+        return self.size <= self.tile
+
+    @property
+    def words(self) -> int:
+        """Return the number of 32-bit words of its bitmap, which covers whole tiles."""
+        return -(-self.size // self.tile) * self.tile // 32
+
+    @property
+    def words_each(self) -> int:
+        """Return the number of words of a bitmap that a thread lists at a time."""
+        return max(self.runs // 8, 1)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of entries that may be drawn or listed, into unused bitmaps."""
+        words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
+        return min(self.few, self.threads // 4, words) if self.resident else 0
+
+    @property
+    def mass(self) -> bool:
+        """Return whether the row is searched by its weights rather than its scores."""
+        return self.rule == "top_p"
+
+    @property
+    def sized(self) -> bool:
+        """Return whether entries count as their sizes rather than as one each."""
+        return self.rule == "budget"
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Holds the static parameters of one launch.
+
+    Attributes:
+        row: the row that is searched, of units or of their tokens.
+        cap: the search that cuts a list to the capacity; None where none can be too long.
+        group: rows of scores per KV head.
+        sharing: KV heads that share a row of sizes.
+        pooled: whether the rows of a group become one before the search. If not, each is searched,
+            and the results are united.
+        by_mass: whether pages are searched by their mass. If not, their tokens are searched.
+        page_size: tokens per unit, where scores are of tokens and units are pages, else 1.
+        capacity: C.
+        with_bits: whether pages carry token bits.
+        with_lengths: whether heads have their own lengths.
+        names: m, per head; 0 lists units as their indices.
+    """
+
+    row: SearchedRow
+    cap: SearchedRow | None
+    group: int
+    sharing: int
+    pooled: bool
+    by_mass: bool
+    page_size: int
+    capacity: int
+    with_bits: bool
+    with_lengths: bool
+    names: int
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that are searched per KV head."""
+        return 1 if self.pooled else self.group
+
+    @property
+    def entries(self) -> int:
+        """Return the number of entries of the searched row per unit."""
+        return 1 if self.by_mass else self.page_size
+
+    @property
+    def units(self) -> int:
+        """Return the number of units."""
+        return self.row.size // self.entries
+
+    @property
+    def shift(self) -> int:
+        """Return log2 of the number of neighbouring units that share a name; -1 without names."""
+        return (self.units // self.names).bit_length() - 1 if self.names else -1
+
+    @property
+    def scores(self) -> int:
+        """Return the number of scores per row that is given."""
+        return self.row.size * (self.page_size if self.by_mass else 1)
+
+    @property
+    def pages_at_once(self) -> int:
+        """Return the number of pages that a block sums at a time, 16 tokens per thread."""
+        return max(16 * self.row.threads // self.page_size, 1)
+
+    @property
+    def pooled_at(self) -> int:
+        """Return where the pooled row lies in a head's floats, behind the masses of pages."""
+        return self.group * self.row.size * self.by_mass
+
+    @property
+    def cap_at(self) -> int:
+        """Return where in a head's floats the scores lie by which a list is cut."""
+        return self.pooled_at + self.row.size * self.pooled
+
+    @property
+    def floats(self) -> int:
+        """Return the number of floats in memory that a head needs meanwhile."""
+        return self.cap_at + (0 if self.cap is None else self.units)
+
+    @property
+    def cap_word(self) -> int:
+        """Return where the bitmap of a cut list begins, behind those of the rows."""
+        return 2 * self.rows * self.row.words
+
+    @property
+    def words(self) -> int:
+        """Return the number of words of bitmaps that a head needs."""
+        return self.cap_word + (0 if self.cap is None else 2 * self.cap.words)
+
+
 def threshold_select(
     scores: Float[Array, "B K G n"],
     rule: Rule,
@@ -54,23 +217,37 @@ def threshold_select(
     """Implement `api.threshold_select` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    batch, heads = scores.shape[:2]
-    setting = rule[0]
+    batch, heads, members, scored = scores.shape
+    setting, sizes = rule[0], rule.sizes if isinstance(rule, Budget) else None
     static = isinstance(setting, int | float)
-    sizes = rule.sizes if isinstance(rule, Budget) else None
-    plan = make_plan(
-        scores.shape,
-        RULES[type(rule)],
-        float(setting) if static else None,
-        capacity=capacity,
-        granularity=granularity,
-        page_size=page_size,
-        sharing=1 if sizes is None else heads // sizes.shape[1],
+    by_mass, pooled = granularity == "page_mass", group == "max" and members > 1
+    row = searched_row(
+        rule,
+        scored // page_size if by_mass else scored,
+        scored,
         softmax=weights == "softmax",
-        pooled=group == "max" and scores.shape[2] > 1,
+        normalised=pooled,
+        tiling=tiling or SelectTiling(),
+    )
+    units = scored // page_size
+    # no list can be too long: there are no more units, or one row chooses, and the kernel lowers
+    # its k to the capacity
+    fits = capacity >= units or (
+        row.rule == "top_k" and row.size == units and (pooled or members == 1)
+    )
+    by_score = {"rule": "top_k", "value": None, "softmax": False, "normalised": False}
+    plan = Lists(
+        row=row,
+        cap=None if fits else replace(row, size=units, **by_score),
+        group=members,
+        sharing=1 if sizes is None else heads // sizes.shape[1],
+        pooled=pooled,
+        by_mass=by_mass,
+        page_size=page_size,
+        capacity=capacity,
+        with_bits=granularity == "bits",
         with_lengths=lengths is not None,
         names=0 if names is None else names.shape[-1],
-        tiling=tiling or SelectTiling(),
     )
     listed = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32)
     outputs = (
@@ -102,57 +279,118 @@ def threshold_select(
     )
 
 
-def make_plan(
-    shape: tuple[int, ...],
-    rule: str,
-    value: float | None,
-    *,
-    capacity: int,
-    granularity: str,
-    page_size: int,
-    sharing: int,
-    softmax: bool,
-    pooled: bool,
-    with_lengths: bool,
-    names: int,
-    tiling: SelectTiling,
-) -> Lists:
-    """Collect the static parameters of one launch."""
-    group, scored = shape[2:]
-    by_mass = granularity == "page_mass"
-    size = scored // page_size if by_mass else scored
-    units = scored // page_size
-    if rule == "budget":  # sizes take as many registers as scores
-        tiling = tiling._replace(tile=tiling.tile // 2, few=tiling.few // 2)
-    threads = max(_power_of_two(min(scored, tiling.tile)) // tiling.entries, tiling.threads)
-
-    def runs(entries: int) -> int:
-        return max(min(_power_of_two(entries), tiling.tile) // (4 * threads), 1)
-
-    row = SearchedRow(rule, value, softmax, pooled, size, threads, runs(size), tiling.few)
-    # no list can be too long: there are no more units, or one row chooses, and the kernel lowers
-    # its k to the capacity
-    fits = capacity >= units or (rule == "top_k" and size == units and (pooled or group == 1))
-    cap = (
-        None
-        if fits
-        else SearchedRow("top_k", None, False, False, units, threads, runs(units), tiling.few)
-    )
-    return Lists(
-        row,
-        cap,
-        group,
-        sharing,
-        pooled,
-        by_mass,
-        page_size,
-        capacity,
-        granularity == "bits",
-        with_lengths,
-        names,
+def searched_row(
+    rule: Rule, size: int, scored: int, *, softmax: bool, normalised: bool, tiling: SelectTiling
+) -> SearchedRow:
+    """Share out a row of `size` entries, which are made of `scored` scores."""
+    tile, few = tiling.tile, tiling.few
+    if isinstance(rule, Budget):  # sizes take as many registers as scores
+        tile, few = tile // 2, few // 2
+    threads = min(triton.next_power_of_2(scored), tile) // tiling.entries
+    value = float(rule[0]) if isinstance(rule[0], int | float) else None
+    return SearchedRow(
+        rule=RULES[type(rule)],
+        value=value,
+        softmax=softmax,
+        normalised=normalised,
+        size=size,
+        threads=max(threads, tiling.threads),
+        most=tile,
+        few=few,
     )
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
+@triton.jit
+def select_kernel(
+    scores,  # [B, K, G, n]
+    settings,  # [B, K]
+    sizes,  # [B, K / plan.sharing, n], read where plan.row.sized
+    lengths,  # [B, K]
+    names,  # [B, K, m]
+    ids,  # [B, K, C]
+    count,  # [B, K]
+    bits,  # [B, K, C], or [1] without bits
+    bitmaps,  # [B · K, plan.words]
+    floats,  # [B · K, plan.floats], or [B · K, 1] where none are needed
+    arrived,  # [B · K], zeros where a head has several rows
+    plan: tl.constexpr,
+):
+    """Search one row, of program head · rows + row; the last of a head also writes its list."""
+    ROW: tl.constexpr = plan.row
+    head = tl.program_id(0) // plan.rows
+    g = tl.program_id(0) % plan.rows
+    length = tl.full([], plan.scores, tl.int32)
+    if plan.with_lengths:
+        length = tl.minimum(tl.maximum(tl.load(lengths + head), 0), plan.scores)
+    setting = (
+        tl.load(settings + head).to(tl.float32)
+        if plan.row.value is None
+        else tl.full([], plan.row.value, tl.float32)
+    )
+    if plan.row.rule == "top_k" and plan.entries == 1:
+        # what is not among a row's C best is not in the list
+        setting = tl.minimum(setting, plan.capacity)
+    wide = head.to(tl.int64)
+    row = scores + (wide * plan.group + g) * plan.scores
+    sizes += wide // plan.sharing * plan.row.size
+    floats += wide * plan.floats
+    bitmaps += wide * plan.words
+    if plan.by_mass:  # all of the group's rows where they are pooled, else the program's own
+        for r in range(plan.group // plan.rows):
+            sum_pages(row + r * plan.scores, floats + (g + r) * plan.units, length, plan)
+        tl.debug_barrier()
+        row = floats + g * plan.units
+        length = tl.cdiv(length, plan.page_size)
+    if plan.pooled:
+        pool(row, length, None, floats + plan.pooled_at, plan.group, 1, plan.row.size, plan)
+        tl.debug_barrier()
+        row = floats + plan.pooled_at
+    choose(row, sizes, bitmaps + 2 * g * plan.row.words, length, setting, ROW)
+    last = True
+    if plan.rows > 1:
+        # release this row's bitmap, acquire those of the rows that finished before
+        last = tl.atomic_add(arrived + head, 1, sem="acq_rel") == plan.rows - 1
+    if last:
+        rows, names = row - g * plan.row.size, names + wide * plan.names
+        ids, bits = ids + wide * plan.capacity, bits + wide * plan.capacity
+        write_list(rows, bitmaps, floats, length, names, ids, count + head, bits, plan)
+
+
+@triton.jit
+def write_list(
+    rows,  # [rows, row.size]: what was searched
+    bitmaps,  # [plan.words]
+    floats,  # [plan.floats]
+    length,
+    names,  # [m]
+    ids,  # [C]
+    count,  # []
+    bits,  # [C]
+    plan: tl.constexpr,
+):
+    """Write one head's list from the bitmaps of its rows, with 0 past its end.
+
+    The bitmaps are united, and the list is cut to the capacity if it is too long.
+    """
+    if plan.rows > 1:
+        unite(bitmaps, length, plan)
+        tl.debug_barrier()
+    total = list_units(bitmaps, bitmaps, length, names, ids, bits, False, plan)
+    if plan.cap is not None:
+        CAP: tl.constexpr = plan.cap
+        # too long: search for the best units by the best score of each, and list those
+        if total > plan.capacity:
+            best = floats + plan.cap_at
+            kept = bitmaps + plan.cap_word
+            pool(rows, length, bitmaps, best, plan.rows, plan.entries, plan.units, plan)
+            tl.debug_barrier()
+            every, most = tl.full([], plan.units, tl.int32), tl.full([], plan.capacity, tl.float32)
+            choose(best, best, kept, every, most, CAP)  # the second stands in for sizes
+            total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
+    tl.store(count, total)
+    for start in range(0, plan.capacity, 4 * plan.row.threads):
+        slot = start + tl.arange(0, 4 * plan.row.threads)
+        past = (slot >= total) & (slot < plan.capacity)
+        tl.store(ids + slot, slot * 0, mask=past)
+        if plan.with_bits:
+            tl.store(bits + slot, (slot * 0).to(tl.uint32), mask=past)

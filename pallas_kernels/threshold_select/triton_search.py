@@ -2,98 +2,94 @@
 
 A reduction over a block costs as much as the arithmetic before it, so every pass measures two
 thresholds, guessed well: first from the mean and spread of the scores, then between what is known.
-Once few entries lie between, they are drawn out of the row, or listed under a budget, and compared
-with each other: scores like a normal distribution's take two or three passes, and five or six, some
-rows a dozen, where they are not. After two poor guesses a pass bisects, which bounds their number;
-after one that separates nothing the next steps to the next value there is, since equal scores
-cannot be separated.
+After two poor guesses a pass bisects, which bounds their number; after one that separates nothing
+the next steps to the next value there is, since equal scores cannot be separated.
+
+Once few entries of a resident row lie between, they are drawn out of it, or listed under a budget,
+and compared with each other: scores like a normal distribution's take two or three passes, and five
+or six, some rows a dozen, where they are not. Drawn entries are compared by their bits, whose order
+is that of the numbers on one side of 0. Some cannot be drawn: those on the other side of 0,
+repeated values in a thread, and a thread's fifth and later ones. Their sum is then missed, and the
+search goes on. `plan` is a SearchedRow.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from jsparse.pallas_kernels.threshold_select.triton_bits import ALL_TIES, mark, mark_first, trim
-from jsparse.pallas_kernels.threshold_select.triton_few import draw, weigh_few
-from jsparse.pallas_kernels.threshold_select.triton_last import last_that_fits
-from jsparse.pallas_kernels.threshold_select.triton_rows import (
-    SMALLEST,
-    measure,
-    next_below,
-    row_extremes,
-    row_moments,
-    row_top,
-    row_weight,
+from jsparse.pallas_kernels.threshold_select.triton_bits import (
+    ALL_TIES,
+    list_entries,
+    mark,
+    mark_first,
+    pack,
+    trim,
+    word_index,
 )
 from jsparse.pallas_kernels.threshold_select.triton_tiles import (
     LOG2_E,
     NOTHING,
+    SMALLEST,
     exp2,
     from_key,
     key,
     log2,
+    measure,
+    next_below,
+    next_key,
     read,
+    row_extremes,
+    row_moments,
+    row_weight,
+    take,
     to_entries,
 )
 
 # Sums of a row vary with their order by about this factor: a set whose mass exceeds the wanted mass
 # by less is accepted.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
-MOST_PASSES = tl.constexpr(
-    128
-)  # at most 17 halve what lies between, and after two that do not one bisects 32 bits
+# at most 17 halve what lies between, and after two that do not one bisects 32 bits
+MOST_PASSES = tl.constexpr(128)
+
+
+class Bracket(NamedTuple):
+    """Holds two thresholds, `lo` of which keeps at least what is wanted, and `hi` less."""
+
+    lo: Any
+    hi: Any
+    at_lo: Any  # how much `lo` keeps
+    at_hi: Any
 
 
 @triton.jit
 def choose(
-    row,  # [plan.size]
+    scores,  # [plan.size]
     sizes,  # [plan.size], read where plan.sized
-    words,  # [2 · plan.words]
-    length,
-    setting,
+    words,  # [2 · plan.words]: the bitmap, up to the end of the last score's tile, and room
+    length,  # number of scores that count
+    setting,  # the rule's number
     plan: tl.constexpr,
 ):
-    """Write the bitmap of what the rule chooses: at least one entry if any can be chosen.
-
-    Args:
-        row: the row's scores.
-        sizes: what they count where the rule is a budget.
-        words: memory for its bitmap, up to the end of the tile that holds the last score; as much
-            behind it is used.
-        length: the number of scores that count.
-        setting: the rule's number.
-        plan: a SearchedRow.
-    """
-    x = tl.zeros([1], tl.float32)
-    if plan.resident:
-        x = read(row, 0, length, plan)
-    top, hi, end = 0.0, 0.0, length
-    if plan.mass or plan.rule == "threshold":
-        top = row_top(x, row, length, plan)
+    """Write the bitmap of what the rule chooses: at least one entry if any can be chosen."""
+    row = take(scores, sizes, length, plan.mass or plan.rule == "threshold", plan)
+    hi, end = 0.0, length
     if plan.rule == "threshold":
-        t, ties = fixed(x, row, length, setting, top, plan)
+        t, ties = fixed(row, setting, plan)
     else:
-        x, each, total, mean, spread = row_moments(x, row, sizes, length, top, plan)
+        row, total, mean, spread = row_moments(row, plan)
         if plan.mass:
-            lo, hi, wanted, enough = mass_bracket(length, setting, top, total, plan)
+            lo, hi, wanted, enough = mass_bracket(row, setting, total, plan)
         else:
-            lo, hi, wanted, enough = count_bracket(x, row, length, setting, total, plan)
-        t, ties, end = search(
-            *(x, each, row, sizes, length, words, top),
-            *(lo, hi, total, wanted, enough, mean, spread, plan),
-        )
+            lo, hi, wanted, enough = count_bracket(row, setting, total, plan)
+        bracket = Bracket(lo, hi, total, total * 0.0)
+        t, ties, end = search(row, words, bracket, wanted, enough, mean, spread, plan)
     if plan.resident:
-        mark(x, words, 0, t, ties, end, plan)
+        mark(row.x, words, 0, t, ties, end, plan)
     else:
         for start in range(0, length, plan.tile):
-            mark(
-                to_entries(read(row, start, length, plan), top, plan),
-                words + start // 32,
-                start,
-                t,
-                ties,
-                end,
-                plan,
-            )
+            tile = to_entries(read(scores, start, length, plan), row.top, plan)
+            mark(tile, words + start // 32, start, t, ties, end, plan)
     tl.debug_barrier()
     if ties != ALL_TIES:
         trim(words, sizes, length, ties, plan)
@@ -105,7 +101,7 @@ def choose(
 
 
 @triton.jit
-def fixed(x, row, length, setting, top, plan: tl.constexpr):
+def fixed(row, setting, plan: tl.constexpr):
     """Return the threshold of everything above a given one.
 
     If nothing is above it, the threshold is that of the first of the largest entries.
@@ -114,38 +110,38 @@ def fixed(x, row, length, setting, top, plan: tl.constexpr):
     if plan.softmax:
         weight = tl.maximum(setting, 0.0)
         if not plan.normalised:
-            weight *= row_weight(x, row, length, top, plan)
+            weight *= row_weight(row, plan)
         bound = log2(weight) / LOG2_E
         if not plan.normalised:
-            bound += top
+            bound += row.top
     t = from_key(key(bound) + 1)  # the next float: above the bound is at least that
-    some = top >= t
-    return tl.where(some, t, top), tl.where(some, ALL_TIES, 1)
+    some = row.top >= t
+    return tl.where(some, t, row.top), tl.where(some, ALL_TIES, 1)
 
 
 @triton.jit
-def mass_bracket(length, p, top, total, plan: tl.constexpr):
+def mass_bracket(row, p, total, plan: tl.constexpr):
     """Return a bracket of the wanted threshold, the wanted mass, and the mass not worth cutting.
 
     Entries that weigh less than (1 - p) of the mean add up to less than 1 - p of the whole, so none
     of them is needed.
     """
-    least = (1.0 - p) * 0.999 * total / tl.maximum(length, 1).to(tl.float32)
+    least = (1.0 - p) * 0.999 * total / tl.maximum(row.length, 1).to(tl.float32)
     wanted = tl.maximum(p * total, SMALLEST)
-    largest = total * 0.0 + 1.0 if plan.softmax else tl.maximum(top, SMALLEST)
+    largest = total * 0.0 + 1.0 if plan.softmax else tl.maximum(row.top, SMALLEST)
     # of a row without scores the total is less than a largest weight would be
     enough = tl.where((p >= 1.0) | (total < 0.5 * largest), -NOTHING, wanted * ROUNDING)
     return tl.maximum(least, SMALLEST), from_key(key(largest) + 1), wanted, enough
 
 
 @triton.jit
-def count_bracket(x, row, length, k, total, plan: tl.constexpr):
+def count_bracket(row, k, total, plan: tl.constexpr):
     """Return a bracket of the wanted threshold, the number wanted, and the number that is enough.
 
     Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
     more than the budget.
     """
-    low, top = row_extremes(x, row, length, plan)
+    low, top = row_extremes(row, plan)
     hi = from_key(key(top) + 1)
     if plan.sized:
         budget = tl.maximum(k, 0.0)
@@ -155,74 +151,56 @@ def count_bracket(x, row, length, k, total, plan: tl.constexpr):
 
 
 @triton.jit
-def search(
-    x,
-    each,
-    row,
-    sizes,
-    length,
-    words,
-    top,
-    lo,
-    hi,
-    total,
-    wanted,
-    enough,
-    mean,
-    spread,
-    plan: tl.constexpr,
-):
+def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr):
     """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
     Under a budget the second is what the sizes of its ties may add up to, and the third result says
-    where the ties end of which all are kept, if that is known. Between passes `lo` keeps at least
-    what is wanted (`at_lo` in all) and `hi` less (`at_hi`). A guess outside them is merely wasted.
-    `words` is memory for two bitmaps.
+    where the ties end of which all are kept, if that is known. `bracket` holds the whole row at
+    first, and what is wanted between passes; a guess outside it is merely wasted. `words` is memory
+    for two bitmaps.
     """
-    at_lo, at_hi, highest, end = total, total * 0.0, hi, length
+    total, highest, end = bracket.at_lo, bracket.hi, row.length
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
     t, u = from_place(center - 0.1 * spread, plan), from_place(center + 0.1 * spread, plan)
-    one = total / tl.maximum(length, 1) if plan.sized else 1.0
+    one = total / tl.maximum(row.length, 1) if plan.sized else 1.0
     passes, slow = 0, 0
-    going = is_open(lo, hi, at_lo, at_hi, enough, plan)
+    going = is_open(bracket, enough, plan)
     while going:
         passes += 1
-        at_t, at_u = measure(x, each, row, sizes, length, top, t, u, plan)
-        before = at_lo - at_hi
-        lo, at_lo, hi, at_hi = narrow(t, at_t, wanted, lo, at_lo, hi, at_hi)
-        lo, at_lo, hi, at_hi = narrow(u, at_u, wanted, lo, at_lo, hi, at_hi)
+        at_t, at_u = measure(row, t, u, plan)
+        before = bracket.at_lo - bracket.at_hi
+        bracket = narrow(narrow(bracket, t, at_t, wanted), u, at_u, wanted)
+        lo, hi, at_lo, at_hi = bracket
         start = to_place(lo, plan)
         width = to_place(hi, plan) - start
         slow = tl.where(at_lo - at_hi > 0.5 * before, slow + 1, 0)
         # nothing was separated: step to the next value, since equal ones cannot be
         if at_lo - at_hi == before:
-            t = next_below(x, each, row, sizes, length, top, hi, plan)
-            hi = from_key(key(t) + 1)
+            t = next_below(row, hi, plan)
+            bracket = Bracket(lo, from_key(key(t) + 1), at_lo, at_hi)
             u = from_place(start + 0.5 * width, plan)
         elif slow >= 2:  # two poor guesses: bisect the keys, and the axis of guesses
             slow = 0
-            t = from_key(
-                key(lo)
-                + ((key(hi) - key(lo)).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
-            )
+            low = key(lo)
+            half = (key(hi) - low).to(tl.uint32, bitcast=True) >> 1
+            t = from_key(low + half.to(tl.int32, bitcast=True))
             u = from_place(start + 0.5 * width, plan)
         else:
             # interpolate; the two guesses are a tenth of the bracket apart
             share = tl.minimum(tl.maximum((at_lo - wanted) / (at_lo - at_hi), 0.01), 0.99)
             start += 0.9 * share * width
             t, u = from_place(start, plan), from_place(start + 0.1 * width, plan)
-            if plan.slots > 0 and is_few(one, lo, hi, at_lo, at_hi, enough, plan):
+            if plan.slots > 0 and is_few(bracket, one, enough, plan):
                 if plan.sized:
-                    last, until, known = last_that_fits(
-                        *(x, row, sizes, length, words, lo, hi, at_hi, enough, highest, plan)
-                    )
+                    last, until, known = last_that_fits(row, words, bracket, enough, highest, plan)
                     lo, end = tl.where(known, last, lo), tl.where(known, until, end)
-                    at_lo = tl.where(known, enough, at_lo)
+                    bracket = Bracket(lo, hi, tl.where(known, enough, at_lo), at_hi)
                 else:
-                    draw(x, lo, hi, words, plan)
-                    t, lo, at_lo, hi, at_hi = weigh_few(words, wanted, lo, at_lo, hi, at_hi, plan)
+                    draw(row.x, lo, hi, words, plan)
+                    t, bracket = weigh_few(words, wanted, bracket, plan)
                     u = from_key(key(t) + 1)
-        going = is_open(lo, hi, at_lo, at_hi, enough, plan) & (passes < MOST_PASSES)
+        going = is_open(bracket, enough, plan) & (passes < MOST_PASSES)
+    lo, hi, at_lo, at_hi = bracket
     if plan.sized:
         return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end
     # what is left between the bounds equals lo: take the ties that are needed, or all
@@ -234,37 +212,35 @@ def search(
 
 
 @triton.jit
-def is_open(lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
+def is_open(bracket, enough, plan: tl.constexpr):
     """Return whether more than one entry may lie in the bracket.
 
     Each weighs at least lo, and sums are not exact.
     """
-    going = (at_lo > enough) & (key(hi) - 1 != key(lo))
+    going = (bracket.at_lo > enough) & (key(bracket.hi) - 1 != key(bracket.lo))
     if plan.mass:
-        going &= at_lo - at_hi >= 1.5 * lo
+        going &= bracket.at_lo - bracket.at_hi >= 1.5 * bracket.lo
     return going
 
 
 @triton.jit
-def is_few(one, lo, hi, at_lo, at_hi, enough, plan: tl.constexpr):
+def is_few(bracket, one, enough, plan: tl.constexpr):
     """Return whether the bracket holds more than one entry, and no more than fit into the slots.
 
     An entry counts `one`, on average where entries have sizes, or at least lo.
     """
-    most = at_lo - at_hi <= plan.slots * (lo if plan.mass else one)
-    return most & is_open(lo, hi, at_lo, at_hi, enough, plan)
+    most = bracket.at_lo - bracket.at_hi <= plan.slots * (bracket.lo if plan.mass else one)
+    return most & is_open(bracket, enough, plan)
 
 
 @triton.jit
-def narrow(t, at_t, wanted, lo, at_lo, hi, at_hi):
+def narrow(bracket, t, at_t, wanted):
     """Return the bracket after a measurement."""
+    lo, hi, at_lo, at_hi = bracket
     up, down = (at_t >= wanted) & (t >= lo), (at_t < wanted) & (t <= hi)
-    return (
-        tl.where(up, t, lo),
-        tl.where(up, at_t, at_lo),
-        tl.where(down, t, hi),
-        tl.where(down, at_t, at_hi),
-    )
+    lo, at_lo = tl.where(up, t, lo), tl.where(up, at_t, at_lo)
+    hi, at_hi = tl.where(down, t, hi), tl.where(down, at_t, at_hi)
+    return Bracket(lo, hi, at_lo, at_hi)
 
 
 @triton.jit
@@ -288,3 +264,120 @@ def deviations(share):
     share = tl.minimum(tl.maximum(share, 1e-7), 1.0 - 1e-6)
     far = tl.sqrt(tl.maximum(-1.0888 * log2(4.0 * share * (1.0 - share)), 0.0))
     return tl.where(share < 0.5, far, -far)
+
+
+@triton.jit
+def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
+    """Find the last entry that fits, best first, among the few in the bracket.
+
+    Their indices stand in a list behind their bitmap in `words`, ascending, so that entries of
+    equal score are told apart too: what all of them count in turn says which is the last that fits.
+
+    Returns:
+        Its score; the index behind it, where the ties end that are kept; whether both are known.
+        They are not if there are more entries than slots, or none fits and none is above: `hi` is
+        then still the `highest`. If none fits but some are above, these are what is kept.
+    """
+    hi = bracket.hi
+    ids = words + plan.words
+    tl.store(words + word_index(plan), pack((row.x >= bracket.lo) & (row.x < hi), plan))
+    tl.debug_barrier()
+    number = list_entries(words, row.length, words, ids, plan.slots, -1, plan)
+    tl.debug_barrier()
+    slot = tl.arange(0, plan.slots)
+    listed = slot < number
+    entry = tl.load(ids + slot, mask=listed, other=0).to(tl.int32)
+    score = tl.load(row.scores + entry, mask=listed, other=NOTHING).to(tl.float32)
+    size = tl.load(row.sizes + entry, mask=listed, other=0).to(tl.float32)
+    # all pairs: what an entry and those that come before it count
+    ahead = score[:, None] > score[None, :]
+    ahead |= (score[:, None] == score[None, :]) & (slot[:, None] <= slot[None, :])
+    taken = bracket.at_hi + tl.sum(tl.where(ahead, size[:, None], 0.0), 0)
+    fits = listed & (taken <= budget)
+    last = tl.min(tl.where(fits, score, hi), 0)
+    end = tl.max(tl.where(fits & (score == last), entry + 1, 0), 0)
+    known = (number <= plan.slots) & ((end > 0) | (hi < highest))
+    tl.debug_barrier()
+    return last, tl.where(end > 0, end, row.length), known
+
+
+@triton.jit
+def draw(x, lo, hi, slots, plan: tl.constexpr):
+    """Write the keys of the entries of a tile from lo to below hi, as many as fit into the slots.
+
+    Slots that are left over hold a lower key.
+    """
+    least = key(lo)
+    slot = tl.arange(0, plan.slots)
+    tl.store(slots + slot, (slot * 0 + least - 1).to(tl.uint32, bitcast=True))
+    tl.debug_barrier()
+    # a thread's largest key, and the next three below it
+    bits, sign = x.to(tl.int32, bitcast=True), tl.where(lo < 0, -1, 1)
+    a = next_key(bits, sign, tl.arange(0, plan.threads) * 0 + key(hi), least)
+    b = next_key(bits, sign, a, least)
+    c = next_key(bits, sign, b, least)
+    d = next_key(bits, sign, c, least)
+    number = (a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32)
+    number += (d >= least).to(tl.int32)
+    at = tl.cumsum(number, 0) - number
+    put(slots, at, a, least, plan)
+    put(slots, at + 1, b, least, plan)
+    put(slots, at + 2, c, least, plan)
+    put(slots, at + 3, d, least, plan)
+    tl.debug_barrier()
+
+
+@triton.jit
+def put(slots, at, found, least, plan: tl.constexpr):
+    """Write the threads' keys that are at least `least` and have a slot."""
+    fits = (found >= least) & (at < plan.slots)
+    tl.store(slots + at, found.to(tl.uint32, bitcast=True), mask=fits)
+
+
+@triton.jit
+def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
+    """Return the largest drawn threshold that keeps what is wanted, and the bracket.
+
+    If all entries were drawn, the bracket is closed around the threshold.
+    """
+    lo, hi, at_lo, at_hi = bracket
+    slot = tl.arange(0, plan.slots)
+    mine = tl.load(slots + slot).to(tl.int32, bitcast=True)
+    other = tl.load(slots + slot).to(tl.int32, bitcast=True)[None, :]
+    least, missing = key(lo), at_lo - at_hi
+    # all pairs of slots: how much of what was drawn is at least as large as each
+    each = from_key(other) if plan.mass else 1.0
+    sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= least), each, 0.0), 1)
+    drawn = mine >= least
+    enough = drawn & (at_hi + sums >= wanted)
+    t, kept, above, between = tl.reduce(
+        (
+            tl.where(enough, mine, least),
+            tl.where(enough, sums, missing),
+            tl.where(drawn & ~enough, sums, 0.0),
+            sums,
+        ),
+        0,
+        around,
+    )
+    tl.debug_barrier()
+    t = from_key(t)
+    # sums agree to less than half of the lightest entry: none was missed
+    if tl.abs(missing - between) < 0.5 * (lo if plan.mass else 1.0):
+        lo, at_lo, hi, at_hi = t, at_hi + kept, from_key(key(t) + 1), at_hi + above
+    return t, Bracket(lo, hi, at_lo, at_hi)
+
+
+@triton.jit
+def around(t, kept, above, between, other_t, other_kept, other_above, other_between):
+    """Combine four values of two slots: by maximum, minimum, maximum and maximum.
+
+    They are the largest threshold that keeps enough, the least sum that is enough, the largest that
+    is not, and the largest of all.
+    """
+    return (
+        tl.maximum(t, other_t),
+        tl.minimum(kept, other_kept),
+        tl.maximum(above, other_above),
+        tl.maximum(between, other_between),
+    )

@@ -1,11 +1,13 @@
-"""Reads tiles of a row of scores, and sums over them inside a thread.
+"""Reads rows of scores by tiles, and reduces tiles and whole rows to sums and extremes.
 
 A tile is [T, R, 4]: T threads hold R runs of four neighbours each, so that loads are coalesced and
 sums over the last two axes need no other thread. A row that fits one tile is read once and stays in
 registers; a longer one is read again by every pass, mostly from L2.
+
+`plan` is a SearchedRow, and Lists in `sum_pages` and `pool`, which make rows from rows.
 """
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,78 +15,23 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 LEAST_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
+SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
 
 
-@dataclass(frozen=True)
-class SearchedRow:
-    """Holds the static parameters of a row and its search.
+class Row(NamedTuple):
+    """Holds a row that is searched."""
 
-    Attributes:
-        rule: "top_k", "top_p", "threshold" or "budget".
-        value: the rule's number; None where every head has its own.
-        softmax: whether its entries are logits. If not, they are weights, or scores that are only
-            compared.
-        normalised: whether the exponentials of its logits are the weights, whatever their sum.
-        size: number of its entries, and the distance between rows.
-        threads, runs: T and R of a tile.
-        few: number of entries that may be drawn to end a search; 0 draws none.
-    """
-
-    rule: str
-    value: float | None
-    softmax: bool
-    normalised: bool
-    size: int
-    threads: int
-    runs: int
-    few: int
-
-    @property
-    def tile(self) -> int:
-        """Return the number of entries per tile."""
-        return 4 * self.threads * self.runs
-
-    @property
-    def resident(self) -> bool:
-        """Return whether the row stays in registers."""
-        return self.size <= self.tile
-
-    @property
-    def words(self) -> int:
-        """Return the number of 32-bit words of its bitmap, which covers whole tiles."""
-        return -(-self.size // self.tile) * self.tile // 32
-
-    @property
-    def words_each(self) -> int:
-        """Return the number of words of a bitmap that a thread lists at a time."""
-        return max(self.runs // 8, 1)
-
-    @property
-    def slots(self) -> int:
-        """Return the number of entries that may be drawn or listed, into unused bitmaps."""
-        words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
-        return min(self.few, self.threads // 4, words) if self.resident else 0
-
-    @property
-    def mass(self) -> bool:
-        """Return whether the row is searched by its weights rather than its scores."""
-        return self.rule == "top_p"
-
-    @property
-    def sized(self) -> bool:
-        """Return whether entries count as their sizes rather than as one each."""
-        return self.rule == "budget"
+    x: Any  # its one tile [T, R, 4] where it is resident: scores, or what it is searched by
+    each: Any  # what the entries of that tile count, once `row_moments` has found it
+    scores: Any  # the row in memory, [plan.size]
+    sizes: Any  # what its entries count there, [plan.size]; read where plan.sized
+    length: Any  # number of scores that count
+    top: Any  # its largest score where weights are relative to it, else 0
 
 
 @triton.jit
-def read(
-    row,  # [plan.size]
-    start,
-    length,
-    plan: tl.constexpr,
-    PAST: tl.constexpr = NOTHING,
-):
-    """Load a tile of scores [T, R, 4], with -inf, or what `PAST` says, past the length.
+def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
+    """Load a tile of a row in memory, [T, R, 4], with -inf, or what `PAST` says, past the length.
 
     Whole runs are loaded, so that loads stay 16 bytes wide.
     """
@@ -127,35 +74,29 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 
 @triton.jit
-def counted(
-    x,
-    sizes,  # [plan.size]
-    start,
-    length,
-    plan: tl.constexpr,
-):
+def counted(x, row, start, plan: tl.constexpr):
     """Return what each entry of a tile adds to a sum: its weight, its size, or 1."""
     if plan.mass:
         return x
     elif plan.sized:
-        return read(sizes, start, length, plan, 0)
+        return read(row.sizes, start, row.length, plan, 0)
     else:
         return 1.0
 
 
 @triton.jit
-def moments(scores, sizes, start, length, top, plan: tl.constexpr):
-    """Return what a row is searched by, what entries count, and each thread's total and moments.
+def moments(scores, row, start, plan: tl.constexpr):
+    """Return what a tile is searched by, what entries count, and each thread's total and moments.
 
     The first two moments are of the logarithms by weight, or of the scores by number or size.
     """
     if plan.mass:
-        weights, logs = weigh(scores, top, plan)
+        weights, logs = weigh(scores, row.top, plan)
         by_log = weights * logs
         return weights, weights, in_thread(weights), in_thread(by_log), in_thread(by_log * logs)
     finite = scores > NOTHING
     known = tl.where(finite, scores, 0.0)
-    each = counted(scores, sizes, start, length, plan)
+    each = counted(scores, row, start, plan)
     number, first = finite.to(tl.float32) * each, known * each
     return scores, each, in_thread(number), in_thread(first), in_thread(first * known)
 
@@ -163,7 +104,10 @@ def moments(scores, sizes, start, length, top, plan: tl.constexpr):
 @triton.jit
 def above(x, each, t):
     """Sum by thread what the entries of a tile that are at least t count."""
-    return in_thread(at_least(x, t) * each)
+    at_least = tl.inline_asm_elementwise(  # 1.0 or 0.0, in one instruction
+        "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return in_thread(at_least * each)
 
 
 @triton.jit
@@ -173,14 +117,6 @@ def highest_below(x, each, hi, plan: tl.constexpr):
     if plan.sized:
         below &= each > 0
     return thread_top(tl.where(below, x, NOTHING))
-
-
-@triton.jit
-def at_least(x, t):
-    """Return 1.0 where x ≥ t, else 0.0, in one instruction."""
-    return tl.inline_asm_elementwise(
-        "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -199,6 +135,37 @@ def thread_top(scores):
 def thread_low(scores):
     """Return each thread's smallest score that can be chosen."""
     return tl.min(tl.min(tl.where(scores > NOTHING, scores, -NOTHING), 2), 1)
+
+
+@triton.jit
+def next_key(bits, sign, below, least):
+    """Return each thread's largest key from `least` to under `below`, or a lower one.
+
+    Keys are bits, or 2^31 - 1 - bits where numbers are below 0. With `below` subtracted, keys under
+    it are the largest as unsigned integers.
+    """
+    distance = multiply_add(bits, sign, (tl.where(sign < 0, 0x7FFFFFFF, 0) - below)[:, None, None])
+    found = (
+        tl.max(tl.max(distance.to(tl.uint32, bitcast=True), 2), 1).to(tl.int32, bitcast=True)
+        + below
+    )
+    return tl.where((found >= least) & (found < below), found, least - 1)
+
+
+@triton.jit
+def multiply_add(x, factor, term):
+    """Compute x · factor + term on integers in one instruction.
+
+    It is computed again at each use, since x · factor would take registers.
+    """
+    return tl.inline_asm_elementwise(
+        "mad.lo.s32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [x, factor, term],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -247,3 +214,181 @@ def log2(x):
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def take(scores, sizes, length, WITH_TOP: tl.constexpr, plan: tl.constexpr):
+    """Return the Row at `scores`, read where it is resident, with its top if that is wanted."""
+    x = tl.zeros([1], tl.float32)
+    if plan.resident:
+        x = read(scores, 0, length, plan)
+    row = Row(x, 0.0, scores, sizes, length, 0.0)
+    if WITH_TOP:
+        row = Row(x, 0.0, scores, sizes, length, row_top(row, plan))
+    return row
+
+
+@triton.jit
+def row_top(row, plan: tl.constexpr):
+    """Return the row's largest score; 0 where it has none, so that differences stay numbers."""
+    if plan.resident:
+        best = thread_top(row.x)
+    else:
+        best = tl.full([plan.threads], NOTHING, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            best = tl.maximum(best, thread_top(read(row.scores, start, row.length, plan)))
+    top = tl.max(best, 0)
+    return tl.where(top == NOTHING, 0.0, top)
+
+
+@triton.jit
+def row_extremes(row, plan: tl.constexpr):
+    """Return the row's smallest and largest score that can be chosen.
+
+    Where there is none, the first is above the second.
+    """
+    if plan.resident:
+        low, top = thread_low(row.x), thread_top(row.x)
+    else:
+        low = tl.full([plan.threads], -NOTHING, tl.float32)
+        top = tl.full([plan.threads], NOTHING, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            tile = read(row.scores, start, row.length, plan)
+            low, top = extremes(low, top, thread_low(tile), thread_top(tile))
+    return tl.reduce((low, top), 0, extremes)
+
+
+@triton.jit
+def row_weight(row, plan: tl.constexpr):
+    """Return the sum of the row's weights, relative to its top."""
+    if plan.resident:
+        sums = in_thread(weigh(row.x, row.top, plan)[0])
+    else:
+        sums = tl.full([plan.threads], 0.0, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            sums += in_thread(weigh(read(row.scores, start, row.length, plan), row.top, plan)[0])
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def row_moments(row, plan: tl.constexpr):
+    """Return the row as it is searched, its total, and its mean and spread on the axis of guesses.
+
+    A resident row then holds what it is searched by, and what its entries count.
+    """
+    x, each = row.x, 0.0
+    if plan.resident:
+        x, each, a, b, c = moments(x, row, 0, plan)
+    else:
+        a = tl.full([plan.threads], 0.0, tl.float32)
+        b = tl.full([plan.threads], 0.0, tl.float32)
+        c = tl.full([plan.threads], 0.0, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            tile = read(row.scores, start, row.length, plan)
+            a, b, c = add_triples(a, b, c, *moments(tile, row, start, plan)[2:])
+    total, first, second = tl.reduce((a, b, c), 0, add_triples)
+    share = 1.0 / tl.maximum(total, SMALLEST)
+    mean = first * share
+    spread = tl.sqrt(tl.maximum(second * share - mean * mean, 0.0))
+    return Row(x, each, row.scores, row.sizes, row.length, row.top), total, mean, spread
+
+
+@triton.jit
+def measure(row, t, u, plan: tl.constexpr):
+    """Measure how much of the row is at least t, and at least u."""
+    if plan.resident:
+        a, b = above(row.x, row.each, t), above(row.x, row.each, u)
+    else:
+        a, b = tl.full([plan.threads], 0.0, tl.float32), tl.full([plan.threads], 0.0, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            tile = to_entries(read(row.scores, start, row.length, plan), row.top, plan)
+            counts = counted(tile, row, start, plan)
+            a += above(tile, counts, t)
+            b += above(tile, counts, u)
+    return tl.reduce((a, b), 0, add_pairs)
+
+
+@triton.jit
+def next_below(row, hi, plan: tl.constexpr):
+    """Return the largest entry below hi that counts; 0 where it is -0, whose key is another."""
+    if plan.resident:
+        best = highest_below(row.x, row.each, hi, plan)
+    else:
+        best = tl.full([plan.threads], NOTHING, tl.float32)
+        for start in range(0, row.length, plan.tile):
+            tile = to_entries(read(row.scores, start, row.length, plan), row.top, plan)
+            counts = counted(tile, row, start, plan)
+            best = tl.maximum(best, highest_below(tile, counts, hi, plan))
+    return tl.max(best, 0) + 0.0
+
+
+@triton.jit
+def log_sum(scores, length, plan: tl.constexpr):
+    """Return the logsumexp of a row in memory; 0 where it has none."""
+    row = take(scores, scores, length, True, plan)
+    weight = row_weight(row, plan)
+    return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)
+
+
+@triton.jit
+def sum_pages(scores, pages, length, plan: tl.constexpr):
+    """Write the mass of each page of a row: the logsumexp of its logits, or the sum of its weights.
+
+    The mass of a page without scores is -inf.
+    """
+    P: tl.constexpr = plan.page_size
+    AT_ONCE: tl.constexpr = plan.pages_at_once
+    t = tl.arange(0, P)[None, :]
+    for start in range(0, plan.units, AT_ONCE):
+        page = start + tl.arange(0, AT_ONCE)[:, None]
+        # whole runs of four are loaded, so that loads stay wide
+        score = tl.load(
+            scores + page * P + t, mask=page * P + t // 4 * 4 < length, other=NOTHING
+        ).to(tl.float32)
+        score = tl.where((page * P + t < length) & (score == score), score, NOTHING)  # nor NaN
+        top = tl.max(score, 1)
+        if plan.row.softmax:
+            some = tl.where(top == NOTHING, 0.0, top)
+            mass = some + log2(tl.sum(exp2((score - some[:, None]) * LOG2_E), 1)) / LOG2_E
+        else:
+            mass = tl.sum(tl.where(score > NOTHING, score, 0.0), 1)
+        mass = tl.where(top == NOTHING, NOTHING, mass)
+        page = start + tl.arange(0, AT_ONCE)
+        tl.store(pages + page, mass, mask=page < plan.units)
+
+
+@triton.jit
+def pool(
+    rows,  # [ROWS, plan.row.size]
+    length,
+    members,  # the bitmap of entries, or None
+    pooled,  # [UNITS]
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNITS: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Write the largest score of each unit among its `SIZE` entries in `ROWS` rows.
+
+    Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
+    does not list do not count (None: all do); a unit without any gets -inf.
+    """
+    AT_ONCE: tl.constexpr = 4 * plan.row.threads
+    ROW: tl.constexpr = plan.row
+    for g in range(ROWS):
+        row = rows + g * plan.row.size
+        offset = 0.0
+        if plan.row.softmax and ROWS > 1:
+            offset = log_sum(row, length, ROW)
+        for start in range(0, UNITS, AT_ONCE):
+            unit = start + tl.arange(0, AT_ONCE)
+            best = tl.load(pooled + unit, mask=(unit < UNITS) & (g > 0), other=NOTHING)
+            for t in range(SIZE):
+                entry = unit * SIZE + t
+                inside = (unit < UNITS) & (entry < length)
+                if members is not None:
+                    word = tl.load(members + entry // 32, mask=inside, other=0)
+                    inside &= (word >> (entry % 32).to(tl.uint32)) & 1 == 1
+                score = tl.load(row + entry, mask=inside, other=NOTHING).to(tl.float32)
+                best = tl.maximum(best, score - offset)
+            tl.store(pooled + unit, best, mask=unit < UNITS)
