@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, M, Problem
+from jsparse.pallas_kernels.block_sparse_decode.refs import Global, Shared
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 
 NOTHING = -1e30  # the running maximum before any token; finite, so that differences are no NaN
@@ -14,8 +15,8 @@ NOTHING = -1e30  # the running maximum before any token; finite, so that differe
 
 def consume(
     p: Problem,
-    g: dict,  # refs in global memory by name; mosaic._kernel gives their shapes
-    s: dict,  # shared memory and barriers by name; shapes there too
+    g: Global,
+    s: Shared,
 ) -> None:
     """Attend to the tiles that arrive, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
@@ -28,39 +29,39 @@ def consume(
 
     def receive(n):  # the end of the nth run's splits; 0 where the producer has finished
         slot = team * p.runs + lax.rem(n, p.runs)
-        plgpu.barrier_wait(s["run_full"].at[slot])
-        plgpu.barrier_wait(s["q_full"].at[slot])
-        return s["run_s"][slot, 2]
+        plgpu.barrier_wait(s.run_full.at[slot])
+        plgpu.barrier_wait(s.q_full.at[slot])
+        return s.run_s[slot, 2]
 
     def run(carry):
         n, end = carry
         run_slot = team * p.runs + lax.rem(n, p.runs)
-        h, begin, _, num_tiles, splits, extra, sent = (s["run_s"][run_slot, i] for i in range(7))
+        h, begin, _, num_tiles, splits, extra, sent = (s.run_s[run_slot, i] for i in range(7))
         first_tile = schedule.bounds(num_tiles, splits, begin)[0]
 
         def tile(i, carry):
             acc, top, total = carry
             slot = lax.rem(sent + i - first_tile, stages)
             at = team * stages + slot
-            plgpu.barrier_wait(s["k_full"].at[at])
+            plgpu.barrier_wait(s.k_full.at[at])
             # each column's word of bits: 32 tokens of it, or one page if that is smaller
             column = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=by_column)
-            word = s["words_s"][at, 0]
+            word = s.words_s[at, 0]
             for w in range(1, tokens // width):
-                word = jnp.where(column >= w * width, s["words_s"][at, w], word)
+                word = jnp.where(column >= w * width, s.words_s[at, w], word)
             attended = (lax.shift_right_logical(word, lax.rem(column, width)) & 1) == 1
             logits = do.product(
-                s["q_s"].at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s["k_s"].at[team, slot]
+                s.q_s.at[pl.ds(pl.multiple_of(run_slot * p.rows, 8), M)], s.k_s.at[team, slot]
             )
             logits = logits * (p.scale * LOG2_E)  # in base 2, for exp2 below
             if p.has_bias:
-                logits = do.add_bias(s["bias_s"].at[team, slot], logits)
+                logits = do.add_bias(s.bias_s.at[team, slot], logits)
             # K, bias and words of this slot are read: it may be refilled while V is used
-            plgpu.barrier_arrive(s["k_free"].at[at])
+            plgpu.barrier_arrive(s.k_free.at[at])
             logits = jnp.where(lax.broadcast_in_dim(attended, logits.shape, [1]), logits, -jnp.inf)
             if p.logits:
-                row = g["logits"].at[h, pl.ds(i * tokens, tokens)]
-                do.store_row(row, s["run_s"].at[run_slot], logits * (1 / LOG2_E))
+                row = g.logits.at[h, pl.ds(i * tokens, tokens)]
+                do.store_row(row, s.run_s.at[run_slot], logits * (1 / LOG2_E))
             # online softmax: earlier sums shrink by 2^(old maximum - new maximum)
             new_top = jnp.maximum(top, logits.max(axis=1))
             weights = jnp.exp2(logits - across(new_top, logits))
@@ -68,9 +69,9 @@ def consume(
             total = total * decay + weights.sum(axis=1)
             acc = acc * across(decay, acc)
             weights = weights.astype(p.dtype)
-            plgpu.barrier_wait(s["v_full"].at[at])
-            acc = do.add_product(acc, weights, s["v_s"].at[team, slot])
-            plgpu.barrier_arrive(s["v_free"].at[at])
+            plgpu.barrier_wait(s.v_full.at[at])
+            acc = do.add_product(acc, weights, s.v_s.at[team, slot])
+            plgpu.barrier_arrive(s.v_free.at[at])
             return acc, new_top, total
 
         def split(nth, _):
@@ -88,11 +89,11 @@ def consume(
             inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
             lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
             acc = acc * across(inverse, acc)
-            do.store_rows(g["o"].at[h, nth], g["lse"].at[h, nth], s["run_s"].at[run_slot], acc, lse)
+            do.store_rows(g.o.at[h, nth], g.lse.at[h, nth], s.run_s.at[run_slot], acc, lse)
             return _
 
         lax.fori_loop(begin, end, split, jnp.int32(0))
-        plgpu.barrier_arrive(s["run_free"].at[run_slot])
+        plgpu.barrier_arrive(s.run_free.at[run_slot])
         return n + 1, receive(n + 1)
 
     zero = jnp.int32(0)

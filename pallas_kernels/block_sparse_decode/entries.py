@@ -7,6 +7,7 @@ from jax import lax
 
 from jsparse.pallas_kernels.block_sparse_decode.heads import Head
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
+from jsparse.pallas_kernels.block_sparse_decode.refs import Global
 
 
 class Entries(NamedTuple):
@@ -16,7 +17,7 @@ class Entries(NamedTuple):
     """
 
     p: Problem
-    g: dict  # refs in global memory by name, as in mosaic._kernel
+    g: Global
     h: Any  # index of the head, row · K + KV head
     head: Head
 
@@ -26,11 +27,11 @@ class Entries(NamedTuple):
         h, page, bits = jnp.minimum(self.h, p.pairs - 1), entry, jnp.int32(-1)
         if p.capacity:
             at = jnp.minimum(entry, p.capacity - 1)  # past the count stand zeros
-            page = g["ids"][h, at]
-            bits = g["bits"][h, at] if p.has_bits else bits
+            page = g.ids[h, at]
+            bits = g.bits[h, at] if p.has_bits else bits
             page = jnp.where(self.head.dense != 0, entry, page) if p.has_dense else page
         page = jnp.minimum(page, p.num_pages - 1)
-        return page, g["table"][h, page] if p.has_table else h * p.num_pages + page, bits
+        return page, g.table[h, page] if p.has_table else h * p.num_pages + page, bits
 
     def resolve(self, entry, missing, page, physical, chosen):
         """Return the physical page of an entry, and as bits of words its tokens that count."""
@@ -48,9 +49,7 @@ class Entries(NamedTuple):
             chosen = jnp.where(dense, -1, chosen)
         page = jnp.where(last, newest_page, page)
         moved = (
-            self.g["table"][self.h, newest_page]
-            if p.has_table
-            else self.h * p.num_pages + newest_page
+            self.g.table[self.h, newest_page] if p.has_table else self.h * p.num_pages + newest_page
         )
         held, words = head.length - page * p.page_size, []  # tokens from the page's first one on
         for w in range(0, p.page_size, WORD):

@@ -10,6 +10,7 @@ from jax import lax
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
+from jsparse.pallas_kernels.block_sparse_decode.refs import Global
 
 
 class Head(NamedTuple):
@@ -23,17 +24,17 @@ class Head(NamedTuple):
     count: Any  # pages that it lists
 
 
-def load_head(p: Problem, g: dict, h) -> Head:
+def load_head(p: Problem, g: Global, h) -> Head:
     """Load head h, or the last one where h is beyond it."""
     h = jnp.minimum(h, p.pairs - 1)
-    length, count = g["lengths"][h], g["count"][h]
-    dense = g["dense"][h] if p.has_dense else jnp.int32(0)
-    last = g["ids"][h, jnp.clip(count - 1, 0, p.capacity - 1)] if p.capacity else jnp.int32(0)
+    length, count = g.lengths[h], g.count[h]
+    dense = g.dense[h] if p.has_dense else jnp.int32(0)
+    last = g.ids[h, jnp.clip(count - 1, 0, p.capacity - 1)] if p.capacity else jnp.int32(0)
     tiles = schedule.num_tiles(length, count, dense, p.page_size, p.tiles)
     return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, last, length, count)
 
 
-def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
+def next_with_tiles(p: Problem, g: Global, h, base, head: Head, ahead: Head):
     """Find the first head from h on that has any tiles.
 
     `base` tiles are before h, `head` is h, `ahead` the one after it. The result is the same four of
@@ -49,7 +50,7 @@ def next_with_tiles(p: Problem, g: dict, h, base, head: Head, ahead: Head):
     )
 
 
-def lacks_newest(p: Problem, g: dict, h, head: Head):
+def lacks_newest(p: Problem, g: Global, h, head: Head):
     """Return whether a list lacks the newest token's page; most lists end with it, or before."""
     if not p.capacity:
         return jnp.bool_(False)
@@ -59,15 +60,15 @@ def lacks_newest(p: Problem, g: dict, h, head: Head):
     return sparse & lax.cond(search, lambda: _not_found(p, g, h, head), lambda: head.last < newest)
 
 
-def _not_found(p: Problem, g: dict, h, head: Head):
+def _not_found(p: Problem, g: Global, h, head: Head):
     """Search a list that ends past what its head holds for the newest token's page."""
     newest = lax.div(head.length - 1, p.page_size)
 
     def halve(bounds):
         low, high = bounds  # ids[low - 1] ≤ newest < ids[high]
         middle = lax.div(low + high, 2)
-        beyond = g["ids"][h, middle] > newest
+        beyond = g.ids[h, middle] > newest
         return jnp.where(beyond, low, middle + 1), jnp.where(beyond, middle, high)
 
     low, _ = lax.while_loop(lambda b: b[0] < b[1], halve, (jnp.int32(0), head.count))
-    return (low == 0) | (g["ids"][h, jnp.maximum(low - 1, 0)] != newest)
+    return (low == 0) | (g.ids[h, jnp.maximum(low - 1, 0)] != newest)

@@ -17,6 +17,7 @@ from jsparse.pallas_kernels.block_sparse_decode.heads import (
     next_with_tiles,
 )
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
+from jsparse.pallas_kernels.block_sparse_decode.refs import Global, Shared
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
 AHEAD = 2  # tiles whose entries are loaded before they are copied
@@ -24,8 +25,8 @@ AHEAD = 2  # tiles whose entries are loaded before they are copied
 
 def produce(
     p: Problem,
-    g: dict,  # refs in global memory by name; mosaic._kernel gives their shapes
-    s: dict,  # shared memory and barriers by name; shapes there too
+    g: Global,
+    s: Shared,
 ) -> None:
     """Find the team's splits and send their tiles: pages by TMA, and a bit per attended token.
 
@@ -34,7 +35,7 @@ def produce(
     """
     per_tile, team = p.pages_a_tile, lax.axis_index("warpgroup") - p.tiles.teams
     _share_out(p, g, s, team)
-    first, base, start, end = (s["share_s"][team, i] for i in range(4))
+    first, base, start, end = (s.share_s[team, i] for i in range(4))
 
     load, settle, announce = (
         partial(load_head, p, g),
@@ -93,41 +94,41 @@ def produce(
     _drain(p, s, team, n, sent)
 
 
-def _announce(p: Problem, g: dict, s: dict, team, n, *values) -> None:
+def _announce(p: Problem, g: Global, s: Shared, team, n, *values) -> None:
     """Write the nth run for the consumer and send its queries."""
     slot = team * p.runs + lax.rem(n, p.runs)
 
     @pl.when(n >= p.runs)
     def _():
-        plgpu.barrier_wait(s["run_free"].at[slot])
+        plgpu.barrier_wait(s.run_free.at[slot])
 
     for i, value in enumerate(values):
-        s["run_s"][slot, i] = value
-    plgpu.barrier_arrive(s["run_full"].at[slot])
-    window = s["q_s"].at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
-    queries = g["q"].at[lax.div(values[0], p.heads_a_window)]
-    plgpu.copy_gmem_to_smem(queries, window, s["q_full"].at[slot])
+        s.run_s[slot, i] = value
+    plgpu.barrier_arrive(s.run_full.at[slot])
+    window = s.q_s.at[pl.ds(pl.multiple_of(slot * p.rows, 8), p.rows)]
+    queries = g.q.at[lax.div(values[0], p.heads_a_window)]
+    plgpu.copy_gmem_to_smem(queries, window, s.q_full.at[slot])
 
 
-def _drain(p: Problem, s: dict, team, n, sent) -> None:
+def _drain(p: Problem, s: Shared, team, n, sent) -> None:
     """Wait until the consumer has used everything that n runs sent."""
     if p.runs == 2:  # with one slot, announcing the end has already waited for the last run
 
         @pl.when(n >= 1)
         def _():
-            plgpu.barrier_wait(s["run_free"].at[team * p.runs + lax.rem(n - 1, p.runs)])
+            plgpu.barrier_wait(s.run_free.at[team * p.runs + lax.rem(n - 1, p.runs)])
 
     @plgpu.warp_map
     def _(warp):
-        for free, copies in zip(("k_free", "v_free"), _duties(p, warp)[1:], strict=True):
+        for free, copies in zip((s.k_free, s.v_free), _duties(p, warp)[1:], strict=True):
 
             @pl.when(copies)
             def _(free=free):
                 for i in range(p.tiles.stages):
-                    _wait_for_room(p, s, team, free, sent + i)
+                    _wait_for_room(p, free, team, sent + i)
 
 
-def _share_out(p: Problem, g: dict, s: dict, team) -> None:
+def _share_out(p: Problem, g: Global, s: Shared, team) -> None:
     """Find where each team's share of the tiles begins and ends, and in which head.
 
     The first team does it for all teams of the block.
@@ -136,10 +137,8 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
     @pl.when(team == 0)
     def _():
         load = operations(p).load_heads
-        dense = load(g["dense"]) if p.has_dense else None
-        num_tiles = schedule.num_tiles(
-            load(g["lengths"]), load(g["count"]), dense, p.page_size, p.tiles
-        )
+        dense = load(g.dense) if p.has_dense else None
+        num_tiles = schedule.num_tiles(load(g.lengths), load(g.count), dense, p.page_size, p.tiles)
         total = jnp.sum(num_tiles)
         first = lax.axis_index("block") * p.tiles.teams
         # tiles, counted over all heads, where shares begin
@@ -147,23 +146,23 @@ def _share_out(p: Problem, g: dict, s: dict, team) -> None:
         heads, bases = schedule.find(num_tiles, p.pairs, edges[:-1])
         for i in range(p.tiles.teams):
             for j, value in enumerate((heads[i], bases[i], edges[i], edges[i + 1])):
-                s["share_s"][i, j] = value
-        plgpu.barrier_arrive(s["shared"])
+                s.share_s[i, j] = value
+        plgpu.barrier_arrive(s.shared)
 
         # one block is enough: every block finds the same
         @pl.when(lax.axis_index("block") == 0)
         def _():
-            g["splits"][...] = schedule.num_splits(num_tiles, p.tiles)
+            g.splits[...] = schedule.num_splits(num_tiles, p.tiles)
 
-    plgpu.barrier_wait(s["shared"])
+    plgpu.barrier_wait(s.shared)
 
 
-def _wait_for_room(p: Problem, s: dict, team, free: str, nth) -> None:
+def _wait_for_room(p: Problem, free, team, nth) -> None:
     """Wait until the consumer has used what the nth tile of a team overwrites."""
 
     @pl.when(nth >= p.tiles.stages)
     def _():
-        plgpu.barrier_wait(s[free].at[team * p.tiles.stages + lax.rem(nth, p.tiles.stages)])
+        plgpu.barrier_wait(free.at[team * p.tiles.stages + lax.rem(nth, p.tiles.stages)])
 
 
 def _duties(p: Problem, warp):
@@ -178,7 +177,7 @@ def _duties(p: Problem, warp):
     return mine, warp < n, warp >= 0 if n >= WARPS else (warp >= n) & (warp < 2 * n)
 
 
-def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, found) -> None:
+def _send_tiles(p: Problem, s: Shared, team, warp, pages, missing, sent, t0, t1, found) -> None:
     """Send one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
     stages, n = p.tiles.stages, p.pages_a_tile
     mine, copies_k, copies_v = _duties(p, warp)
@@ -204,29 +203,27 @@ def _send_tiles(p: Problem, s: dict, team, warp, pages, missing, sent, t0, t1, f
         ]
 
         def copy(j, page, pool, smem, full):
-            target = s[smem].at[team, slot, pl.ds(j * p.page_size, p.page_size)]
-            plgpu.copy_gmem_to_smem(
-                pages.g[pool].at[page], target, s[full].at[team * stages + slot]
-            )
+            target = smem.at[team, slot, pl.ds(j * p.page_size, p.page_size)]
+            plgpu.copy_gmem_to_smem(pool.at[page], target, full.at[team * stages + slot])
 
         @pl.when(copies_k)
         def _():
-            _wait_for_room(p, s, team, "k_free", sent + i)
+            _wait_for_room(p, s.k_free, team, sent + i)
             for j, (page, words) in zip(mine, resolved, strict=True):
                 for w, word in enumerate(words):
-                    s["words_s"][team * stages + slot, j + w] = word
-                copy(j, page, "k", "k_s", "k_full")
+                    s.words_s[team * stages + slot, j + w] = word
+                copy(j, page, pages.g.k, s.k_s, s.k_full)
                 if p.has_bias:
-                    target = s["bias_s"].at[team, slot, j, pl.ds(0, p.page_size)]
+                    target = s.bias_s.at[team, slot, j, pl.ds(0, p.page_size)]
                     plgpu.copy_gmem_to_smem(
-                        pages.g["bias"].at[page], target, s["k_full"].at[team * stages + slot]
+                        pages.g.bias.at[page], target, s.k_full.at[team * stages + slot]
                     )
 
         @pl.when(copies_v)
         def _():
-            _wait_for_room(p, s, team, "v_free", sent + i)
+            _wait_for_room(p, s.v_free, team, sent + i)
             for j, (page, _) in zip(mine, resolved, strict=True):
-                copy(j, page, "v", "v_s", "v_full")
+                copy(j, page, pages.g.v, s.v_s, s.v_full)
 
         return tuple(ahead)
 

@@ -1,0 +1,106 @@
+# pyright: reportAbstractUsage=false
+"""Names the memory that the warpgroups work on: the arrays of a launch, and what a block shares."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, M, Problem
+
+
+class Global(NamedTuple):
+    """Holds refs in global memory; None for arrays that the launch lacks."""
+
+    q: Any  # [windows, rows, H]
+    k: Any  # [pages, P, H]
+    v: Any  # [pages, P, H]
+    lengths: Any  # [pairs]
+    count: Any  # [pairs]
+    dense: Any  # [pairs]
+    ids: Any  # [pairs, C]
+    bits: Any  # [pairs, C]
+    table: Any  # [pairs, M]
+    bias: Any  # [pages, P]
+    o: Any  # [pairs, splits, queries, H]
+    lse: Any  # [pairs, splits, queries]
+    splits: Any  # [padded pairs]
+    logits: Any  # [pairs, slots]
+
+    @classmethod
+    def of(cls, p: Problem, refs: tuple[Any, ...]) -> "Global":
+        """Name the launch's refs, which come in the order of the fields."""
+        optional = {
+            "dense": p.has_dense,
+            "ids": p.capacity,
+            "bits": p.has_bits,
+            "table": p.has_table,
+            "bias": p.has_bias,
+            "logits": p.logits,
+        }
+        there = (name for name in cls._fields if optional.get(name, True))
+        return cls(**dict.fromkeys(cls._fields) | dict(zip(there, refs, strict=True)))
+
+
+class Shared(NamedTuple):
+    """Holds shared memory and barriers of a block.
+
+    The producer fills what the consumer frees; a *_full of a copy also counts its bytes. Runs and
+    tiles go round in rings, so a slot's nth use is its barrier's nth phase.
+    """
+
+    # [rows of all windows, H]: one of M rows per run, `rows` apart; they overlap, and only their
+    # first `rows` rows are read into results
+    q_s: Any
+    k_s: Any  # [teams, stages, tokens, H]
+    v_s: Any  # the same
+    share_s: Any  # [teams, 4]: first head, tiles before it, first tile, end tile
+    # [teams · runs, 8]: head, first split, end split, tiles and splits of the head, extra tile,
+    # tiles sent before, FIRST_ROW
+    run_s: Any
+    # [teams · stages, 8]: a tile's tokens that count, as bits; 8 pages of 8 tokens need the most
+    # words
+    words_s: Any
+    shared: Any  # the first team has found all shares
+    q_full: Any  # the run's queries are there
+    run_full: Any  # run_s is written
+    run_free: Any  # the run is done: its run_s and queries may be overwritten
+    k_full: Any  # K and bias of a tile are there, and its words are written
+    v_full: Any  # V of a tile is there
+    k_free: Any  # K, bias and words are used
+    v_free: Any  # V is used
+    bias_s: Any = None  # [teams, stages, pages of a tile, ≥ P], where there is a bias
+
+
+def shared_types(p: Problem) -> dict[str, Any]:
+    """Return the types of what `Shared` holds, by name."""
+    t = p.tiles
+    # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
+    lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32
+    storage = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
+    windows = (M + (t.teams * p.runs - 1) * p.rows, p.head_dim)
+    tile = plgpu.SMEM((t.teams, t.stages, t.tokens, p.head_dim), p.dtype, transforms=storage)
+    ring = partial(plgpu.Barrier, num_barriers=t.teams * t.stages)
+    runs = plgpu.Barrier(num_barriers=t.teams * p.runs)
+    types = {
+        "q_s": plgpu.SMEM(windows, p.dtype, transforms=storage),
+        "k_s": tile,
+        "v_s": tile,
+        "share_s": plgpu.SMEM((t.teams, 4), jnp.int32),
+        "run_s": plgpu.SMEM((t.teams * p.runs, 8), jnp.int32),
+        "words_s": plgpu.SMEM((t.teams * t.stages, 8), jnp.int32),
+        "shared": plgpu.Barrier(),
+        "q_full": runs,
+        "run_full": runs,
+        "run_free": runs,
+        # one arrival per copy: K of each page, and its bias
+        "k_full": ring(num_arrivals=p.pages_a_tile * (1 + p.has_bias)),
+        "v_full": ring(num_arrivals=p.pages_a_tile),
+        "k_free": ring(),
+        "v_free": ring(),
+    }
+    if p.has_bias:  # each page's takes 128 bytes or more, since copies begin at multiples of that
+        bias = (t.teams, t.stages, p.pages_a_tile, max(p.page_size, BIAS_ROW))
+        types["bias_s"] = plgpu.SMEM(bias, jnp.float32)
+    return types
