@@ -1,0 +1,84 @@
+"""Says what each head reads: the entries of its list, or all its tokens where it is dense.
+
+A list is followed by the newest token. What a head reads is cut into units of whole blocks. `plan`
+is the Plan of triton_gpu.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Heads(NamedTuple):
+    """Holds what a launch knows of all heads; arrays that the call lacks are None."""
+
+    lengths: Any  # [B, K]
+    number: Any  # [B, K], of listed ids
+    dense: Any  # [B, K]
+    ids: Any  # [B, K, capacity]
+    table: Any  # [B, K, pages]
+    capacity: Any
+    pages: Any  # of a head
+
+
+class Head(NamedTuple):
+    """Holds scalars of one head."""
+
+    pair: Any  # row · K + KV head
+    entries: Any  # that it reads
+    listed: Any  # those of them that its list names; -1: it is dense
+    newest: Any  # slot of its newest token
+    line: Any  # pair · (capacity + 1): where what is known or reported of its list begins
+
+
+@triton.jit
+def count_entries(heads, pair, mask):
+    """Count what heads read, and how much of that their lists name: -1 for a dense head."""
+    entries = tl.load(heads.lengths + pair, mask=mask, other=0)
+    listed = tl.load(heads.number + pair, mask=mask, other=0)
+    if heads.dense is not None:
+        listed = tl.where(tl.load(heads.dense + pair, mask=mask, other=0) != 0, -1, listed)
+    entries = tl.where((listed < 0) | (entries == 0), entries, tl.where(listed > 0, listed + 1, 0))
+    return entries, listed
+
+
+@triton.jit
+def unit_size(entries, plan: tl.constexpr):
+    """Return the number of entries per unit."""
+    blocks = tl.maximum(tl.cdiv(entries, plan.block * plan.max_units), plan.unit_blocks)
+    return blocks * plan.block
+
+
+@triton.jit
+def find(heads, head, entry, plan: tl.constexpr):
+    """Return the slots of a block of entries, their rows in the pool, and which of them count."""
+    unlisted = tl.where(head.listed < 0, entry, head.newest)
+    named = entry < head.listed
+    ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
+    slot = tl.load(ids + entry, mask=named, other=unlisted)
+    # the newest token counts once, as the last entry, whether or not it is listed
+    valid = (entry < head.entries) & ((slot < head.newest) | (entry == head.entries - 1))
+    P: tl.constexpr = plan.page_size
+    if heads.table is not None:
+        page = tl.load(
+            heads.table + head.pair.to(tl.int64) * heads.pages + slot // P, mask=valid, other=0
+        )
+        at = page.to(tl.int64) * P + slot % P
+    else:
+        at = head.pair.to(tl.int64) * heads.pages * P + slot
+    return slot, at, valid
+
+
+@triton.jit
+def count_older(heads, head, plan: tl.constexpr):
+    """Count the ids below the newest; only the end of a list, which ascends, may hold others."""
+    ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
+    older, searching = head.listed, True
+    while searching:
+        at = older - 1 - tl.arange(0, plan.block)
+        others = tl.load(ids + at, mask=at >= 0, other=-1) >= head.newest
+        number = tl.sum(others.to(tl.int32), 0)
+        older -= number
+        searching = number == plan.block
+    return older

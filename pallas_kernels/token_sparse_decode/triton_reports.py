@@ -1,0 +1,63 @@
+"""Stores what a call reports: the mean query's logits by slot, or every row's in list order."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from jsparse.pallas_kernels.token_sparse_decode.triton_lists import count_older
+
+
+class Report(NamedTuple):
+    """Holds the arrays of a report; those that it lacks are never written."""
+
+    scores: Any  # [pairs, pages · P] of the mean query, [pairs, G, capacity + 1] of listed tokens
+    named: Any  # [pairs, capacity + 1], the tokens that lists name
+    number: Any  # [pairs], of these tokens
+
+
+@triton.jit
+def store_by_slot(report, heads, axes, head, slot, valid, logits, plan: tl.constexpr):
+    """Store the logits of the mean query, which is row 0, at the slots of a block."""
+    of_mean = tl.sum(tl.where(axes.row == 0, logits, 0.0), 0)
+    first = head.pair.to(tl.int64) * heads.pages * plan.page_size
+    tl.store(report.scores + first + slot, of_mean, mask=valid)
+
+
+@triton.jit
+def store_listed(report, heads, axes, head, start, slot, valid, logits, plan: tl.constexpr):
+    """Store the tokens of a block and every row's logits.
+
+    The newest token, read behind the list, is reported right behind the older ones: lists may name
+    it, and go on past the head's length.
+    """
+    row, offset, line = axes.row, axes.offset, head.line
+    last = head.entries - 1 - start
+    lines = report.scores + line * plan.group + row * (heads.capacity + 1)
+    older = valid & (offset != last) & (head.listed > 0)
+    tl.store(report.named + line + start + offset, slot, mask=older)
+    own = row < plan.group
+    tl.store(lines + (start + offset)[None, :], logits, mask=older[None, :] & own)
+    if (last < plan.block) & (head.listed > 0):
+        nth = count_older(heads, head, plan)
+        of_newest = tl.sum(tl.where((offset == last)[None, :], logits, 0.0), 1)
+        tl.store(report.named + line + nth, head.newest)
+        tl.store(lines + nth, of_newest[:, None], mask=own)
+        end_report(report, heads, head.pair, line, nth + 1, plan)
+
+
+@triton.jit
+def end_report(report, heads, pair, line, number, plan: tl.constexpr):
+    """Store the number of a head's reported tokens, and what stands behind them.
+
+    `line` is where in `named` the head's begin.
+    """
+    capacity = heads.capacity
+    scores, named = report.scores + line * plan.group, report.named + line
+    tl.store(report.number + pair, number)
+    for start in range(number, capacity + 1, plan.block):
+        at = start + tl.arange(0, plan.block)
+        tl.store(named + at, at * 0, mask=at <= capacity)
+        for row in range(plan.group):
+            minus_inf = tl.full([plan.block], float("-inf"), tl.float32)
+            tl.store(scores + row * (capacity + 1) + at, minus_inf, mask=at <= capacity)

@@ -1,0 +1,61 @@
+"""Finds rows of K and V that lie in several memories."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Pools(NamedTuple):
+    """Holds K and V; None for tiers that the call lacks."""
+
+    k: Any  # [pool pages, P, H], in host memory where there are rings
+    v: Any  # [pool pages, P, H]
+    ring_k: Any  # [pairs · ring, P, H]
+    ring_v: Any  # [pairs · ring, P, H]
+    own_k: Any  # [resident pages, P, H]
+    own_v: Any  # [resident pages, P, H]
+    own_first: Any  # [B, K], a resident head's first page; -1 for the others
+
+
+@triton.jit
+def first_own_page(pools, pair):
+    """Return a head's first resident page, or -1."""
+    first = tl.full([], -1, tl.int32)
+    if pools.own_first is not None:
+        first = tl.load(pools.own_first + pair)
+    return first
+
+
+@triton.jit
+def places(pools, head, own_first, slot, at, plan: tl.constexpr):
+    """Return the elements at which rows of K and V begin, counted from pools.k and pools.v.
+
+    The newest pages of a head, as many as its ring has, are read from there, all pages of a
+    resident head from the device, others where pools.k and pools.v lie.
+    """
+    P: tl.constexpr = plan.page_size
+    H: tl.constexpr = plan.head_dim
+    if pools.ring_k is not None:
+        page = slot // P
+        ring = (head.pair.to(tl.int64) * plan.ring + page % plan.ring) * P + slot % P
+        here = page > head.newest // P - plan.ring
+        at_k = tl.where(here, away(pools.k, pools.ring_k) + ring * H, at * H)
+        at_v = tl.where(here, away(pools.v, pools.ring_v) + ring * H, at * H)
+    else:
+        at_k, at_v = at * H, at * H
+    if pools.own_first is not None:
+        own = own_first.to(tl.int64) * P + slot
+        at_k = tl.where(own_first >= 0, away(pools.k, pools.own_k) + own * H, at_k)
+        at_v = tl.where(own_first >= 0, away(pools.v, pools.own_v) + own * H, at_v)
+    return at_k, at_v
+
+
+@triton.jit
+def away(base_ptr, ptr):
+    """Return how many elements lie between two arrays, a multiple of 16 bytes.
+
+    Loads stay as wide as within one array, and there is one of them wherever a row lies.
+    """
+    unit: tl.constexpr = 128 // base_ptr.dtype.element_ty.primitive_bitwidth
+    return (ptr.to(tl.int64) - base_ptr.to(tl.int64)) // 16 * unit
