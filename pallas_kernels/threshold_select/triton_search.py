@@ -54,11 +54,11 @@ MOST_PASSES = tl.constexpr(128)
 
 
 class Bracket(NamedTuple):
-    """Holds two thresholds, `lo` of which keeps at least what is wanted, and `hi` less."""
+    """Holds two thresholds, between which the wanted one lies, and what each of them keeps."""
 
-    lo: Any
-    hi: Any
-    at_lo: Any  # how much `lo` keeps
+    lo: Any  # keeps at least what is wanted
+    hi: Any  # keeps less
+    at_lo: Any
     at_hi: Any
 
 
@@ -155,9 +155,8 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
     """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
     Under a budget the second is what the sizes of its ties may add up to, and the third result says
-    where the ties end of which all are kept, if that is known. `bracket` holds the whole row at
-    first, and what is wanted between passes; a guess outside it is merely wasted. `words` is memory
-    for two bitmaps.
+    where the ties end of which all are kept, if that is known. At first the bracket spans the whole
+    row; a guess outside it is merely wasted. `words` is memory for two bitmaps.
     """
     total, highest, end = bracket.at_lo, bracket.hi, row.length
     center = mean + spread * deviations(wanted / tl.maximum(total, SMALLEST))
