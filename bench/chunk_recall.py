@@ -261,7 +261,7 @@ def compared(own: Steady, chosen: Selection, held: LayerCache) -> Steady:
     )
 
 
-def drawn(key: Array, nth: Array, logits: Float32[Array, "B V"]):
+def drawn(key: Array, nth: Array, logits: Float32[Array, "B V"], active: Any):
     """Samples at temperature 1: the greedy text of a small model soon repeats itself."""
     tokens = jax.random.categorical(jax.random.fold_in(key, nth), logits).astype(jnp.int32)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jsparse.cache import LayerCache, PagePool
+from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.dispatch import Backend, check_shapes, check_stats, no_mosaic, run
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
@@ -22,7 +22,7 @@ def _mosaic():
 def _not_mosaic(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, **_: Any
 ) -> str | None:
-    reason = "takes K and V on the device" if isinstance(layer.k, PagePool) else no_mosaic()
+    reason = "takes K and V on the device" if layer.page_pools else no_mosaic()
     head_dim, size = layer.k.shape[-1], layer.page_size
     if reason is None and not (
         q.dtype == layer.k.dtype == layer.v.dtype and q.dtype in (jnp.bfloat16, jnp.float16)

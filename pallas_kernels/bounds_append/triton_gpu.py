@@ -14,7 +14,7 @@ import jax
 import triton
 import triton.language as tl
 
-from jsparse.cache import LayerCache, PagePool
+from jsparse.cache import LayerCache
 from jsparse.model_facts import key_constants
 from jsparse.model_facts.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
@@ -67,8 +67,9 @@ def bounds_append(
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
     # what is touched is new, and so lies on the device
     k, ring = layer.k, 0
-    if isinstance(k, PagePool):
-        k, ring = k.ring, k.ring_pages(layer)
+    if layer.page_pools is not None:
+        pool, _ = layer.page_pools
+        k, ring = pool.ring, pool.ring_pages(layer)
     plan = AppendPlan(
         heads=layer.lengths.shape[1],
         pages=layer.num_pages,

@@ -16,7 +16,7 @@ import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import LayerCache, PagePool
+from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
@@ -189,9 +189,9 @@ def token_sparse_decode(
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
     """Return the pages in the ring of a head, 0 without rings, and where K and V lie."""
-    k, v = layer.k, layer.v
-    if not (isinstance(k, PagePool) and isinstance(v, PagePool)):
-        return 0, Pools(k, v, *(None,) * 5)
+    if layer.page_pools is None:
+        return 0, Pools(*layer.arrays, *(None,) * 5)
+    k, v = layer.page_pools
     first = None if k.resident is None else k.resident_first(layer)
     return k.ring_pages(layer), Pools(k.host, v.host, k.ring, v.ring, k.resident, v.resident, first)
 
