@@ -1,5 +1,6 @@
 """Checks values of hyper-parameters; the checks of `Policy.per_row` have the same form."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -19,3 +20,9 @@ def below_one(name: str, value: Any) -> None:
     """Raise ValueError unless a hyper-parameter is a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: must be a number from 0 to below 1")
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless a hyper-parameter is one of these values, and of its type."""
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        raise ValueError(f"{name}={value!r}: must be one of {list(allowed)}")

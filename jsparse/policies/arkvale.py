@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
@@ -45,8 +45,7 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         rank: "bound" ranks pages by q·c + |q|·r, "centroid" by q·c.
     """
     whole_number("budget", budget, 1)
-    if rank not in get_args(Rank):
-        raise ValueError(f"rank={rank!r}: must be one of {list(get_args(Rank))}")
+    one_of("rank", rank, get_args(Rank))
 
     def init(spec: CacheSpec) -> Balls:
         return Balls(

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.model_facts.key_constants import (
     KEY_CONSTANTS,
     KeyFrame,
@@ -83,8 +83,7 @@ def double_sparsity(
             raise ValueError(f"channels={channels}: must be even, two labels share a byte")
     if calibration is not None and not isinstance(calibration, str):
         raise ValueError(f"calibration={calibration!r}: must be the path of a file")
-    if granularity not in LISTED_AS:
-        raise ValueError(f"granularity={granularity!r}: must be one of {list(LISTED_AS)}")
+    one_of("granularity", granularity, LISTED_AS)
     ranking = None if calibration is None else channel_ranking.load(calibration)
 
     def nothing_yet(spec: CacheSpec) -> Labels:

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import fraction, whole_number
+from jsparse.hyper_parameters import fraction, one_of, whole_number
 from jsparse.policies.eviction import budgets as rules
 from jsparse.policies.eviction.engine import ScoreFn, evicting
 from jsparse.policies.h2o import SUMS, accumulated
@@ -82,10 +82,8 @@ def hard_kv(
     if patience > 254:
         raise ValueError(f"patience={patience}: must be at most 254")
     fraction("p", p)
-    if metric not in get_args(Metric):
-        raise ValueError(f"metric={metric!r}: must be one of {list(get_args(Metric))}")
-    if budgets not in get_args(Budgets):
-        raise ValueError(f"budgets={budgets!r}: must be one of {list(get_args(Budgets))}")
+    one_of("metric", metric, get_args(Metric))
+    one_of("budgets", budgets, get_args(Budgets))
     if not isinstance(merge, bool):
         raise ValueError(f"merge={merge!r}: must be True or False")
     whole_number("window", window, 1)

@@ -39,7 +39,7 @@ from jsparse.cache import (
     read_heads,
     read_slots,
 )
-from jsparse.hyper_parameters import below_one, fraction, whole_number
+from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, Kurtosis, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
@@ -148,21 +148,16 @@ def lfps(
             do, taken literally.
     """
     fraction("budget", budget)
-    if candidates not in get_args(Candidates):
-        raise ValueError(f"candidates={candidates!r}: must be one of {list(get_args(Candidates))}")
+    one_of("candidates", candidates, get_args(Candidates))
     if isinstance(a, bool) or not isinstance(a, int | float) or not 0 < a < math.inf:
         raise ValueError(f"a={a!r}: must be a finite number above 0")
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
         raise ValueError(f"decay={decay!r}: must be a number above 0 and below 1")
     below_one("penalty", penalty)
-    for name, given, allowed in (
-        ("exact", exact, [True, False]),
-        ("bypass", bypass, [True, False, "mean"]),
-        ("floor", floor, [True, False]),
-        ("aligned", aligned, [True, False]),
-    ):
-        if not any(given is value or given == value == "mean" for value in allowed):
-            raise ValueError(f"{name}={given!r}: must be one of {allowed}")
+    one_of("exact", exact, (True, False))
+    one_of("bypass", bypass, (True, False, "mean"))
+    one_of("floor", floor, (True, False))
+    one_of("aligned", aligned, (True, False))
     whole_number("wider", wider, least=1)
     if candidates == "threshold" and not exact:
         raise ValueError("candidates='threshold': must be 'top' where exact=False")

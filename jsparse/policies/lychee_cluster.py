@@ -26,7 +26,7 @@ scale stays.
 from typing import Literal, get_args
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
 from jsparse.policies.clusters.index import Form, Pooling
 from jsparse.policy import Policy
@@ -83,14 +83,10 @@ def lychee_cluster(
         centroid_dtype: "int8" holds centroids in bytes, which nearly halves the index; None in K's
             type.
     """
-    for name, given, allowed in (
-        ("chunks", chunks, [*CLASSES]),
-        ("rank", rank, [*get_args(Rank)]),
-        ("pooling", pooling, [*get_args(Pooling)]),
-        ("centroid_dtype", centroid_dtype, [None, *get_args(CentroidDtype)]),
-    ):
-        if given not in allowed:
-            raise ValueError(f"{name}={given!r}: must be one of {allowed}")
+    one_of("chunks", chunks, CLASSES)
+    one_of("rank", rank, get_args(Rank))
+    one_of("pooling", pooling, get_args(Pooling))
+    one_of("centroid_dtype", centroid_dtype, (None, *get_args(CentroidDtype)))
     if type(levels) is not int or levels not in (1, 2):
         raise ValueError(f"levels={levels!r}: must be 1 or 2")
     for name, flag in (("normalise", normalise), ("exact", exact)):

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.deprecated import renamed_arguments
-from jsparse.hyper_parameters import below_one, fraction, whole_number
+from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import ListedLogits, Stats
 from jsparse.policies import head_gates
@@ -95,9 +95,8 @@ def lychee_decode(
             the heaviest of them. "top_p" and "threshold" pick by their rule, and both are added.
             0 and 0 are the paper's.
     """
-    for name, given, kinds in (("rule", rule, Rule), ("granularity", granularity, Granularity)):
-        if given not in get_args(kinds):
-            raise ValueError(f"{name}={given!r}: must be one of {list(get_args(kinds))}")
+    one_of("rule", rule, get_args(Rule))
+    one_of("granularity", granularity, get_args(Granularity))
     usual, check = RULES[rule]
     number = usual if value is None else value
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView, read_heads
-from jsparse.hyper_parameters import fraction, whole_number
+from jsparse.hyper_parameters import fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
 from jsparse.policy import Policy, State, knob
 from jsparse.selection import Granularity
@@ -30,7 +30,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
     Rows may set a smaller budget; a larger one counts as `budget`.
     """
     whole_number("budget", budget, 1)
-    _check_granularity(granularity)
+    one_of("granularity", granularity, get_args(Granularity))
 
     def select(state: State, layer: int, q, view: StepView):
         held = view.layers[layer]
@@ -54,7 +54,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
     Each query head has its own set, of at least one token or, with granularity="page", one page.
     """
     fraction("p", p)
-    _check_granularity(granularity)
+    one_of("granularity", granularity, get_args(Granularity))
 
     def select(state: State, layer: int, q, view: StepView):
         held = view.layers[layer]
@@ -86,13 +86,6 @@ def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
         logits += read_heads(held.bias, held)[:, :, None]
     seen = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
     return jnp.where(seen[:, :, None], logits, -jnp.inf)
-
-
-def _check_granularity(granularity: str) -> None:
-    if granularity not in get_args(Granularity):
-        raise ValueError(
-            f"granularity={granularity!r}: must be one of {list(get_args(Granularity))}"
-        )
 
 
 def _unit(granularity: Granularity, held: LayerCache) -> int:

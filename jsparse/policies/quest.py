@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -59,12 +59,10 @@ def quest(
             greatest score among them.
     """
     whole_number("budget", budget, 1)
-    if bounds_dtype not in FORMS:
-        raise ValueError(f"bounds_dtype={bounds_dtype!r}: must be one of {list(FORMS)}")
+    one_of("bounds_dtype", bounds_dtype, FORMS)
     if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
         raise ValueError(f"slack={slack!r}: must be a number from 0 to 1")
-    if group not in get_args(Group):
-        raise ValueError(f"group={group!r}: must be one of {list(get_args(Group))}")
+    one_of("group", group, get_args(Group))
 
     framed = bounds_dtype is not None
 

@@ -13,7 +13,7 @@ default: of a longer window, as the paper has it, too little belongs to a questi
 from typing import Literal, get_args
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import whole_number
+from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.window_attention import Over, window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
@@ -55,8 +55,7 @@ def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreF
     whole_number("pool", pool, 1)
     if pool % 2 == 0:
         raise ValueError(f"pool={pool}: must be odd, for a slot to lie in its middle")
-    if pooling not in get_args(Pooling):
-        raise ValueError(f"pooling={pooling!r}: must be one of {list(get_args(Pooling))}")
+    one_of("pooling", pooling, get_args(Pooling))
 
     def score(view: LayerView):
         found = window_attention(view.ring, view.positions, view.held, view.competing, over=over)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_pages
-from jsparse.hyper_parameters import fraction
+from jsparse.hyper_parameters import fraction, one_of
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -69,8 +69,7 @@ def twilight(
     """
     require_policy("base", base)
     fraction("p", p)
-    if prune not in get_args(Prune):
-        raise ValueError(f"prune={prune!r}: must be one of {list(get_args(Prune))}")
+    one_of("prune", prune, get_args(Prune))
     if dense_below != "auto" and (type(dense_below) is not int or dense_below < 0):
         raise ValueError(f"dense_below={dense_below!r}: must be 'auto' or an integer of at least 0")
     require_stays("base", base, "where their 4-bit copies are")
