@@ -39,7 +39,8 @@ from jsparse.cache import LayerCache
 from jsparse.models.checkpoint import load
 from jsparse.pallas_kernels.table_candidates import Kurtosis, table_candidates
 from jsparse.policies.expressions import parse
-from jsparse.policies.lfps import SINKS, WINDOW, Past, wanted
+from jsparse.policies.lfps import WINDOW, Past, wanted
+from jsparse.policies.lfps_variants import SINKS
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, State
 from jsparse.selection import Selection, token_mask

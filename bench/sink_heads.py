@@ -37,7 +37,8 @@ from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.cache import LayerCache, read_heads
 from jsparse.models.checkpoint import load
-from jsparse.policies.lfps import SINKS, bypassed, described, sink_attention, wanted
+from jsparse.policies.lfps import wanted
+from jsparse.policies.lfps_variants import SINKS, bypassed, described, sink_attention
 from jsparse.policies.oracle import attention_logits
 from jsparse.threshold import top_k_mask
 
