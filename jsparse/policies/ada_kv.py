@@ -12,7 +12,7 @@ from math import inf
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import MOST, Bounds, competing_room, joint
-from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.engine import Settings, evicting
 from jsparse.policies.snapkv import Pooling, pooled_attention
 from jsparse.policy import Policy
 
@@ -43,10 +43,11 @@ def ada_kv(
         raise ValueError(f"cap={cap!r}: must be a finite number of at least 1")
     largest = min(int(cap * budget), MOST)
     bounds = Bounds(int(floor * room), largest - window, room)
-    return evicting(
+    settings = Settings(
         pooled_attention(pool, pooling),
         joint(bounds),
         kept=bounds.most,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
         window=window,
     )
+    return evicting(settings)

@@ -15,7 +15,7 @@ from jsparse.builder import builder
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
+from jsparse.policies.eviction.engine import LayerView, Settings, Tracking, evicting
 from jsparse.policy import Policy
 
 
@@ -33,7 +33,7 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
     whole_number("period", period, 1)
     recent = budget // 2
     room = competing_room(budget, recent)
-    return evicting(
+    settings = Settings(
         accumulated,
         uniform(Bounds(0, room, room)),
         kept=room,
@@ -43,6 +43,7 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
         period=period,
         tracking=SUMS,
     )
+    return evicting(settings)
 
 
 def accumulated(view: LayerView) -> Float32[Array, "B K S"]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, one_of, whole_number
 from jsparse.policies.eviction import budgets as rules
-from jsparse.policies.eviction.engine import ScoreFn, evicting
+from jsparse.policies.eviction.engine import ScoreFn, Settings, evicting
 from jsparse.policies.h2o import SUMS, accumulated
 from jsparse.policies.r_kv import IMPORTANCE, important_and_rare
 from jsparse.policies.snapkv import POOL, POOLING, pooled_attention
@@ -109,7 +109,7 @@ def hard_kv(
         "calibrated": rules.calibrated(room, p, logits),
     }
     largest = (budget if budgets == "uniform" else cap) + period * (2 if patience else 1)
-    return evicting(
+    settings = Settings(
         score[metric],
         counts[budgets],
         attention=None if metric == "attention" else score["attention"],
@@ -124,6 +124,7 @@ def hard_kv(
         tracking=SUMS if metric == "h2o" else None,
         calibrates=budgets == "calibrated",
     )
+    return evicting(settings)
 
 
 @functools.cache

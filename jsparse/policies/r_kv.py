@@ -16,7 +16,7 @@ from jsparse.cache import LayerCache, read_heads
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, evicting
+from jsparse.policies.eviction.engine import LayerView, Settings, evicting
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
 
@@ -42,7 +42,7 @@ def r_kv(
     room = competing_room(budget, window)
     whole_number("period", period, 1)
     fraction("importance", importance)
-    return evicting(
+    settings = Settings(
         important_and_rare(importance),
         uniform(Bounds(0, room, room)),
         kept=room,
@@ -50,6 +50,7 @@ def r_kv(
         window=window,
         period=period,
     )
+    return evicting(settings)
 
 
 def important_and_rare(importance: float):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import CountFn, competing_room
-from jsparse.policies.eviction.engine import LayerView, Tracking, evicting
+from jsparse.policies.eviction.engine import LayerView, Settings, Tracking, evicting
 from jsparse.policy import Policy
 
 PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
@@ -44,7 +44,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
     def most(prompt_tokens: int, new_tokens: int) -> int:
         return prompt_tokens + min(new_tokens, budget + period)
 
-    return evicting(
+    settings = Settings(
         last_used,
         _prompt_and(room),
         most=most,
@@ -52,6 +52,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
         period=period,
         tracking=Tracking(_begin, stamped),
     )
+    return evicting(settings)
 
 
 def last_used(view: LayerView) -> Float32[Array, "B K S"]:

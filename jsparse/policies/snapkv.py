@@ -16,7 +16,7 @@ from jsparse.builder import builder
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.window_attention import Over, window_attention
 from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, ScoreFn, evicting
+from jsparse.policies.eviction.engine import LayerView, ScoreFn, Settings, evicting
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
 
@@ -38,13 +38,14 @@ def snapkv(
     """
     whole_number("window", window, 1)
     room = competing_room(budget, window)
-    return evicting(
+    settings = Settings(
         pooled_attention(pool, pooling),
         uniform(Bounds(0, room, room)),
         kept=room,
         most=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
         window=window,
     )
+    return evicting(settings)
 
 
 def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreFn:

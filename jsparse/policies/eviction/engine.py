@@ -9,6 +9,7 @@ The merged slot stands for all that a head ever dropped (`merging`). The token t
 first is the first to be merged: of itself alone, that changes nothing.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -96,31 +97,16 @@ class Tracking(NamedTuple):
     step: TrackFn
 
 
-def evicting(
-    score: ScoreFn,
-    count: CountFn,
-    *,
-    attention: ScoreFn | None = None,
-    most: MostFn,
-    window: int,
-    kept: int = MOST,
-    sink: int = 0,
-    recent: int | None = None,
-    period: int = 0,
-    merge: bool = False,
-    patience: int = 0,
-    tracking: Tracking | None = None,
-    calibrates: bool = False,
-) -> Policy:
-    """Build a policy that drops what scores least and attends to all that is left.
+class Settings(NamedTuple):
+    """Holds what the methods differ in.
 
-    Args:
+    Attributes:
         score: scores slots.
-        count: says how many competing slots each head keeps.
-        attention: what `count` may look at as the window's attention; None if scores are that.
+        rule: says how many competing slots each head keeps.
         most: the slots that a head can come to hold, as in Policy.
         window: W, the number of newest queries that are kept for `score`.
-        kept: the most that `count` returns.
+        attention: what `rule` may look at as the window's attention; None if scores are that.
+        kept: the most that `rule` returns.
         sink: the number of protected slots at the front, the merged one not counted.
         recent: the number of protected newest slots; None is W.
         period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
@@ -128,117 +114,161 @@ def evicting(
         patience: the compressions for which the `period` best losers of a head wait: they are not
             read, but can be taken in again.
         tracking: how numbers per slot are kept up to date; None if there are none.
-        calibrates: whether `count` keeps temperatures.
+        calibrates: whether `rule` keeps temperatures.
     """
-    first, newest = sink + merge, window if recent is None else recent
 
-    def init(spec: CacheSpec) -> State:
-        heads = spec.batch, spec.num_kv_heads
-        slots = *heads, spec.capacity
-        queries = spec.batch, window, spec.num_heads, spec.head_dim
+    score: ScoreFn
+    rule: CountFn
+    most: MostFn
+    window: int
+    attention: ScoreFn | None = None
+    kept: int = MOST
+    sink: int = 0
+    recent: int | None = None
+    period: int = 0
+    merge: bool = False
+    patience: int = 0
+    tracking: Tracking | None = None
+    calibrates: bool = False
 
-        def entry() -> Evicting:
-            return Evicting(
-                jnp.zeros(queries, spec.dtype),
-                jnp.zeros(slots, jnp.float32) if tracking else None,
-                jnp.zeros(heads, jnp.float32) if calibrates else None,
-                jnp.zeros(slots, jnp.uint8) if patience else None,
-            )
+    @property
+    def first(self) -> int:
+        """The number of protected slots at the front."""
+        return self.sink + self.merge
 
-        return tuple(entry() for _ in range(spec.num_layers))
+    @property
+    def newest(self) -> int:
+        """The number of protected newest slots."""
+        return self.window if self.recent is None else self.recent
 
-    def prefill(state: State, layer: int, view: PrefillView) -> State:
-        if not view.last:
-            return state
-        held = view.step.layers[layer]
-        positions = held.lengths[:, 0]
-        entry = jax.tree.map(jnp.zeros_like, state[layer])
-        ring = as_ring(view.q_window, positions).astype(entry.ring.dtype)
-        entry = entry._replace(ring=ring)
-        if tracking:
-            seen = LayerView(held, competing_in(held), entry.ring, positions, entry.tracked)
-            entry = entry._replace(tracked=tracking.begin(seen))
-        return at_layer(state, layer, entry)
 
-    def select(state: State, layer: int, q: Queries, view: StepView):
-        held, entry = view.layers[layer], state[layer]
-        if period:
-            row, at = jnp.arange(q.shape[0]), view.positions % window
-            ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
-            state = at_layer(state, layer, entry._replace(ring=ring))
-        return _not_waiting(held, entry.missed), None, state
-
-    def update(state: State, layer: int, stats, view: StepView) -> State:
-        if tracking is None:
-            return state
-        shares = jnp.exp(stats.scores - stats.lse[..., None])
-        lengths = view.layers[layer].lengths
-        moved = tracking.step(state[layer].tracked, shares, lengths, view.positions)
-        return at_layer(state, layer, state[layer]._replace(tracked=moved))
-
-    def competing_in(held: LayerCache) -> Bool[Array, "B K S"]:
-        slots = jnp.arange(held.capacity, dtype=jnp.int32)
-        return (slots >= first) & (slots < held.lengths[..., None] - newest)
-
-    def compress(entry: Evicting, held: LayerCache, positions: Rows) -> tuple[Evicting, LayerCache]:
-        competing = competing_in(held)
-        view = LayerView(held, competing, entry.ring, positions, entry.tracked)
-        scores = score(view)
-
-        def attended() -> Float32[Array, "B K S"]:
-            return attention(view) if attention else scores
-
-        wanted, temperatures = count(scores, competing, entry.temperatures, attended)
-        scores = jnp.where(competing, scores, -jnp.inf)
-        chosen, missed = best(scores, wanted, kept), entry.missed
-        if missed is not None:
-            lost = ~_marked(chosen, held) & (missed < patience)
-            waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
-            missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
-            chosen = union(chosen, waiting, held.capacity)
-        keep = _between(chosen, competing, held, first, newest)
-        if merge:
-            dropped = competing & ~_marked(chosen, held)
-            query = mean_query(entry.ring, positions, held.lengths.shape[1])
-            compacted = _merging(held, keep, dropped, query, sink)
-        else:
-            compacted = compact_pages(held, keep)
-        tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
-        return Evicting(entry.ring, tracked, temperatures, missed), compacted
-
-    def maintain(state: State, view: StepView) -> tuple[State, KVCache]:
-        cache = view.cache
-        for layer, entry in enumerate(state):
-            entry, held = compress(entry, cache.layers[layer], cache.positions)
-            state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
-        return state, cache
-
-    compress_alone = jax.jit(compress, donate_argnums=(0, 1))
-
-    def after_prompt(state: State, view: StepView, slots: int) -> tuple[State, KVCache]:
-        cache = view.cache
-        # layer by layer, so that no more than one layer is ever there twice
-        for layer, entry in enumerate(state):
-            entry, held = compress_alone(entry, cache.layers[layer], cache.positions)
-            held = cut_pages(held, -(-slots // held.page_size))
-            entry = entry._replace(
-                tracked=None if entry.tracked is None else entry.tracked[..., : held.capacity],
-                missed=None if entry.missed is None else entry.missed[..., : held.capacity],
-            )
-            state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
-        return state, cache
-
+def evicting(settings: Settings) -> Policy:
+    """Build a policy that drops what scores least and attends to all that is left."""
     return Policy(
-        select,
-        init=init,
-        prefill=prefill,
-        update=update,
-        services=Services(maintain, period),
-        eviction=Eviction(after_prompt, most),
-        stats=lambda layer: "token_logits" if tracking else None,
-        window=window,
-        needs=("bias",) if merge else (),
+        partial(select, settings),
+        init=partial(init, settings),
+        prefill=partial(prefill, settings),
+        update=partial(update, settings),
+        services=Services(partial(maintain, settings), settings.period),
+        eviction=Eviction(partial(after_prompt, settings), settings.most),
+        stats=lambda layer: "token_logits" if settings.tracking else None,
+        window=settings.window,
+        needs=("bias",) if settings.merge else (),
     )
+
+
+def init(settings: Settings, spec: CacheSpec) -> State:
+    """Return, for each layer, queries and numbers of 0."""
+    heads = spec.batch, spec.num_kv_heads
+    slots = *heads, spec.capacity
+    queries = spec.batch, settings.window, spec.num_heads, spec.head_dim
+    return tuple(
+        Evicting(
+            jnp.zeros(queries, spec.dtype),
+            jnp.zeros(slots, jnp.float32) if settings.tracking else None,
+            jnp.zeros(heads, jnp.float32) if settings.calibrates else None,
+            jnp.zeros(slots, jnp.uint8) if settings.patience else None,
+        )
+        for _ in range(spec.num_layers)
+    )
+
+
+def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
+    """Keep the prompt's last queries, and begin to track."""
+    if not view.last:
+        return state
+    held = view.step.layers[layer]
+    positions = held.lengths[:, 0]
+    entry = jax.tree.map(jnp.zeros_like, state[layer])
+    entry = entry._replace(ring=as_ring(view.q_window, positions).astype(entry.ring.dtype))
+    if settings.tracking:
+        seen = LayerView(held, competing_in(settings, held), entry.ring, positions, entry.tracked)
+        entry = entry._replace(tracked=settings.tracking.begin(seen))
+    return at_layer(state, layer, entry)
+
+
+def after_prompt(
+    settings: Settings, state: State, view: StepView, slots: int
+) -> tuple[State, KVCache]:
+    """Compress the prompt, and leave each head room for `slots` slots."""
+    cache = view.cache
+    # layer by layer, so that no more than one layer is ever there twice
+    for layer, entry in enumerate(state):
+        entry, held = compress_alone(settings, entry, cache.layers[layer], cache.positions)
+        held = cut_pages(held, -(-slots // held.page_size))
+        numbers = entry.tracked, entry.missed
+        tracked, missed = (x if x is None else x[..., : held.capacity] for x in numbers)
+        entry = entry._replace(tracked=tracked, missed=missed)
+        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+    return state, cache
+
+
+def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
+    """Attend to all that is held and does not wait; keep the query for the next compression."""
+    held, entry = view.layers[layer], state[layer]
+    if settings.period:
+        row, at = jnp.arange(q.shape[0]), view.positions % settings.window
+        ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
+        state = at_layer(state, layer, entry._replace(ring=ring))
+    return _not_waiting(held, entry.missed), None, state
+
+
+def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
+    """Bring the tracked numbers up to date."""
+    if settings.tracking is None:
+        return state
+    shares = jnp.exp(stats.scores - stats.lse[..., None])
+    lengths = view.layers[layer].lengths
+    moved = settings.tracking.step(state[layer].tracked, shares, lengths, view.positions)
+    return at_layer(state, layer, state[layer]._replace(tracked=moved))
+
+
+def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, KVCache]:
+    """Compress every layer."""
+    cache = view.cache
+    for layer, entry in enumerate(state):
+        entry, held = compress(settings, entry, cache.layers[layer], cache.positions)
+        state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, held)
+    return state, cache
+
+
+def compress(
+    settings: Settings, entry: Evicting, held: LayerCache, positions: Rows
+) -> tuple[Evicting, LayerCache]:
+    """Drop the slots of a layer that score least, and move the rest up."""
+    competing = competing_in(settings, held)
+    view = LayerView(held, competing, entry.ring, positions, entry.tracked)
+    scores = settings.score(view)
+
+    def attended() -> Float32[Array, "B K S"]:
+        return settings.attention(view) if settings.attention else scores
+
+    wanted, temperatures = settings.rule(scores, competing, entry.temperatures, attended)
+    scores = jnp.where(competing, scores, -jnp.inf)
+    chosen, missed = best(scores, wanted, settings.kept), entry.missed
+    if missed is not None:
+        lost, period = ~_marked(chosen, held) & (missed < settings.patience), settings.period
+        waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
+        missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
+        chosen = union(chosen, waiting, held.capacity)
+    keep = _between(chosen, competing, held, settings.first, settings.newest)
+    if settings.merge:
+        dropped = competing & ~_marked(chosen, held)
+        query = mean_query(entry.ring, positions, held.lengths.shape[1])
+        compacted = _merging(held, keep, dropped, query, settings.sink)
+    else:
+        compacted = compact_pages(held, keep)
+    tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
+    return Evicting(entry.ring, tracked, temperatures, missed), compacted
+
+
+compress_alone = jax.jit(compress, static_argnums=0, donate_argnums=(1, 2))
+
+
+def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
+    """Mark the slots that compete: neither the first, which are protected, nor the newest."""
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
 
 
 def best(scores: Float32[Array, "B K S"], wanted: Lengths, most: int) -> Selection:
