@@ -17,17 +17,18 @@ pool of work units over all heads of the batch needs no contiguous heads.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Bool
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.deprecated import renamed_arguments
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
-from jsparse.partials import ListedLogits, Stats
+from jsparse.partials import StatsKind
 from jsparse.policies import head_gates
 from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services, State, knob
@@ -41,6 +42,27 @@ RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
     "threshold": (1e-3, below_one),
     "ratio": (0.5, below_one),
 }
+
+
+class Settings(NamedTuple):
+    """Holds the hyper-parameters.
+
+    Attributes:
+        retrieval: the mask of retrieval heads.
+        gates, value, rule, granularity, sink, recent: those of `lychee_decode`.
+    """
+
+    retrieval: Bool[np.ndarray, "L K"]
+    gates: Any
+    value: int | float
+    rule: Rule
+    granularity: Granularity
+    sink: int
+    recent: int
+
+    def unit(self, page_size: int) -> int:
+        """Return the tokens of a unit that is picked."""
+        return page_size if self.granularity == "page" else 1
 
 
 def _check_old_names(given: Mapping[str, Any]) -> None:
@@ -97,16 +119,8 @@ def lychee_decode(
     """
     one_of("rule", rule, get_args(Rule))
     one_of("granularity", granularity, get_args(Granularity))
-    usual, check = RULES[rule]
-    number = usual if value is None else value
-
-    def check_value(name: str, value: Any) -> None:
-        try:
-            check(name, value)
-        except ValueError as error:
-            raise ValueError(f"{error} where rule={rule!r}") from None
-
-    check_value("value", number)
+    number = RULES[rule][0] if value is None else value
+    check_value(rule, "value", number)
     for name, count in (("correct_every", correct_every), ("sink", sink), ("recent", recent)):
         whole_number(name, count, 0)
     retrieval = head_gates.retrieval_heads(gates)
@@ -115,78 +129,80 @@ def lychee_decode(
             f"gates={gates!r}: all heads of layer 0 must be retrieval heads, nothing is picked "
             "before them"
         )
-
-    def size(page_size: int) -> int:
-        return page_size if granularity == "page" else 1
-
-    def capacity(units: int, page_size: int) -> int:
-        most = {
-            "top_k": int(number) // size(page_size),
-            "ratio": -int(-(1 - number) * units // 1),
-        }.get(rule, units)
-        return min(max(most, 1), units)
-
-    def cut(held: LayerCache, number):
-        match rule:
-            case "top_k":
-                return TopK(max(int(number) // size(held.page_size), 1))
-            case "top_p":
-                return TopP(number)
-            case "threshold":
-                return Threshold(number)
-        # rounding may put a whole number of units a little above itself; ceil must not round it up
-        return TopK(
-            jnp.ceil((1 - number) * (1 - 1e-6) * held.lengths / size(held.page_size)).astype(
-                jnp.int32
-            )
-        )
-
-    def init(spec: CacheSpec) -> State:
-        head_gates.require_fit(retrieval, gates, spec)
-        heads, units = (spec.batch, spec.num_kv_heads), spec.capacity // size(spec.page_size)
-        return jnp.zeros((*heads, capacity(units, spec.page_size)), jnp.int32), jnp.zeros(
-            heads, jnp.int32
-        )
-
-    def attended(state: State, layer: int, q: Array, view: StepView):
-        ids, count = state
-        dense = head_gates.of_rows(retrieval[layer], len(count)) if retrieval[layer].any() else None
-        return Selection(ids, count, dense=dense, granularity=granularity), None, state
-
-    def picks(layer: int) -> bool:
-        """Return whether a set that this layer picks is used in the next."""
-        return layer + 1 < len(retrieval) and bool((retrieval[layer] & ~retrieval[layer + 1]).any())
-
-    def update(
-        state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView
-    ) -> State:
-        if stats is None:
-            return state
-        assert isinstance(stats, Stats)
-        ids, count = state
-        held = view.layers[layer]
-        picked = pick(
-            stats.scores,
-            cut(held, knob(view, "value", number)),
-            held.lengths,
-            sink=sink,
-            recent=recent,
-            capacity=ids.shape[-1],
-            granularity=granularity,
-            unit=size(held.page_size),
-        )
-        here = head_gates.of_rows(retrieval[layer], len(count))
-        return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)
-
-    def stats(layer: int):
-        return ("page_mass" if granularity == "page" else "token_logits") if picks(layer) else None
-
+    settings = Settings(retrieval, gates, number, rule, granularity, sink, recent)
     return Policy(
-        attended,
-        init=init,
-        update=update,
-        stats=stats,
+        partial(select, settings),
+        init=partial(init, settings),
+        update=partial(update, settings),
+        stats=partial(stats, settings),
         services=Services(correct_every=correct_every),
         shares="pages",
-        per_row={"value": check_value} if rule in ("top_p", "threshold") else {},
+        per_row={"value": partial(check_value, rule)} if rule in ("top_p", "threshold") else {},
     )
+
+
+def check_value(rule: Rule, name: str, value: Any) -> None:
+    """Raise ValueError unless a rule can take this value."""
+    try:
+        RULES[rule][1](name, value)
+    except ValueError as error:
+        raise ValueError(f"{error} where rule={rule!r}") from None
+
+
+def init(settings: Settings, spec: CacheSpec) -> State:
+    """Return empty sets S, ids [B, K, C] and count [B, K]; C is the most units that are picked."""
+    head_gates.require_fit(settings.retrieval, settings.gates, spec)
+    heads, unit = (spec.batch, spec.num_kv_heads), settings.unit(spec.page_size)
+    units, value = spec.capacity // unit, settings.value
+    numbers = {"top_k": int(value) // unit, "ratio": -int(-(1 - value) * units // 1)}
+    most = min(max(numbers.get(settings.rule, units), 1), units)
+    return jnp.zeros((*heads, most), jnp.int32), jnp.zeros(heads, jnp.int32)
+
+
+def select(settings: Settings, state: State, layer: int, q: Array, view: StepView):
+    """Attend to everything in retrieval heads, to S(l, h) in the others."""
+    ids, count = state
+    here = settings.retrieval[layer]
+    dense = head_gates.of_rows(here, len(count)) if here.any() else None
+    return Selection(ids, count, dense=dense, granularity=settings.granularity), None, state
+
+
+def stats(settings: Settings, layer: int) -> StatsKind | None:
+    """Ask for the mean query's weights where a set that is picked is used in the next layer."""
+    here, behind = settings.retrieval[layer], settings.retrieval[layer + 1 :]
+    if len(behind) == 0 or not (here & ~behind[0]).any():
+        return None
+    return "page_mass" if settings.granularity == "page" else "token_logits"
+
+
+def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
+    """Set S(l+1, h) to what a retrieval head weighs most, to S(l, h) in the others."""
+    if stats is None:
+        return state
+    (ids, count), held = state, view.layers[layer]
+    picked = pick(
+        stats.scores,
+        rule_of(settings, held, knob(view, "value", settings.value)),
+        held.lengths,
+        sink=settings.sink,
+        recent=settings.recent,
+        capacity=ids.shape[-1],
+        granularity=settings.granularity,
+        unit=settings.unit(held.page_size),
+    )
+    here = head_gates.of_rows(settings.retrieval[layer], len(count))
+    return jnp.where(here[..., None], picked.ids, ids), jnp.where(here, picked.count, count)
+
+
+def rule_of(settings: Settings, held: LayerCache, value: Any) -> TopK | TopP | Threshold:
+    """Return the rule that picks units of a layer; `value` is a number, or one per row and head."""
+    unit = settings.unit(held.page_size)
+    match settings.rule:
+        case "top_k":
+            return TopK(max(int(value) // unit, 1))
+        case "top_p":
+            return TopP(value)
+        case "threshold":
+            return Threshold(value)
+    # rounding may put a whole number of units a little above itself; ceil must not round it up
+    return TopK(jnp.ceil((1 - value) * (1 - 1e-6) * held.lengths / unit).astype(jnp.int32))
