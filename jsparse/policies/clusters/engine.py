@@ -10,6 +10,7 @@ cut into chunks, which join the clusters. Chunks are the same for all layers and
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -62,6 +63,11 @@ class Settings(NamedTuple):
         return self.form.longest
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """Return the fewest and the most tokens of a chunk, as `cut` takes them."""
+        return {"least": self.shortest, "most": self.longest}
+
+    @property
     def most_open(self) -> int:
         """Return the most tokens that are ever open."""
         return self.recent + self.longest - 1 + self.period
@@ -110,107 +116,121 @@ class Index(NamedTuple):
 
 def cluster_policy(settings: Settings) -> Policy:
     """Build the policy that these settings describe."""
-    form, lengths = settings.form, {"least": settings.shortest, "most": settings.longest}
-    narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
-
-    def init(spec: CacheSpec) -> Index:
-        chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
-        starts = jnp.full((spec.batch, chunks + 1), min(settings.sink, spec.capacity), jnp.int32)
-        return Index(
-            jnp.zeros(slots, jnp.uint8) if settings.classes else None,
-            Chunks(starts, jnp.zeros(spec.batch, jnp.int32)),
-            tuple(empty(spec, chunks, form) for _ in range(spec.num_layers)),
-        )
-
-    def marked(state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView) -> Index:
-        """Note what new tokens say of the boundaries around them."""
-        if state.marks is None or settings.classes is None:
-            return state
-        assert view.constants is not None
-        new = marks(view.constants[settings.classes], tokens)
-        nth = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        at = jnp.where(nth < valid[:, None], first[:, None] + nth, state.marks.shape[1])
-        row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-        return state._replace(marks=state.marks.at[row, at].set(new, mode="drop"))
-
-    def classes(state: Index) -> UInt8[Array, "B S"] | None:
-        return None if state.marks is None else boundaries(state.marks)
-
-    def prefill(state: Index, layer: int, view: PrefillView) -> Index:
-        held = view.step.layers[layer]
-        if layer == 0:
-            length = held.lengths[:, 0]
-            state = marked(state, view.tokens, length - view.valid, view.valid, view.step)
-            if view.last:
-                most = state.chunks.starts.shape[1] - 1
-                ends = length - settings.recent
-                at = min(settings.sink, held.capacity)
-                chunks = cut(classes(state), at, ends, capacity=most, **lengths)
-                state = state._replace(chunks=chunks)
-        if not view.last:
-            return state
-        made = build(held, state.chunks, form)
-        return state._replace(layers=at_layer(state.layers, layer, made))
-
-    def append(state: Index, layer: int, k, v, tokens, positions, view: StepView) -> Index:
-        if layer:
-            return state
-        valid = taking_part(view, tokens.shape[1])
-        return marked(state, tokens, positions[:, 0], valid, view)
-
-    def select(state: Index, layer: int, q: Queries, view: StepView):
-        # all layers hold the same tokens: what follows from the first's is computed once per step
-        held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
-        budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
-        count = jnp.broadcast_to(chunks.count[:, None], held.shape)
-
-        def best_chunks(scores: Array, budget: int) -> Selection:
-            scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
-            there = jnp.arange(scores.shape[-1]) < count[..., None]
-            sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
-            return threshold_select(
-                jnp.where(there, scores, -jnp.inf)[:, :, None],
-                Budget(budget - outside(chunks, held), sizes),
-                capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
-                weights="raw",
-            )
-
-        def worst(scores: Array) -> Array:
-            """Return at most the score of the first chunk that the budget has no room for.
-
-            There is one among the scores, since more tokens than the budget are looked at.
-            """
-            chosen = best_chunks(scores, budget + settings.longest)
-            cluster = jnp.take_along_axis(fine.of_point, chosen.ids, axis=-1)
-            scores = jnp.take_along_axis(scores, cluster, axis=-1)
-            there = jnp.arange(scores.shape[-1]) < chosen.count[..., None]
-            return jnp.min(jnp.where(there, scores, jnp.inf), axis=-1)
-
-        number, looked = num_clusters(count, form), worst if settings.exact else None
-        scores = cluster_scores(index, q, number, WIDER * budget, looked)
-        chosen = best_chunks(scores, budget)
-        tokens = runs_to_tokens(
-            chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget
-        )
-        return replace(tokens, dense=held <= budget), None, state
-
-    def maintain(state: Index, view: StepView) -> tuple[Index, KVCache]:
-        before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
-        most_new = settings.most_new
-        chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **lengths)
-        layers = join(state.layers, view.layers, before, chunks, most_new, form)
-        return state._replace(chunks=chunks, layers=layers), view.cache
-
     return Policy(
-        select,
-        init=init,
-        prefill=prefill,
-        append=append,
-        services=Services(maintain, settings.period),
+        partial(select, settings),
+        init=partial(init, settings),
+        prefill=partial(prefill, settings),
+        append=partial(append, settings),
+        services=Services(partial(maintain, settings), settings.period),
         needs=() if settings.classes is None else (settings.classes,),
         shares="keys",
         reads=settings.most_open + 1,
     )
+
+
+def init(settings: Settings, spec: CacheSpec) -> Index:
+    """Return an index of no chunks."""
+    chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
+    starts = jnp.full((spec.batch, chunks + 1), min(settings.sink, spec.capacity), jnp.int32)
+    return Index(
+        jnp.zeros(slots, jnp.uint8) if settings.classes else None,
+        Chunks(starts, jnp.zeros(spec.batch, jnp.int32)),
+        tuple(empty(spec, chunks, settings.form) for _ in range(spec.num_layers)),
+    )
+
+
+def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> Index:
+    """Note boundaries; when the prompt ends, cut it into chunks and cluster each layer's keys."""
+    held = view.step.layers[layer]
+    if layer == 0:
+        length = held.lengths[:, 0]
+        first = length - view.valid
+        state = marked(settings, state, view.tokens, first, view.valid, view.step)
+        if view.last:
+            most = state.chunks.starts.shape[1] - 1
+            ends = length - settings.recent
+            at = min(settings.sink, held.capacity)
+            chunks = cut(classes(state), at, ends, capacity=most, **settings.lengths)
+            state = state._replace(chunks=chunks)
+    if not view.last:
+        return state
+    made = build(held, state.chunks, settings.form)
+    return state._replace(layers=at_layer(state.layers, layer, made))
+
+
+def append(
+    settings: Settings, state: Index, layer: int, k, v, tokens, positions, view: StepView
+) -> Index:
+    """Note boundaries."""
+    if layer:
+        return state
+    valid = taking_part(view, tokens.shape[1])
+    return marked(settings, state, tokens, positions[:, 0], valid, view)
+
+
+def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
+    """List sinks, what is open and, as far as the budget reaches, chunks of the best clusters."""
+    # all layers hold the same tokens: what follows from the first's is computed once per step
+    held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
+    budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
+    count = jnp.broadcast_to(chunks.count[:, None], held.shape)
+    narrow = np.min_scalar_type(settings.longest)  # bytes, which choosing reads faster
+
+    def best_chunks(scores: Array, budget: int) -> Selection:
+        scores = jnp.take_along_axis(scores, fine.of_point, axis=-1, mode="clip")
+        there = jnp.arange(scores.shape[-1]) < count[..., None]
+        sizes = jnp.diff(chunks.starts)[:, None].astype(narrow)
+        return threshold_select(
+            jnp.where(there, scores, -jnp.inf)[:, :, None],
+            Budget(budget - outside(chunks, held), sizes),
+            capacity=max(min(budget // settings.shortest, scores.shape[-1]), 1),
+            weights="raw",
+        )
+
+    def worst(scores: Array) -> Array:
+        """Return at most the score of the first chunk that the budget has no room for.
+
+        There is one among the scores, since more tokens than the budget are looked at.
+        """
+        chosen = best_chunks(scores, budget + settings.longest)
+        cluster = jnp.take_along_axis(fine.of_point, chosen.ids, axis=-1)
+        scores = jnp.take_along_axis(scores, cluster, axis=-1)
+        there = jnp.arange(scores.shape[-1]) < chosen.count[..., None]
+        return jnp.min(jnp.where(there, scores, jnp.inf), axis=-1)
+
+    number, looked = num_clusters(count, settings.form), worst if settings.exact else None
+    scores = cluster_scores(index, q, number, WIDER * budget, looked)
+    chosen = best_chunks(scores, budget)
+    tokens = runs_to_tokens(chosen.ids, chosen.count, chunks.starts[:, None], held, capacity=budget)
+    return replace(tokens, dense=held <= budget), None, state
+
+
+def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, KVCache]:
+    """Cut the oldest open tokens into chunks, which join the clusters of each layer."""
+    before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
+    most_new = settings.most_new
+    chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **settings.lengths)
+    layers = join(state.layers, view.layers, before, chunks, most_new, settings.form)
+    return state._replace(chunks=chunks, layers=layers), view.cache
+
+
+def marked(
+    settings: Settings, state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView
+) -> Index:
+    """Note what new tokens say of the boundaries around them."""
+    if state.marks is None or settings.classes is None:
+        return state
+    assert view.constants is not None
+    new = marks(view.constants[settings.classes], tokens)
+    nth = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    at = jnp.where(nth < valid[:, None], first[:, None] + nth, state.marks.shape[1])
+    row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    return state._replace(marks=state.marks.at[row, at].set(new, mode="drop"))
+
+
+def classes(state: Index) -> UInt8[Array, "B S"] | None:
+    """Return the class of the boundary behind each token; None where chunks are of one length."""
+    return None if state.marks is None else boundaries(state.marks)
 
 
 def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
