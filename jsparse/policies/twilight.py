@@ -14,7 +14,8 @@ the base listed: its newest token, attended in any case, counts if it was listed
 """
 
 from dataclasses import replace
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_pages
 from jsparse.hyper_parameters import fraction, one_of
-from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
+from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at
 from jsparse.pallas_kernels import int4_keys
 from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -32,7 +33,7 @@ from jsparse.policies.combinators import Paired, with_state
 from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import Policy, knob, without_knob
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
-from jsparse.shapes import Bits, Ids
+from jsparse.shapes import Bits, Ids, Queries
 
 Prune = Literal["page_mass", "bits", "token"]
 # By device: bytes of a layer's K and V, all rows together, at which dense attention takes as long
@@ -40,6 +41,15 @@ Prune = Literal["page_mass", "bits", "token"]
 # Of 8 KV heads, 128 channels and 16 bits these are 36,600 and 58,600 tokens. Other devices take the
 # last.
 BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 150e6, "NVIDIA H200": 240e6}
+
+
+class Settings(NamedTuple):
+    """Holds the hyper-parameters, those of `twilight`."""
+
+    base: Policy
+    p: float
+    prune: Prune
+    dense_below: int | Literal["auto"]
 
 
 @builder
@@ -78,59 +88,73 @@ def twilight(
             f"prune={prune!r}: must be 'token' over {base}, which learns from the tokens that are "
             "attended to"
         )
-
-    def empty_copy(spec: CacheSpec) -> Int4Keys:
-        if prune == "bits" and spec.page_size > MAX_BITS_PAGE:
-            raise ValueError(
-                f"prune={prune!r}: pages must have at most {MAX_BITS_PAGE} tokens, not "
-                f"{spec.page_size}"
-            )
-        return int4_keys.init(spec)
-
-    keys = framed_sidecar(empty_copy, int4_append)
-
-    def select(state: Paired, layer: int, q, view: StepView):
-        chosen, summary, of_base = base.select(state.base, layer, q, without_knob(view, "p"))
-        if summary is not None:
-            raise ValueError(f"base={base}: must not summarise tokens that it does not select")
-        if chosen.ids.shape[-1] > 0:
-            copy, frame = state.own[layer], frame_at(view, layer)
-            chosen = pruned(q, view.layers[layer], copy, frame, chosen, knob(view, "p", p))
-        return chosen, None, state._replace(base=of_base)
-
-    def pruned(
-        q, held: LayerCache, copy: Int4Keys, frame: KeyFrame, chosen: Selection, mass
-    ) -> Selection:
-        pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
-        logits = int4_scores(q, held, copy, pages, frame=frame).reshape(
-            *held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size
-        )
-        if held.bias is not None:
-            logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
-        size = None if prune == "token" else held.page_size
-        # pages that are kept whole keep the base's bits
-        bits = pages.bits if prune == "page_mass" else None
-        kept = threshold_select(
-            logits,
-            TopP(mass),
-            capacity=logits.shape[-1] // (size or 1),
-            granularity=prune,
-            page_size=size,
-            names=pages.ids if bits is None else None,
-        )
-        if bits is not None:
-            kept = within(kept, pages.ids, bits)
-        return replace(kept, dense=pages.dense)
-
-    def shortest(held: LayerCache) -> int:
-        own = break_even(held) if dense_below == "auto" else dense_below
-        return max(own, base.dense_below(held))
-
-    kept = with_state(base, **keys._asdict(), select=select, shares="pages", needs=KEY_CONSTANTS)
+    settings = Settings(base, p, prune, dense_below)
+    keys = framed_sidecar(partial(empty_copy, settings), int4_append)
+    pruning = partial(select, settings)
+    kept = with_state(base, **keys._asdict(), select=pruning, shares="pages", needs=KEY_CONSTANTS)
     return kept._replace(
-        dense_below=base.dense_below if dense_below == 0 else shortest,
+        dense_below=base.dense_below if dense_below == 0 else partial(shortest, settings),
         per_row={**base.per_row, "p": fraction},  # a row's p is this one, never the base's
     )
+
+
+def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
+    """Return a layer's 4-bit copy of no keys."""
+    if settings.prune == "bits" and spec.page_size > MAX_BITS_PAGE:
+        raise ValueError(
+            f"prune='bits': pages must have at most {MAX_BITS_PAGE} tokens, not {spec.page_size}"
+        )
+    return int4_keys.init(spec)
+
+
+def select(settings: Settings, state: Paired, layer: int, q: Queries, view: StepView):
+    """Prune what the base selects."""
+    chosen, summary, of_base = settings.base.select(state.base, layer, q, without_knob(view, "p"))
+    if summary is not None:
+        raise ValueError(f"base={settings.base}: must not summarise tokens that it does not select")
+    if chosen.ids.shape[-1] > 0:
+        chosen = pruned(settings, chosen, state.own[layer], layer, q, view)
+    return chosen, None, state._replace(base=of_base)
+
+
+def pruned(
+    settings: Settings, chosen: Selection, copy: Int4Keys, layer: int, q: Queries, view: StepView
+) -> Selection:
+    """Keep the least of what is chosen that carries p of its estimated mass in each query head."""
+    held, frame, prune = view.layers[layer], frame_at(view, layer), settings.prune
+    mass = knob(view, "p", settings.p)
+    pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
+    logits = int4_scores(q, held, copy, pages, frame=frame)
+    logits = logits.reshape(*held.lengths.shape, -1, pages.ids.shape[-1] * held.page_size)
+    if held.bias is not None:
+        logits += read_pages(held.bias, held, pages.ids).reshape(*held.lengths.shape, 1, -1)
+    size = None if prune == "token" else held.page_size
+    # pages that are kept whole keep the base's bits
+    bits = pages.bits if prune == "page_mass" else None
+    kept = threshold_select(
+        logits,
+        TopP(mass),
+        capacity=logits.shape[-1] // (size or 1),
+        granularity=prune,
+        page_size=size,
+        names=pages.ids if bits is None else None,
+    )
+    if bits is not None:
+        kept = within(kept, pages.ids, bits)
+    return replace(kept, dense=pages.dense)
+
+
+def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
+    """Replace the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
+    valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
+    ids, bits = (jnp.where(valid, jnp.take_along_axis(x, kept.ids, 2), 0) for x in (ids, bits))
+    return replace(kept, ids=ids, bits=bits)
+
+
+def shortest(settings: Settings, held: LayerCache) -> int:
+    """Return the tokens below which a row is dense."""
+    own = break_even(held) if settings.dense_below == "auto" else settings.dense_below
+    return max(own, settings.base.dense_below(held))
 
 
 def break_even(held: LayerCache) -> int:
@@ -141,12 +165,3 @@ def break_even(held: LayerCache) -> int:
     device = jax.local_devices()[0].device_kind
     least = BREAK_EVENS.get(device, BREAK_EVENS["NVIDIA H200"])
     return int(least // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
-
-
-def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
-    """Replace the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
-    valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
-    ids, bits = (
-        jnp.where(valid, jnp.take_along_axis(x, kept.ids, axis=-1), 0) for x in (ids, bits)
-    )
-    return replace(kept, ids=ids, bits=bits)
