@@ -14,7 +14,7 @@ Without a calibration file the channels are found in the row's own prompt: by th
 last queries times the mean |k| in the frame. Whole pages can be chosen, too, by their tokens' mass.
 """
 
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
 from jsparse.policies import channel_ranking
-from jsparse.policies.sidecars import framed_sidecar
+from jsparse.policies.sidecars import Sidecar, framed_sidecar
 from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
@@ -55,6 +55,21 @@ class Labels(NamedTuple):
 
     channels: Int32[Array, "B K r"]
     keys: Int4Keys
+
+
+class Settings(NamedTuple):
+    """Holds the hyper-parameters.
+
+    Attributes:
+        budget, channels, granularity, calibration: those of `double_sparsity`.
+        ranking: what the file says; None without one.
+    """
+
+    budget: int
+    channels: int | None
+    granularity: Granularity
+    calibration: str | None
+    ranking: channel_ranking.Ranking | None
 
 
 @builder
@@ -85,76 +100,78 @@ def double_sparsity(
         raise ValueError(f"calibration={calibration!r}: must be the path of a file")
     one_of("granularity", granularity, LISTED_AS)
     ranking = None if calibration is None else channel_ranking.load(calibration)
-
-    def nothing_yet(spec: CacheSpec) -> Labels:
-        count = _count(channels, spec.head_dim)
-        chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
-        return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
-
-    def taken_in(
-        labels: Labels,
-        held: LayerCache,
-        k: ChunkKV,
-        valid: Rows,
-        first: Lengths,
-        *,
-        frame: KeyFrame,
-    ) -> Labels:
-        keys = int4_append(
-            labels.keys, held, k, valid, first, frame=frame, channels=labels.channels
-        )
-        return labels._replace(keys=keys)
-
-    tokens = framed_sidecar(nothing_yet, taken_in)
-
-    def init(spec: CacheSpec) -> State:
-        state = tokens.init(spec)
-        if ranking is None:
-            return state
-        channel_ranking.require_fit(ranking, str(calibration), spec)
-        return tuple(
-            _with_channels(labels, order) for labels, order in zip(state, ranking, strict=True)
-        )
-
-    def prefill(state: State, layer: int, view: PrefillView) -> State:
-        if ranking is not None:
-            return tokens.prefill(state, layer, view)
-        if not view.last:
-            return state
-        held, frame = view.step.layers[layer], frame_at(view.step, layer)
-        count = state[layer].channels.shape[-1]
-        labels = state[layer]._replace(channels=heavy_channels(view.q_window, held, frame, count))
-        k = read_heads(held.k, held).swapaxes(1, 2)
-        start = jnp.zeros_like(held.lengths)
-        labels = taken_in(labels, held, k, held.lengths[:, 0], start, frame=frame)
-        return at_layer(state, layer, labels)
-
-    def select(state: State, layer: int, q: Queries, view: StepView):
-        held = view.layers[layer]
-        size = held.page_size if granularity == "page" else None
-        capacity = max(min(budget, held.capacity) // (size or 1), 1)
-        logits = label_logits(q, held, state[layer], frame_at(view, layer))
-        chosen = threshold_select(
-            logits,
-            TopK(capacity),
-            capacity=capacity,
-            granularity=LISTED_AS[granularity],
-            page_size=size,
-            group="max",
-        )
-        return chosen, None, state
-
+    own = ranking is None  # each row finds its own channels
+    settings = Settings(budget, channels, granularity, calibration, ranking)
+    labels = framed_sidecar(partial(no_labels, settings), taken_in)
     return Policy(
-        select,
-        init=init,
-        prefill=prefill,
-        append=tokens.append,
-        window=WINDOW if ranking is None else 0,
+        partial(select, settings),
+        init=labels.init if own else partial(calibrated, settings, labels),
+        prefill=prefill if own else labels.prefill,
+        append=labels.append,
+        window=WINDOW if own else 0,
         needs=KEY_CONSTANTS,
-        # without calibration each row writes its own channels into pages that others would read
-        shares=None if ranking is None else "pages",
+        # a row's own channels are written into pages that others would read
+        shares=None if own else "pages",
         reads=0,
     )
+
+
+def no_labels(settings: Settings, spec: CacheSpec) -> Labels:
+    """Return a layer's labels of no keys."""
+    count = _count(settings.channels, spec.head_dim)
+    chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
+    return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
+
+
+def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
+    """Return labels of no keys, of the first channels of the ranking, the same for every row."""
+    assert settings.ranking is not None
+    state = labels.init(spec)
+    channel_ranking.require_fit(settings.ranking, str(settings.calibration), spec)
+    shape = state[0].channels.shape
+    ascending = np.sort(settings.ranking[..., : shape[-1]])
+    return tuple(
+        entry._replace(channels=jnp.broadcast_to(channels, shape))
+        for entry, channels in zip(state, ascending, strict=True)
+    )
+
+
+def taken_in(
+    labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, frame: KeyFrame
+) -> Labels:
+    """Label new tokens."""
+    keys = int4_append(labels.keys, held, k, valid, first, frame=frame, channels=labels.channels)
+    return labels._replace(keys=keys)
+
+
+def prefill(state: State, layer: int, view: PrefillView) -> State:
+    """Find a row's heavy channels when its prompt ends, and label all of it."""
+    if not view.last:
+        return state
+    held, frame = view.step.layers[layer], frame_at(view.step, layer)
+    count = state[layer].channels.shape[-1]
+    labels = state[layer]._replace(channels=heavy_channels(view.q_window, held, frame, count))
+    k = read_heads(held.k, held).swapaxes(1, 2)
+    start = jnp.zeros_like(held.lengths)
+    labels = taken_in(labels, held, k, held.lengths[:, 0], start, frame=frame)
+    return at_layer(state, layer, labels)
+
+
+def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
+    """List the units of largest weight in any head of the group."""
+    held = view.layers[layer]
+    size = held.page_size if settings.granularity == "page" else None
+    capacity = max(min(settings.budget, held.capacity) // (size or 1), 1)
+    logits = label_logits(q, held, state[layer], frame_at(view, layer))
+    chosen = threshold_select(
+        logits,
+        TopK(capacity),
+        capacity=capacity,
+        granularity=LISTED_AS[settings.granularity],
+        page_size=size,
+        group="max",
+    )
+    return chosen, None, state
 
 
 def heavy_channels(
@@ -197,12 +214,6 @@ def label_logits(
     """Estimate every slot's logit from the heavy channels; -inf past what a head holds."""
     logits = int4_scores(q, held, labels.keys, None, frame=frame, channels=labels.channels)
     return logits.reshape(*held.lengths.shape, -1, held.capacity)
-
-
-def _with_channels(labels: Labels, order: np.ndarray) -> Labels:
-    """Use the first channels of one layer's ranking, the same for every row."""
-    shape = labels.channels.shape
-    return labels._replace(channels=jnp.broadcast_to(np.sort(order[:, : shape[-1]]), shape))
 
 
 def _count(channels: int | None, head_dim: int) -> int:
