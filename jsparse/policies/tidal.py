@@ -11,15 +11,28 @@ that every head attends to the same tokens. Sinks and recent text are always amo
 recent=0` is the paper's.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from jsparse.builder import builder
-from jsparse.cache import StepView
+from jsparse.cache import CacheSpec, StepView
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services, State
 from jsparse.selection import Selection, everything
+from jsparse.shapes import Queries
+
+
+class Settings(NamedTuple):
+    """Holds the hyper-parameters of `tidal`, and the layers that pick."""
+
+    budget: int
+    picking: tuple[int, int]
+    sink: int
+    recent: int
 
 
 @builder
@@ -51,53 +64,50 @@ def tidal(
     counts = {"first": first, "again": again, "sink": sink, "recent": recent}
     for name, value in (counts | {"correct_every": correct_every}).items():
         whole_number(name, value, 0)
-
-    def picks(layer: int) -> bool:
-        return layer in (first, again)
-
-    def init(spec):
-        capacity = min(budget, spec.capacity)
-        return jnp.zeros((spec.batch, capacity), jnp.int32), jnp.zeros(spec.batch, jnp.int32)
-
-    def select(state: State, layer: int, q, view: StepView):
-        lengths = view.layers[layer].lengths
-        if layer < first or picks(layer):
-            return everything(lengths), None, state
-        ids, count = state
-        ids = jnp.broadcast_to(ids[:, None], (*lengths.shape, ids.shape[-1]))
-        return (
-            Selection(ids, jnp.broadcast_to(count[:, None], lengths.shape), granularity="token"),
-            None,
-            state,
-        )
-
-    def update(state: State, layer: int, stats, view: StepView):
-        if not picks(layer):
-            return state
-        weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
-        held = stats.scores[:, :1] > -jnp.inf
-        capacity = state[0].shape[-1]
-        chosen = pick(
-            jnp.where(held, weights, -jnp.inf),
-            TopK(capacity),
-            view.layers[layer].lengths[:, :1],
-            sink=sink,
-            recent=recent,
-            capacity=capacity,
-            granularity="token",
-            unit=1,
-            weights="raw",
-        )
-        return chosen.ids[:, 0], chosen.count[:, 0]
-
-    def stats(layer: int):
-        return "token_logits" if picks(layer) else None
-
+    settings = Settings(budget, (first, again), sink, recent)
     return Policy(
-        select,
-        init=init,
-        update=update,
-        stats=stats,
+        partial(select, settings),
+        init=partial(init, settings),
+        update=partial(update, settings),
+        stats=lambda layer: "token_logits" if layer in settings.picking else None,
         services=Services(correct_every=correct_every),
         shares="pages",
     )
+
+
+def init(settings: Settings, spec: CacheSpec) -> State:
+    """Return no picks: ids [B, C] and their count [B]."""
+    capacity = min(settings.budget, spec.capacity)
+    return jnp.zeros((spec.batch, capacity), jnp.int32), jnp.zeros(spec.batch, jnp.int32)
+
+
+def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
+    """Attend to what was picked, or to everything in the first layers and in those that pick."""
+    lengths = view.layers[layer].lengths
+    if layer < settings.picking[0] or layer in settings.picking:
+        return everything(lengths), None, state
+    ids, count = state
+    ids = jnp.broadcast_to(ids[:, None], (*lengths.shape, ids.shape[-1]))
+    count = jnp.broadcast_to(count[:, None], lengths.shape)
+    return Selection(ids, count, granularity="token"), None, state
+
+
+def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
+    """Pick the tokens of largest weight, the mean of all KV heads."""
+    if layer not in settings.picking:
+        return state
+    weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)
+    held = stats.scores[:, :1] > -jnp.inf
+    capacity = state[0].shape[-1]
+    chosen = pick(
+        jnp.where(held, weights, -jnp.inf),
+        TopK(capacity),
+        view.layers[layer].lengths[:, :1],
+        sink=settings.sink,
+        recent=settings.recent,
+        capacity=capacity,
+        granularity="token",
+        unit=1,
+        weights="raw",
+    )
+    return chosen.ids[:, 0], chosen.count[:, 0]
