@@ -16,7 +16,7 @@ those of Qwen2, would make every step of the codes coarse.
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -32,9 +32,24 @@ from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import framed_sidecar, sidecar
 from jsparse.policy import Policy, State
+from jsparse.shapes import Queries
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
 Group = Literal["mean", "max"]
+
+
+class Settings(NamedTuple):
+    """Holds the hyper-parameters, those of `quest`."""
+
+    budget: int
+    bounds_dtype: str | None
+    slack: float
+    group: Group
+
+    @property
+    def framed(self) -> bool:
+        """Whether bounds are kept in the frame of the model's key constants."""
+        return self.bounds_dtype is not None
 
 
 @builder
@@ -63,42 +78,39 @@ def quest(
     if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
         raise ValueError(f"slack={slack!r}: must be a number from 0 to 1")
     one_of("group", group, get_args(Group))
-
-    framed = bounds_dtype is not None
-
-    def taken_in(
-        entry: Bounds, held: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
-    ) -> Bounds:
-        return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
-
-    def select(state: State, layer: int, q, view: StepView):
-        held = view.layers[layer]
-        pages = min(max(budget // held.page_size, 1), held.num_pages)
-        ranked_for = _mean_queries(q, held.lengths.shape[1]) if group == "mean" else q
-        frame = frame_at(view, layer) if framed else None
-        scores = page_bounds(ranked_for, held, state[layer], frame=frame, slack=slack)
-        newest = (
-            jnp.arange(held.num_pages, dtype=jnp.int32)
-            == (held.lengths[..., None] - 1) // held.page_size
-        )
-        scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
-        return (
-            threshold_select(
-                scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
-            ),
-            None,
-            state,
-        )
-
-    build = framed_sidecar if framed else sidecar
+    settings = Settings(budget, bounds_dtype, slack, group)
+    build = framed_sidecar if settings.framed else sidecar
     kept = build(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)
     return Policy(
-        select,
+        partial(select, settings),
         **kept._asdict(),
-        needs=KEY_CONSTANTS if framed else (),
+        needs=KEY_CONSTANTS if settings.framed else (),
         shares="pages",
         reads=0,
     )
+
+
+def taken_in(
+    entry: Bounds, held: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
+) -> Bounds:
+    """Take new tokens into the bounds of their pages."""
+    return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
+
+
+def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
+    """List the pages of largest q·mid + slack · |q|·half, and the newest."""
+    held = view.layers[layer]
+    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
+    ranked_for = _mean_queries(q, held.lengths.shape[1]) if settings.group == "mean" else q
+    frame = frame_at(view, layer) if settings.framed else None
+    scores = page_bounds(ranked_for, held, state[layer], frame=frame, slack=settings.slack)
+    nth = jnp.arange(held.num_pages, dtype=jnp.int32)
+    newest = nth == (held.lengths[..., None] - 1) // held.page_size
+    scores = jnp.where(newest, jnp.max(scores, axis=-1, keepdims=True) + 1, scores)
+    chosen = threshold_select(
+        scores[:, :, None], TopK(pages), capacity=pages, granularity="page", weights="raw"
+    )
+    return chosen, None, state
 
 
 def _mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:
