@@ -4,7 +4,9 @@ These are wrappers rather than flags of every method. `with_state` is what a wra
 that keeps a state of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,17 +19,17 @@ from jsparse.partials import Summary
 from jsparse.policies import head_gates
 from jsparse.policy import (
     AppendFn,
-    Eviction,
     InitFn,
     Policy,
     PrefillFn,
-    PrefillView,
     SelectFn,
     Shares,
     State,
 )
 from jsparse.selection import everything, union, window
 from jsparse.shapes import HeadFlags
+
+Hook = Callable[..., Any]  # of a policy, which takes a state first
 
 
 class Paired(NamedTuple):
@@ -56,47 +58,40 @@ def with_state(
     """
     least = min(shares, base.shares, key=(None, "keys", "pages").index)
 
-    def both(spec: CacheSpec) -> Paired:
-        return Paired(base.init(spec), init(spec))
-
-    def prefilled(state: Paired, layer: int, view: PrefillView) -> Paired:
-        of_base = base.prefill(state.base, layer, view)
-        return Paired(of_base, prefill(state.own, layer, view) if prefill else state.own)
-
-    def appended(state: Paired, *arguments: Any) -> Paired:
-        of_base = base.append(state.base, *arguments)
-        return Paired(of_base, append(state.own, *arguments) if append else state.own)
-
-    def selected(state: Paired, *arguments: Any):
-        chosen, summary, of_base = base.select(state.base, *arguments)
-        return chosen, summary, state._replace(base=of_base)
-
-    def updated(state: Paired, *arguments: Any) -> Paired:
-        return state._replace(base=base.update(state.base, *arguments))
-
-    def reworked(hook):
-        def rework(state: Paired, view: StepView, *arguments: Any):
-            of_base, cache = hook(state.base, view, *arguments)
-            return state._replace(base=of_base), cache
-
-        return rework
-
-    def evicted(eviction: Eviction) -> Eviction:
-        rework = eviction.after_prompt
-        return eviction._replace(after_prompt=rework and reworked(rework))
-
+    eviction = base.eviction
+    if eviction and eviction.after_prompt:
+        eviction = eviction._replace(after_prompt=partial(_reworked, eviction.after_prompt))
     return base._replace(
-        init=both,
-        prefill=prefilled,
-        append=appended,
-        select=select or selected,
-        update=updated,
-        services=base.services._replace(maintain=reworked(base.services.maintain)),
+        init=partial(_both, base.init, init),
+        prefill=partial(_taken_in, base.prefill, prefill),
+        append=partial(_taken_in, base.append, append),
+        select=select or partial(_selected, base.select),
+        update=partial(_taken_in, base.update, None),
+        services=base.services._replace(maintain=partial(_reworked, base.services.maintain)),
         foresees=base.foresees and select is None,
-        eviction=base.eviction and evicted(base.eviction),
+        eviction=eviction,
         shares=least,
         needs=(*base.needs, *(name for name in needs if name not in base.needs)),
     )
+
+
+def _both(of_base: InitFn, own: InitFn, spec: CacheSpec) -> Paired:
+    return Paired(of_base(spec), own(spec))
+
+
+def _taken_in(of_base: Hook, own: Hook | None, state: Paired, *arguments: Any) -> Paired:
+    base = of_base(state.base, *arguments)
+    return Paired(base, own(state.own, *arguments) if own else state.own)
+
+
+def _selected(of_base: SelectFn, state: Paired, *arguments: Any):
+    chosen, summary, base = of_base(state.base, *arguments)
+    return chosen, summary, state._replace(base=base)
+
+
+def _reworked(of_base: Hook, state: Paired, *arguments: Any):
+    base, cache = of_base(state.base, *arguments)
+    return state._replace(base=base), cache
 
 
 @builder

@@ -4,14 +4,13 @@ An entry takes in whatever the cache does, at prefill and at every step.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
-
-from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, LayerCache, StepView, taking_part
 from jsparse.model_facts.key_constants import KeyFrame, frame_at
 from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
-from jsparse.shapes import ChunkKV, Lengths, Rows
+from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 
 
 class Sidecar(NamedTuple):
@@ -55,11 +54,7 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
             tokens have been written at the slots first, first + 1, … of each head, and its lengths
             count them.
     """
-
-    def taken_in(entry: Any, view: StepView, layer: int, *new: Any) -> Any:
-        return take_in(entry, view.layers[layer], *new)
-
-    return _of_layers(init, taken_in)
+    return _of_layers(init, take_in, framed=False)
 
 
 def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -> Sidecar:
@@ -67,33 +62,47 @@ def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -
 
     Arguments are those of `sidecar`; the policy `needs` KEY_CONSTANTS.
     """
-
-    def taken_in(entry: Any, view: StepView, layer: int, *new: Any) -> Any:
-        return take_in(entry, view.layers[layer], *new, frame=frame_at(view, layer))
-
-    return _of_layers(init, taken_in)
+    return _of_layers(init, take_in, framed=True)
 
 
-def _of_layers(init: Callable[[CacheSpec], Any], take_in: Callable[..., Any]) -> Sidecar:
-    def layers(spec: CacheSpec) -> State:
-        return tuple(init(spec) for _ in range(spec.num_layers))
+def _of_layers(
+    init: Callable[[CacheSpec], Any], take_in: Callable[..., Any], *, framed: bool
+) -> Sidecar:
+    new = partial(_taken_in, take_in, framed)
+    return Sidecar(partial(_entries, init), partial(_prefill, new), partial(_append, new))
 
-    def taken_in(state: State, layer: int, view: StepView, k: Array, valid: Array) -> State:
-        first = view.layers[layer].lengths - valid[:, None]
-        return at_layer(state, layer, take_in(state[layer], view, layer, k, valid, first))
 
-    def prefill(state: State, layer: int, view: PrefillView) -> State:
-        return taken_in(state, layer, view.step, view.k, view.valid)
+def _entries(init: Callable[[CacheSpec], Any], spec: CacheSpec) -> State:
+    return tuple(init(spec) for _ in range(spec.num_layers))
 
-    def append(
-        state: State,
-        layer: int,
-        k: Array,
-        v: Array,
-        tokens: Array,
-        positions: Array,
-        view: StepView,
-    ) -> State:
-        return taken_in(state, layer, view, k, taking_part(view, k.shape[1]))
 
-    return Sidecar(layers, prefill, append)
+def _prefill(new: Callable[..., State], state: State, layer: int, view: PrefillView) -> State:
+    return new(state, layer, view.step, view.k, view.valid)
+
+
+def _append(
+    new: Callable[..., State],
+    state: State,
+    layer: int,
+    k: ChunkKV,
+    v: ChunkKV,
+    tokens: Tokens,
+    positions: Tokens,
+    view: StepView,
+) -> State:
+    return new(state, layer, view, k, taking_part(view, k.shape[1]))
+
+
+def _taken_in(
+    take_in: Callable[..., Any],
+    framed: bool,
+    state: State,
+    layer: int,
+    view: StepView,
+    k: ChunkKV,
+    valid: Rows,
+) -> State:
+    held = view.layers[layer]
+    first = held.lengths - valid[:, None]
+    frame = {"frame": frame_at(view, layer)} if framed else {}
+    return at_layer(state, layer, take_in(state[layer], held, k, valid, first, **frame))
