@@ -47,12 +47,6 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
     whole_number("budget", budget, 1)
     one_of("rank", rank, get_args(Rank))
 
-    def init(spec: CacheSpec) -> Balls:
-        return Balls(
-            jnp.zeros((spec.pages, spec.head_dim), spec.dtype),
-            jnp.zeros(spec.pages, jnp.float32),
-        )
-
     def select(state: State, layer: int, q: Queries, view: StepView):
         held = view.layers[layer]
         pages = min(max(budget // held.page_size, 1), held.num_pages)
@@ -68,13 +62,13 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         )
         return chosen, None, state
 
-    kept = sidecar(init, taken_in)
-    return Policy(
-        select,
-        **kept._asdict(),
-        shares="pages",
-        reads=0,
-    )
+    return Policy(select, **sidecar(empty, taken_in)._asdict(), shares="pages", reads=0)
+
+
+def empty(spec: CacheSpec) -> Balls:
+    """Return a layer's balls of no tokens."""
+    centers = jnp.zeros((spec.pages, spec.head_dim), spec.dtype)
+    return Balls(centers, jnp.zeros(spec.pages, jnp.float32))
 
 
 def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /) -> Balls:
