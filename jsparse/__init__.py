@@ -10,8 +10,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from jsparse import deprecated
-
 _FOLDER = Path(__file__).parent
 for _name in ("models", "train", "pallas_kernels"):
     if not (_FOLDER / _name).is_dir():
@@ -20,7 +18,6 @@ for _name in ("models", "train", "pallas_kernels"):
             "made without symbolic links: clone again with `git clone -c core.symlinks=true`, or "
             "install a wheel"
         )
-deprecated.find_moved_modules()
 
 
 def _listed(stub: str) -> dict[str, tuple[str, str]]:
@@ -40,10 +37,6 @@ __all__ = sorted({*_HOMES, "__version__"})  # pyright: ignore[reportUnsupportedD
 
 
 def __getattr__(name: str) -> Any:
-    if name in deprecated.RENAMED:
-        new = deprecated.RENAMED[name]
-        deprecated.warn([f"jsparse.{name}"], [f"jsparse.{new}"])
-        return __getattr__(new)
     if name == "__version__":
         value = _version()
     elif name in _HOMES:

@@ -14,8 +14,8 @@ from jsparse.runtime.admission import require_resumable
 from jsparse.runtime.host_reader import Generation, OnProgress, Streamer
 from jsparse.runtime.request import SamplingParams, per_prompt, requests
 from jsparse.runtime.session import Session
-from jsparse.signatures import short_name
 from jsparse.text import prompts
+from jsparse.text.signatures import short_name
 
 # options of `generate` that belong to one answer, not to a conversation
 OF_A_TURN = ("streamer", "on_progress", "logprobs")

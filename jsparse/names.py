@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from jsparse.deprecated import renamed_arguments
-
 
 class Refused(NamedTuple):
     """Says why an option is not taken.
@@ -162,7 +160,7 @@ CHAT: Mapping[str, Refused] = {
 
 
 def takes[**P, R](
-    refused: Mapping[str, Refused], /, *, more: Callable[..., Any] | None = None, **renamed: str
+    refused: Mapping[str, Refused], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function refuse options that it lacks, by name and with what to use instead.
 
@@ -170,7 +168,6 @@ def takes[**P, R](
         refused: options that the function refuses. It may have some of them as parameters, so that
             they are listed; their values are checked all the same.
         more: a function whose options are taken, too, as `**options`.
-        **renamed: the new name of each old one, which works with a DeprecationWarning.
 
     The function raises ValueError for a refused option and TypeError for an unknown one, which
     lists those that there are.
@@ -180,7 +177,6 @@ def takes[**P, R](
         title = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
         signature = _merged(inspect.signature(function), more)
         named = _options(signature)
-        run: Callable[..., R] = renamed_arguments(**renamed)(function) if renamed else function
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **given: P.kwargs) -> R:
@@ -188,12 +184,12 @@ def takes[**P, R](
             for name, value in given.items():
                 if name in refused and not refused[name].allows(value):
                     raise ValueError(f"{name}={reprlib.repr(value)}: {refused[name].rule}")
-                if name in named or name in renamed:
+                if name in named:
                     continue
                 if name not in refused:
                     raise TypeError(unknown(f"{title}()", name, named, refused))
                 del kept[name]
-            return run(*args, **kept)
+            return function(*args, **kept)
 
         wrapper.__dict__["__signature__"] = signature
         return wrapper

@@ -29,27 +29,15 @@ InitFn … DenseBelowFn below give the signatures; docs/contract.md shows how fi
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, LayerCache, StepView
-from jsparse.deprecated import moved_names
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.selection import Selection
 from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
-
-if not TYPE_CHECKING:  # a type checker would take every name for one of this module
-    __getattr__ = moved_names(
-        __name__,
-        builder="jsparse.builder:builder",
-        dense="jsparse.builder:dense",
-        require_policy="jsparse.builder:require_policy",
-        whole_number="jsparse.hyper_parameters:whole_number",
-        fraction="jsparse.hyper_parameters:fraction",
-        below_one="jsparse.hyper_parameters:below_one",
-    )
 
 State = Any
 Shares = Literal["pages", "keys"]

@@ -21,7 +21,7 @@ from tiny import VOCAB, random_prompts, tiny_params
 import jsparse
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.policies import POLICIES
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 ROOT = Path(__file__).parents[1]
 

@@ -224,13 +224,8 @@ def test_an_engine_refuses_vllm_s_options_by_name(llm, made):
         assert str(error.value).endswith(refused.rule)
     with pytest.raises(TypeError, match="has no max_seqs, did you mean max_num_seqs"):
         made(llm.engine.params, max_seqs=3)
-    with (
-        pytest.warns(
-            DeprecationWarning, match="memory_utilization= is now gpu_memory_utilization="
-        ),
-        pytest.raises(ValueError, match="^gpu_memory_utilization=2: must be a number above 0"),
-    ):
-        made(llm.engine.params, memory_utilization=2)
+    with pytest.raises(ValueError, match="^gpu_memory_utilization=2: must be a number above 0"):
+        made(llm.engine.params, gpu_memory_utilization=2)
 
 
 def test_signatures_name_every_option_of_an_engine():

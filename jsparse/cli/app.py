@@ -12,7 +12,7 @@ from typer import Option
 from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels
 from jsparse.cli.chat import chat
-from jsparse.cli.console import print_error, quiet_jax, show_renamings
+from jsparse.cli.console import print_error, quiet_jax
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
@@ -47,7 +47,6 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=
 def main() -> None:
     """Runs the command `jsparse`."""
     quiet_jax()
-    show_renamings()
     app(prog_name="jsparse")
 
 

@@ -22,7 +22,7 @@ from jsparse.cli.options import (
     takes_model,
     whole_numbers,
 )
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 bench = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -18,8 +18,7 @@ from rich.progress import (
     TextColumn,
 )
 
-from jsparse import deprecated
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.runtime.host_reader import Generation
@@ -35,16 +34,6 @@ def quiet_jax() -> None:
         logging.getLogger("jax").setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-
-
-def show_renamings() -> None:
-    """Prints jsparse's own warnings of old names on standard error, one line each."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print("warning:", message, file=sys.stderr)
-
-    warnings.filterwarnings("default", message=f".*{deprecated.GOES}", category=DeprecationWarning)
-    warnings.showwarning = show
 
 
 def print_error(error: BaseException) -> None:

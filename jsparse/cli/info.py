@@ -56,7 +56,7 @@ def policies() -> None:
 
     Example: jsparse chat --policy "keep(oracle_top_k(budget=256), sink=4, recent=64)"
     """
-    from jsparse.signatures import REQUIRED, registered
+    from jsparse.text.signatures import REQUIRED, registered
 
     table = Table("policy", "what it does")
     for name, signature in registered().items():

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from jsparse.cli.console import Bars, print_wrote
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, read_prompt
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.evaluation.inspection import Inspected

@@ -29,7 +29,7 @@ RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a H
 
 def complete_policy(incomplete: str) -> list[str]:
     """Returns the names of policies that begin so, for the shell."""
-    from jsparse.signatures import registered
+    from jsparse.text.signatures import registered
 
     return [name for name in registered() if name.startswith(incomplete)]
 

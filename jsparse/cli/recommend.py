@@ -21,7 +21,7 @@ from jsparse.cli.options import (
     complete_policy,
     takes_model,
 )
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 STAYS_DENSE = 1
 """The exit status where nothing faster than dense attention is close enough to it."""

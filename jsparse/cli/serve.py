@@ -8,7 +8,7 @@ from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, RevisionOption, takes_model
 from jsparse.machine.extras import install
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
     from jsparse.engine.async_engine import AsyncEngine

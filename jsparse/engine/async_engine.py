@@ -56,7 +56,7 @@ class AsyncEngine:
         engine: the engine; only its thread may use it.
     """
 
-    @takes(ENGINE, more=Engine.__init__, memory_utilization="gpu_memory_utilization")
+    @takes(ENGINE, more=Engine.__init__)
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,

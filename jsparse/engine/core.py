@@ -99,7 +99,7 @@ class Engine:
         error: the error that made the engine fail, or None.
     """
 
-    @takes(ENGINE, memory_utilization="gpu_memory_utilization")
+    @takes(ENGINE)
     def __init__(
         self,
         params: Params,

@@ -32,7 +32,7 @@ class LLM:
         engine: the engine that does the work.
     """
 
-    @takes(ENGINE, memory_utilization="gpu_memory_utilization")
+    @takes(ENGINE)
     def __init__(
         self,
         model: str | os.PathLike[str] | Params,

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from jsparse.builder import dense
-from jsparse.deprecated import moved_names
 from jsparse.policies.ada_kv import ada_kv
 from jsparse.policies.all_pages import all_pages
 from jsparse.policies.arkvale import arkvale
@@ -59,9 +58,3 @@ POLICIES: dict[str, Callable[..., AnyPolicy]] = {
         offloaded,
     )
 }
-
-__getattr__ = moved_names(
-    __name__,
-    parse="jsparse.policies.expressions:parse",
-    as_policy="jsparse.policies.expressions:as_policy",
-)

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder
 from jsparse.cache import StepView
-from jsparse.deprecated import moved_names
 from jsparse.policy import Policy, State
 from jsparse.selection import Selection
-
-__getattr__ = moved_names(__name__, full=f"{__name__}:all_pages")
 
 
 @builder

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jsparse import deprecated
-from jsparse.deprecated import RENAMED
 from jsparse.policies import POLICIES
 from jsparse.policy import AnyPolicy, Policy, StandIn
 
@@ -116,9 +114,6 @@ def _build(node: ast.expr, expression: str) -> AnyPolicy:
             "policy"
         )
     name = function.id
-    if name in RENAMED:
-        deprecated.warn([f"the policy {name}"], [RENAMED[name]])
-        name = RENAMED[name]
     if name not in POLICIES:
         near = _nearest(name)
         rule = f"must be one of {', '.join(POLICIES)}" if near is None else f"did you mean {near}?"

@@ -15,7 +15,7 @@ recent=0` is the paper's). The weights of the projections are not reordered by h
 pool of work units over all heads of the batch needs no contiguous heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,7 +25,6 @@ from jaxtyping import Array, Bool
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView
-from jsparse.deprecated import renamed_arguments
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import StatsKind
@@ -65,24 +64,6 @@ class Settings(NamedTuple):
         return page_size if self.granularity == "page" else 1
 
 
-def _check_old_names(given: Mapping[str, Any]) -> None:
-    """Raise ValueError where a parameter's old name is that of another rule."""
-    rule = given.get("rule", given.get("select", "top_k"))
-    owners = {"budget": "top_k", "p": "top_p", "threshold": "threshold", "ratio": "ratio"}
-    for name, owner in owners.items():
-        if given.get(name) is not None and rule != owner:
-            raise ValueError(f"{name}={given[name]!r}: must not be given where rule={rule!r}")
-
-
-@renamed_arguments(
-    _check_old_names,
-    select="rule",
-    budget="value",
-    p="value",
-    threshold="value",
-    ratio="value",
-    unit="granularity",
-)
 @builder
 def lychee_decode(
     gates,

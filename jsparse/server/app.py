@@ -31,7 +31,7 @@ from jsparse.server.protocol import (
 )
 from jsparse.server.service import Service
 from jsparse.server.sse import ClientGone, EventStream, event
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 PAGE = Path(__file__).parent / "page"
 # the page loads what lies beside it, talks to this server alone, and is shown in no other page

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Integer
 
-from jsparse.deprecated import renamed_arguments
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.selection import MAX_BITS_PAGE, Selection
 from jsparse.shapes import Lengths
@@ -53,7 +52,6 @@ Weights = Literal["softmax", "raw"]
 Group = Literal["union", "max"]
 
 
-@renamed_arguments(unit="granularity")
 def threshold_select(
     scores: Float[Array, "B K G n"],
     rule: Rule,

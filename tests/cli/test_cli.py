@@ -493,16 +493,6 @@ def test_a_policy_in_a_file_of_ones_own_generates_and_is_described(own):
     assert (ran.exit_code, ran.stderr.count("\n")) == (2, 1)
 
 
-@pytest.mark.slow
-def test_an_old_name_is_one_line_of_warning():
-    command = [*COMMAND, "info", TINY, "--policy", "full()", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ran.stderr == (
-        "warning: the policy full is now all_pages; the old name goes in jsparse 0.3\n"
-    )
-    assert json.loads(ran.stdout)["policy"] == "all_pages()"
-
-
 def test_inspect_prints_a_map_and_writes_a_page(tmp_path):
     file = tmp_path / "step.html"
     given = ["--model", TINY, "--policy", "streaming(sink=1, recent=1)", "--step", "2"]

@@ -14,7 +14,7 @@ from jsparse.evaluation.report.table import (
     number,
     tokens,
 )
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 # what plots are called in the page
 PLOTS = {

@@ -15,7 +15,7 @@ import numpy as np
 from jsparse.evaluation.report.statistics import BY_STEP, STEP_BLOCK, YARDSTICK, family, is_dense
 from jsparse.evaluation.report.table import FORMATS, tokens
 from jsparse.machine.extras import install
-from jsparse.signatures import short_name
+from jsparse.text.signatures import short_name
 
 QUALITY = ("kl", "agreement", "score")
 STEPPED = ("kl", "perplexity")

@@ -8,10 +8,10 @@ import sys
 import pytest
 from policy_table import TABLE
 
-from jsparse import signatures
 from jsparse.policies import POLICIES
 from jsparse.policies.expressions import parse
-from jsparse.signatures import REQUIRED, registered, short_name
+from jsparse.text import signatures
+from jsparse.text.signatures import REQUIRED, registered, short_name
 
 
 def test_signatures_are_those_that_python_has():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 SHOWN = ("budget",)  # arguments that policies are compared by
 REQUIRED: Any = object()  # stands for the default of an argument that has none
 
