@@ -177,6 +177,7 @@ def takes[**P, R](
         title = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
         signature = _merged(inspect.signature(function), more)
         named = _options(signature)
+        run: Callable[..., R] = function
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **given: P.kwargs) -> R:
@@ -189,7 +190,7 @@ def takes[**P, R](
                 if name not in refused:
                     raise TypeError(unknown(f"{title}()", name, named, refused))
                 del kept[name]
-            return function(*args, **kept)
+            return run(*args, **kept)
 
         wrapper.__dict__["__signature__"] = signature
         return wrapper

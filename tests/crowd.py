@@ -17,7 +17,7 @@ from jsparse.runtime.sampling import greedy
 
 static = {"static_argnames": ("policy", "spec")}
 take, put, clear = (jax.jit(f, **static) for f in (driver.take, driver.put, clear_rows))
-serviced = jax.jit(driver.serviced_rows, static_argnames=("name", "decoder", "policy", "spec"))
+serviced = jax.jit(driver.serviced_rows, static_argnames=("service", "decoder", "policy", "spec"))
 
 
 class Crowd:

@@ -929,7 +929,7 @@ def test_constants_reach_every_policy_that_shares_a_prompt():
 
 
 def test_a_missing_constant_is_refused_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(store, "empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(store, "empty_rows", lambda *_: pytest.fail("allocated"))
     params = dataclasses.replace(with_shift(1), constants={"other": jnp.zeros(3)})
     said = r"policy=parity\(shift=None\) needs 'shift': must be among .* 'tiny', .* \['other'\]"
     with pytest.raises(ValueError, match=said):

@@ -572,7 +572,7 @@ def compilations():
         driver.decode_steps,
         driver.first_tokens,
         reading.first_logits,
-        store.empty,
+        store.empty_rows,
         prefill.prefill_chunk,
     )
 
@@ -710,7 +710,7 @@ def test_bad_input_is_refused(params, prompt, options, said):
 
 def test_a_capacity_beyond_memory_is_refused_before_anything_is_allocated(params, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * 2**20)
-    monkeypatch.setattr(store, "empty", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(store, "empty_rows", lambda *_: pytest.fail("allocated"))
     # K and V · layers · rows · heads · 512 slots · 16 · 4 bytes: 4 MiB for 32 rows
     with pytest.raises(
         ValueError, match=r"max_length=512 for 32 prompt\(s\) takes \S+ MiB .* free"

@@ -17,7 +17,7 @@ def engine(params, *, seats: int = 4, share: float = 0.9):
 
 
 class Model:
-    @takes(WORDS, more=engine, portion="share")
+    @takes(WORDS, more=engine)
     def __init__(self, path, *, eager: bool = False, **options):
         self.given = path, eager, engine(path, **options)
 
@@ -63,11 +63,6 @@ def test_an_unknown_name_gets_one_like_it_and_all_that_there_are(call, message):
     with pytest.raises(TypeError) as error:
         call()
     assert message in str(error.value)
-
-
-def test_an_old_name_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="portion= is now share="):
-        assert Model("a", portion=0.5).given[-1] == ("a", 4, 0.5)
 
 
 def test_the_signature_lists_every_option():

@@ -11,7 +11,7 @@ import pytest
 
 import jsparse
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, replace_layer, truncate
-from jsparse.host_memory.store import empty
+from jsparse.host_memory.store import empty_rows
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
@@ -130,7 +130,7 @@ def pooled_logits(
     spec = capacity.cache_spec(params, prompts, steps, None, page_size)
     pages = sum(-(-(len(ids) + steps) // page_size) for ids in prompts)
     spec = spec._replace(pool_pages=spec.num_kv_heads * pages + 1)
-    carry = scrambled(prefill.start(params.decoder, policy, *empty(spec, policy)))
+    carry = scrambled(prefill.start(params.decoder, policy, *empty_rows(spec, policy)))
     for rows in (random_prompts([len(ids) for ids in reversed(prompts)], seed=8), prompts):
         part = given_back(policy, spec, carry.cache, carry.state)
         carry = prefill.start(params.decoder, policy, *part)

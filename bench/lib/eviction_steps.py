@@ -20,7 +20,7 @@ from bench.lib.kernel_programs import random
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.subprocesses import spread
 from jsparse.cache import CacheSpec, KVCache, LayerCache
-from jsparse.host_memory.store import empty
+from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import random_weights
@@ -266,7 +266,7 @@ def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
     """
     policy, sizes = parse(expression), scale.sizes
     spec = spec_of(scale, 1, sizes.prompt)
-    cache, state = empty(spec, policy)
+    cache, state = empty_rows(spec, policy)
     full = jnp.full(cache.layers[0].lengths.shape, sizes.prompt, jnp.int32)
     layers = tuple(layer._replace(lengths=jnp.copy(full)) for layer in cache.layers)
     cache = cache._replace(layers=layers, positions=jnp.full(1, sizes.prompt, jnp.int32))

@@ -154,7 +154,7 @@ class Engine:
             *(policy, spec),
             kv_cache_tokens=kv_cache_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
-            steps=admitted.steps,
+            steps=admitted.max_steps,
             decode_rows=decode_rows,
             ladder=ladder,
             max_model_len=max_model_len,

@@ -22,13 +22,20 @@ from jsparse.engine.scheduler import Sizes
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Weights, to_logits
-from jsparse.policy import Policy
+from jsparse.policy import Policy, Service
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.program_set import ProgramSet, Wanted
-from jsparse.runtime.rows import Batch, decode_steps, first_tokens, put, serviced_rows, take
+from jsparse.runtime.rows import (
+    Batch,
+    decode_steps,
+    first_tokens,
+    put,
+    serviced_rows,
+    take,
+)
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, sampled
 from jsparse.runtime.shared_pages import SharedPages, empty_pages
 
@@ -249,7 +256,7 @@ class Programs(ProgramSet):
         policy, spec = self._policy, self._spec
         logits = to_logits(self._decoder, weights, prompt.last_hidden)
         token, sampling, packed = inlined(first_tokens)(
-            CHOICES[choice], self._report(choice), sampling, logits, jnp.zeros(1, jnp.bool_)
+            CHOICES[choice], self._kept(choice), sampling, logits, jnp.zeros(1, jnp.bool_)
         )
         row = Batch(
             tokens=token,
@@ -276,7 +283,7 @@ class Programs(ProgramSet):
         policy, spec, rows = self._policy, self._spec, counts.size
         few = batch if rows == spec.batch else take(policy, spec, batch, rows)
         few, packed = inlined(decode_steps)(
-            *(self._decoder, policy, CHOICES[choice], count, self._report(choice)),
+            *(self._decoder, policy, CHOICES[choice], count, self._kept(choice)),
             *(weights, beside, few, counts),
         )
         return (few if rows == spec.batch else put(policy, spec, batch, few, rows)), packed
@@ -286,7 +293,7 @@ class Programs(ProgramSet):
         batch: Slots,
         slot: Int32[Array, ""],
         *,
-        service: str,
+        service: Service,
         weights: Weights,
         beside: ReadOnly,
     ) -> Slots:
@@ -296,7 +303,7 @@ class Programs(ProgramSet):
             slot[None],
         )
 
-    def _report(self, choice: Choice) -> Any:
+    def _kept(self, choice: Choice) -> Any:
         """Returns what makes of a step what the host wants to know."""
         wanted = {"layer_stats": self._layer_stats, "top": choice == "top"}
         return partial(pack, num_layers=self._spec.num_layers, **wanted)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from jsparse.engine.blocks import Block, BlockPool, block_keys
-from jsparse.runtime.pauses import steps_per_program, until_due
+from jsparse.runtime.pauses import next_steps, until_due
 
 # A request that has waited a second counts as this many tokens shorter: about what an 8B model
 # reads in a second, so that the shortest goes first and none waits forever.
@@ -396,4 +396,4 @@ class Scheduler:
             for answer in self.decoding
             for steps in until_due(self.rules.periods, answer.sent - 1)
         ]
-        return steps_per_program(most, [max(left, default=0), *pauses])
+        return next_steps(most, [max(left, default=0), *pauses])

@@ -38,7 +38,8 @@ class Store(Protocol):
 
     Attributes:
         pages: what each layer has in host memory, to be lent to programs; None if nothing.
-        single_steps: whether a program must run one decode step, for the store to act after each.
+        single_steps: whether a program must run one decode step, since XLA takes no array in host
+            memory into a loop of steps.
         every: the number of decode steps after which `after_steps` must be called; 0 is never.
     """
 
@@ -127,7 +128,7 @@ class OnDevice:
 
     def begin(self, chunk: int) -> tuple[KVCache, State]:
         """Returns an empty cache and the policy's first state."""
-        return empty(self._spec, self._policy)
+        return empty_rows(self._spec, self._policy)
 
     def adopt(self, cache: KVCache, chunk: int, pages: HostLayers | None = None) -> KVCache:
         """Returns the cache as it is."""
@@ -159,7 +160,8 @@ class OnHost:
         assert policy.offload is not None
         self._policy, self._spec, self._offload = policy, spec, policy.offload
         self.pages: HostLayers | None = None
-        # the ring has a page more than the tail and one more that is being filled
+        # whole pages, as many as the tail has: the ring has two more, so that each is copied
+        # before it is overwritten
         self.every = max(self._offload.tail // spec.page_size, 1) * spec.page_size
 
     def require(self) -> None:
@@ -175,7 +177,7 @@ class OnHost:
                     f"policy={policy}: must ask for no statistics but listed_logits where K and V "
                     f"lie in host memory, and asks for {policy.stats(layer)}"
                 )
-        host_pool.host_sharding()
+        host_pool.host_sharding()  # refuses a device that cannot address host memory
         if jax.default_backend() == "gpu" and (reason := no_triton()):
             raise ValueError(f"policy={policy}: reading host memory {reason}")
         if spec.pool_pages is not None:
@@ -277,7 +279,7 @@ def available_host_bytes() -> int:
 
 
 @partial(jax.jit, static_argnames=("spec", "policy"))
-def empty(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
+def empty_rows(spec: CacheSpec, policy: Policy) -> tuple[KVCache, State]:
     """Returns an empty cache on the device, and the policy's first state."""
     return kv_cache.init(spec, fields=policy.fields), policy.init(spec)
 

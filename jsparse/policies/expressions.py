@@ -160,9 +160,7 @@ def _nearest(name: str) -> str | None:
 
 
 def _value(node: ast.expr, expression: str) -> Any:
-    if isinstance(node, ast.Call) or (
-        isinstance(node, ast.Name) and node.id in {*POLICIES, *RENAMED}
-    ):
+    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in POLICIES):
         return _build(node, expression)
     try:
         return ast.literal_eval(node)

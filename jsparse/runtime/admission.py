@@ -27,14 +27,14 @@ class Admitted(NamedTuple):
     """Says what may run.
 
     Attributes:
-        policy: the policy, which stands for no other.
+        policy: the policy that runs; never a StandIn.
         store: where its K and V will lie.
-        steps: the most decode steps per program.
+        max_steps: the most decode steps per program.
     """
 
     policy: Policy
     store: Store
-    steps: int
+    max_steps: int
 
 
 def admit(
@@ -52,7 +52,7 @@ def admit(
 
     Args:
         params: the model.
-        asked: the policy.
+        asked: the policy, or a StandIn for one.
         spec: the sizes of the cache.
         further_turns: whether rows will be cut back to their prompts' ends and read on.
         rows_join: whether rows will join and leave while others decode.
@@ -94,7 +94,7 @@ def admit(
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:
     """Raises ValueError if a policy's rows cannot be cut back to a prompt's end and read on."""
-    owners(policy, spec)
+    owners(policy, spec)  # refuses a state whose arrays belong to neither rows nor pages
     if policy.evicts:
         raise ValueError(
             f"policy={policy}: must leave the cache as it is after the prompt, for a further dense "
@@ -106,7 +106,7 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
     """Raises ValueError if rows cannot share a pool of pages, or may not set one of these names."""
     reasons = {
         "evicts tokens, so that heads need different memory": policy.evicts,
-        "keeps K and V in host memory": store_of(policy, spec).host_bytes() > 0,
+        "keeps K and V in host memory": policy.offload is not None,
         "needs other fields of the cache": bool(policy.fields),
     }
     for reason, holds in reasons.items():
@@ -124,4 +124,4 @@ def _require_joinable(policy: Policy, spec: CacheSpec, per_request: Sequence[str
                 f"per_request={tuple(per_request)}: must be among {sorted(allowed)}, which "
                 f"{policy} lets rows set"
             )
-    owners(policy, spec)
+    owners(policy, spec)  # as above

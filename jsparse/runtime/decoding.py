@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
-from jsparse.host_memory.store import empty
+from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.policy import State
 from jsparse.runtime.admission import Admitted
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.pauses import due, steps_per_program, until_due
+from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.reading import Held
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
 from jsparse.runtime.sampling import ChooseFn
@@ -39,12 +39,12 @@ class StepResult(NamedTuple):
 
 
 def without_logits(step: Step) -> StepResult:
-    """Reports all of a step but its logits."""
+    """Keeps all of a step but its logits."""
     return with_logits(step)._replace(logits=None)
 
 
 def with_logits(step: Step) -> StepResult:
-    """Reports a step with its logits."""
+    """Keeps all of a step."""
     stats = step.stats and step.stats.over_layers()
     return StepResult(step.tokens, step.logprobs, stats, step.overflow, step.logits)
 
@@ -54,7 +54,8 @@ class Decoding:
 
     Attributes:
         batch: the rows; every program donates them.
-        done: the number of tokens of each row that have been chosen.
+        done: the number of tokens of each row that have been chosen, with the first, which `begin`
+            chooses.
     """
 
     batch: Batch[KVCache]
@@ -64,16 +65,15 @@ class Decoding:
         params: Params,
         admitted: Admitted,
         choose: ChooseFn,
-        report: Callable[[Step], StepResult],
+        keep: Callable[[Step], StepResult],
         constants: Mapping[str, Array] | None,
         limits: Sequence[int],
     ) -> None:
-        """Prepares to decode `limits[b]` tokens of row b; nothing is dispatched."""
-        self._policy, self._store, self._max_steps = admitted
+        """Prepares to decode `limits[b]` tokens of row b; `keep` says what of each step."""
+        self._policy, self._store = admitted.policy, admitted.store
+        self._max_steps = admitted.max_steps
         self._params, self._constants, self._limits = params, constants, limits
-        self._choose, self._report, self.done = choose, report, 1
-        every = self._policy.services.every | {"store": self._store.every}
-        self._periods = {name: period for name, period in every.items() if period}
+        self._choose, self._keep, self.done = choose, keep, 1
 
     @property
     def finished(self) -> bool:
@@ -81,11 +81,14 @@ class Decoding:
         return self.done >= max(self._limits)
 
     def begin(self, held: Held, given: Any, knobs: dict[str, Array] | None) -> StepResult:
-        """Chooses the tokens that follow the prompts; `held` and `given` are donated."""
+        """Chooses the tokens that follow the prompts.
+
+        `given` is donated now; the cache and state of `held` are by the first `advance`.
+        """
         tokens, given, result = first_tokens(
-            self._choose, self._report, given, held.logits, held.cache.overflow
+            self._choose, self._keep, given, held.logits, held.cache.overflow
         )
-        knobs = jax.tree.map(jnp.copy, knobs)
+        knobs = jax.tree.map(jnp.copy, knobs)  # the batch is donated, the caller keeps its own
         batch = self._batch(tokens, held.cache, held.state, given, knobs)
         self.batch = self._store.committed(batch)
         return result
@@ -100,7 +103,7 @@ class Decoding:
         """
         if self.finished or self._policy.evicts or self._store.single_steps:
             return None
-        cache, state = empty.eval_shape(spec, self._policy)
+        cache, state = empty_rows.eval_shape(spec, self._policy)
         batch = self._batch(jnp.zeros(spec.batch, jnp.int32), cache, state, given, knobs)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         return decode_steps.ahead(*self._arguments(), shapes)
@@ -114,21 +117,27 @@ class Decoding:
         self.batch, result = decode_steps(*self._arguments(), self.batch)
         self.done += count
         params, beside = self._params, self._beside
-        for name in due(self._periods, self.done - 1):
-            if name == "store":
-                self._store.after_steps(self.batch.cache)
-            else:
-                self.batch = serviced(
-                    *(name, params.decoder, self._policy, params.weights, beside, self.batch)
-                )
+        for service in due(self._policy.services.every, self._age):
+            self.batch = serviced(
+                service, params.decoder, self._policy, params.weights, beside, self.batch
+            )
+        # last: it replaces the pages in host memory that services read
+        if self._store.every and self._age % self._store.every == 0:
+            self._store.after_steps(self.batch.cache)
         return result
+
+    @property
+    def _age(self) -> int:
+        """The number of steps that rows have run: the first token took none."""
+        return self.done - 1
 
     @property
     def _count(self) -> int:
         """The number of steps of the next program."""
         left = [limit - self.done for limit in self._limits if limit > self.done]
-        pauses = until_due(self._periods.values(), self.done - 1)
-        return steps_per_program(self._max_steps, left + pauses)
+        periods = [*self._policy.services.every.values(), self._store.every]
+        pauses = until_due(filter(None, periods), self._age)
+        return next_steps(self._max_steps, left + pauses)
 
     def _batch(
         self, tokens: Rows, cache: KVCache, state: State, given: Any, knobs: Any
@@ -139,7 +148,7 @@ class Decoding:
     def _arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the next program, before the batch."""
         return (
-            *(self._params.decoder, self._policy, self._choose, self._count, self._report),
+            *(self._params.decoder, self._policy, self._choose, self._count, self._keep),
             *(self._params.weights, self._beside),
         )
 

@@ -1,4 +1,4 @@
-"""Says when rows must be stopped between decode steps, and how many steps a program runs till then.
+"""Says when rows pause between decode steps, and how many steps a program runs until then.
 
 Every period of a service, or of a store, is a number of tokens that a row decodes.
 """
@@ -6,7 +6,7 @@ Every period of a service, or of a store, is a number of tokens that a row decod
 from collections.abc import Iterable, Mapping
 
 
-def due(periods: Mapping[str, int], age: int) -> list[str]:
+def due[Name: str](periods: Mapping[Name, int], age: int) -> list[Name]:
     """Returns the names of what is due for a row that has decoded `age` tokens."""
     return [name for name, period in periods.items() if age % period == 0]
 
@@ -16,9 +16,9 @@ def until_due(periods: Iterable[int], age: int) -> list[int]:
     return [period - age % period for period in periods]
 
 
-def steps_per_program(most: int, steps: Iterable[int]) -> int:
-    """Returns `most` if all of these numbers of steps are at least that, else 1.
+def next_steps(max_steps: int, steps: Iterable[int]) -> int:
+    """Returns the steps of the next program: `max_steps` if none of `steps` is less, else 1.
 
-    There are only two programs, since each takes long to compile.
+    There are but two programs, since each takes long to compile.
     """
-    return most if min(steps, default=most) >= most else 1
+    return max_steps if min(steps, default=max_steps) >= max_steps else 1

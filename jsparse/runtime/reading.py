@@ -50,14 +50,18 @@ class Prompts(NamedTuple):
 
 
 class Reading:
-    """Reads all rows of one cache side by side, densely."""
+    """Reads all rows of one cache side by side, densely.
+
+    Attributes:
+        resumable: whether it keeps what a further turn starts from.
+    """
 
     def __init__(
         self, params: Params, policy: Policy, spec: CacheSpec, store: Store, *, resumable: bool
     ) -> None:
-        """Prepares to read; `resumable` keeps what a further turn starts from."""
+        """Prepares to read."""
         self._params, self._policy, self._spec, self._store = params, policy, spec, store
-        self._resumable = resumable
+        self.resumable = resumable
 
     def checked(self, rows: Sequence[Sequence[int]], end: PromptEnd | None) -> Prompts:
         """Returns prompts that follow `end`, or begin.
@@ -98,7 +102,7 @@ class Reading:
             report=report,
         )
         end = None
-        if self._resumable:
+        if self.resumable:
             own = [jnp.copy(x) for x in row_arrays(policy, spec, carry.state)]
             start = 0 if before is None else before[1].positions
             end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.policy import Policy, State, maintained
+from jsparse.policy import Policy, Service, State, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -28,7 +28,9 @@ class Batch[Memory: (KVCache, SharedPages)](NamedTuple):
 
     Attributes:
         tokens: the newest token of each row, whose K and V the cache does not hold yet.
-        cache, state: K and V, and the policy's state.
+        cache: K and V: a session's KVCache, or the SharedPages of an engine's rows. A step reads
+            the KVCache that `of_rows(active)` gives, and `after` takes back what it left.
+        state: the policy's state.
         given: what the way to choose carries.
         made: the number of tokens chosen so far: one for all rows, or one per row.
         recent: the newest tokens that the cache holds, as many as a correction recomputes.
@@ -65,23 +67,23 @@ def _step[Memory: (KVCache, SharedPages)](
     decoder: Decoder,
     policy: Policy,
     choose: ChooseFn,
-    report: Callable[[Step], Any],
+    keep: Callable[[Step], Any],
     weights: Weights,
     beside: ReadOnly,
     batch: Batch[Memory],
     active: Bool[Array, "B"] | None,
 ) -> tuple[Batch[Memory], Any]:
-    """Runs one decode step, which chooses the token of the next; returns what `report` makes of it.
+    """Runs one decode step, which chooses the token of the next; returns what `keep` makes of it.
 
     Rows that are not active change nothing; None is all.
     """
+    seen, beside = batch.cache.of_rows(active), beside._replace(knobs=batch.knobs or None)
     logits, cache, state, stats = decode_step(
-        *(decoder, policy, weights, batch.tokens, batch.cache.of_rows(active), batch.state),
-        *(beside._replace(knobs=batch.knobs or None), active),
+        decoder, policy, weights, batch.tokens, seen, batch.state, beside, active
     )
     tokens, logprobs, given = choose(batch.given, batch.made, logits, active)
     recent = jnp.concatenate([batch.recent, batch.tokens[:, None]], axis=1)[:, 1:]
-    result = report(Step(tokens, logprobs, stats, cache.overflow, logits))
+    result = keep(Step(tokens, logprobs, stats, cache.overflow, logits))
     made = batch.made + (1 if active is None else active)
     if active is not None:
         tokens = jnp.where(active, tokens, batch.tokens)
@@ -91,7 +93,7 @@ def _step[Memory: (KVCache, SharedPages)](
 
 
 @program(
-    static_argnames=("decoder", "policy", "choose", "count", "report"),
+    static_argnames=("decoder", "policy", "choose", "count", "keep"),
     donate_argnames=("batch",),
 )
 def decode_steps[Memory: (KVCache, SharedPages)](
@@ -99,20 +101,20 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     policy: Policy,
     choose: ChooseFn,
     count: int,
-    report: Callable[[Step], Any],
+    keep: Callable[[Step], Any],
     weights: Weights,
     beside: ReadOnly,
     batch: Batch[Memory],
     counts: Int32[Array, "B"] | None = None,
 ) -> tuple[Batch[Memory], Any]:
-    """Runs `count` decode steps; returns what `report` makes of each, stacked.
+    """Runs `count` decode steps; returns what `keep` makes of each, stacked.
 
     Row b takes part in the first `counts[b]`; None is that all rows take part in all.
     """
     note_trace()
 
     def step(batch: Batch[Memory], active: Bool[Array, "B"] | None) -> tuple[Batch[Memory], Any]:
-        return _step(decoder, policy, choose, report, weights, beside, batch, active)
+        return _step(decoder, policy, choose, keep, weights, beside, batch, active)
 
     if counts is not None:
         nth = jnp.arange(count, dtype=jnp.int32)
@@ -123,17 +125,17 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     return batch, jax.tree.map(lambda x: x[None], result)
 
 
-@program(static_argnames=("choose", "report"), donate_argnames=("given",))
+@program(static_argnames=("choose", "keep"), donate_argnames=("given",))
 def first_tokens(
     choose: ChooseFn,
-    report: Callable[[Step], Any],
+    keep: Callable[[Step], Any],
     given: Any,
     logits: Float32[Array, "B V"],
     overflow: Bool[Array, "B"],
 ) -> tuple[Rows, Any, Any]:
-    """Chooses the tokens that follow the prompts; returns them, what is carried, and a report."""
+    """Chooses the tokens that follow the prompts; also returns what is carried and kept."""
     tokens, logprobs, given = choose(given, jnp.int32(0), logits, None)
-    result = report(Step(tokens, logprobs, None, overflow, logits))
+    result = keep(Step(tokens, logprobs, None, overflow, logits))
     return tokens, given, jax.tree.map(lambda x: x[None], result)
 
 
@@ -141,14 +143,14 @@ def first_tokens(
 def maintain(
     policy: Policy, cache: KVCache, state: State, beside: ReadOnly = NOTHING
 ) -> tuple[KVCache, State]:
-    """Runs the policy's maintenance on rows that are due: a batch, or what `take_rows` took."""
+    """Runs the policy's maintenance, for which all rows of the cache must be due."""
     note_trace()
     state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, beside)))
     return without_host(cache), state
 
 
 def serviced[Memory: (KVCache, SharedPages)](
-    name: str,
+    service: Service,
     decoder: Decoder,
     policy: Policy,
     weights: Weights,
@@ -161,19 +163,20 @@ def serviced[Memory: (KVCache, SharedPages)](
 
     `within` says that another program runs it, of which it becomes a part.
     """
-    run = inlined if within else lambda made: made
     cache, state = batch.cache.of_rows(None), batch.state
     beside = beside._replace(knobs=batch.knobs or None)
-    if name == "correct":
-        cache, state = run(correct)(decoder, policy, weights, batch.recent, cache, state, beside)
+    if service == "correct":
+        run = inlined(correct) if within else correct
+        cache, state = run(decoder, policy, weights, batch.recent, cache, state, beside)
     else:
-        # what it reads lies in the tail
-        cache, state = run(maintain)(policy, cache, state, beside._replace(host=None))
+        run = inlined(maintain) if within else maintain
+        # where K and V lie in host memory, it reads only newest tokens, which are on the device
+        cache, state = run(policy, cache, state, beside._replace(host=None))
     return batch._replace(cache=batch.cache.after(cache, None), state=state)
 
 
 def serviced_rows[Memory: (KVCache, SharedPages)](
-    name: str,
+    service: Service,
     decoder: Decoder,
     policy: Policy,
     spec: CacheSpec,
@@ -184,7 +187,7 @@ def serviced_rows[Memory: (KVCache, SharedPages)](
 ) -> Batch[Memory]:
     """Returns the batch after a service for which these of its rows are due; within a program."""
     part = take(policy, spec, batch, rows)
-    part = serviced(name, decoder, policy, weights, beside, part, within=True)
+    part = serviced(service, decoder, policy, weights, beside, part, within=True)
     cache, state = put_rows(policy, spec, batch.cache, batch.state, (part.cache, part.state), rows)
     return batch._replace(cache=cache, state=state)
 
@@ -193,6 +196,8 @@ def take[Memory: (KVCache, SharedPages)](
     policy: Policy, spec: CacheSpec, batch: Batch[Memory], rows: Int32[Array, "n"] | int
 ) -> Batch[Memory]:
     """Returns some rows as a batch of their own, over the same pages; an int is the first so many.
+
+    `made` and all arrays of `given` must have an axis of rows, the first.
 
     Raises:
         ValueError: the cache has no block table.
@@ -212,20 +217,21 @@ def put[Memory: (KVCache, SharedPages)](
 ) -> Batch[Memory]:
     """Returns the batch with the rows of `part` in these places, and the pages of `part`.
 
+    `made` and all arrays of `given` must have an axis of rows, the first.
+
     Raises:
         ValueError: the cache has no block table.
     """
-    cache, state = put_rows(
-        *(policy, spec, batch.cache, batch.state, (part.cache, part.state), _numbers(rows))
-    )
+    both = part.cache, part.state
+    cache, state = put_rows(policy, spec, batch.cache, batch.state, both, _numbers(rows))
 
     def placed(x: Array, new: Array) -> Array:
         if isinstance(rows, int):
             return jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0)
         return x.at[rows].set(new)
 
-    both = (each._replace(cache=(), state=()) for each in (batch, part))
-    return jax.tree.map(placed, *both)._replace(cache=cache, state=state)
+    others = (each._replace(cache=(), state=()) for each in (batch, part))
+    return jax.tree.map(placed, *others)._replace(cache=cache, state=state)
 
 
 def _numbers(rows: Int32[Array, "n"] | int) -> Int32[Array, "n"]:

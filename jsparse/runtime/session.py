@@ -10,7 +10,7 @@ start a program than the device to run a small model's step.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Fresh(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A session that has read prompts and not decoded since; `end` is None if none may follow."""
+    """A session that has read prompts and not decoded since; `end` is None if it reads no more."""
 
     held: Held
     end: PromptEnd | None
@@ -50,13 +50,13 @@ class Decoded(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """A session whose arrays a program has, or one that failed had."""
+    """A session whose arrays were donated: it reads, decodes, or failed while it did."""
 
     end: PromptEnd | None = None
 
 
 Stage = Fresh | Ready | Decoded | Busy
-NOT_READY = "session: must have read prompts, and not be decoding"
+NOT_READY = "session: must have read prompts, and neither be decoding nor have failed"
 
 
 class Session:
@@ -142,7 +142,7 @@ class Session:
         """
         end = self._last_end()
         prompts = self._reading.checked(rows, end)
-        before = None if end is None else (self.held, end)
+        before = None if end is None else (self.held, end)  # `held` refuses one that is busy
         self._stage = Busy()  # donated
         self._stage = Ready(*self._reading.read(prompts, before, report))
 
@@ -160,7 +160,8 @@ class Session:
         So it compiles while the prompts are read. Where the shapes are known only then, since the
         policy reworks the cache after the prompt or K and V move to host memory, nothing happens.
         """
-        decoding = self._decoding(choose, limits, report)
+        known = constants(self.params, self.policy, report)
+        decoding = self._decoding(choose, limits, known)
         self._expected = decoding.expect(self.spec, given, knobs)
 
     def adopt(self, held: Held, pages: HostLayers | None = None) -> None:
@@ -203,12 +204,13 @@ class Session:
         """
         stage = self._ready(limits)
         policy, spec, held = self.policy, self.spec, stage.held
-        decoding = self._decoding(choose, limits, keep_logits=keep_logits)
+        known = constants(self.params, policy)
+        decoding = self._decoding(choose, limits, known, keep_logits=keep_logits)
         room.require_pages(policy, spec, held.cache, limits)
         self._stage = Busy(stage.end)  # donated
-        beside = ReadOnly(constants(self.params, policy), knobs)
-        evicted = room.after_prompt(policy, spec, held.cache, held.state, beside, limits)
-        result = decoding.begin(Held(held.logits, *evicted), given, knobs)
+        beside = ReadOnly(known, knobs)
+        cache, state = room.after_prompt(policy, spec, held.cache, held.state, beside, limits)
+        result = decoding.begin(Held(held.logits, cache, state), given, knobs)
         try:
             yield result
             while not decoding.finished:
@@ -221,7 +223,11 @@ class Session:
                 self._stage = Decoded(Held(held.logits, batch.cache, batch.state), stage.end)
 
     def _ready(self, limits: Sequence[int]) -> Ready:
-        """Returns what has been read; raises ValueError unless rows can decode this many tokens."""
+        """Returns what has been read.
+
+        Raises:
+            ValueError: nothing has, or `limits` is not one number of at least 1 per row.
+        """
         if isinstance(self._stage, Decoded):
             raise ValueError("session: must read before it decodes again")
         if len(limits) != self.spec.batch or min(limits) < 1:
@@ -237,13 +243,12 @@ class Session:
         self,
         choose: ChooseFn,
         limits: Sequence[int],
-        report: OnProgress = lambda *_: None,
+        known: Mapping[str, Array] | None,
         *,
         keep_logits: bool = False,
     ) -> Decoding:
-        known = constants(self.params, self.policy, report)
-        of_step = with_logits if keep_logits else without_logits
-        return Decoding(self.params, self._admitted, choose, of_step, known, limits)
+        keep = with_logits if keep_logits else without_logits
+        return Decoding(self.params, self._admitted, choose, keep, known, limits)
 
     def _advanced(self, decoding: Decoding) -> StepResult:
         """Dispatches the next program; returns its results, and counts the time of compiling it."""
@@ -267,5 +272,9 @@ class Session:
         if self._stage.end is not None:
             return self._stage.end
         if isinstance(self._stage, Busy):
-            raise ValueError("session: must begin anew after a turn that failed")
+            raise ValueError(
+                "session: must not be decoding, and must begin anew after a turn that failed"
+            )
+        if self._reading.resumable:
+            raise ValueError("session: must have read its prompts itself to read a further turn")
         raise ValueError("resumable=False: must be True to read a further turn")

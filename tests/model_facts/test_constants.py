@@ -92,7 +92,7 @@ def test_pairs_that_are_zero_have_a_scale():
 def test_they_are_made_once_per_model_and_kept_in_it(made):
     params, seen = fresh(), []
     report = lambda *progress: seen.append(progress)  # noqa: E731
-    jsparse.generate(params, PROMPT, max_new_tokens=2, policy=POLICY, on_progress=report)
+    jsparse.generate(params, PROMPT, max_new_tokens=1, policy=POLICY, on_progress=report)
     assert sorted(params.constants) == sorted(KEY_CONSTANTS)
     assert [done for phase, done, _ in seen if phase == "key constants"] == [0, 512]
     config = params.config

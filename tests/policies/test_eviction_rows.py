@@ -94,7 +94,7 @@ def test_long_answers_fit_in_a_small_cache():
     spec = spec_of(params, batch, page_size=16, num_pages=slots // 16)
     prompts = np.array(random_prompts((20, 20)), np.int32)
     valid = jnp.full(batch, 20, jnp.int32)
-    carry = prefill.start(params.decoder, policy, *store.empty(spec, policy))
+    carry = prefill.start(params.decoder, policy, *store.empty_rows(spec, policy))
     carry = prefill.prefill_chunk(
         params.decoder, policy, params.weights, jnp.asarray(prompts), valid, carry, last=True
     )
@@ -227,7 +227,7 @@ class Pooled(Crowd):
     def __init__(self, policy, rows=3, pages=9, pool=50, layers=2):
         params = tiny_params(layers)
         spec = spec_of(params, rows, page_size=PAGE, num_pages=pages)._replace(pool_pages=pool)
-        super().__init__(params, policy, spec, *store.empty(spec, policy), chunk=48)
+        super().__init__(params, policy, spec, *store.empty_rows(spec, policy), chunk=48)
 
     def leave(self, slot):
         """Empties a row and gives its pages back."""

@@ -211,7 +211,7 @@ def primed(policy: Policy, batch: int = 2):
     """Return cache and state after a prompt of 9 tokens per row."""
     p = params()
     spec = spec_of(p, batch, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
-    carry = prefill.start(p.decoder, policy, *store.empty(spec, policy))
+    carry = prefill.start(p.decoder, policy, *store.empty_rows(spec, policy))
     tokens = jnp.asarray(np.stack([PROMPTS[1] + [0] * 7] * batch), jnp.int32)
     valid = jnp.full(batch, len(PROMPTS[1]), jnp.int32)
     beside = read_only(p, policy)

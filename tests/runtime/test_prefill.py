@@ -11,7 +11,7 @@ from tiny import assert_close, dense_pass, random_prompts, spec_of, tiny_params
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
 from jsparse.cache import LayerCache
-from jsparse.host_memory.store import empty
+from jsparse.host_memory.store import empty_rows
 from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer
 from jsparse.runtime import prefill
@@ -46,7 +46,7 @@ def run(params, policy, sizes, *, prompts=PROMPTS, pool_pages=None):
     for b, prompt in enumerate(prompts):
         tokens[b, : len(prompt)] = prompt
     spec = spec_of(params, len(prompts), page_size=PAGE)._replace(pool_pages=pool_pages)
-    carry, done = prefill.start(params.decoder, policy, *empty(spec, policy)), 0
+    carry, done = prefill.start(params.decoder, policy, *empty_rows(spec, policy)), 0
     for size in sizes:
         carry = prefill.prefill_chunk(
             params.decoder,

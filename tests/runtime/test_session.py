@@ -309,7 +309,7 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing():
     made.read(PROMPTS)
     steps = made.steps(sampling.greedy, (), limits=[9] * 3)
     next(steps)
-    with pytest.raises(ValueError, match="must have read prompts, and not be decoding"):
+    with pytest.raises(ValueError, match="must have read prompts, and neither be decoding"):
         made.read([[1]] * 3)
     steps.close()
     said = r"rows of \[65, 19, 4\] tokens: must fit in the 64 of the cache"
