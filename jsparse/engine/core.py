@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
-import numpy as np
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput
-from jsparse.engine.packing import unpack
 from jsparse.engine.programs import Programs
-from jsparse.engine.runner import Flight, Runner, neutral
+from jsparse.engine.runner import Flight, Runner
 from jsparse.engine.scheduler import Answer, Rules, Scheduler
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_params
@@ -26,7 +24,6 @@ from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.request import Request
-from jsparse.runtime.sampling import row_sampling
 
 # steps and chunks that may have been dispatched without their results having been read
 LAG = 2
@@ -133,7 +130,7 @@ class Engine:
         require_params(params)
         if max_waiting is not None:
             whole_number("max_waiting", max_waiting, 0)
-        spec = setup.cache_spec(
+        rows = setup.cache_spec(
             params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
         )
         if not isinstance(enable_prefix_caching, bool):
@@ -143,7 +140,7 @@ class Engine:
         admitted = admit(
             params,
             as_policy(policy),
-            spec,
+            rows,
             rows_join=True,
             per_request=per_request,
             steps_per_program=steps_per_program,
@@ -151,7 +148,7 @@ class Engine:
         )
         policy = admitted.policy
         self.sizes = setup.sizes_of(
-            *(policy, spec),
+            *(policy, rows),
             kv_cache_tokens=kv_cache_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             steps=admitted.max_steps,
@@ -159,23 +156,19 @@ class Engine:
             ladder=ladder,
             max_model_len=max_model_len,
         )
-        spec = spec._replace(pool_pages=self.sizes.num_groups * spec.num_kv_heads)
-        self.params, self.policy, self.spec = params, policy, spec
+        knobs = tuple(sorted(set(per_request)))
+        cache = setup.pooled(rows, self.sizes)
+        spec = setup.EngineSpec(params, policy, cache, self.sizes, knobs, bool(layer_stats))
+        self.params, self.policy, self.spec = params, policy, cache
         shares = enable_prefix_caching and policy.shares is not None
         periods = tuple(policy.services.every.values())
         self.scheduler = Scheduler(
             self.sizes,
             Rules(policy.name if shares else None, policy.window, policy.shares == "keys", periods),
         )
-        knobs = tuple(sorted(set(per_request)))
         self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
         self._log = None if record is None else self._begin_log(record)
-        self.programs = Programs(
-            *(params, policy, spec, self.sizes),
-            knobs=knobs,
-            layer_stats=bool(layer_stats),
-            sampling=row_sampling([neutral()], params.config.vocab_size),
-        )
+        self.programs = Programs(spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             self.programs.prepare()
         self._live: dict[int, tuple[Served, Answer, Growing]] = {}
@@ -184,10 +177,7 @@ class Engine:
         self._flying: deque[Flight] = deque()
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
-        self._runner = Runner(
-            *(self.programs, policy, spec, self.sizes, params.config.vocab_size, knobs),
-            lambda number: self._live[number][2].request,
-        )
+        self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
 
     @property
     def idle(self) -> bool:
@@ -331,16 +321,14 @@ class Engine:
 
     def _take(self, flight: Flight) -> list[Served]:
         """Reads one program's results; returns the requests that they are for."""
-        packed, now, heard = np.asarray(flight.packed), self._clock(), []
-        for number, row, steps in flight.rows:
+        results, now, heard = self._runner.results(flight), self._clock(), []
+        for number, tokens in results:
             served, answer, growing = self._live.get(number, (None, None, None))
             if served is None or answer is None or growing is None or growing.finish is not None:
                 continue  # it ended while this was on its way
-            for nth in range(steps):
+            for token in tokens:
                 if growing.finish is None:
-                    growing.take(
-                        unpack(packed[nth, row], self.spec.num_layers, bool(self._layer_stats))
-                    )
+                    growing.take(token)
                     served.metrics.token_times.append(now)
                     self.counters.new_tokens += 1
             heard.append(served)

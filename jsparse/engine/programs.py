@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.cache import KVCache, ReadOnly
 from jsparse.engine.packing import Packed, pack
-from jsparse.engine.scheduler import Sizes
+from jsparse.engine.setup import EngineSpec
 from jsparse.model_facts.constants import constants
-from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Weights, to_logits
-from jsparse.policy import Policy, Service
+from jsparse.policy import Service
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.program_set import ProgramSet, Wanted
+from jsparse.runtime.request import OFF, Request, SamplingParams
 from jsparse.runtime.rows import (
     Batch,
     decode_steps,
@@ -36,7 +36,7 @@ from jsparse.runtime.rows import (
     serviced_rows,
     take,
 )
-from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, sampled
+from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
 from jsparse.runtime.shared_pages import SharedPages, empty_pages
 
 # How tokens are chosen: all rows take the likeliest; each by its own options; and with the
@@ -66,20 +66,13 @@ class OpenPrompt(NamedTuple):
 class Programs(ProgramSet):
     """Holds the programs of one engine, all of which take and return its batch of slots."""
 
-    def __init__(
-        self,
-        params: Params,
-        policy: Policy,
-        spec: CacheSpec,
-        sizes: Sizes,
-        *,
-        knobs: tuple[str, ...] = (),
-        layer_stats: bool = False,
-        sampling: RowSampling,
-    ) -> None:
-        """Prepares programs; `sampling` has the shapes of the options of one row."""
-        self._decoder, self._policy, self._spec, self._sizes = params.decoder, policy, spec, sizes
-        self._knobs, self._layer_stats, self._sampling = knobs, layer_stats, sampling
+    def __init__(self, spec: EngineSpec) -> None:
+        """Prepares programs; none is compiled."""
+        self._made_for = spec
+        self._decoder, self._policy = spec.params.decoder, spec.policy
+        self._spec, self._sizes = spec.cache, spec.sizes
+        # the shapes of the options of one row
+        self._sampling = row_sampling([neutral()], spec.vocab_size)
         read = {"donate_argnames": ("batch", "prompt")}
         own: dict[str, Any] = {"donate_argnames": "batch"}
         programs = {
@@ -91,8 +84,9 @@ class Programs(ProgramSet):
             "decode": program(self._decode, static_argnames=("count", "choice"), **own),
             "service": program(self._service, static_argnames="service", **own),
         }
-        beside = ReadOnly(constants(params, policy))
-        super().__init__(programs, {"weights": params.weights, "beside": beside}, self._shapes_of)
+        beside = ReadOnly(constants(spec.params, spec.policy))
+        fixed = {"weights": spec.params.weights, "beside": beside}
+        super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
         self, start: int, end: int, new_tokens: int, slot: int, choice: Choice
@@ -129,10 +123,8 @@ class Programs(ProgramSet):
 
     def made_from(self) -> tuple[Any, ...]:
         """Returns all that programs depend on beside their arguments."""
-        return (
-            *(self._decoder, self._policy, self._spec, self._sizes),
-            *(self._knobs, self._layer_stats),
-        )
+        params, *others = self._made_for
+        return params.decoder, *others
 
     @cached_property
     def _shapes(self) -> tuple[Slots, OpenPrompt]:
@@ -305,7 +297,7 @@ class Programs(ProgramSet):
 
     def _kept(self, choice: Choice) -> Any:
         """Returns what makes of a step what the host wants to know."""
-        wanted = {"layer_stats": self._layer_stats, "top": choice == "top"}
+        wanted = {"layer_stats": self._made_for.layer_stats, "top": choice == "top"}
         return partial(pack, num_layers=self._spec.num_layers, **wanted)
 
     def _no_recent(self, rows: int) -> Int32[Array, "B n"]:
@@ -317,5 +309,10 @@ class Programs(ProgramSet):
             name: jnp.zeros(rows, jnp.bool_)
             if name == "dense"
             else jnp.full(rows, jnp.nan, jnp.float32)
-            for name in self._knobs
+            for name in self._made_for.knobs
         }
+
+
+def neutral() -> Request:
+    """Returns a request that takes the likeliest token."""
+    return Request([], SamplingParams(**OFF), frozenset(), 0)

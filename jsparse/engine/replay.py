@@ -2,19 +2,14 @@
 
 import os
 
-import numpy as np
-
-from jsparse.cache import CacheSpec
 from jsparse.engine import plan_log, setup
 from jsparse.engine.outputs import Growing
-from jsparse.engine.packing import unpack
 from jsparse.engine.programs import Programs
-from jsparse.engine.runner import Runner, neutral
+from jsparse.engine.runner import Runner
 from jsparse.engine.scheduler import Sizes
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.admission import admit
-from jsparse.runtime.sampling import row_sampling
 
 
 def replay(
@@ -29,7 +24,7 @@ def replay(
         ValueError: the file is no log, or is of another model.
     """
     recorded = plan_log.read(file)
-    engine, config = recorded.engine, params.config
+    engine = recorded.engine
     if (params.name, str(params.dtype)) != (engine["model"], engine["dtype"]):
         raise ValueError(
             f"params is {params.name!r} in {params.dtype}: must be {engine['model']!r} in "
@@ -38,37 +33,30 @@ def replay(
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
     lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows")}
     sizes = Sizes(**engine["sizes"] | {"ladder": ladder} | lists)
-    spec = setup.cache_spec(
+    rows = setup.cache_spec(
         params,
         max_num_seqs=sizes.num_slots,
         max_model_len=sizes.max_model_len,
         page_size=sizes.page_size,
     )
-    knobs, layer_stats = tuple(engine["per_request"]), engine["layer_stats"]
+    knobs = tuple(engine["per_request"])
     policy = admit(
         params,
         as_policy(engine["policy"]),
-        spec,
+        rows,
         rows_join=True,
         per_request=knobs,
         allocates=False,
     ).policy
-    spec: CacheSpec = spec._replace(pool_pages=sizes.num_groups * spec.num_kv_heads)
-    programs = Programs(
-        *(params, policy, spec, sizes),
-        knobs=knobs,
-        layer_stats=layer_stats,
-        sampling=row_sampling([neutral()], config.vocab_size),
-    )
-    requests = recorded.requests
-    runner = Runner(
-        programs, policy, spec, sizes, config.vocab_size, knobs, lambda nth: requests[nth]
-    )
-    growing = {nth: Growing(request, 0, params.tokenizer) for nth, request in requests.items()}
+    cache = setup.pooled(rows, sizes)
+    spec = setup.EngineSpec(params, policy, cache, sizes, knobs, engine["layer_stats"])
+    runner = Runner(spec, Programs(spec), recorded.requests.__getitem__)
+    growing = {
+        nth: Growing(request, 0, params.tokenizer) for nth, request in recorded.requests.items()
+    }
     for plan in recorded.plans:
         for flight in runner.run(plan):
-            packed = np.asarray(flight.packed)
-            for nth, row, steps in flight.rows:
-                for step in range(steps):
-                    growing[nth].take(unpack(packed[step, row], spec.num_layers, layer_stats))
+            for nth, tokens in runner.results(flight):
+                for token in tokens:
+                    growing[nth].take(token)
     return {nth: (own.token_ids, own.logprobs) for nth, own in growing.items()}

@@ -1,19 +1,19 @@
 """Carries plans out on the device: dispatches programs, and never waits for their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from jsparse.cache import CacheSpec
-from jsparse.engine.programs import CHOICES, Choice, OpenPrompt, Programs, Slots
-from jsparse.engine.scheduler import Chunk, Decode, Plan, Sizes
-from jsparse.policy import Policy
+from jsparse.engine.packing import TokenResult, unpack
+from jsparse.engine.programs import CHOICES, Choice, OpenPrompt, Programs, Slots, neutral
+from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.engine.setup import EngineSpec
 from jsparse.runtime.pauses import due
 from jsparse.runtime.prefill import settle
-from jsparse.runtime.request import OFF, Request, SamplingParams, knob_row
+from jsparse.runtime.request import Request, knob_row
 from jsparse.runtime.sampling import RowSampling, row_sampling
 
 
@@ -42,21 +42,12 @@ class Runner:
     """Holds what lives on the device, and carries out plans in their order."""
 
     def __init__(
-        self,
-        programs: Programs,
-        policy: Policy,
-        spec: CacheSpec,
-        sizes: Sizes,
-        vocab_size: int,
-        knobs: Sequence[str],
-        request_of: Callable[[int], Request],
+        self, spec: EngineSpec, programs: Programs, request_of: Callable[[int], Request]
     ) -> None:
         """Allocates the slots; `request_of` tells what the answers of plans' numbers ask for."""
-        self._programs, self._policy, self._vocab = programs, policy, vocab_size
-        self._request_of, self._knobs = request_of, tuple(knobs)
-        self._scratch = spec.pages // spec.num_kv_heads - 1
-        self._num_pages, self._sizes = spec.num_pages, sizes
-        self._neutral = jax.device_put(row_sampling([neutral()], vocab_size))
+        self._spec, self._programs, self._request_of = spec, programs, request_of
+        self._scratch = spec.cache.pages // spec.cache.num_kv_heads - 1
+        self._neutral = jax.device_put(row_sampling([neutral()], spec.vocab_size))
         self._batch: Slots = programs.run("start")
         self._prompts: dict[int, OpenPrompt] = {}
 
@@ -77,6 +68,17 @@ class Runner:
             flight.packed.copy_to_host_async()
         return flights
 
+    def results(self, flight: Flight) -> list[tuple[int, list[TokenResult]]]:
+        """Returns each answer that a program decoded for, with its tokens, once they are there."""
+        packed = np.asarray(flight.packed)
+        return [
+            (answer, [self._unpacked(packed[nth, row]) for nth in range(steps)])
+            for answer, row, steps in flight.rows
+        ]
+
+    def _unpacked(self, row: np.ndarray) -> TokenResult:
+        return unpack(row, self._spec.cache.num_layers, self._spec.layer_stats)
+
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""
         settle(self._batch, list(self._prompts.values()))
@@ -95,7 +97,7 @@ class Runner:
             self._prompts[chunk.answer] = self._programs.run("begin")
         tokens = np.zeros((1, chunk.size), np.int32)
         tokens[0, : chunk.valid] = request.ids[chunk.start : chunk.start + chunk.valid]
-        groups = np.full(self._num_pages, self._scratch, np.int32)
+        groups = np.full(self._spec.cache.num_pages, self._scratch, np.int32)
         groups[: len(chunk.groups)] = chunk.groups
         name, static = ("replay", {}) if chunk.replay else ("read", {"last": chunk.last})
         self._batch, prompt, done = self._programs.run(
@@ -112,13 +114,13 @@ class Runner:
             *("join", self._batch, prompt, np.int32(chunk.slot), groups),
             np.int32(chunk.start + chunk.valid),
             self._neutral if choice == "greedy" else self._sampling(request),
-            knob_row(request, self._knobs),
+            knob_row(request, self._spec.knobs),
             choice=choice,
         )
         return [Flight(packed, [(chunk.answer, 0, 1)])]
 
     def _decode(self, steps: int, rows: list[Decode]) -> Flight:
-        counts = np.zeros(self._sizes.rows_for(max(row.slot for row in rows)), np.int32)
+        counts = np.zeros(self._spec.sizes.rows_for(max(row.slot for row in rows)), np.int32)
         for row in rows:
             counts[row.slot] = row.steps
         wanted = {choice_of(self._request_of(row.answer)) for row in rows}
@@ -133,15 +135,10 @@ class Runner:
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""
         for row in rows:
-            for name in due(self._policy.services.every, row.age):
+            for name in due(self._spec.policy.services.every, row.age):
                 self._batch = self._programs.run(
                     "service", self._batch, np.int32(row.slot), service=name
                 )
 
     def _sampling(self, request: Request) -> RowSampling:
-        return row_sampling([request], self._vocab)
-
-
-def neutral() -> Request:
-    """Returns a request that takes the likeliest token."""
-    return Request([], SamplingParams(**OFF), frozenset(), 0)
+        return row_sampling([request], self._spec.vocab_size)

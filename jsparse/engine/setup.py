@@ -1,6 +1,7 @@
 """Chooses an engine's sizes."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -21,6 +22,35 @@ BLOCK_TOKENS = 512
 # and of all are enough: on a GPU the smaller is hardly faster for fewer rows than this; on a CPU a
 # step of one row takes a quarter of the time that eight take.
 FEW_ROWS_GPU, FEW_ROWS_CPU = 8, 1
+
+
+class EngineSpec(NamedTuple):
+    """Says what an engine's programs are made for.
+
+    Attributes:
+        params, policy: the model and the policy that decodes.
+        cache: the sizes of the rows and of the pool of pages that they share.
+        sizes: the static sizes of programs and plans.
+        knobs: the names of the hyper-parameters that requests may set.
+        layer_stats: whether results hold the shares of each layer.
+    """
+
+    params: Params
+    policy: Policy
+    cache: CacheSpec
+    sizes: Sizes
+    knobs: tuple[str, ...]
+    layer_stats: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        return self.params.config.vocab_size
+
+
+def pooled(rows: CacheSpec, sizes: Sizes) -> CacheSpec:
+    """Returns the sizes of these rows over a pool of the engine's groups of pages."""
+    return rows._replace(pool_pages=sizes.num_groups * rows.num_kv_heads)
 
 
 def cache_spec(

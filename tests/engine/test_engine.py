@@ -274,7 +274,7 @@ def test_an_error_of_the_device_fails_all_requests_and_the_engine(where, monkeyp
     if where == "dispatch":
         monkeypatch.setattr(engine.programs, "run", fail)
     else:
-        monkeypatch.setattr("jsparse.engine.core.unpack", fail)
+        monkeypatch.setattr("jsparse.engine.runner.unpack", fail)
     with pytest.raises(jsparse.EngineError, match="the engine has failed: INTERNAL: injected"):
         until(llm, lambda: False)
     assert not any(one.output().finished for one in served)
