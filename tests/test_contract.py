@@ -37,6 +37,7 @@ import jsparse
 from jsparse import SamplingParams
 from jsparse import cache as kv_cache
 from jsparse.builder import dense
+from jsparse.cache import StepView
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.shared_prefill import prime
 from jsparse.evaluation.teacher_forcing import force
@@ -470,7 +471,7 @@ def test_shrinking_frees_pages_and_heads_differ(pool_pages):
         )
         assert_close(logits, expected[i + 1], rtol=1e-4, step=i)
         if (i + 1) % policy.services.period == 0:
-            state, cache = jax.jit(policy.services.maintain)(state, cache)
+            state, cache = jax.jit(policy.services.maintain)(state, StepView(cache))
     for layer, held in enumerate(cache.layers):
         lengths = np.array([[len(rule.row.k[layer][h]) for h in range(2)] for rule in rules])
         np.testing.assert_array_equal(held.lengths, lengths)
@@ -617,7 +618,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
         with pytest.raises(ValueError, match=said.format(192)):
             begin(policy._replace(eviction=Eviction(cramped)), [1, 25, 4])
     else:  # heads never hold more than the cache did
-        vast = Eviction(lambda *held: held[:2], lambda *_: 10**9)
+        vast = Eviction(lambda state, view, slots: (state, view.cache), lambda *_: 10**9)
         begin(policy._replace(eviction=vast), [STEPS] * 3)
 
 
