@@ -22,6 +22,7 @@ from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
 from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
     AfterPromptFn,
@@ -104,6 +105,7 @@ __all__ = [
     "knob",
     "merge",
     "nothing",
+    "page_policy",
     "paged",
     "read_heads",
     "read_pages",

@@ -1,0 +1,159 @@
+"""Makes a method of what is kept of a page of keys, and how much that tells a query.
+
+Quest, ArkVale and their like differ in these two functions alone. `page_policy` keeps the summaries
+of all pages up to date and attends to the pages that matter most.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
+from jsparse.hyper_parameters import whole_number
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.policies.sidecars import sidecar
+from jsparse.policy import Policy, State, knob
+from jsparse.selection import Selection
+from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
+
+Summarise = Callable[[Float[Array, "P H"], Bool[Array, "P"]], Any]
+Score = Callable[[Float32[Array, "G H"], Any], Float[Array, ""]]
+LARGE = 1e37  # scores beyond it count as it, so that the newest page's is greater
+
+
+class Settings(NamedTuple):
+    """Holds the arguments, those of `page_policy`."""
+
+    summarise: Summarise
+    score: Score
+    budget: int
+
+
+def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Policy:
+    """Attend to `budget` tokens, in the pages of greatest score.
+
+    These are budget // P pages, always including the newest, which is still being filled. Call it
+    in a function marked `@builder`, so that equal arguments give one policy, with a name.
+
+    Both functions see one page of one KV head, whatever the batch, heads, layers and pages, and
+    whoever shares them; they are traced.
+
+    Args:
+        summarise: returns what is kept of a page, a tree of arrays of any shapes and dtypes. It
+            gets keys[P, H], as the cache holds them, and held[P], which is true of the slots that
+            hold a token: the first ones, at least one. The others repeat the newest key, so that
+            the least, the greatest and whatever else does not count are exact without `held`;
+            sums and means need it. The page is summarised anew whenever it takes in tokens.
+        score: returns a number, how much a page matters to the queries q[G, H], in float32, of the
+            heads that share its KV head, given its summary. NaN and -inf leave a page out, unless
+            it is the newest.
+        budget: the number of tokens that a KV head attends to. Rows may set a smaller one; a larger
+            one counts as `budget`.
+
+    Returns:
+        A policy that shares pages and can be `offloaded`.
+
+    Raises:
+        ValueError: budget is not a whole number of at least 1.
+    """
+    whole_number("budget", budget, 1)
+    settings = Settings(summarise, score, budget)
+    kept = sidecar(partial(empty, settings), partial(taken_in, settings))
+    return Policy(
+        partial(select, settings),
+        **kept._asdict(),
+        shares="pages",
+        per_row={"budget": partial(whole_number, least=1)},
+        reads=0,
+        name=f"page_policy({_name(summarise)}, {_name(score)}, budget={budget})",
+    )
+
+
+def empty(settings: Settings, spec: CacheSpec) -> Any:
+    """Return a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
+    keys = jax.ShapeDtypeStruct((spec.page_size, spec.head_dim), spec.dtype)
+    held = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
+    kept = jax.eval_shape(settings.summarise, keys, held)
+    return jax.tree.map(lambda x: jnp.zeros((spec.pages, *x.shape), x.dtype), kept)
+
+
+def taken_in(
+    settings: Settings,
+    entry: Any,
+    held: LayerCache,
+    k: ChunkKV,
+    valid: Rows,
+    first: Lengths,
+    /,
+) -> Any:
+    """Summarise the pages anew that the new tokens lie in."""
+    touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
+    pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
+    within = jnp.clip(pages, 0, held.num_pages - 1)
+    keys, there = _filled_up(read_pages(held.k, held, within), held, within)
+    new = _over(3, settings.summarise)(keys, there)
+    fresh = (pages == within) & there[..., 0] & (valid > 0)[:, None, None]
+    # those of other pages fall out of range, and are dropped
+    at = jnp.where(fresh, physical_pages(held, within), held.k.shape[0])
+    return jax.tree.map(lambda pool, x: pool.at[at].set(x, mode="drop"), entry, new)
+
+
+def _filled_up(
+    keys: Float[Array, "B K n P H"], held: LayerCache, pages: Int32[Array, "B K n"]
+) -> tuple[Float[Array, "B K n P H"], Bool[Array, "B K n P"]]:
+    """Return pages with their newest key in all slots that hold no token, and which ones do."""
+    count = jnp.clip(held.lengths[..., None] - pages * held.page_size, 0, held.page_size)
+    there = jnp.arange(held.page_size, dtype=jnp.int32) < count[..., None]
+    at = jnp.maximum(count - 1, 0)[..., None, None]
+    newest = jnp.take_along_axis(keys, at, axis=3)
+    return jnp.where(there[..., None], keys, newest), there
+
+
+def select(
+    settings: Settings, state: State, layer: int, q: Queries, view: StepView
+) -> tuple[Selection, None, State]:
+    """List the pages of greatest score, and the newest."""
+    held = view.layers[layer]
+    pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
+    wanted = knob(view, "budget", pages * held.page_size)
+    rule = TopK(pages if isinstance(wanted, int) else wanted.astype(jnp.int32) // held.page_size)
+    scores = page_scores(settings, state[layer], q, held)
+    chosen = threshold_select(
+        scores[:, :, None], rule, capacity=pages, granularity="page", weights="raw"
+    )
+    return chosen, None, state
+
+
+def page_scores(
+    settings: Settings, entry: Any, q: Queries, held: LayerCache
+) -> Float32[Array, "B K M"]:
+    """Score every logical page: the newest highest, -inf where a page holds no token."""
+    heads = *held.lengths.shape, held.num_pages
+
+    def of_heads(pool: Array) -> Array:
+        pages = pool if held.block_table is None else pool[held.block_table]
+        return pages.reshape(*heads, *pool.shape[1:])
+
+    grouped = q.astype(jnp.float32).reshape(*heads[:2], -1, q.shape[-1])
+    over_pages = jax.vmap(settings.score, in_axes=(None, 0))
+    scores = _over(2, over_pages)(grouped, jax.tree.map(of_heads, entry)).astype(jnp.float32)
+    nth = jnp.arange(held.num_pages, dtype=jnp.int32)
+    used = nth * held.page_size < held.lengths[..., None]
+    newest = nth == (held.lengths[..., None] - 1) // held.page_size
+    scores = jnp.where(used, jnp.minimum(scores, LARGE), -jnp.inf)
+    return jnp.where(newest, 2 * LARGE, scores)
+
+
+def _over(axes: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Map a function of one page over so many leading axes."""
+    for _ in range(axes):
+        function = jax.vmap(function)
+    return function
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,193 @@
+"""Methods made of what is kept of a page and how much it matters, against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow_except
+from one_layer import OneLayer
+from programs import shared
+from serving import greedy, tiny_llm
+from tiny import (
+    assert_close,
+    engine_logits,
+    pooled_logits,
+    random_prompts,
+    random_tokens,
+    spec_of,
+    tiny_params,
+)
+
+import jsparse
+from jsparse.extend import Policy, builder, page_policy
+
+PAGE = 8
+PROMPTS = random_prompts((37, 9))
+FORCED = random_tokens(2, 12)
+
+
+# Quest, in two functions
+
+
+def bounds(keys, held):
+    """Keep the least and greatest value of each channel."""
+    return keys.min(axis=0), keys.max(axis=0)
+
+
+def greatest_logit(q, page):
+    """Return the greatest q·k that the bounds allow a key of the page, over the group's heads."""
+    low, high = page
+    return jnp.maximum(q * low, q * high).sum(axis=-1).max()
+
+
+@builder
+def my_quest(budget: int = 1024) -> Policy:
+    """Attend to the pages whose key bounds allow the greatest logits."""
+    return page_policy(bounds, greatest_logit, budget)
+
+
+# And others
+
+
+def shrunk_logit(q, page):
+    """Quest as jsparse has it by default: for the mean query, with half of half the range."""
+    low, high = page
+    q = q.mean(axis=0)
+    return (q * (low + high) + 0.5 * jnp.abs(q) * (high - low)).sum()
+
+
+@builder
+def my_default_quest(budget: int = 1024) -> Policy:
+    return page_policy(bounds, shrunk_logit, budget)
+
+
+def mean_key(keys, held):
+    """Keep the mean of the keys that are there."""
+    return jnp.mean(keys, axis=0, where=held[:, None])
+
+
+@builder
+def my_centroids(budget: int = 1024) -> Policy:
+    """Rank pages by their mean key, as ArkVale does with rank="centroid"."""
+    return page_policy(mean_key, lambda q, center: (q @ center).max(), budget)
+
+
+@builder
+def my_norms(budget: int = 1024) -> Policy:
+    """Rank pages by their longest key and, like pages, by their number of tokens."""
+
+    def summarise(keys, held):
+        return {"norm": jnp.linalg.norm(keys, axis=-1).max(), "tokens": held.sum()}
+
+    def score(q, page):
+        return jnp.where(page["tokens"] > 0, page["norm"], jnp.nan)
+
+    return page_policy(summarise, score, budget)
+
+
+@shared
+def logits(policy, length=None):
+    return engine_logits(
+        tiny_params(num_layers=2), policy, PROMPTS, FORCED, page_size=PAGE, max_length=length
+    )
+
+
+BUILT_IN = [
+    (my_quest(16), "quest(budget=16, slack=1.0, group='max')"),
+    (my_default_quest(16), "quest(budget=16)"),
+    (my_centroids(16), "arkvale(budget=16, rank='centroid')"),
+]
+
+
+@pytest.mark.parametrize("case", slow_except(BUILT_IN, *BUILT_IN[::2]), ids=str)
+def test_gives_the_bits_of_the_built_in_method(case):
+    own, built_in = case
+    np.testing.assert_array_equal(logits(own), logits(built_in))
+
+
+def test_the_page_of_the_longest_key_is_kept():
+    layer = OneLayer(my_norms(16), length=45)
+    chosen = layer.select()
+    norms = np.linalg.norm(layer.k, axis=-1)[..., :40].reshape(2, 2, 5, PAGE).max(-1)
+    for at in np.ndindex(2, 2):
+        assert chosen.ids[at].tolist() == [norms[at].argmax(), 5]
+
+
+@pytest.mark.parametrize("length", [41, 48])
+def test_slots_without_a_token_do_not_count(length):
+    """What is kept of the page that is being filled is of the tokens that it holds."""
+    own, norms = (OneLayer(policy(16), length=length) for policy in (my_quest, my_norms))
+    low, high = (np.asarray(x).reshape(2, 2, -1, 16) for x in own.state[0])
+    tokens = np.asarray(norms.state[0]["tokens"]).reshape(2, 2, -1)
+    for page in range(-(-length // PAGE)):
+        keys = own.k[:, :, page * PAGE : (page + 1) * PAGE]
+        np.testing.assert_array_equal(low[:, :, page], keys.min(axis=2))
+        np.testing.assert_array_equal(high[:, :, page], keys.max(axis=2))
+        assert (tokens[:, :, page] == keys.shape[2]).all()
+
+
+def test_is_dense_with_a_budget_for_all():
+    exact = engine_logits(tiny_params(num_layers=2), "dense", PROMPTS, FORCED, page_size=PAGE)
+    assert_close(logits(my_quest(2**30)), exact, rtol=2e-5)
+    assert np.abs(logits(my_quest(16)) - exact).max() > 1e-2
+
+
+def test_a_prompt_read_in_pieces_gives_the_same():
+    pieces = engine_logits(
+        tiny_params(num_layers=2), my_quest(16), PROMPTS, FORCED, page_size=PAGE, chunk=13
+    )
+    assert_close(pieces, logits(my_quest(16)), rtol=1e-5)
+
+
+def test_a_shared_pool_of_used_pages_gives_the_same():
+    params = tiny_params(num_layers=2)
+    pooled = pooled_logits(params, my_quest(16), PROMPTS, FORCED, page_size=PAGE)
+    assert_close(pooled, logits(my_quest(16)), rtol=1e-6)
+
+
+def test_wrapped_and_with_k_in_host_memory_it_gives_the_same():
+    offloaded = jsparse.offloaded(my_quest(16), tail=8)
+    assert_close(logits(offloaded), logits(my_quest(16)), rtol=1e-6)
+
+
+def test_requests_share_prefixes_and_set_budgets():
+    """The second finds the first's pages; each gets what generate gives it alone."""
+    params, prompt, budgets = tiny_params(num_layers=2), PROMPTS[0], (24, 8)
+    llm = tiny_llm(my_quest(24), per_request=["budget"])
+    served = [llm.generate([prompt], greedy(6, policy={"budget": n}))[0] for n in budgets]
+    assert [out.num_cached_tokens > 0 for out in served] == [False, True]
+    for n, out in zip(budgets, served, strict=True):
+        alone = jsparse.generate(
+            *(params, prompt), policy=my_quest(n), max_new_tokens=6, page_size=PAGE, eos_token_id=[]
+        )
+        assert list(out.outputs[0].token_ids) == list(alone.token_ids)
+
+
+def test_a_builder_gives_one_policy_with_a_name():
+    assert my_quest(16) is my_quest(budget=16)
+    assert my_quest(16).name == "my_quest(budget=16)"
+    plain = page_policy(bounds, greatest_logit, 8)
+    assert plain.name == "page_policy(bounds, greatest_logit, budget=8)"
+    assert (plain.shares, plain.reads, set(plain.per_row)) == ("pages", 0, {"budget"})
+
+
+def test_summaries_keep_their_types_and_belong_to_pages():
+    spec = spec_of(tiny_params(num_layers=2), 3)._replace(pool_pages=7)
+    kept = jax.eval_shape(lambda: my_norms(8).init(spec))
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(kept)] == [
+        ((7,), jnp.float32),
+        ((7,), jnp.int32),
+    ] * 2
+
+
+def test_a_page_of_score_nan_is_left_out_and_the_newest_never():
+    layer = OneLayer(page_policy(bounds, lambda q, page: jnp.nan * page[0][0], 32), length=45)
+    chosen = layer.select()
+    assert chosen.count.tolist() == [[1, 1], [1, 1]]
+    assert (chosen.ids[..., 0] == 5).all()
+
+
+@pytest.mark.parametrize("budget", [0, 1.5, True])
+def test_budget_is_a_whole_number(budget):
+    with pytest.raises(ValueError, match=f"budget={budget}: must be an integer of at least 1"):
+        page_policy(bounds, greatest_logit, budget)
