@@ -12,6 +12,7 @@ from typer import Option
 from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels
 from jsparse.cli.chat import chat
+from jsparse.cli.check_policy import check_policy
 from jsparse.cli.console import print_error, quiet_jax
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
@@ -76,6 +77,7 @@ for _name, _command in {
     "serve": serve,
     "info": info,
     "policies": policies,
+    "check-policy": check_policy,
     "recommend": recommend,
     "inspect": inspect,
     "eval": evaluate,

@@ -83,6 +83,11 @@ def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
     raise ValueError(f"policy={policy!r}: must be a policy or an expression such as {EXAMPLE!r}")
 
 
+def builder_of(name: ast.Name) -> Callable[..., Any]:
+    """Return the function that a name calls in an expression that has been parsed."""
+    return POLICIES[name.id]
+
+
 def _parse(expression: str) -> AnyPolicy:
     expression = expression.strip()
     if expression in _FOUND:

@@ -4,9 +4,11 @@ Only what a user types on a command line goes through here: it imports that code
 expressions are parsed and never import anything.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -53,6 +55,49 @@ def resolve(text: str) -> AnyPolicy:
             f"@builder, not {found!r}"
         )
     return expressions.remember(expression, found)
+
+
+def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | None:
+    """Build the policy that `resolve` builds from this text, but with another budget.
+
+    Args:
+        text: an expression, or a reference to a policy of one's own.
+        budget: the number of tokens.
+        instead: whether it takes the place of one that the text gives.
+
+    Returns:
+        None where the outermost policy takes no number of tokens as `budget`, gives another, or
+        refuses this one.
+    """
+    reference = REFERENCE.fullmatch(text.strip())
+    source, call = "", text.strip()
+    if reference is not None:
+        source, call = f"{reference['source']}:", call[len(reference["source"]) + 1 :]
+    node = ast.parse(call, mode="eval").body
+    name = node.func if isinstance(node, ast.Call) else node
+    assert isinstance(name, ast.Name)  # it has been resolved
+    build = getattr(_module(text, source[:-1]), name.id) if source else expressions.builder_of(name)
+    names = list(inspect.signature(build).parameters) if callable(build) else []
+    if "budget" not in names or not _counts_tokens(inspect.signature(build).parameters["budget"]):
+        return None
+    args, keywords = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
+    others = [word for word in keywords if word.arg != "budget"]
+    at = names.index("budget")
+    if not instead and (len(others) < len(keywords) or at < len(args)):
+        return None
+    number = ast.Constant(budget)
+    if at < len(args):
+        args = [*args[:at], number, *args[at + 1 :]]
+    else:
+        others.append(ast.keyword("budget", number))
+    try:
+        return resolve(source + ast.unparse(ast.Call(name, args, others)))
+    except ValueError:  # the others do not fit this budget
+        return None
+
+
+def _counts_tokens(parameter: inspect.Parameter) -> bool:
+    return type(parameter.default) is int or parameter.annotation in (int, "int")
 
 
 def _policies(module: ModuleType) -> list[str]:

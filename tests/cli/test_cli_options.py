@@ -73,7 +73,7 @@ TAKE_A_MODEL = {
     "bench latency": [],
     "bench serve": [],
 }
-OTHERS = ("", "generate", "inspect", "policies", "bench")
+OTHERS = ("", "generate", "inspect", "policies", "check-policy", "bench")
 
 
 @pytest.mark.parametrize(("command", "needed"), TAKE_A_MODEL.items(), ids=TAKE_A_MODEL)

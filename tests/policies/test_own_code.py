@@ -9,7 +9,7 @@ import jsparse
 from jsparse import extend
 from jsparse.evaluation.plan import plan
 from jsparse.policies.expressions import as_policy, parse
-from jsparse.policies.own_code import resolve
+from jsparse.policies.own_code import resolve, with_budget
 from jsparse.policy import Policy, resolved
 
 OWN = """
@@ -133,3 +133,34 @@ def test_expressions_are_resolved_as_ever():
     assert resolve(" streaming(sink=1)") is jsparse.streaming(sink=1)
     with pytest.raises(ValueError, match="path.py:function stands alone, on a command line"):
         resolve("keep(own.py:newest)")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("quest", "quest(budget=64, bounds_dtype=None, slack=0.5, group='mean')"),
+        ("quest(16, slack=1.0)", "quest(budget=64, bounds_dtype=None, slack=1.0, group='mean')"),
+        ("arkvale(rank='bound', budget=8)", "arkvale(budget=64, rank='bound')"),
+        ("lfps(budget=0.3)", None),  # a share
+        ("keep(quest(budget=16))", None),  # not the outermost's
+        ("own_policies.py:newest", None),
+        ("own_policies.py:plain", None),
+        ("own_policies.py:sized", "own_policies.py:sized(budget=64)"),
+        ("own_policies:sized(8)", "own_policies:sized(64)"),
+        ("own_policies:even(budget=7, by=2)", None),  # 64 is refused
+    ],
+)
+def test_a_policy_with_another_budget(own, text, name):
+    own.write_text(
+        OWN + "\n@builder\ndef sized(budget: int) -> Policy:\n    return newest(budget)\n"
+        "@builder\ndef even(budget: int = 7, by: int = 1) -> Policy:\n"
+        "    whole_number('by', by, budget)\n    return newest(budget)\n"
+    )
+    made = with_budget(text, 64)
+    assert (None if made is None else made.name) == name
+
+
+def test_a_budget_that_is_given_stays():
+    assert with_budget("quest", 64, instead=False) is jsparse.quest(64)
+    for text in ("quest(budget=16)", "quest(16)", "dense"):
+        assert with_budget(text, 64, instead=False) is None

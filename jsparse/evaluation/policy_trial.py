@@ -1,0 +1,250 @@
+"""Runs a policy on a small random model, for jsparse.evaluation.policy_checks.
+
+A trial decodes given tokens, so that all runs of a policy see the same text. It keeps what every
+step selected, donates nothing, and compiles as few programs as it can: what a run needs beside its
+sizes is the same for all.
+"""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32
+
+from jsparse import cache as kv_cache
+from jsparse.cache import CacheSpec, KVCache, ReadOnly, StepView, replace_layer, truncate
+from jsparse.model_facts.constants import constants
+from jsparse.models.checkpoint import Params
+from jsparse.models.config import ModelConfig
+from jsparse.models.transformer import Decoder, Weights, weight_shapes
+from jsparse.policy import Policy, State, never_dense
+from jsparse.runtime import correct, prefill, room, rows
+from jsparse.runtime.compilation import inlined
+from jsparse.runtime.decode_step import decode_step
+from jsparse.runtime.owners import clear_rows
+from jsparse.runtime.pauses import due
+from jsparse.runtime.prefill import PrefillCarry
+from jsparse.selection import Selection
+from jsparse.shapes import Lengths, Queries, Rows
+
+PAGE, VOCAB, CHUNK, PIECE = 8, 256, 32, 13
+LENGTHS, STEPS = (29, 9), 12  # of the prompts, of which the second ends in a page's first slot
+
+
+class Held(NamedTuple):
+    """Holds rows between two steps."""
+
+    cache: KVCache
+    state: State
+
+
+class Chosen(NamedTuple):
+    """Holds what one step selected in one layer, whose heads hold so many tokens."""
+
+    selection: Selection
+    lengths: Lengths
+
+
+class Decoded(NamedTuple):
+    """Holds the logits of all steps, what each selected in each layer, and what is held then."""
+
+    logits: Float32[np.ndarray, "steps B V"]
+    chosen: list[Chosen]
+    held: Held
+
+
+@cache
+def random_model(num_layers: int = 2) -> Params:
+    """Return a model whose weights are so large that attention is peaked, and a mistake shows."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> Array:
+        if leaf.ndim == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype))
+        gain = 1.0 if "embed" in jax.tree_util.keystr(path) else 1.7 * leaf.shape[0] ** -0.5
+        return jnp.asarray((gain * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
+
+    weights = jax.tree_util.tree_map_with_path(draw, weight_shapes(config, jnp.float32))
+    return Params(weights, config, None, {}, "random")
+
+
+def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Return a prompt of random ids for each length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(VOCAB, size=n).tolist() for n in lengths]
+
+
+class Trial:
+    """Reads prompts and decodes by one policy.
+
+    Attributes:
+        params, policy: the model and the policy, whose K and V stay on the device.
+        owned: whether each array of the state has an owner, so that rows may sit out steps.
+    """
+
+    def __init__(self, params: Params, policy: Policy, *, owned: bool = True) -> None:
+        """Prepare to run; nothing is traced."""
+        self.params, self.policy, self.owned = params, policy, owned
+        self.beside = ReadOnly(constants(params, policy))
+
+    def spec(self, batch: int, pool_pages: int | None = None) -> CacheSpec:
+        """Return the sizes of a cache for these many rows."""
+        config = self.params.config
+        pages = -(-(max(LENGTHS) + STEPS) // PAGE) + 1
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim, PAGE, pages
+        dtype = jnp.dtype(self.params.dtype)
+        return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
+
+    def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> Decoded:
+        """Read prompts `piece` tokens at a time, and decode the tokens forced[B, steps]."""
+        spec = self.spec(len(prompts))
+        carry = self.read(self.begin(spec), prompts, piece)
+        return self.decode(self.after_prompt(spec, carry), forced)
+
+    def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> Decoded:
+        """Do so in a pool of pages in scrambled order, which other rows have used before."""
+        pages = sum(-(-(length + forced.shape[1]) // PAGE) for length in LENGTHS)
+        spec = self.spec(len(prompts), self.params.config.num_kv_heads * pages + 1)
+        decoder, policy = self.params.decoder, self.policy
+        carry = _scrambled(self.begin(spec))
+        carry = self.read(carry, random_prompts(LENGTHS[::-1], seed=4))
+        carry = _given_back(decoder, policy, spec, carry.cache, carry.state)
+        return self.decode(self.after_prompt(spec, self.read(carry, prompts)), forced)
+
+    def begin(self, spec: CacheSpec) -> PrefillCarry:
+        """Return what the first chunk follows: an empty cache and the policy's first state."""
+        return _empty(self.params.decoder, self.policy, spec)
+
+    def read(
+        self, carry: PrefillCarry, prompts: list[list[int]], piece: int = CHUNK
+    ) -> PrefillCarry:
+        """Read prompts `piece` tokens at a time, in chunks that are padded to one size."""
+        longest = max(map(len, prompts))
+        for first in range(0, longest, piece):
+            parts = [ids[first : first + piece] for ids in prompts]
+            tokens = np.array([[*ids, *[0] * (CHUNK - len(ids))] for ids in parts], np.int32)
+            valid = np.array([len(ids) for ids in parts], np.int32)
+            carry = _read_chunk(
+                *(self.params.decoder, self.policy, self.params.weights, tokens, valid, carry),
+                self.beside,
+                last=first + piece >= longest,
+            )
+        return carry
+
+    def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> Held:
+        """Let the policy evict what it drops of the prompts."""
+        limits = [STEPS + 1] * spec.batch
+        read = carry.cache, carry.state
+        return Held(*room.after_prompt(self.policy, spec, *read, self.beside, limits))
+
+    def step(
+        self, held: Held, tokens: np.ndarray, active: Sequence[bool] | None = None
+    ) -> tuple[Float32[Array, "B V"], list[Chosen], Held]:
+        """Decode one token of each row that is active."""
+        some = np.array(active or [True] * len(tokens)) if self.owned else None
+        logits, chosen, *after = _step(
+            *(self.params.decoder, self.policy, self.params.weights, tokens, *held),
+            *(self.beside, some),
+        )
+        return logits, chosen, Held(*after)
+
+    def decode(self, held: Held, forced: np.ndarray) -> Decoded:
+        """Decode the tokens forced[B, steps], and do what the policy does between steps."""
+        services = self.policy.services
+        recent = np.zeros((len(forced), services.correct_every), np.int32)
+        found, chosen = [], []
+        for nth, tokens in enumerate(forced.T, 1):
+            logits, new, held = self.step(held, tokens)
+            found.append(np.asarray(logits))
+            chosen += new
+            recent = np.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
+            for name in due(services.every, nth):
+                held = self._serviced(name, held, recent)
+        return Decoded(np.stack(found), chosen, held)
+
+    def _serviced(self, name: str, held: Held, recent: np.ndarray) -> Held:
+        if name == "correct":
+            model = self.params.decoder, self.policy, self.params.weights
+            return Held(*_correct(*model, recent, *held, self.beside))
+        return Held(*_maintain(self.policy, *held, self.beside))
+
+
+def traces() -> int:
+    """Return how many programs the trials of this process have traced."""
+    programs: tuple[Any, ...] = (_read_chunk, _step, _correct, _maintain)
+    return sum(program._cache_size() for program in programs)
+
+
+_read_chunk = jax.jit(inlined(prefill.prefill_chunk), static_argnames=("decoder", "policy", "last"))
+_correct = jax.jit(inlined(correct.correct), static_argnames=("decoder", "policy"))
+_maintain = jax.jit(inlined(rows.maintain), static_argnames=("policy",))
+
+
+@partial(jax.jit, static_argnames=("decoder", "policy", "spec"))
+def _empty(decoder: Decoder, policy: Policy, spec: CacheSpec) -> PrefillCarry:
+    cache = kv_cache.init(spec, fields=policy.fields)
+    return prefill.start(decoder, policy, cache, policy.init(spec))
+
+
+@partial(jax.jit, static_argnames=("decoder", "policy"))
+def _step(
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Rows,
+    cache: KVCache,
+    state: State,
+    beside: ReadOnly,
+    active: Bool[Array, "B"] | None,
+) -> tuple[Float32[Array, "B V"], list[Chosen], KVCache, State]:
+    """Run `decode_step`, and return what was selected, too, where no row can be short."""
+    chosen = []
+
+    def select(state: State, layer: int, q: Queries, view: StepView):
+        made = policy.select(state, layer, q, view)
+        if policy.dense_below is never_dense and isinstance(made, tuple):
+            chosen.append(Chosen(made[0], view.layers[layer].lengths))
+        return made
+
+    watched = policy._replace(select=select)
+    logits, cache, state, _ = decode_step(
+        decoder, watched, weights, tokens, cache, state, beside, active
+    )
+    return logits, chosen, cache, state
+
+
+@partial(jax.jit, static_argnames=("decoder", "policy", "spec"))
+def _given_back(
+    decoder: Decoder, policy: Policy, spec: CacheSpec, cache: KVCache, state: State
+) -> PrefillCarry:
+    """Empty all rows, and put their pages back on the free lists."""
+    layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
+    every = jnp.arange(spec.batch)
+    cleared = clear_rows(policy, spec, cache._replace(layers=layers), state, every)
+    return prefill.start(decoder, policy, *cleared)
+
+
+def _scrambled(carry: PrefillCarry) -> PrefillCarry:
+    """Shuffle the free pages of every layer, but for the scratch page."""
+    cache = carry.cache
+    for nth, layer in enumerate(cache.layers):
+        assert layer.free is not None
+        pages, count = np.array(layer.free.pages), int(layer.free.count)
+        pages[:count] = np.random.default_rng(nth).permutation(pages[:count])
+        free = layer.free._replace(pages=jnp.asarray(pages))
+        cache = replace_layer(cache, nth, layer._replace(free=free))
+    return carry._replace(cache=cache)

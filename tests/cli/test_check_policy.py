@@ -1,0 +1,89 @@
+"""Tests `jsparse check-policy`: what it prints where, and its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jsparse.cli.app import app
+from jsparse.evaluation import policy_checks
+from jsparse.evaluation.policy_checks import RULES, Checked, Finding
+
+BROKEN = Path(__file__).parents[1] / "evaluation" / "broken_policies.py"
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["check-policy", *map(str, args)])
+
+
+def test_a_broken_rule_is_named_with_what_mends_it():
+    ran = run(f"{BROKEN}:types")
+    assert (ran.exit_code, ran.stderr) == (1, "")
+    first, *lines = ran.stdout.splitlines()
+    assert first == f"{BROKEN}:types"
+    assert lines[:4] == [
+        "BROKEN  types       the state keeps its shapes and types",
+        f"{'':20}seen: append turns state[0] from int32[2] into float32[2]",
+        f"{'':20}rule: {RULES[0].contract}",
+        f"{'':20}fix: {RULES[0].fix}",
+    ]
+    assert f"{'':20}not checked: the state changes its types" in lines
+    assert lines[-1] == "broken: types"
+
+
+def test_an_error_of_the_policy_s_is_a_finding_and_no_traceback():
+    ran = run(f"{BROKEN}:runs", "--json")
+    assert (ran.exit_code, ran.stderr) == (1, "")
+    found = {rule["name"]: rule for rule in json.loads(ran.stdout)["rules"]}
+    assert list(found) == [rule.name for rule in RULES]
+    assert found["runs"]["kept"] is False
+    assert f"({BROKEN}:" in found["runs"]["told"]
+    assert found["rows"] == {"name": "rows", "kept": None, "told": "the policy does not run"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("nope", "unknown policy 'nope'"),
+        ("absent.py:mine", "absent.py cannot be imported"),
+        (f"{BROKEN}:absent", "has no absent"),
+        ("quest(budget=0)", "budget=0: must be an integer of at least 1"),
+    ],
+)
+def test_what_leads_to_no_policy_is_refused_in_one_line(policy, said):
+    ran = run(policy)
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert said in ran.stderr
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the policies that are checked, none of which breaks a rule or leaves a token out."""
+    calls = []
+
+    def check(policy, full):
+        calls.append((str(policy), full and str(full)))
+        return Checked([Finding(rule, True) for rule in RULES], leaves_out=False)
+
+    monkeypatch.setattr(policy_checks, "check", check)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("given", "small", "full"),
+    [
+        ("arkvale", "arkvale(budget=16, rank='bound')", "arkvale(budget=1048576, rank='bound')"),
+        ("arkvale(8)", "arkvale(budget=8, rank='bound')", "arkvale(budget=1048576, rank='bound')"),
+        ("streaming(1, 4)", "streaming(sink=1, recent=4)", None),
+        (f"{BROKEN}:budget", f"{BROKEN}:budget(budget=16)", f"{BROKEN}:budget(budget=1048576)"),
+    ],
+)
+def test_a_budget_is_small_unless_it_is_given(asked, given, small, full):
+    ran = run(given)
+    assert asked == [(small, full)]
+    assert ran.exit_code == 0
+    assert ran.stdout.splitlines()[0] == small
+    assert ran.stdout.splitlines()[-1] == "no rule is broken"
+    assert ran.stderr.startswith("note: it attends to all tokens of these short prompts")
+    assert ran.stderr.count("\n") == 1

@@ -1,0 +1,85 @@
+"""The checks of a policy find what is broken, by the name of its rule, and nothing else."""
+
+import inspect
+from pathlib import Path
+
+import broken_policies
+import pytest
+from marks import slow_except
+from policy_table import METHODS, outermost
+from programs import shared
+
+from jsparse.evaluation.policy_checks import NAMES, RULES, check
+from jsparse.evaluation.policy_trial import random_model
+from jsparse.policies.expressions import parse
+from jsparse.policies.own_code import with_budget
+
+# what else is seen of a policy that breaks a rule
+FOLLOWS = {"rows": {"alone"}, "finite": set(NAMES) - {"types", "runs", "owners", "selections"}}
+
+
+def checked(name, rules):
+    """What is found of the policy that breaks the rule `name`."""
+    build, full = getattr(broken_policies, name), None
+    policy = build(16) if name == "budget" else build()
+    if name == "budget":
+        full = build(2**20)
+    return check(policy, full, params=random_model(1), rules=rules)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_broken_is_found_by_its_name(name):
+    [finding] = checked(name, [name]).findings
+    assert finding.rule.name == name
+    assert finding.kept is False, finding
+    assert finding.told
+    assert "\n" not in finding.told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_else_is_found(name):
+    found = set(checked(name, NAMES).broken)
+    assert {name} <= found <= {name} | FOLLOWS.get(name, set())
+
+
+@shared
+def of_method(expression):
+    """What is found of a registered method."""
+    return check(parse(expression), with_budget(expression, 2**20), params=random_model(2))
+
+
+@pytest.mark.parametrize("expression", slow_except(METHODS, "quest(budget=16)"))
+def test_methods_keep_all_rules(expression):
+    found = of_method(expression)
+    assert found.broken == []
+    assert (found.leaves_out is False) == (expression in ("dense()", "all_pages()"))
+    asked = {finding.rule.name for finding in found.findings if finding.kept}
+    assert asked >= set(NAMES) - {"selections", "budget"}
+    assert "budget" in asked or outermost(expression) != "quest"
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_what_cannot_be_asked_says_why(types):
+    name = "types" if types else "runs"
+    found = checked(name, ["types", "runs", "rows", "budget"])
+    why = {finding.rule.name: finding.told for finding in found.findings if finding.kept is None}
+    other = {"runs": "the state changes its types"} if types else {}
+    other |= {} if types else {"types": "the policy does not run"}
+    assert why == other | dict.fromkeys(["rows", "budget"], "the policy does not run")
+    assert found.leaves_out is None
+
+
+def test_an_error_names_the_line_of_the_policy():
+    [finding] = checked("runs", ["runs"]).findings
+    lines, first = inspect.getsourcelines(broken_policies.runs)
+    at = first + next(i for i, line in enumerate(lines) if ".max() > 8" in line)
+    assert finding.told.startswith("TracerBoolConversionError: ")
+    assert finding.told.endswith(f"({Path(broken_policies.__file__)}:{at})")
+
+
+def test_every_rule_says_what_is_asked_and_how_it_is_mended():
+    for rule in RULES:
+        for text in (rule.contract, rule.fix):
+            assert text.endswith(".")
+            assert len(text) < 200
