@@ -50,11 +50,13 @@ def test_the_readme_is_short_and_has_its_two_commands():
     assert second.splitlines()[-1] == "python3 -m uv run pytest"
 
 
-def test_the_policy_of_the_docs_is_that_of_the_example():
-    block, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
-    _, _, builder = block.partition("@builder")
-    assert builder
-    assert f"@builder{builder}" in (ROOT / "examples" / "own_policy.py").read_text()
+def test_the_policies_of_the_docs_are_those_of_the_examples():
+    quest, newest, _ = blocks(ROOT / "docs" / "own_policy.md", "python")
+    assert len(quest.splitlines()) <= 25
+    for block, example in ((quest, "my_quest"), (newest, "own_policy")):
+        _, _, code = block.partition("\n\n\n")
+        assert "@builder" in code
+        assert code in (ROOT / "examples" / f"{example}.py").read_text("utf-8")
 
 
 def choices() -> list[str]:

@@ -86,7 +86,7 @@ def test_policies_of_choosing_can_be_pasted_and_none_lacks_a_row():
 
 @pytest.mark.slow
 def test_the_wrapper_of_the_docs_is_dense_at_first():
-    _, block = blocks(ROOT / "docs" / "own_policy.md", "python")
+    *_, block = blocks(ROOT / "docs" / "own_policy.md", "python")
     written: dict[str, Any] = {}
     exec(block, written)
     wrapped = written["dense_first"](jsparse.streaming(sink=1, recent=3), tokens=4)

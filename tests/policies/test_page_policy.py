@@ -19,6 +19,7 @@ from tiny import (
 )
 
 import jsparse
+from examples.my_quest import bounds, greatest_logit, my_quest
 from jsparse.extend import Policy, builder, page_policy
 
 PAGE = 8
@@ -26,27 +27,7 @@ PROMPTS = random_prompts((37, 9))
 FORCED = random_tokens(2, 12)
 
 
-# Quest, in two functions
-
-
-def bounds(keys, held):
-    """Keep the least and greatest value of each channel."""
-    return keys.min(axis=0), keys.max(axis=0)
-
-
-def greatest_logit(q, page):
-    """Return the greatest q·k that the bounds allow a key of the page, over the group's heads."""
-    low, high = page
-    return jnp.maximum(q * low, q * high).sum(axis=-1).max()
-
-
-@builder
-def my_quest(budget: int = 1024) -> Policy:
-    """Attend to the pages whose key bounds allow the greatest logits."""
-    return page_policy(bounds, greatest_logit, budget)
-
-
-# And others
+# Beside the Quest of docs/own_policy.md
 
 
 def shrunk_logit(q, page):
