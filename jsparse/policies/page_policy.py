@@ -58,7 +58,8 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
         A policy that shares pages and can be `offloaded`.
 
     Raises:
-        ValueError: budget is not a whole number of at least 1.
+        ValueError: budget is not a whole number of at least 1, or, when it is called, score returns
+            anything but one number.
     """
     whole_number("budget", budget, 1)
     settings = Settings(summarise, score, budget)
@@ -140,11 +141,14 @@ def page_scores(
 
     grouped = q.astype(jnp.float32).reshape(*heads[:2], -1, q.shape[-1])
     over_pages = jax.vmap(settings.score, in_axes=(None, 0))
-    scores = _over(2, over_pages)(grouped, jax.tree.map(of_heads, entry)).astype(jnp.float32)
+    scores = _over(2, over_pages)(grouped, jax.tree.map(of_heads, entry))
+    if getattr(scores, "shape", None) != heads:
+        made = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[3:]]}", scores)
+        raise ValueError(f"score={_name(settings.score)}: must return one number, not {made}")
     nth = jnp.arange(held.num_pages, dtype=jnp.int32)
     used = nth * held.page_size < held.lengths[..., None]
     newest = nth == (held.lengths[..., None] - 1) // held.page_size
-    scores = jnp.where(used, jnp.minimum(scores, LARGE), -jnp.inf)
+    scores = jnp.where(used, jnp.minimum(scores.astype(jnp.float32), LARGE), -jnp.inf)
     return jnp.where(newest, 2 * LARGE, scores)
 
 

@@ -172,3 +172,19 @@ def test_a_page_of_score_nan_is_left_out_and_the_newest_never():
 def test_budget_is_a_whole_number(budget):
     with pytest.raises(ValueError, match=f"budget={budget}: must be an integer of at least 1"):
         page_policy(bounds, greatest_logit, budget)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda scores: scores, r"float32\[3\]"),
+        (lambda scores: (scores[0],), r"\('float32\[\]',\)"),
+    ],
+)
+def test_a_score_is_one_number(made, told):
+    def logits(q, center):
+        return made(q @ center)
+
+    layer = OneLayer(page_policy(mean_key, logits, 16), length=41)
+    with pytest.raises(ValueError, match=f"^score=logits: must return one number, not {told}"):
+        layer.select()
