@@ -217,7 +217,7 @@ def test_the_oracle_recalls_everything(budget, fewer):
     It does so too where fewer tokens are asked for.
     """
     q, layer = drawn(7)
-    cache = kv_cache.KVCache((layer,), LENGTHS.max(1) - 1, np.zeros((), bool))
+    cache = kv_cache.KVCache((layer,), jnp.asarray(LENGTHS.max(1) - 1), np.zeros((), bool))
     view = kv_cache.StepView(cache)
     policy = measured(oracle_top_k(budget), max(budget - 1, 1) if fewer else 0)
     heads = jax.jit(lambda: policy.select(policy.init(SPEC), 0, jnp.asarray(q), view)[2])()

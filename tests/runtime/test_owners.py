@@ -148,9 +148,9 @@ def test_rows_of_an_identity_table_cannot_be_moved():
     cache = jax.eval_shape(lambda: kv_cache.init(spec))
     for move in (take_rows, clear_rows):
         with pytest.raises(ValueError, match="must have a block table"):
-            move(dense(), spec, cache, (), np.array([0]))
+            move(dense(), spec, cache, (), jnp.array([0]))
     with pytest.raises(ValueError, match="must have a block table"):
-        put_rows(dense(), spec, cache, (), (cache, ()), np.array([0]))
+        put_rows(dense(), spec, cache, (), (cache, ()), jnp.array([0]))
 
 
 def test_inactive_rows_keep_their_arrays_and_pages_keep_the_new():
