@@ -17,7 +17,7 @@ from jsparse.cache import (
     taking_part,
     truncate,
 )
-from jsparse.hyper_parameters import below_one, fraction, whole_number
+from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
@@ -105,6 +105,7 @@ __all__ = [
     "knob",
     "merge",
     "nothing",
+    "one_of",
     "page_policy",
     "paged",
     "read_heads",
