@@ -19,7 +19,7 @@ from bench.lib.eviction_layers import Sizes, replayed_lengths
 from bench.lib.kernel_programs import random
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.subprocesses import spread
-from jsparse.cache import CacheSpec, KVCache, LayerCache
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
@@ -274,7 +274,7 @@ def compression_memory(scale: Scale, expression: str) -> dict[str, Any]:
     jax.block_until_ready(cache)
     before, peak_before = memory("bytes_in_use"), memory("peak_bytes_in_use")
     assert policy.eviction is not None and policy.eviction.after_prompt is not None
-    state, cache = policy.eviction.after_prompt(state, cache, sizes.capacity)
+    state, cache = policy.eviction.after_prompt(state, StepView(cache), sizes.capacity)
     jax.block_until_ready((state, cache))
     peak = memory("peak_bytes_in_use")
     return {

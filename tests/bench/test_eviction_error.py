@@ -99,7 +99,8 @@ def test_errors_are_those_of_slow_attention(recorded):
 
 @pytest.mark.slow
 def test_temperatures_are_solved_anew(recorded):
-    expression = f"{SMALL}, budgets='calibrated')"
+    # a share of attention has the temperature 1
+    expression = f"{SMALL}, metric='h2o', budgets='calibrated')"
     row = measure(recorded, expression)
     solved = np.array(row["temperatures_by_head"])
     assert solved.shape == (4, 2, 2) and (solved > 0).all()
