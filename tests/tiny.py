@@ -1,6 +1,7 @@
 """Makes a tiny random model, and runs the engine on forced tokens to see every step's logits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,12 +12,11 @@ import pytest
 
 import jsparse
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, replace_layer, truncate
+from jsparse.evaluation.policy_trial import VOCAB, random_model
 from jsparse.host_memory.store import empty_rows
 from jsparse.model_facts.constants import constants
 from jsparse.model_facts.key_constants import KeyConstants
 from jsparse.models.checkpoint import Params
-from jsparse.models.config import ModelConfig
-from jsparse.models.transformer import weight_shapes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
@@ -24,37 +24,13 @@ from jsparse.runtime.owners import clear_rows
 from jsparse.runtime.reading import Held, first_logits
 from jsparse.runtime.session import Session
 
-VOCAB = 300
-
 
 @cache
 def tiny_params(
     num_layers: int = 3, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """A model whose weights are so large that attention is peaked and every mistake moves the
-    logits.
-    """
-    config = ModelConfig(
-        family="llama",
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        if leaf.ndim == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype))
-        gain = 1.0 if "embed" in jax.tree_util.keystr(path) else 1.7 * leaf.shape[0] ** -0.5
-        return jnp.asarray((gain * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
-
-    weights = jax.tree_util.tree_map_with_path(draw, weight_shapes(config, jnp.float32))
-    return Params(weights, config, None, {}, "tiny")
+    """The random model that `jsparse check-policy` runs, of these sizes."""
+    return replace(random_model(num_layers, num_heads, num_kv_heads, seed), name="tiny")
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:

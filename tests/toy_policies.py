@@ -439,8 +439,8 @@ def parity(shift: int | None = None) -> Policy:
     None takes the shift from the model's constants, in every hook.
     """
 
-    def of(cache):
-        return cache.constants["shift"] if shift is None else shift
+    def of(view):
+        return view.constants["shift"] if shift is None else shift
 
     def init(spec):
         return tuple(

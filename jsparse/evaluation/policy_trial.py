@@ -30,7 +30,7 @@ from jsparse.runtime.prefill import PrefillCarry
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 
-PAGE, VOCAB, CHUNK, PIECE = 8, 256, 32, 13
+PAGE, VOCAB, CHUNK, PIECE = 8, 300, 32, 13
 LENGTHS, STEPS = (29, 9), 12  # of the prompts, of which the second ends in a page's first slot
 
 
@@ -57,7 +57,9 @@ class Decoded(NamedTuple):
 
 
 @cache
-def random_model(num_layers: int = 2) -> Params:
+def random_model(
+    num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
+) -> Params:
     """Return a model whose weights are so large that attention is peaked, and a mistake shows."""
     config = ModelConfig(
         family="llama",
@@ -65,12 +67,12 @@ def random_model(num_layers: int = 2) -> Params:
         hidden_size=64,
         intermediate_size=96,
         num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=16,
         max_position_embeddings=512,
     )
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> Array:
         if leaf.ndim == 1:

@@ -37,7 +37,7 @@ class Store(Protocol):
     """Keeps the K and V of one cache.
 
     Attributes:
-        pages: what each layer has in host memory, to be lent to programs; None if nothing.
+        pages: what each layer has in host memory, for programs to read; None if nothing.
         single_steps: whether a program must run one decode step, since XLA takes no array in host
             memory into a loop of steps.
         every: the number of decode steps after which `after_steps` must be called; 0 is never.
