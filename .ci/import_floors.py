@@ -48,7 +48,7 @@ BESIDE = {"evaluation", "train", "engine"}
 
 
 def floor(module: str) -> tuple[int, str]:
-    """Return the number and name of a module's floor; `module` lacks the leading `jsparse.`."""
+    """Returns the number and name of a module's floor; `module` lacks the leading `jsparse.`."""
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         for number, (name, *tops) in enumerate(FLOORS):
@@ -58,7 +58,7 @@ def floor(module: str) -> tuple[int, str]:
 
 
 def public_names(package: Path) -> dict[str, str]:
-    """Return the module, below `jsparse.`, of each name that jsparse itself exports."""
+    """Returns the module, below `jsparse.`, of each name that jsparse itself exports."""
     stub = package / "__init__.pyi"
     tree = ast.parse(stub.read_text(encoding="utf-8") if stub.exists() else "")
     return {
@@ -70,7 +70,7 @@ def public_names(package: Path) -> dict[str, str]:
 
 
 def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """Yield line and target, below `jsparse.`, of every import; those for types do not count.
+    """Yields line and target, below `jsparse.`, of every import; those for types do not count.
 
     What is read off a plain `import jsparse` counts as imported from where it is.
     """
@@ -105,9 +105,7 @@ def imports(path: Path, public: dict[str, str]) -> Iterator[tuple[int, str]]:
 
 
 def violations(root: Path) -> tuple[int, list[str]]:
-    """Return the number of modules below `root`/jsparse and a line for every import that goes up or
-    across.
-    """
+    """Returns the number of modules in `root`/jsparse and a line per import up or across."""
     package, found = root / "jsparse", []
     walked = os.walk(package, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in walked for name in names)
@@ -130,7 +128,7 @@ def violations(root: Path) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    """Print the imports that go up and fail if there are any."""
+    """Prints the imports that go up and fail if there are any."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     count, found = violations(root)
     print("\n".join(found) if found else f"{count} modules, no import goes up")

@@ -7,19 +7,19 @@ from jsparse.extend import Policy, builder, page_policy
 
 
 def bounds(keys, held):
-    """Keep the least and greatest value of each channel of a page's keys [P, H]."""
+    """Keeps the least and greatest value of each channel of a page's keys [P, H]."""
     return keys.min(axis=0), keys.max(axis=0)
 
 
 def greatest_logit(q, page):
-    """Return the greatest q·k that a page's bounds allow, over the query heads [G, H]."""
+    """Returns the greatest q·k that a page's bounds allow, over the query heads [G, H]."""
     low, high = page
     return jnp.maximum(q * low, q * high).sum(axis=-1).max()
 
 
 @builder
 def my_quest(budget: int = 1024) -> Policy:
-    """Attend to the pages whose key bounds allow the greatest logits."""
+    """Attends to the pages whose key bounds allow the greatest logits."""
     return page_policy(bounds, greatest_logit, budget)
 
 

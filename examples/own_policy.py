@@ -8,7 +8,7 @@ from jsparse.extend import Policy, Selection, builder
 
 @builder
 def newest_pages(pages: int = 32) -> Policy:
-    """Attend to the newest pages of each head."""
+    """Attends to the newest pages of each head."""
 
     def select(state, layer, q, view):
         held = view.layers[layer]

@@ -21,7 +21,7 @@ for _name in ("models", "train", "pallas_kernels"):
 
 
 def _listed(stub: str) -> dict[str, tuple[str, str]]:
-    """Return the module and name that each public name stands for, as the stub imports it."""
+    """Returns the module and name that each public name stands for, as the stub imports it."""
     imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
     return {
         alias.asname or alias.name: (str(node.module), alias.name)

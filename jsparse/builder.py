@@ -17,7 +17,7 @@ SOME_TOKENS = 8192  # of a prompt, as an example in messages
 
 
 def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function of hyper-parameters as a method.
+    """Marks a function of hyper-parameters as a method.
 
     Equal arguments give the same object, so that nothing is traced twice. The policy's name becomes
     the call that built it, defaults included.
@@ -61,7 +61,7 @@ def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
 
 
 def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a ratio by which other libraries ask for a budget.
+    """Raises ValueError for a ratio by which other libraries ask for a budget.
 
     What a ratio of the prompt leaves is known when the prompt is; a budget fixes beforehand the
     memory that rows take and the programs that they share.
@@ -74,14 +74,14 @@ def _refuse_ratio(signature: inspect.Signature, given: Mapping[str, Any]) -> Non
 
 
 def _refuse_share(signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a share where the budget is a number of tokens."""
+    """Raises ValueError for a share where the budget is a number of tokens."""
     share = given.get("budget")
     if type(share) is float and 0 < share < 1 and type(_default(signature)) is int:
         raise ValueError(f"budget={share!r}: must be {_budget(signature, share)}")
 
 
 def _budget(signature: inspect.Signature, share: float) -> str:
-    """Say what a policy's budget is, for one that stands for this share of the tokens."""
+    """Says what a policy's budget is, for one that stands for this share of the tokens."""
     if type(_default(signature)) is float:
         return f"the share of the tokens: budget={share:g}"
     tokens = round(SOME_TOKENS * share)
@@ -93,7 +93,7 @@ def _default(signature: inspect.Signature) -> Any:
 
 
 def _literal(value: Any) -> Any:
-    """Return the value as a policy's name can spell it.
+    """Returns the value as a policy's name can spell it.
 
     Paths become strings, arrays and lists become tuples of numbers, masks tuples of 0 and 1.
     """
@@ -113,7 +113,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def require_knob(policy: Policy, name: str, value: Any) -> None:
-    """Raise ValueError unless rows may give the hyper-parameter `name` this value."""
+    """Raises ValueError unless rows may give the hyper-parameter `name` this value."""
     if name not in policy.per_row:
         allowed = sorted({"dense", *policy.per_row})
         raise ValueError(f"policy={{{name!r}: {value!r}}}: {policy} lets rows set {allowed}")
@@ -123,13 +123,13 @@ def require_knob(policy: Policy, name: str, value: Any) -> None:
 
 
 def require_stays(name: str, policy: Policy, reason: str) -> None:
-    """Raise ValueError if a policy evicts; `reason` says what for its tokens must stay."""
+    """Raises ValueError if a policy evicts; `reason` says what for its tokens must stay."""
     if policy.evicts:
         raise ValueError(f"{name}={policy}: must leave tokens in their slots, {reason}")
 
 
 def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
-    """Raise ValueError if a policy cannot decode with K and V in host memory in this way."""
+    """Raises ValueError if a policy cannot decode with K and V in host memory in this way."""
     reasons = {
         "evicts tokens, which moves others": policy.evicts,
         "reads K or V of all tokens": policy.reads is None,
@@ -150,14 +150,14 @@ def require_offloadable(name: str, policy: Policy, offload: Offload) -> None:
 
 
 def require_policy(name: str, value: Any) -> None:
-    """Raise ValueError unless a hyper-parameter is a policy."""
+    """Raises ValueError unless a hyper-parameter is a policy."""
     if not isinstance(value, Policy):
         raise ValueError(f"{name}={value!r}: must be a policy")
 
 
 @builder
 def dense() -> Policy:
-    """Attend to everything: the exact model."""
+    """Attends to everything: the exact model."""
 
     def select(state: State, layer: int, q: Array, view: StepView):
         return everything(view.layers[layer].lengths), None, state

@@ -5,24 +5,24 @@ from typing import Any
 
 
 def whole_number(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless a hyper-parameter is an integer of at least `least`."""
+    """Raises ValueError unless a hyper-parameter is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
 
 
 def fraction(name: str, value: Any) -> None:
-    """Raise ValueError unless a hyper-parameter is a number in (0, 1]."""
+    """Raises ValueError unless a hyper-parameter is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
 
 
 def below_one(name: str, value: Any) -> None:
-    """Raise ValueError unless a hyper-parameter is a number in [0, 1)."""
+    """Raises ValueError unless a hyper-parameter is a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: must be a number from 0 to below 1")
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raise ValueError unless a hyper-parameter is one of these values, and of its type."""
+    """Raises ValueError unless a hyper-parameter is one of these values, and of its type."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         raise ValueError(f"{name}={value!r}: must be one of {list(allowed)}")

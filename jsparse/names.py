@@ -162,7 +162,7 @@ CHAT: Mapping[str, Refused] = {
 def takes[**P, R](
     refused: Mapping[str, Refused], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function refuse options that it lacks, by name and with what to use instead.
+    """Lets a function refuse options that it lacks, by name and with what to use instead.
 
     Args:
         refused: options that the function refuses. It may have some of them as parameters, so that
@@ -199,7 +199,7 @@ def takes[**P, R](
 
 
 def unknown(title: str, name: str, names: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return the message that there is no such name, with one like it and all that there are.
+    """Returns the message that there is no such name, with one like it and all that there are.
 
     Args:
         title: what has names.

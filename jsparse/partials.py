@@ -105,7 +105,7 @@ def group_weights(
     lse: Float32[Array, "*rows G"],
     counted: Bool[Array, "*rows n"],
 ) -> Float32[Array, "*rows n"]:
-    """Return the maximum over the group of the query heads' weights, divided by its sum."""
+    """Returns the maximum over the group of the query heads' weights, divided by its sum."""
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
     best = jnp.where(counted, jnp.max(logits - lse, axis=-2), -jnp.inf)
     # in logarithms: all that counts may lie far below a sink

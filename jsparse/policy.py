@@ -207,7 +207,7 @@ def _keep_state(state: State, layer: int, *_: Any) -> State:
 
 
 def never_dense(held: LayerCache) -> int:
-    """Return 0: no row is so short that it is dense."""
+    """Returns 0: no row is so short that it is dense."""
     return 0
 
 
@@ -341,17 +341,17 @@ AnyPolicy = Policy | StandIn
 
 
 def resolved(policy: AnyPolicy, spec: CacheSpec) -> Policy:
-    """Return the policy that runs with a cache of these sizes on the default device."""
+    """Returns the policy that runs with a cache of these sizes on the default device."""
     return policy.for_spec(spec) if isinstance(policy, StandIn) else policy
 
 
 def at_layer(state: State, layer: int, entry: Any) -> State:
-    """Return a state of one entry per layer with the entry of `layer` replaced."""
+    """Returns a state of one entry per layer with the entry of `layer` replaced."""
     return (*state[:layer], entry, *state[layer + 1 :])
 
 
 def knob(view: StepView, name: str, value: Any) -> Any:
-    """Return a hyper-parameter per row and head [B, K] where rows have their own, else `value`."""
+    """Returns a hyper-parameter per row and head [B, K] where rows have their own, else `value`."""
     if view.knobs is None or name not in view.knobs:
         return value
     rows = view.knobs[name]
@@ -360,13 +360,13 @@ def knob(view: StepView, name: str, value: Any) -> Any:
 
 
 def without_knob(view: StepView, name: str) -> StepView:
-    """Return the view for a wrapped policy that has a hyper-parameter of the same name."""
+    """Returns the view for a wrapped policy that has a hyper-parameter of the same name."""
     others = {key: rows for key, rows in (view.knobs or {}).items() if key != name}
     return view._replace(knobs=others or None)
 
 
 def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summary | None, State]:
-    """Return what `select` returned, given the state `before`.
+    """Returns what `select` returned, given the state `before`.
 
     Raises:
         ValueError: it is not what the contract asks for.
@@ -381,7 +381,7 @@ def selected(policy: Policy, before: State, made: Any) -> tuple[Selection, Summa
 
 
 def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
-    """Return what `maintain` returned.
+    """Returns what `maintain` returned.
 
     Raises:
         ValueError: it is not what the contract asks for.
@@ -392,7 +392,7 @@ def maintained(policy: Policy, made: Any) -> tuple[State, KVCache]:
 
 
 def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
-    """Return the state that a hook returned, given the one `before`.
+    """Returns the state that a hook returned, given the one `before`.
 
     Raises:
         ValueError: its arrays are not those of the state before, by structure, shapes and dtypes.
@@ -406,7 +406,7 @@ def kept(policy: Policy, hook: str, before: State, made: Any) -> State:
 
 
 def _sketch(tree: Any) -> str:
-    """Tell what a hook returned: arrays by dtype and shape, the rest by type."""
+    """Tells what a hook returned: arrays by dtype and shape, the rest by type."""
     if hasattr(tree, "shape") and hasattr(tree, "dtype"):
         return f"an array {tree.dtype}{list(tree.shape)}"
     if isinstance(tree, tuple | list):

@@ -9,7 +9,7 @@ from jaxtyping import Array, BFloat16
 def check_tables(
     vertical: BFloat16[Array, "B K S"], distance: BFloat16[Array, "B K S"], lengths: Any, sink: Any
 ) -> None:
-    """Check that both tables belong to heads of these lengths, and that `sink` counts slots.
+    """Checks that both tables belong to heads of these lengths, and that `sink` counts slots.
 
     Raises:
         ValueError: naming the argument, its value and the rule.

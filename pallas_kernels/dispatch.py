@@ -42,7 +42,7 @@ class Backend:
 def run(
     op: str, implementation: str | None, backends: Sequence[Backend], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the op on the named backend, or on the first that takes these arguments here.
+    """Runs the op on the named backend, or on the first that takes these arguments here.
 
     Raises:
         ValueError: `implementation` names a backend that the op does not have, or that cannot run
@@ -71,7 +71,7 @@ MOST_WIDTH = 256  # channels of rows that programs hold whole
 
 @cache
 def compute_capability() -> tuple[int, int] | None:
-    """Return (major, minor) of the default device, or None if it is not an NVIDIA GPU."""
+    """Returns (major, minor) of the default device, or None if it is not an NVIDIA GPU."""
     device = jax.local_devices()[0]
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return None
@@ -80,7 +80,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def no_mosaic(major: int = 9) -> str | None:
-    """Return the reason why Mosaic GPU kernels cannot run here, or None."""
+    """Returns the reason why Mosaic GPU kernels cannot run here, or None."""
     here = compute_capability()
     if here is None:
         return "needs an NVIDIA GPU"
@@ -90,7 +90,7 @@ def no_mosaic(major: int = 9) -> str | None:
 
 
 def no_triton() -> str | None:
-    """Return the reason why jax-triton kernels cannot run here, or None."""
+    """Returns the reason why jax-triton kernels cannot run here, or None."""
     if compute_capability() is None:
         return "needs an NVIDIA GPU"
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
@@ -102,7 +102,7 @@ def no_triton() -> str | None:
 
 
 def wide_rows(width: int) -> str | None:
-    """Return the reason why rows are too wide for a program to hold whole ones, or None."""
+    """Returns the reason why rows are too wide for a program to hold whole ones, or None."""
     return (
         f"takes a head dimension of at most {MOST_WIDTH}, not {width}"
         if width > MOST_WIDTH
@@ -111,7 +111,7 @@ def wide_rows(width: int) -> str | None:
 
 
 def many_heads(heads: int) -> str | None:
-    """Return the reason why a grid with an axis over all rows' heads is too large, or None."""
+    """Returns the reason why a grid with an axis over all rows' heads is too large, or None."""
     return (
         f"takes at most {MOST_HEADS} heads of all rows, not {heads}" if heads > MOST_HEADS else None
     )
@@ -126,7 +126,7 @@ def check_shapes(
     *,
     head_dim: int | None = None,
 ) -> None:
-    """Raise ValueError where queries, keys, cache and selection do not fit together.
+    """Raises ValueError where queries, keys, cache and selection do not fit together.
 
     `head_dim` is that of the op's own keys, or None if the op reads the cache's.
     """
@@ -174,7 +174,7 @@ def check_shapes(
 
 
 def check_stats(stats: str | None) -> None:
-    """Raise ValueError for a report that no backend makes."""
+    """Raises ValueError for a report that no backend makes."""
     kinds = get_args(StatsKind)
     if stats is not None and stats not in kinds:
         raise ValueError(f"stats={stats!r}: must be None or one of {list(kinds)}")

@@ -36,7 +36,7 @@ class Int4Keys(NamedTuple):
 
 
 def init(spec: CacheSpec) -> Int4Keys:
-    """Make the keys of an empty layer."""
+    """Makes the keys of an empty layer."""
     rows = (spec.pages, spec.page_size)
     packed = jnp.zeros((*rows, spec.head_dim // 2), jnp.uint8)
     return Int4Keys(
@@ -47,7 +47,7 @@ def init(spec: CacheSpec) -> Int4Keys:
 def quantise(
     k: Float[Array, "*rows H"],
 ) -> tuple[UInt8[Array, "*rows H//2"], Float16[Array, "*rows"], Float16[Array, "*rows"]]:
-    """Quantise the last axis; return packed, scale and zero.
+    """Quantises the last axis; return packed, scale and zero.
 
     A channel is off by at most half a step, plus what scale and zero lose as float16. Channels
     beyond float16's range are clipped to it, so that everything stored is finite.
@@ -73,7 +73,7 @@ def dequantise(
     scale: Float16[Array, "*rows"],
     zero: Float16[Array, "*rows"],
 ) -> Float32[Array, "*rows 2*half"]:
-    """Return the channels that the codes stand for, the inverse of `quantise` up to rounding."""
+    """Returns the channels that the codes stand for, the inverse of `quantise` up to rounding."""
     codes = jnp.stack([packed & LEVELS, packed >> 4], axis=-1).reshape(
         *packed.shape[:-1], 2 * packed.shape[-1]
     )
@@ -89,7 +89,7 @@ def check_frame(
     frame: KeyFrame | None,
     channels: Int32[Array, "B K r"] | None,
 ) -> None:
-    """Raise ValueError where a frame or channels do not fit argument `name` of H channels."""
+    """Raises ValueError where a frame or channels do not fit argument `name` of H channels."""
     heads = layer.lengths.shape
     if channels is not None and channels.shape[:2] != heads:
         raise ValueError(f"channels.shape={channels.shape}: must begin with [B, K] = {heads}")

@@ -30,11 +30,11 @@ class PageBounds(NamedTuple):
 
     @classmethod
     def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds":
-        """Store these bounds as they are."""
+        """Stores these bounds as they are."""
         return cls(low, high)
 
     def values(self) -> "PageBounds":
-        """Return the bounds as numbers: themselves."""
+        """Returns the bounds as numbers: themselves."""
         return self
 
 
@@ -59,7 +59,7 @@ class PageBounds8(NamedTuple):
 
     @classmethod
     def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds8":
-        """Quantise these bounds."""
+        """Quantises these bounds."""
         low = jnp.clip(low.astype(jnp.float32), -GREATEST, GREATEST) - LEAST
         high = jnp.clip(high.astype(jnp.float32), -GREATEST, GREATEST) + LEAST
         zero = _round_down(jnp.min(low, -1, keepdims=True))
@@ -73,7 +73,7 @@ class PageBounds8(NamedTuple):
         return cls(low_code.astype(jnp.uint8), high_code.astype(jnp.uint8), affine)
 
     def values(self) -> PageBounds:
-        """Return the bounds as numbers, float32."""
+        """Returns the bounds as numbers, float32."""
         scale, zero = jnp.split(self.affine.astype(jnp.float32), 2, axis=-1)
         return PageBounds(
             *(scale * codes.astype(jnp.float32) + zero for codes in (self.low, self.high))
@@ -84,7 +84,7 @@ Bounds = PageBounds | PageBounds8
 
 
 def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Round down to a number that bfloat16 has."""
+    """Rounds down to a number that bfloat16 has."""
     # clearing low bits rounds towards 0, so negative numbers are first pushed past the next one
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + ((bits >> 31) & 0xFFFF)) & -0x10000
@@ -92,7 +92,7 @@ def _round_down(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds) -> Bounds:
-    """Make the bounds of an empty layer."""
+    """Makes the bounds of an empty layer."""
     keys = jax.ShapeDtypeStruct((spec.pages, spec.head_dim), spec.dtype)
     return jax.tree.map(
         lambda kept: jnp.zeros(kept.shape, kept.dtype), jax.eval_shape(form.of, keys, keys)
@@ -100,7 +100,7 @@ def init(spec: CacheSpec, *, form: type[Bounds] = PageBounds) -> Bounds:
 
 
 def check_frame(bounds: Bounds, layer: LayerCache, frame: KeyFrame | None) -> None:
-    """Raise ValueError where a frame does not fit the layer, or the bounds are not kept in one."""
+    """Raises ValueError where a frame does not fit the layer, or the bounds are not kept in one."""
     if frame is None:
         return
     if isinstance(bounds, PageBounds):

@@ -20,27 +20,27 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, most: int, numbers_each: int) -> "Blocks":
-        """Make blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
+        """Makes blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
         fitting = max(BLOCK_BYTES // (4 * numbers_each), 1)
         return cls(most, min(1 << (fitting.bit_length() - 1), most))
 
     def first(self, i: Array) -> Array:
-        """Return the first point of block i."""
+        """Returns the first point of block i."""
         return jnp.minimum(i * self.size, self.most - self.size)
 
     def fresh(self, i: Array, number: Rows) -> Bool[Array, "B m"]:
-        """Mark the points of block i that no block before had, among a row's first `number`."""
+        """Marks the points of block i that no block before had, among a row's first `number`."""
         at = self.first(i) + jnp.arange(self.size, dtype=jnp.int32)
         return (at >= i * self.size) & (at < number[:, None])
 
     def cut(self, x: Array, i: Array, axis: int) -> Array:
-        """Return block i of an array."""
+        """Returns block i of an array."""
         return jax.lax.dynamic_slice_in_dim(x, self.first(i), self.size, axis)
 
     def put(self, whole: Array, part: Array, i: Array) -> Array:
-        """Write block i of [B, K, C, …]."""
+        """Writes block i of [B, K, C, …]."""
         return jax.lax.dynamic_update_slice_in_dim(whole, part, self.first(i), 2)
 
     def run(self, number: Rows, block: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Go through the blocks that hold the first `number` points of the longest row."""
+        """Goes through the blocks that hold the first `number` points of the longest row."""
         return jax.lax.fori_loop(0, -(-jnp.max(number) // self.size), block, carry)

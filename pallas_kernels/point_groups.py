@@ -34,7 +34,7 @@ class Groups(NamedTuple):
 def in_bytes(
     x: Float32[Array, "*n H"], middle: Float32[Array, "*#n H"]
 ) -> tuple[Int8[Array, "*n H"], Float32[Array, "*n"]]:
-    """Return what bytes, by a scale for each vector, add to `middle`: x to half a scale."""
+    """Returns what bytes, by a scale for each vector, add to `middle`: x to half a scale."""
     x = x - middle
     scale = jnp.max(jnp.abs(x), -1) / MOST_BYTE
     codes = jnp.floor(x / jnp.where(scale > 0, scale, 1.0)[..., None] + 0.5)
@@ -42,7 +42,7 @@ def in_bytes(
 
 
 def held_in_bytes(groups: Groups) -> Groups:
-    """Return groups with their centroids in bytes, around the mean of those that have points."""
+    """Returns groups with their centroids in bytes, around the mean of those that have points."""
     centroid, there = groups.centroid.astype(jnp.float32), groups.size > 0
     total = jnp.sum(jnp.where(there[..., None], centroid, 0.0), 2)
     middle = total / jnp.maximum(jnp.sum(there, -1), 1)[..., None]
@@ -53,7 +53,7 @@ def held_in_bytes(groups: Groups) -> Groups:
 def centroids_of(
     groups: Groups, some: Int32[Array, "B K n"] | None = None
 ) -> Float32[Array, "B K n H"]:
-    """Return the centroids of `some` groups, or of all, in float32."""
+    """Returns the centroids of `some` groups, or of all, in float32."""
 
     def chosen(x: Array) -> Array:
         if some is None:
@@ -67,7 +67,7 @@ def centroids_of(
 
 
 def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
-    """Scale vectors to length 1; those of length 0 stay."""
+    """Scales vectors to length 1; those of length 0 stay."""
     # by the largest channel first, so that no square leaves float32's range
     scale = jnp.max(jnp.abs(x), -1, keepdims=True)
     x = x / jnp.where(scale > 0, scale, 1.0)
@@ -78,6 +78,6 @@ def unit_length(x: Float32[Array, "*points H"]) -> Float32[Array, "*points H"]:
 def distances(
     points: Float32[Array, "*n H"], centroid: Float32[Array, "*n H"]
 ) -> Float32[Array, "*n"]:
-    """Return the distance of each point from its centroid, rounded up."""
+    """Returns the distance of each point from its centroid, rounded up."""
     away = jnp.sqrt(jnp.sum(jnp.square(points - centroid), -1))
     return away + ROUNDING * (away + jnp.max(jnp.abs(points), -1))

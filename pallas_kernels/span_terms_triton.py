@@ -21,7 +21,7 @@ SPANS, QUERIES = 16, 32  # per program: small, since one row alone has few queri
 def span_terms(
     q: Float[Array, "B N H"], frame: KeyFrame, cols: int
 ) -> Float32[Array, "B K spans cols"]:
-    """Compute the terms, with the query heads of a group beside each other.
+    """Computes the terms, with the query heads of a group beside each other.
 
     What lies in the columns past the group's size means nothing.
     """
@@ -64,7 +64,7 @@ def terms_kernel(
     BLOCK: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Compute the terms of BLOCK spans for COLS of the queries of all rows."""
+    """Computes the terms of BLOCK spans for COLS of the queries of all rows."""
     span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     query = tl.program_id(1) * COLS + tl.arange(0, COLS)
     pair = tl.arange(0, PAIRS)

@@ -13,7 +13,7 @@ MOST = 32
 
 
 def most_programs() -> int:
-    """Return the most programs that may meet on the default device, a power of two."""
+    """Returns the most programs that may meet on the default device, a power of two."""
     multiprocessors = jax.local_devices()[0].core_count
     return min(MOST, 1 << (multiprocessors.bit_length() - 1))
 
@@ -24,7 +24,7 @@ def meet(
     meetings,
     PROGRAMS: tl.constexpr,
 ):
-    """Wait for the other programs, see all that they stored, and return the number of meetings."""
+    """Waits for the other programs, see all that they stored, and return the number of meetings."""
     tl.debug_barrier()  # every thread has stored
     if PROGRAMS > 1:
         tl.atomic_add(arrived_ptr, 1, sem="release")

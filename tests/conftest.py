@@ -114,7 +114,7 @@ settings.load_profile("jsparse")
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Return the list of figures that matplotlib saves, as objects."""
+    """Returns the list of figures that matplotlib saves, as objects."""
     from matplotlib.figure import Figure
 
     saved = []

@@ -16,7 +16,7 @@ from jsparse.policy import Policy
 
 @partial(jax.jit, static_argnames=("policy", "spec"))
 def _filled(policy: Policy, spec: CacheSpec, k, v):
-    """Return what hooks see and the state, with K and V [B, S, K, H] appended."""
+    """Returns what hooks see and the state, with K and V [B, S, K, H] appended."""
     batch, length = k.shape[:2]
     tokens = jnp.zeros((batch, length), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)

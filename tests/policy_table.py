@@ -107,7 +107,7 @@ TABLE = (
 
 
 def firsts(expressions: Sequence[str]) -> dict[str, str]:
-    """Return the first expression of each method, by the method's name."""
+    """Returns the first expression of each method, by the method's name."""
     return {outermost(expression): expression for expression in reversed(expressions)}
 
 
@@ -121,7 +121,7 @@ MECHANISMS = (
 
 
 def outermost(expression: str) -> str:
-    """Return the name of the method that an expression builds, the wrapper's if there is one."""
+    """Returns the name of the method that an expression builds, the wrapper's if there is one."""
     node = ast.parse(expression, mode="eval").body
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
@@ -175,7 +175,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
 
 
 def at_dense(expression: str) -> Policy | None:
-    """Return the method at the hyper-parameters at which it is dense; None where it has none."""
+    """Returns the method at the hyper-parameters at which it is dense; None where it has none."""
     policy, build = parse(expression), POLICIES[outermost(expression)]
     dense_at = DENSE_AT.get(outermost(expression))
     if dense_at is None:

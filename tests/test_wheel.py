@@ -73,7 +73,7 @@ def target(wheel, tmp_path_factory):
 
 @pytest.fixture
 def without_links(tmp_path):
-    """Return a copy of the sources as a checkout without symbolic links has them."""
+    """Returns a copy of the sources as a checkout without symbolic links has them."""
     shutil.copytree(
         ROOT / "jsparse",
         tmp_path / "jsparse",

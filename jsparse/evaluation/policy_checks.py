@@ -181,7 +181,7 @@ def check(
     params: Params | None = None,
     rules: Sequence[str] = NAMES,
 ) -> Checked:
-    """Check that a policy keeps the rules of these names.
+    """Checks that a policy keeps the rules of these names.
 
     Args:
         policy: the policy, with so small a budget that it leaves out some of 30 tokens.
@@ -211,7 +211,7 @@ class _Checks:
         self._spec, self._traced = spec, 0
 
     def finding(self, rule: Rule) -> Finding:
-        """Check one rule."""
+        """Checks one rule."""
         look: Callable[[], None] = getattr(self, f"_{rule.name}")
         try:
             if rule.name not in ("types", "runs", "owners") and self._failure:
@@ -287,7 +287,7 @@ class _Checks:
             raise _Broken(self._changes)
 
     def _trace_watched(self) -> None:
-        """Trace a prompt of two chunks, a step and the services, and look at each hook's types."""
+        """Traces a prompt of two chunks, a step and the services, and look at each hook's types."""
         watched = Trial(self._params, _watched(self.policy), owned=False)
 
         def run() -> Any:
@@ -373,7 +373,7 @@ class _Checks:
         self._same("beside an inactive row", logits[:1], together[:1])
 
     def _of_row(self, held: Held, row: int) -> list[tuple[str, np.ndarray]]:
-        """Name and return what a row owns, its pages included, where each has pages of its own."""
+        """Names and returns the arrays of a row, with its pages if each row has its own."""
         cache, state = held
         spec = spec_of(cache, self._params.config.num_heads)
 
@@ -426,7 +426,7 @@ class _Checks:
 
 
 def _leaves_out(chosen: Chosen) -> bool:
-    """Return whether some head attends to less than it holds."""
+    """Returns whether some head attends to less than it holds."""
     selection, lengths = chosen
     unit = PAGE if selection.granularity == "page" else 1
     part = np.asarray(selection.count) * unit < np.asarray(lengths)
@@ -439,7 +439,7 @@ def _on_device(policy: Policy) -> Policy:
 
 
 def _watched(policy: Policy) -> Policy:
-    """Return the policy with hooks that raise _Broken where one changes the state's types."""
+    """Returns the policy with hooks that raise _Broken where one changes the state's types."""
 
     def watch(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(state: Any, *args: Any) -> Any:
@@ -463,7 +463,7 @@ def _watched(policy: Policy) -> Policy:
 
 
 def _types_of(state: Any) -> dict[str, str]:
-    """Return shape and dtype of each array, or the type of what is none, by its place."""
+    """Returns shape and dtype of each array, or the type of what is none, by its place."""
     return {
         f"state{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
         if hasattr(leaf, "dtype")
@@ -473,7 +473,7 @@ def _types_of(state: Any) -> dict[str, str]:
 
 
 def _difference(was: dict[str, str], now: dict[str, str]) -> str:
-    """Name the first array that is not what it was."""
+    """Names the first array that is not what it was."""
     for name in {**was, **now}:
         if was.get(name) != now.get(name):
             return f"{name} from {was.get(name, 'nothing')} into {now.get(name, 'nothing')}"
@@ -481,7 +481,7 @@ def _difference(was: dict[str, str], now: dict[str, str]) -> str:
 
 
 def _told(error: Exception) -> str:
-    """Tell an error in one line, with the place in the policy's own code that it comes from."""
+    """Tells an error in one line, with the place in the policy's own code that it comes from."""
     ours = str(Path(jsparse.__file__).parent), sysconfig.get_path("stdlib"), "<"
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -60,7 +60,7 @@ class Decoded(NamedTuple):
 def random_model(
     num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """Return a model whose weights are so large that attention is peaked, and a mistake shows."""
+    """Returns a model whose weights are so large that attention is peaked, and a mistake shows."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -85,7 +85,7 @@ def random_model(
 
 
 def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Return a prompt of random ids for each length."""
+    """Returns a prompt of random ids for each length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(VOCAB, size=n).tolist() for n in lengths]
 
@@ -99,12 +99,12 @@ class Trial:
     """
 
     def __init__(self, params: Params, policy: Policy, *, owned: bool = True) -> None:
-        """Prepare to run; nothing is traced."""
+        """Prepares to run; nothing is traced."""
         self.params, self.policy, self.owned = params, policy, owned
         self.beside = ReadOnly(constants(params, policy))
 
     def spec(self, batch: int, pool_pages: int | None = None) -> CacheSpec:
-        """Return the sizes of a cache for these many rows."""
+        """Returns the sizes of a cache for these many rows."""
         config = self.params.config
         pages = -(-(max(LENGTHS) + STEPS) // PAGE) + 1
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, PAGE, pages
@@ -112,13 +112,13 @@ class Trial:
         return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
 
     def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> Decoded:
-        """Read prompts `piece` tokens at a time, and decode the tokens forced[B, steps]."""
+        """Reads prompts `piece` tokens at a time, and decode the tokens forced[B, steps]."""
         spec = self.spec(len(prompts))
         carry = self.read(self.begin(spec), prompts, piece)
         return self.decode(self.after_prompt(spec, carry), forced)
 
     def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> Decoded:
-        """Do so in a pool of pages in scrambled order, which other rows have used before."""
+        """Does so in a pool of pages in scrambled order, which other rows have used before."""
         pages = sum(-(-(length + forced.shape[1]) // PAGE) for length in LENGTHS)
         spec = self.spec(len(prompts), self.params.config.num_kv_heads * pages + 1)
         decoder, policy = self.params.decoder, self.policy
@@ -128,13 +128,13 @@ class Trial:
         return self.decode(self.after_prompt(spec, self.read(carry, prompts)), forced)
 
     def begin(self, spec: CacheSpec) -> PrefillCarry:
-        """Return what the first chunk follows: an empty cache and the policy's first state."""
+        """Returns what the first chunk follows: an empty cache and the policy's first state."""
         return _empty(self.params.decoder, self.policy, spec)
 
     def read(
         self, carry: PrefillCarry, prompts: list[list[int]], piece: int = CHUNK
     ) -> PrefillCarry:
-        """Read prompts `piece` tokens at a time, in chunks that are padded to one size."""
+        """Reads prompts `piece` tokens at a time, in chunks that are padded to one size."""
         longest = max(map(len, prompts))
         for first in range(0, longest, piece):
             parts = [ids[first : first + piece] for ids in prompts]
@@ -148,7 +148,7 @@ class Trial:
         return carry
 
     def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> Held:
-        """Let the policy evict what it drops of the prompts."""
+        """Lets the policy evict what it drops of the prompts."""
         limits = [STEPS + 1] * spec.batch
         read = carry.cache, carry.state
         return Held(*room.after_prompt(self.policy, spec, *read, self.beside, limits))
@@ -156,7 +156,7 @@ class Trial:
     def step(
         self, held: Held, tokens: np.ndarray, active: Sequence[bool] | None = None
     ) -> tuple[Float32[Array, "B V"], list[Chosen], Held]:
-        """Decode one token of each row that is active."""
+        """Decodes one token of each row that is active."""
         some = np.array(active or [True] * len(tokens)) if self.owned else None
         logits, chosen, *after = _step(
             *(self.params.decoder, self.policy, self.params.weights, tokens, *held),
@@ -165,7 +165,7 @@ class Trial:
         return logits, chosen, Held(*after)
 
     def decode(self, held: Held, forced: np.ndarray) -> Decoded:
-        """Decode the tokens forced[B, steps], and do what the policy does between steps."""
+        """Decodes the tokens forced[B, steps], and do what the policy does between steps."""
         services = self.policy.services
         recent = np.zeros((len(forced), services.correct_every), np.int32)
         found, chosen = [], []
@@ -186,7 +186,7 @@ class Trial:
 
 
 def traces() -> int:
-    """Return how many programs the trials of this process have traced."""
+    """Returns how many programs the trials of this process have traced."""
     programs: tuple[Any, ...] = (_read_chunk, _step, _correct, _maintain)
     return sum(program._cache_size() for program in programs)
 
@@ -213,7 +213,7 @@ def _step(
     beside: ReadOnly,
     active: Bool[Array, "B"] | None,
 ) -> tuple[Float32[Array, "B V"], list[Chosen], KVCache, State]:
-    """Run `decode_step`, and return what was selected, too, where no row can be short."""
+    """Runs `decode_step`, and return what was selected, too, where no row can be short."""
     chosen = []
 
     def select(state: State, layer: int, q: Queries, view: StepView):
@@ -233,7 +233,7 @@ def _step(
 def _given_back(
     decoder: Decoder, policy: Policy, spec: CacheSpec, cache: KVCache, state: State
 ) -> PrefillCarry:
-    """Empty all rows, and put their pages back on the free lists."""
+    """Empties all rows, and put their pages back on the free lists."""
     layers = tuple(truncate(layer, jnp.zeros_like(layer.lengths)) for layer in cache.layers)
     every = jnp.arange(spec.batch)
     cleared = clear_rows(policy, spec, cache._replace(layers=layers), state, every)
@@ -241,7 +241,7 @@ def _given_back(
 
 
 def _scrambled(carry: PrefillCarry) -> PrefillCarry:
-    """Shuffle the free pages of every layer, but for the scratch page."""
+    """Shuffles the free pages of every layer, but for the scratch page."""
     cache = carry.cache
     for nth, layer in enumerate(cache.layers):
         assert layer.free is not None

@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
 
 
 def boundary_classes(tokenizer: Vocabulary, vocab_size: int) -> UInt8[np.ndarray, "V 2"]:
-    """Return the class of the boundary behind each token, and the token's flags.
+    """Returns the class of the boundary behind each token, and the token's flags.
 
     The flags are a sum: STARTS_WITH_BLANK; IS_NEWLINES, for one newline or more and blanks only;
     ENDS_IN_NEWLINE, blanks aside. A token that ends inside a character has class 0. Control tokens
@@ -54,7 +54,7 @@ def boundary_classes(tokenizer: Vocabulary, vocab_size: int) -> UInt8[np.ndarray
 
 
 def _of_token(token: bytes) -> tuple[int, int]:
-    """Return the class and the flags of one token."""
+    """Returns the class and the flags of one token."""
     token = token.replace(b"\r\n", b"\n")
     text = token.rstrip(_BLANKS)
     in_newline = text.endswith(b"\n")

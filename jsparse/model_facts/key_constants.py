@@ -62,7 +62,7 @@ class KeyFrame(NamedTuple):
 
 
 def frame_at(view: StepView, layer: int) -> KeyFrame:
-    """Return the frame of one layer from the constants that programs read.
+    """Returns the frame of one layer from the constants that programs read.
 
     Slots must be the tokens' positions.
 
@@ -81,14 +81,14 @@ def frame_at(view: StepView, layer: int) -> KeyFrame:
 
 
 def num_spans(held: LayerCache) -> int:
-    """Return the number of spans of a head's slots; the last may be cut short."""
+    """Returns the number of spans of a head's slots; the last may be cut short."""
     return -(-held.capacity // SPAN)
 
 
 def angles_at(
     positions: Int32[Array, "*n"], frequencies: Float32[Array, "half"]
 ) -> Float32[Array, "*n 2*half"]:
-    """Return the cosines, then the sines, of every pair's angle at these positions."""
+    """Returns the cosines, then the sines, of every pair's angle at these positions."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
@@ -96,7 +96,7 @@ def angles_at(
 def into_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Return (k - R(span)·mid) / key_scale for keys that lie in these slots."""
+    """Returns (k - R(span)·mid) / key_scale for keys that lie in these slots."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return (k.astype(jnp.float32) - mid) / _by_channel(frame)[:, None]
 
@@ -104,21 +104,21 @@ def into_frame(
 def rotated(
     x: Float[Array, "*#rows H"], angles: Float32[Array, "*#rows H"]
 ) -> Float32[Array, "*rows H"]:
-    """Rotate the pairs (x[i], x[i + H/2]) by angles given as cosines, then sines."""
+    """Rotates the pairs (x[i], x[i + H/2]) by angles given as cosines, then sines."""
     cos, sin = jnp.split(angles, 2, axis=-1)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def scaled_queries(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N H"]:
-    """Return q · key_scale, the queries that meet keys in the frame."""
+    """Returns q · key_scale, the queries that meet keys in the frame."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     return (grouped * _by_channel(frame)[:, None]).reshape(q.shape)
 
 
 def span_terms(q: Float[Array, "B N H"], frame: KeyFrame) -> Float32[Array, "B N spans"]:
-    """Return q·R(span)·mid for all spans: what logits lack in the frame, unscaled."""
+    """Returns q·R(span)·mid for all spans: what logits lack in the frame, unscaled."""
     heads = frame.mid.shape[0]
     grouped = q.astype(jnp.float32).reshape(q.shape[0], heads, -1, q.shape[-1])
     q_low, q_high = jnp.split(grouped, 2, axis=-1)

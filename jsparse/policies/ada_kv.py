@@ -26,7 +26,7 @@ def ada_kv(
     floor: float = 0.2,
     cap: float = 4,
 ) -> Policy:
-    """Keep a layer's best `budget` slots per KV head, counted over all its heads, and all new ones.
+    """Keeps a layer's best `budget` slots per KV head, counted over all heads, and all new ones.
 
     Args:
         budget: the slots that the prompt keeps, on average per KV head, the window's included.

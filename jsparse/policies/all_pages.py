@@ -13,7 +13,7 @@ from jsparse.selection import Selection
 
 @builder
 def all_pages() -> Policy:
-    """Attend to every page that holds a token, listed so that `twilight` can prune it."""
+    """Attends to every page that holds a token, listed so that `twilight` can prune it."""
 
     def select(state: State, layer: int, q, view: StepView):
         held = view.layers[layer]

@@ -36,7 +36,7 @@ class Balls(NamedTuple):
 
 @builder
 def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
-    """Attend to `budget` tokens, in the pages whose balls allow the greatest logits.
+    """Attends to `budget` tokens, in the pages whose balls allow the greatest logits.
 
     These are budget // P pages, always including the newest, which is still being filled.
 
@@ -66,13 +66,13 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
 
 
 def empty(spec: CacheSpec) -> Balls:
-    """Return a layer's balls of no tokens."""
+    """Returns a layer's balls of no tokens."""
     centers = jnp.zeros((spec.pages, spec.head_dim), spec.dtype)
     return Balls(centers, jnp.zeros(spec.pages, jnp.float32))
 
 
 def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /) -> Balls:
-    """Measure the pages anew that the new tokens lie in."""
+    """Measures the pages anew that the new tokens lie in."""
     touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
     pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.clip(pages, 0, held.num_pages - 1)
@@ -95,7 +95,7 @@ def taken_in(entry: Balls, held: LayerCache, k: ChunkKV, valid: Rows, first: Len
 def by_head(
     held: LayerCache, balls: Balls
 ) -> tuple[Float[Array, "B K M H"], Float32[Array, "B K M"]]:
-    """Return the centers and radii of all pages of every head."""
+    """Returns the centers and radii of all pages of every head."""
     heads = *held.lengths.shape, held.num_pages
     if held.block_table is not None:
         balls = Balls(*(x[held.block_table] for x in balls))

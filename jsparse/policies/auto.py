@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
 
 @builder
 def auto() -> StandIn:
-    """Use the fastest policy measured for this device and size that stays close to dense.
+    """Uses the fastest policy measured for this device and size that stays close to dense.
 
     This is what `jsparse recommend` measured for the model on this device, else Twilight from the
     sizes on at which it was faster on devices that we measured, else `dense`. That is decided when
@@ -57,7 +57,7 @@ def auto() -> StandIn:
 
 
 def choose(spec: CacheSpec) -> Chosen:
-    """Return the policy that `auto` stands for with a cache of these sizes, and why.
+    """Returns the policy that `auto` stands for with a cache of these sizes, and why.
 
     Raises:
         ValueError: the file of choices is damaged, or names a policy that there is not.
@@ -78,14 +78,14 @@ def choose(spec: CacheSpec) -> Chosen:
 
 
 def layer_bytes(spec: CacheSpec) -> int:
-    """Return the bytes of K and V of one layer, all rows full."""
+    """Returns the bytes of K and V of one layer, all rows full."""
     tokens = spec.batch * spec.num_kv_heads * spec.capacity
     return 2 * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
 @functools.cache
 def _tell(reason: str, model: str) -> None:
-    """Say, once, that dense attention is all that is known to be good here."""
+    """Says, once, that dense attention is all that is known to be good here."""
     logger.warning(
         "policy=auto is dense() here: %s; `jsparse recommend %s` does", reason, model or "MODEL"
     )

@@ -20,12 +20,12 @@ _NAME = "ranking"
 
 
 def save(ranking: Ranking, path: str | os.PathLike[str]) -> None:
-    """Write a ranking to a file, replacing any that exists."""
+    """Writes a ranking to a file, replacing any that exists."""
     Path(path).write_bytes(to_bytes({_NAME: np.ascontiguousarray(ranking, np.int32)}))
 
 
 def load(path: str) -> Ranking:
-    """Read a ranking that `save` wrote.
+    """Reads a ranking that `save` wrote.
 
     Raises:
         ValueError: the file cannot be read, or holds something else.
@@ -47,7 +47,7 @@ def load(path: str) -> Ranking:
 
 
 def require_fit(ranking: Ranking, path: str, spec: CacheSpec) -> None:
-    """Raise ValueError if the ranking read from `path` is for a model of other sizes."""
+    """Raises ValueError if the ranking read from `path` is for a model of other sizes."""
     layers, heads, channels = ranking.shape
     wanted = spec.num_layers, spec.num_kv_heads, spec.head_dim
     if ranking.shape != wanted:

@@ -24,7 +24,7 @@ def cluster_kv(
     recent: int = 112,
     period: int = 16,
 ) -> Policy:
-    """Attend to at most `budget` tokens: sinks, the newest, and those of the best clusters.
+    """Attends to at most `budget` tokens: sinks, the newest, and those of the best clusters.
 
     Rows of no more than `budget` tokens are dense.
 

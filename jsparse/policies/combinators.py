@@ -49,7 +49,7 @@ def with_state(
     shares: Shares | None = None,
     needs: tuple[str, ...] = (),
 ) -> Policy:
-    """Give a policy a second state, the wrapper's own; its hooks still see theirs alone.
+    """Gives a policy a second state, the wrapper's own; its hooks still see theirs alone.
 
     The state becomes Paired(base, own). `prefill` and `append` get and return the own state, after
     the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
@@ -96,7 +96,7 @@ def _reworked(of_base: Hook, state: Paired, *arguments: Any):
 
 @builder
 def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
-    """Attend to what `policy` selects and to each head's first `sink` and last `recent` tokens."""
+    """Attends to what `policy` selects and to each head's first `sink` and last `recent` tokens."""
     require_policy("policy", policy)
     whole_number("sink", sink, 0)
     whole_number("recent", recent, 0)
@@ -126,7 +126,7 @@ def keep(policy: Policy, sink: int = 4, recent: int = 64) -> Policy:
 
 @builder
 def dense_layers(policy: Policy, n: int = 2) -> Policy:
-    """Attend to everything in the first `n` layers and to what `policy` selects in the others.
+    """Attends to everything in the first `n` layers and to what `policy` selects in the others.
 
     The first layers keep the policy's state up to date, but do not call its `select`.
     """
@@ -149,7 +149,7 @@ def dense_layers(policy: Policy, n: int = 2) -> Policy:
 
 @builder
 def retrieval_heads(policy: Policy, gates) -> Policy:
-    """Attend to everything in retrieval heads and, in the others, to what `policy` selects.
+    """Attends to everything in retrieval heads and, in the others, to what `policy` selects.
 
     `policy` keeps its state for all heads and selects for all; only what it selects for retrieval
     heads is not used.
@@ -184,7 +184,7 @@ def retrieval_heads(policy: Policy, gates) -> Policy:
 
 
 def _of_others(summary: Summary, heads: HeadFlags) -> Summary:
-    """Drop the summaries of some KV heads, whose own attention leaves nothing out."""
+    """Drops the summaries of some KV heads, whose own attention leaves nothing out."""
     queries = jnp.repeat(heads, summary.lse.shape[1] // heads.shape[1], axis=1)
     return Summary(
         summary.o,

@@ -79,7 +79,7 @@ def double_sparsity(
     calibration: str | None = None,
     granularity: Granularity = "token",
 ) -> Policy:
-    """Attend to the `budget` tokens of largest weight, estimated from a few heavy channels.
+    """Attends to the `budget` tokens of largest weight, estimated from a few heavy channels.
 
     With granularity="page" these are the budget // P pages of largest weight.
 
@@ -117,14 +117,14 @@ def double_sparsity(
 
 
 def no_labels(settings: Settings, spec: CacheSpec) -> Labels:
-    """Return a layer's labels of no keys."""
+    """Returns a layer's labels of no keys."""
     count = _count(settings.channels, spec.head_dim)
     chosen = jnp.zeros((spec.batch, spec.num_kv_heads, count), jnp.int32)
     return Labels(chosen, int4_keys.init(spec._replace(head_dim=count)))
 
 
 def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
-    """Return labels of no keys, of the first channels of the ranking, the same for every row."""
+    """Returns labels of no keys, of the first channels of the ranking, the same for every row."""
     assert settings.ranking is not None
     state = labels.init(spec)
     channel_ranking.require_fit(settings.ranking, str(settings.calibration), spec)
@@ -139,13 +139,13 @@ def calibrated(settings: Settings, labels: Sidecar, spec: CacheSpec) -> State:
 def taken_in(
     labels: Labels, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, *, frame: KeyFrame
 ) -> Labels:
-    """Label new tokens."""
+    """Labels new tokens."""
     keys = int4_append(labels.keys, held, k, valid, first, frame=frame, channels=labels.channels)
     return labels._replace(keys=keys)
 
 
 def prefill(state: State, layer: int, view: PrefillView) -> State:
-    """Find a row's heavy channels when its prompt ends, and label all of it."""
+    """Finds a row's heavy channels when its prompt ends, and label all of it."""
     if not view.last:
         return state
     held, frame = view.step.layers[layer], frame_at(view.step, layer)
@@ -158,7 +158,7 @@ def prefill(state: State, layer: int, view: PrefillView) -> State:
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """List the units of largest weight in any head of the group."""
+    """Lists the units of largest weight in any head of the group."""
     held = view.layers[layer]
     size = held.page_size if settings.granularity == "page" else None
     capacity = max(min(settings.budget, held.capacity) // (size or 1), 1)
@@ -177,7 +177,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 def heavy_channels(
     queries: Float[Array, "B W N H"], held: LayerCache, frame: KeyFrame, count: int
 ) -> Int32[Array, "B K r"]:
-    """Return each head's `count` heaviest channels, ascending; ties go to the first.
+    """Returns each head's `count` heaviest channels, ascending; ties go to the first.
 
     A channel weighs the mean |q| of the prompt's last queries, all heads of the group together,
     times the mean |k|, both in the frame.
@@ -190,7 +190,7 @@ def heavy_channels(
 
 
 def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
-    """Sum |k| in the frame over the tokens that each head holds.
+    """Sums |k| in the frame over the tokens that each head holds.
 
     The order of the additions depends on neither batch nor capacity.
     """
@@ -211,13 +211,13 @@ def key_magnitudes(held: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]
 def label_logits(
     q: Queries, held: LayerCache, labels: Labels, frame: KeyFrame
 ) -> Float32[Array, "B K G S"]:
-    """Estimate every slot's logit from the heavy channels; -inf past what a head holds."""
+    """Estimates every slot's logit from the heavy channels; -inf past what a head holds."""
     logits = int4_scores(q, held, labels.keys, None, frame=frame, channels=labels.channels)
     return logits.reshape(*held.lengths.shape, -1, held.capacity)
 
 
 def _count(channels: int | None, head_dim: int) -> int:
-    """Return r; raise ValueError if a head has fewer channels."""
+    """Returns r; raise ValueError if a head has fewer channels."""
     if channels is not None and channels > head_dim:
         raise ValueError(
             f"channels={channels}: must be at most {head_dim}, the model's head dimension"

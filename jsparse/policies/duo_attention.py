@@ -17,7 +17,7 @@ from jsparse.policy import Policy
 
 @builder
 def duo_attention(gates, sink: int = 64, recent: int = 256) -> Policy:
-    """Attend to everything in retrieval heads and, in the others, to the first and last tokens.
+    """Attends to everything in retrieval heads and, in the others, to the first and last tokens.
 
     Args:
         gates: the retrieval heads, as a name that ships with jsparse, a file that

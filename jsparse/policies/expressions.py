@@ -32,7 +32,7 @@ _FOUND: dict[str, AnyPolicy] = {}
 
 
 def parse(expression: str) -> Policy:
-    """Build the policy that an expression names.
+    """Builds the policy that an expression names.
 
     The expression is a registered name, or a call of one with literals and further expressions as
     arguments. It is read as a syntax tree: nothing of it is evaluated or imported.
@@ -48,7 +48,7 @@ def parse(expression: str) -> Policy:
 
 
 def remember(expression: str, policy: AnyPolicy) -> AnyPolicy:
-    """Let `parse` know a policy by a text that it could not parse; return the policy so named."""
+    """Lets `parse` know a policy by a text that it could not parse; return the policy so named."""
     # whatever else has been read or built anew since, its first function is another
     if expression not in _FOUND or _FOUND[expression][0] is not policy[0]:
         _FOUND[expression] = policy._replace(name=expression)
@@ -56,17 +56,17 @@ def remember(expression: str, policy: AnyPolicy) -> AnyPolicy:
 
 
 def is_own(expression: str) -> bool:
-    """Return whether an expression names code of the user's own, by `remember`."""
+    """Returns whether an expression names code of the user's own, by `remember`."""
     return expression in _FOUND
 
 
 def call(name: str, function: Callable[..., Any], arguments: str, expression: str) -> Any:
-    """Call a function with arguments such as "(sink=4)", spelled as in an expression."""
+    """Calls a function with arguments such as "(sink=4)", spelled as in an expression."""
     return _call(name, function, _tree(f"{name}{arguments}", expression), expression)
 
 
 def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
-    """Return a policy as it is, or the one that an expression names, as `parse` reads it.
+    """Returns a policy as it is, or the one that an expression names, as `parse` reads it.
 
     It may stand for others: `jsparse.policy.resolved` says which one runs.
 
@@ -84,7 +84,7 @@ def as_policy(policy: AnyPolicy | str) -> AnyPolicy:
 
 
 def builder_of(name: ast.Name) -> Callable[..., Any]:
-    """Return the function that a name calls in an expression that has been parsed."""
+    """Returns the function that a name calls in an expression that has been parsed."""
     return POLICIES[name.id]
 
 
@@ -127,7 +127,7 @@ def _build(node: ast.expr, expression: str) -> AnyPolicy:
 
 
 def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: str) -> Any:
-    """Call a function with the literals and policies that a call's arguments spell."""
+    """Calls a function with the literals and policies that a call's arguments spell."""
     arguments, keywords = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
     if any(keyword.arg is None for keyword in keywords):
         raise ValueError(
@@ -147,7 +147,7 @@ def _call(name: str, function: Callable[..., Any], node: ast.expr, expression: s
 
 
 def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expression: str) -> None:
-    """Raise ValueError for the name of an argument without a value, as documentation writes it."""
+    """Raises ValueError for the name of an argument without a value, as documentation writes it."""
     parameters = inspect.signature(function).parameters
     if isinstance(node, ast.Name) and node.id in parameters:
         default = parameters[node.id].default
@@ -157,7 +157,7 @@ def _refuse_bare(name: str, function: Callable[..., Any], node: ast.expr, expres
 
 
 def _nearest(name: str) -> str | None:
-    """Return the policy that a name stands for elsewhere or is a misspelling of, if any."""
+    """Returns the policy that a name stands for elsewhere or is a misspelling of, if any."""
     plain = re.sub(r"(press|cache)$|[\W_]", "", name.lower())
     known = {policy.replace("_", ""): policy for policy in POLICIES} | ALIASES
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
@@ -179,7 +179,7 @@ def _value(node: ast.expr, expression: str) -> Any:
 
 
 def _source(expression: str, node: ast.expr) -> str:
-    """Quote the part of the expression that a node stands for.
+    """Quotes the part of the expression that a node stands for.
 
     Unlike `ast.unparse` it takes any depth.
     """

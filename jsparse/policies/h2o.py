@@ -21,7 +21,7 @@ from jsparse.policy import Policy
 
 @builder
 def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
-    """Keep `budget` slots per KV head: half of them heavy hitters, half of them the newest.
+    """Keeps `budget` slots per KV head: half of them heavy hitters, half of them the newest.
 
     Args:
         budget: the slots that a KV head keeps at each compression.
@@ -47,13 +47,13 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
 
 
 def accumulated(view: LayerView) -> Float32[Array, "B K S"]:
-    """Score slots by the attention that they have had so far."""
+    """Scores slots by the attention that they have had so far."""
     assert view.tracked is not None
     return view.tracked
 
 
 def _begin(view: LayerView) -> Float32[Array, "B K S"]:
-    """Sum the attention of the prompt's last queries to everything before them."""
+    """Sums the attention of the prompt's last queries to everything before them."""
     held, window = view.held, view.ring.shape[1]
     there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None] - window
     queries = jnp.clip(view.positions, 1, window)[:, None, None]

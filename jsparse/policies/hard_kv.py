@@ -51,7 +51,7 @@ def hard_kv(
     patience: int = 0,
     recent: int | None = None,
 ) -> Policy:
-    """Keep as many slots per KV head as it needs, and one that stands for all it dropped.
+    """Keeps as many slots per KV head as it needs, and one that stands for all it dropped.
 
     Sinks, the merged slot and the newest tokens count in `budget`, `floor` and `cap`.
 
@@ -129,7 +129,7 @@ def hard_kv(
 
 @functools.cache
 def _tell(window: int) -> None:
-    """Say, once, what the default loses."""
+    """Says, once, what the default loses."""
     logger.warning(
         "hard_kv with metric='attention' and window=%d drops single facts in the middle of a "
         "prompt, such as pass keys; metric='snapkv' with window=%d keeps most of them",
@@ -141,7 +141,7 @@ def _tell(window: int) -> None:
 def _rooms(
     budget: int, floor: int, cap: int, newest: int, sink: int, merge: bool, budgets: Budgets
 ) -> rules.Bounds:
-    """Return what floor, cap and budget leave for the slots that compete.
+    """Returns what floor, cap and budget leave for the slots that compete.
 
     Raises:
         ValueError: one of them leaves less than nothing, or they are not in order.

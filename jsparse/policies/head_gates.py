@@ -41,7 +41,7 @@ class HeadGates(NamedTuple):
 
 
 def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
-    """Write gates to a file, replacing any that exists."""
+    """Writes gates to a file, replacing any that exists."""
     arrays: dict[str, np.ndarray] = {"retrieval": np.ascontiguousarray(gates.retrieval, np.bool_)}
     if gates.scores is not None:
         arrays["scores"] = np.ascontiguousarray(gates.scores, np.float32)
@@ -51,7 +51,7 @@ def save(gates: HeadGates, path: str | os.PathLike[str]) -> None:
 
 
 def load(gates: str) -> HeadGates:
-    """Read gates that `save` wrote.
+    """Reads gates that `save` wrote.
 
     Args:
         gates: a name of `shipped()`, or a path.
@@ -94,7 +94,7 @@ def load(gates: str) -> HeadGates:
 
 
 def shipped() -> tuple[str, ...]:
-    """Return the names of the gates that ship with the package."""
+    """Returns the names of the gates that ship with the package."""
     folder = files("jsparse.policies") / "gates"
     return tuple(
         sorted(
@@ -106,7 +106,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, "L K"]:
-    """Return the mask that a policy's argument names.
+    """Returns the mask that a policy's argument names.
 
     Args:
         gates: a shipped name, a path, or the mask itself as rows of 0 and 1.
@@ -133,7 +133,7 @@ def retrieval_heads(gates: str | Sequence[Sequence[float]]) -> Bool[np.ndarray, 
 
 
 def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec) -> None:
-    """Raise ValueError if the mask that `gates` named is for a model of other sizes."""
+    """Raises ValueError if the mask that `gates` named is for a model of other sizes."""
     wanted = spec.num_layers, spec.num_kv_heads
     if retrieval.shape != wanted:
         raise ValueError(
@@ -143,5 +143,5 @@ def require_fit(retrieval: Bool[np.ndarray, "L K"], gates: Any, spec: CacheSpec)
 
 
 def of_rows(heads: Bool[np.ndarray, "K"], batch: int) -> HeadFlags:
-    """Repeat the flags for every row, as a constant: XLA would turn a broadcast into a kernel."""
+    """Repeats the flags for every row, as a constant: XLA would turn a broadcast into a kernel."""
     return jnp.asarray(np.tile(heads, (batch, 1)))

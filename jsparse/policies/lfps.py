@@ -115,7 +115,7 @@ def lfps(
     wider: int = 3,
     aligned: bool = True,
 ) -> Policy:
-    """Attend to the share `budget` of a row's tokens, those to which earlier steps point.
+    """Attends to the share `budget` of a row's tokens, those to which earlier steps point.
 
     These are k = ceil(budget · length) tokens per KV head, the first 4 and the newest among them.
     Where k is below 5, a head attends to the oldest k and the newest.
@@ -182,7 +182,7 @@ def lfps(
 
 
 def init(settings: Settings, spec: CacheSpec) -> Past:
-    """Return empty tables."""
+    """Returns empty tables."""
     slots, layers = (spec.batch, spec.num_kv_heads, spec.capacity), range(spec.num_layers)
     return Past(
         tuple(Tables(*(jnp.zeros(slots, jnp.bfloat16) for _ in range(2))) for _ in layers),
@@ -192,7 +192,7 @@ def init(settings: Settings, spec: CacheSpec) -> Past:
 
 
 def prefill(settings: Settings, state: Past, layer: int, view: PrefillView) -> Past:
-    """Build a layer's tables when the prompt ends."""
+    """Builds a layer's tables when the prompt ends."""
     if not view.last:
         return state
     held, prompts = view.step.layers[layer], state.prompts
@@ -203,7 +203,7 @@ def prefill(settings: Settings, state: Past, layer: int, view: PrefillView) -> P
 
 
 def select(settings: Settings, state: Past, layer: int, q: Queries, view: StepView):
-    """List the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
+    """Lists the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
     held, tables = view.layers[layer], state.tables[layer]
     most = share_of(settings.budget, held.capacity)
     # a head holds a token per position; from positions, number is computed once for all layers
@@ -222,7 +222,7 @@ def select(settings: Settings, state: Past, layer: int, q: Queries, view: StepVi
 def update(
     settings: Settings, state: Past, layer: int, stats: Stats | ListedLogits | None, view: StepView
 ) -> Past:
-    """Put down the weights of attended tokens: Φ(i) ← r · Φ(i) + w(i), Ψ(t - i) likewise."""
+    """Puts down the weights of attended tokens: Φ(i) ← r · Φ(i) + w(i), Ψ(t - i) likewise."""
     assert isinstance(stats, ListedLogits)
     age = view.positions - state.born + 1
     tables = table_update(
@@ -237,7 +237,7 @@ def update(
 
 
 def maintain(settings: Settings, state: Past, view: StepView) -> tuple[Past, KVCache]:
-    """Bring the tables back to their true values."""
+    """Brings the tables back to their true values."""
     left = settings.decay ** (view.positions - state.born).astype(jnp.float32)
 
     def scaled(tables: Tables) -> Tables:
@@ -249,13 +249,13 @@ def maintain(settings: Settings, state: Past, view: StepView) -> tuple[Past, KVC
 
 
 def share_of(budget: float, tokens: int) -> int:
-    """Return ceil(budget · tokens), where rounding lets no product pass a whole number."""
+    """Returns ceil(budget · tokens), where rounding lets no product pass a whole number."""
     product = budget * tokens
     return max(math.ceil(product - min(1e-6 * product, 1e-3)), 1)
 
 
 def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
-    """Return k = ceil(budget · length) of every head, which `share_of` is of the capacity."""
+    """Returns k = ceil(budget · length) of every head, which `share_of` is of the capacity."""
     product = budget * lengths.astype(jnp.float32)
     return jnp.ceil(product - jnp.minimum(1e-6 * product, 1e-3)).astype(jnp.int32)
 
@@ -263,7 +263,7 @@ def wanted(budget: float | Float32[Array, "B K"], lengths: Lengths) -> Lengths:
 def first_tables(
     settings: Settings, held: LayerCache, queries: Float[Array, "B W N H"], valid: Rows
 ) -> Tables:
-    """Build both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
+    """Builds both tables from the last `valid` ≤ W prompt queries of each row (equation 4).
 
     The vertical table's entries sum to what they do where every step adds 1 - penalty, less the
     share of queries that lie in the sinks. Heads are taken one after the other, so that no more

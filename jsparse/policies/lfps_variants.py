@@ -60,7 +60,7 @@ def chosen_exactly(
     number: Lengths,
     most: int,
 ) -> Selection:
-    """List the `number` ≤ `most` candidates of largest weight, of wider · number at most."""
+    """Lists the `number` ≤ `most` candidates of largest weight, of wider · number at most."""
     # with more candidates than a head has slots there is no bound, and products fit in 32 bits
     times = min(exact.wider, MOST_CANDIDATES // most)
     if exact.candidates == "threshold":
@@ -76,7 +76,7 @@ def chosen_exactly(
 def heaviest(
     q: Queries, held: LayerCache, chosen: Selection, number: Lengths, capacity: int
 ) -> Selection:
-    """List the candidates of largest weight, `number` of them, sinks and newest among them.
+    """Lists the candidates of largest weight, `number` of them, sinks and newest among them.
 
     Their logits go with them: attention reads their values alone.
     """
@@ -100,7 +100,7 @@ def heaviest(
 
 
 def no_prompt(spec: CacheSpec) -> Prompt:
-    """Return what a layer's bypass knows before there is a prompt."""
+    """Returns what a layer's bypass knows before there is a prompt."""
     heads = spec.batch, spec.num_kv_heads
     return Prompt(
         jnp.zeros(heads, jnp.int32),
@@ -111,7 +111,7 @@ def no_prompt(spec: CacheSpec) -> Prompt:
 
 
 def described(held: LayerCache, last: Queries) -> Prompt:
-    """Return what the bypass keeps of a prompt whose last query is `last`."""
+    """Returns what the bypass keeps of a prompt whose last query is `last`."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     counted = (slots >= SINKS) & (slots < held.lengths[..., None])
     number = jnp.sum(counted, -1, dtype=jnp.int32)
@@ -148,7 +148,7 @@ class SinkAttention(NamedTuple):
 
 
 def sink_attention(q: Queries, held: LayerCache, prompt: Prompt) -> SinkAttention:
-    """Return how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
+    """Returns how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
     lengths = held.lengths[..., None]
     nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
     near = lengths - 1 - LOCAL + jnp.arange(LOCAL, dtype=jnp.int32)  # the newest is not among them
@@ -174,7 +174,7 @@ def sink_attention(q: Queries, held: LayerCache, prompt: Prompt) -> SinkAttentio
 def bypassed(
     q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
 ) -> tuple[HeadFlags, Summary]:
-    """Return the KV heads that bypass, and what they return.
+    """Returns the KV heads that bypass, and what they return.
 
     It is the mean of the prompt's values if `alone`, else the sinks merged with it.
     """
@@ -194,7 +194,7 @@ def bypassed(
 def bypassing(
     chosen: Selection, q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
 ) -> tuple[Selection, Summary]:
-    """Take from heads that bypass what was chosen for them; `alone` as in `bypassed`."""
+    """Takes from heads that bypass what was chosen for them; `alone` as in `bypassed`."""
     passed, summary = bypassed(q, held, prompt, alone=alone)
     count = jnp.where(passed, 0, chosen.count)
     ids = jnp.where(passed[..., None], 0, chosen.ids)
@@ -202,6 +202,6 @@ def bypassing(
 
 
 def scaled_products(letters: str, q: Array, keys: Array) -> Array:
-    """Return logits in float32, of rows of q and keys whose last axis both sum over."""
+    """Returns logits in float32, of rows of q and keys whose last axis both sum over."""
     products = jnp.einsum(letters, q, keys, preferred_element_type=jnp.float32)
     return products * q.shape[-1] ** -0.5

@@ -57,7 +57,7 @@ def lychee_cluster(
     exact: bool = False,
     centroid_dtype: CentroidDtype | None = None,
 ) -> Policy:
-    """Attend to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
+    """Attends to at most `budget` tokens: sinks, the newest, and the chunks of the best clusters.
 
     Rows of no more than `budget` tokens are dense.
 

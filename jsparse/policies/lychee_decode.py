@@ -60,7 +60,7 @@ class Settings(NamedTuple):
     recent: int
 
     def unit(self, page_size: int) -> int:
-        """Return the tokens of a unit that is picked."""
+        """Returns the tokens of a unit that is picked."""
         return page_size if self.granularity == "page" else 1
 
 
@@ -74,7 +74,7 @@ def lychee_decode(
     sink: int = 4,
     recent: int = 64,
 ) -> Policy:
-    """Attend to everything in retrieval heads and, in the others, to what these picked.
+    """Attends to everything in retrieval heads and, in the others, to what these picked.
 
     A sparse head takes what the last retrieval head of the same index picked.
 
@@ -123,7 +123,7 @@ def lychee_decode(
 
 
 def check_value(rule: Rule, name: str, value: Any) -> None:
-    """Raise ValueError unless a rule can take this value."""
+    """Raises ValueError unless a rule can take this value."""
     try:
         RULES[rule][1](name, value)
     except ValueError as error:
@@ -131,7 +131,7 @@ def check_value(rule: Rule, name: str, value: Any) -> None:
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Return empty sets S, ids [B, K, C] and count [B, K]; C is the most units that are picked."""
+    """Returns empty sets S, ids [B, K, C] and count [B, K]; C is the most units that are picked."""
     head_gates.require_fit(settings.retrieval, settings.gates, spec)
     heads, unit = (spec.batch, spec.num_kv_heads), settings.unit(spec.page_size)
     units, value = spec.capacity // unit, settings.value
@@ -141,7 +141,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def select(settings: Settings, state: State, layer: int, q: Array, view: StepView):
-    """Attend to everything in retrieval heads, to S(l, h) in the others."""
+    """Attends to everything in retrieval heads, to S(l, h) in the others."""
     ids, count = state
     here = settings.retrieval[layer]
     dense = head_gates.of_rows(here, len(count)) if here.any() else None
@@ -149,7 +149,7 @@ def select(settings: Settings, state: State, layer: int, q: Array, view: StepVie
 
 
 def stats(settings: Settings, layer: int) -> StatsKind | None:
-    """Ask for the mean query's weights where a set that is picked is used in the next layer."""
+    """Asks for the mean query's weights where a set that is picked is used in the next layer."""
     here, behind = settings.retrieval[layer], settings.retrieval[layer + 1 :]
     if len(behind) == 0 or not (here & ~behind[0]).any():
         return None
@@ -157,7 +157,7 @@ def stats(settings: Settings, layer: int) -> StatsKind | None:
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Set S(l+1, h) to what a retrieval head weighs most, to S(l, h) in the others."""
+    """Sets S(l+1, h) to what a retrieval head weighs most, to S(l, h) in the others."""
     if stats is None:
         return state
     (ids, count), held = state, view.layers[layer]
@@ -176,7 +176,7 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
 
 
 def rule_of(settings: Settings, held: LayerCache, value: Any) -> TopK | TopP | Threshold:
-    """Return the rule that picks units of a layer; `value` is a number, or one per row and head."""
+    """Returns the rule that picks a layer's units; `value` is a number, or one per row and head."""
     unit = settings.unit(held.page_size)
     match settings.rule:
         case "top_k":

@@ -19,7 +19,7 @@ Reads = Literal["in_place", "gather"]
 def offloaded(
     policy: Policy, tail: int = 4096, reads: Reads | None = None, prefetch: bool = False
 ) -> Policy:
-    """Attend to what `policy` selects, with K and V in host memory.
+    """Attends to what `policy` selects, with K and V in host memory.
 
     Each prompt chunk leaves the device once it has been read. KV heads that attend to everything
     in every step, as `retrieval_heads` and `dense_layers` make them, stay on the device, and so

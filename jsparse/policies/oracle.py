@@ -24,7 +24,7 @@ from jsparse.selection import Granularity
 
 @builder
 def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Policy:
-    """Attend to the `budget` tokens of largest exact attention weight.
+    """Attends to the `budget` tokens of largest exact attention weight.
 
     With granularity="page" these are the budget // P pages of largest mass. Ties go to the oldest.
     Rows may set a smaller budget; a larger one counts as `budget`.
@@ -49,7 +49,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
 
 @builder
 def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
-    """Attend to the fewest tokens whose exact attention weights sum to at least `p`.
+    """Attends to the fewest tokens whose exact attention weights sum to at least `p`.
 
     Each query head has its own set, of at least one token or, with granularity="page", one page.
     """
@@ -72,7 +72,7 @@ def oracle_top_p(p: float = 0.95, granularity: Granularity = "token") -> Policy:
 
 
 def attention_logits(q: Array, held: LayerCache) -> Float32[Array, "B K G S"]:
-    """Compute the exact logits of all slots, per KV head and member of its group.
+    """Computes the exact logits of all slots, per KV head and member of its group.
 
     Slots past what a head holds get -inf.
     """
@@ -93,7 +93,7 @@ def _unit(granularity: Granularity, held: LayerCache) -> int:
 
 
 def _what(granularity: Granularity, held: LayerCache) -> dict[str, Any]:
-    """Return the arguments of `threshold_select` that say what it lists."""
+    """Returns the arguments of `threshold_select` that say what it lists."""
     return (
         {"granularity": "page_mass", "page_size": held.page_size}
         if granularity == "page"

@@ -30,7 +30,7 @@ REFERENCE = re.compile(
 
 
 def resolve(text: str) -> AnyPolicy:
-    """Build the policy that an expression names, or one of your own, whose module is imported.
+    """Builds the policy that an expression names, or one of your own, whose module is imported.
 
     A policy of your own is an object or a function marked `@builder`, which takes literals and
     policies as arguments. What has been found is known to `expressions` by the same text.
@@ -58,7 +58,7 @@ def resolve(text: str) -> AnyPolicy:
 
 
 def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | None:
-    """Build the policy that `resolve` builds from this text, but with another budget.
+    """Builds the policy that `resolve` builds from this text, but with another budget.
 
     Args:
         text: an expression, or a reference to a policy of one's own.
@@ -125,7 +125,7 @@ def _module(expression: str, source: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once, under a name of its own; it finds modules beside it."""
+    """Imports a file once, under a name of its own; it finds modules beside it."""
     name = f"jsparse_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -145,7 +145,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _searched(folder: str) -> Iterator[None]:
-    """Search a folder for modules first."""
+    """Searches a folder for modules first."""
     sys.path.insert(0, folder)
     try:
         yield

@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
 
 def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Policy:
-    """Attend to `budget` tokens, in the pages of greatest score.
+    """Attends to `budget` tokens, in the pages of greatest score.
 
     These are budget // P pages, always including the newest, which is still being filled. Call it
     in a function marked `@builder`, so that equal arguments give one policy, with a name.
@@ -75,7 +75,7 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
 
 
 def empty(settings: Settings, spec: CacheSpec) -> Any:
-    """Return a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
+    """Returns a layer's summaries of no tokens, indexed by physical page; they mean nothing."""
     keys = jax.ShapeDtypeStruct((spec.page_size, spec.head_dim), spec.dtype)
     held = jax.ShapeDtypeStruct((spec.page_size,), jnp.bool_)
     kept = jax.eval_shape(settings.summarise, keys, held)
@@ -91,7 +91,7 @@ def taken_in(
     first: Lengths,
     /,
 ) -> Any:
-    """Summarise the pages anew that the new tokens lie in."""
+    """Summarises the pages anew that the new tokens lie in."""
     touched = min(-(-k.shape[1] // held.page_size) + 1, held.num_pages)
     pages = first[..., None] // held.page_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.clip(pages, 0, held.num_pages - 1)
@@ -106,7 +106,7 @@ def taken_in(
 def _filled_up(
     keys: Float[Array, "B K n P H"], held: LayerCache, pages: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "B K n P H"], Bool[Array, "B K n P"]]:
-    """Return pages with their newest key in all slots that hold no token, and which ones do."""
+    """Returns pages with their newest key in all slots that hold no token, and which ones do."""
     count = jnp.clip(held.lengths[..., None] - pages * held.page_size, 0, held.page_size)
     there = jnp.arange(held.page_size, dtype=jnp.int32) < count[..., None]
     at = jnp.maximum(count - 1, 0)[..., None, None]
@@ -117,7 +117,7 @@ def _filled_up(
 def select(
     settings: Settings, state: State, layer: int, q: Queries, view: StepView
 ) -> tuple[Selection, None, State]:
-    """List the pages of greatest score, and the newest."""
+    """Lists the pages of greatest score, and the newest."""
     held = view.layers[layer]
     pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
     wanted = knob(view, "budget", pages * held.page_size)
@@ -132,7 +132,7 @@ def select(
 def page_scores(
     settings: Settings, entry: Any, q: Queries, held: LayerCache
 ) -> Float32[Array, "B K M"]:
-    """Score every logical page: the newest highest, -inf where a page holds no token."""
+    """Scores every logical page: the newest highest, -inf where a page holds no token."""
     heads = *held.lengths.shape, held.num_pages
 
     def of_heads(pool: Array) -> Array:
@@ -153,7 +153,7 @@ def page_scores(
 
 
 def _over(axes: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Map a function of one page over so many leading axes."""
+    """Maps a function of one page over so many leading axes."""
     for _ in range(axes):
         function = jax.vmap(function)
     return function

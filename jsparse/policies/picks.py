@@ -27,7 +27,7 @@ def pick(
     unit: int,
     weights: Weights = "softmax",
 ) -> Selection:
-    """Pick units by a rule, those of the first `sink` and last `recent` slots among them.
+    """Picks units by a rule, those of the first `sink` and last `recent` slots among them.
 
     TopK counts them: they are lifted above all others, so that they are its first picks, and where
     k is less than their number it takes the best of them. The other rules pick as ever, and the
@@ -69,7 +69,7 @@ def pick(
 def _always(
     lengths: Lengths, sink: int, recent: int, units: int, unit: int
 ) -> Bool[Array, "B K units"]:
-    """Mark the units that hold one of the first `sink` or last `recent` slots of a head."""
+    """Marks the units that hold one of the first `sink` or last `recent` slots of a head."""
     first, held = jnp.arange(units) * unit, lengths[..., None]
     newest = jnp.minimum(first + unit, held) > held - recent
     return (first < held) & ((first < sink) | newest)
@@ -78,7 +78,7 @@ def _always(
 def _lifted(
     scores: Float32[Array, "B K units"], marked: Bool[Array, "B K units"]
 ) -> Float32[Array, "B K units"]:
-    """Raise the marked scores above all others and keep the order among them."""
+    """Raises the marked scores above all others and keeps the order among them."""
     best = scores.max(-1, keepdims=True)
     least = jnp.where(marked, scores, jnp.inf).min(-1, keepdims=True)
     return jnp.where(marked, scores + (best - least + 1), scores)

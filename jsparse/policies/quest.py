@@ -59,7 +59,7 @@ def quest(
     slack: float = 0.5,
     group: Group = "mean",
 ) -> Policy:
-    """Attend to `budget` tokens, in the pages whose key bounds allow the greatest logits.
+    """Attends to `budget` tokens, in the pages whose key bounds allow the greatest logits.
 
     These are budget // P pages, always including the newest, which is still being filled.
 
@@ -93,12 +93,12 @@ def quest(
 def taken_in(
     entry: Bounds, held: LayerCache, k, valid, first, /, *, frame: KeyFrame | None = None
 ) -> Bounds:
-    """Take new tokens into the bounds of their pages."""
+    """Takes new tokens into the bounds of their pages."""
     return bounds_append(entry, held, valid, first, max_new=k.shape[1], frame=frame)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """List the pages of largest q·mid + slack · |q|·half, and the newest."""
+    """Lists the pages of largest q·mid + slack · |q|·half, and the newest."""
     held = view.layers[layer]
     pages = min(max(settings.budget // held.page_size, 1), held.num_pages)
     ranked_for = _mean_queries(q, held.lengths.shape[1]) if settings.group == "mean" else q
@@ -114,6 +114,6 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def _mean_queries(q: Float[Array, "B N H"], kv_heads: int) -> Float[Array, "B K H"]:
-    """Return the mean query of every group, in q's dtype."""
+    """Returns the mean query of every group, in q's dtype."""
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
     return jnp.mean(grouped, axis=2, dtype=jnp.float32).astype(q.dtype)

@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**28  # of one block of cosines
 def r_kv(
     budget: int = 1024, window: int = 8, period: int = 128, importance: float = IMPORTANCE
 ) -> Policy:
-    """Keep `budget` slots per KV head: the newest, and of the others the important and the rare.
+    """Keeps `budget` slots per KV head: the newest, and of the others the important and the rare.
 
     Args:
         budget: the slots that a KV head keeps at each compression, the window's included.
@@ -54,7 +54,7 @@ def r_kv(
 
 
 def important_and_rare(importance: float):
-    """Score slots by the window's attention less the redundancy of their keys."""
+    """Scores slots by the window's attention less the redundancy of their keys."""
 
     def score(view: LayerView) -> Float32[Array, "B K S"]:
         attention = window_attention(
@@ -68,7 +68,7 @@ def important_and_rare(importance: float):
 
 
 def mean_cosines(held: LayerCache, competing: Bool[Array, "B K S"]) -> Float32[Array, "B K S"]:
-    """Return the mean cosine of each competing key with all competing keys.
+    """Returns the mean cosine of each competing key with all competing keys.
 
     The cosine with itself counts as 0, and so does, for every key i, that with the last key j that
     is alike: of keys that repeat each other the newest is spared.

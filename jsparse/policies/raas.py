@@ -22,7 +22,7 @@ PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position
 
 @builder
 def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: int = 128) -> Policy:
-    """Keep the prompt, and of the new tokens the `budget` that were used last.
+    """Keeps the prompt, and of the new tokens the `budget` that were used last.
 
     Args:
         budget: the new tokens that a KV head keeps at each compression.
@@ -56,7 +56,7 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
 
 
 def last_used(view: LayerView) -> Float32[Array, "B K S"]:
-    """Score slots by their stamps; the prompt's are greater than any."""
+    """Scores slots by their stamps; the prompt's are greater than any."""
     assert view.tracked is not None
     return view.tracked
 

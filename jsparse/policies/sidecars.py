@@ -46,7 +46,7 @@ class TakeIntoFrameFn(Protocol):
 
 
 def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
-    """Build a sidecar of all layers from the functions of one.
+    """Builds a sidecar of all layers from the functions of one.
 
     Args:
         init: the function that makes the entry of a layer that holds nothing.
@@ -58,7 +58,7 @@ def sidecar(init: Callable[[CacheSpec], Any], take_in: TakeInFn) -> Sidecar:
 
 
 def framed_sidecar(init: Callable[[CacheSpec], Any], take_in: TakeIntoFrameFn) -> Sidecar:
-    """Build a sidecar that is kept in the frame of the model's key constants.
+    """Builds a sidecar that is kept in the frame of the model's key constants.
 
     Arguments are those of `sidecar`; the policy `needs` KEY_CONSTANTS.
     """

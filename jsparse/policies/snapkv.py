@@ -28,7 +28,7 @@ POOL, POOLING = 5, "mean"
 def snapkv(
     budget: int = 1024, window: int = 8, pool: int = POOL, pooling: Pooling = POOLING
 ) -> Policy:
-    """Keep the prompt's last `window` tokens and those that they attend to most, and all new ones.
+    """Keeps the prompt's last `window` tokens and those that they attend to most, and all new ones.
 
     Args:
         budget: the slots of a KV head that the prompt keeps, the window's included.
@@ -49,7 +49,7 @@ def snapkv(
 
 
 def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreFn:
-    """Score slots by the window's attention, smoothed over neighbours.
+    """Scores slots by the window's attention, smoothed over neighbours.
 
     `over` says which slots a query's weights add up to 1 over, as in `window_attention`.
     """

@@ -15,7 +15,7 @@ from jsparse.selection import MAX_BITS_PAGE, window
 
 @builder
 def streaming(sink: int = 4, recent: int = 512) -> Policy:
-    """Attend to exactly the first `sink` and the last `recent` tokens.
+    """Attends to exactly the first `sink` and the last `recent` tokens.
 
     They are listed as pages with bits, or as tokens where pages are too long for bits.
     """

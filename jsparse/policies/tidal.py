@@ -44,7 +44,7 @@ def tidal(
     recent: int = 64,
     correct_every: int = 0,
 ) -> Policy:
-    """Attend to the `budget` tokens that layer `first`, and later `again`, weighs most.
+    """Attends to the `budget` tokens that layer `first`, and later `again`, weighs most.
 
     All heads of a row must hold the same number of tokens.
 
@@ -76,13 +76,13 @@ def tidal(
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Return no picks: ids [B, C] and their count [B]."""
+    """Returns no picks: ids [B, C] and their count [B]."""
     capacity = min(settings.budget, spec.capacity)
     return jnp.zeros((spec.batch, capacity), jnp.int32), jnp.zeros(spec.batch, jnp.int32)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Attend to what was picked, or to everything in the first layers and in those that pick."""
+    """Attends to what was picked, or to everything in the first layers and in those that pick."""
     lengths = view.layers[layer].lengths
     if layer < settings.picking[0] or layer in settings.picking:
         return everything(lengths), None, state
@@ -93,7 +93,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Pick the tokens of largest weight, the mean of all KV heads."""
+    """Picks the tokens of largest weight, the mean of all KV heads."""
     if layer not in settings.picking:
         return state
     weights = jnp.mean(jnp.exp(stats.scores - stats.lse[..., None]), axis=1, keepdims=True)

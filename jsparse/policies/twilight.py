@@ -59,7 +59,7 @@ def twilight(
     prune: Prune = "page_mass",
     dense_below: int | Literal["auto"] = 0,
 ) -> Policy:
-    """Attend to the least of what `base` selects that carries `p` of its estimated attention mass.
+    """Attends to the least of what `base` selects that carries `p` of its estimated attention mass.
 
     Heads that `base` makes dense stay dense.
 
@@ -99,7 +99,7 @@ def twilight(
 
 
 def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
-    """Return a layer's 4-bit copy of no keys."""
+    """Returns a layer's 4-bit copy of no keys."""
     if settings.prune == "bits" and spec.page_size > MAX_BITS_PAGE:
         raise ValueError(
             f"prune='bits': pages must have at most {MAX_BITS_PAGE} tokens, not {spec.page_size}"
@@ -108,7 +108,7 @@ def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
 
 
 def select(settings: Settings, state: Paired, layer: int, q: Queries, view: StepView):
-    """Prune what the base selects."""
+    """Prunes what the base selects."""
     chosen, summary, of_base = settings.base.select(state.base, layer, q, without_knob(view, "p"))
     if summary is not None:
         raise ValueError(f"base={settings.base}: must not summarise tokens that it does not select")
@@ -120,7 +120,7 @@ def select(settings: Settings, state: Paired, layer: int, q: Queries, view: Step
 def pruned(
     settings: Settings, chosen: Selection, copy: Int4Keys, layer: int, q: Queries, view: StepView
 ) -> Selection:
-    """Keep the least of what is chosen that carries p of its estimated mass in each query head."""
+    """Keeps the least of what is chosen that carries p of its estimated mass in each query head."""
     held, frame, prune = view.layers[layer], frame_at(view, layer), settings.prune
     mass = knob(view, "p", settings.p)
     pages = paged(chosen, num_pages=held.num_pages, page_size=held.page_size)
@@ -145,20 +145,20 @@ def pruned(
 
 
 def within(kept: Selection, ids: Ids, bits: Bits) -> Selection:
-    """Replace the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
+    """Replaces the ids of `kept`, which index `ids` and `bits`, by those pages and their bits."""
     valid = jnp.arange(kept.ids.shape[-1]) < kept.count[..., None]
     ids, bits = (jnp.where(valid, jnp.take_along_axis(x, kept.ids, 2), 0) for x in (ids, bits))
     return replace(kept, ids=ids, bits=bits)
 
 
 def shortest(settings: Settings, held: LayerCache) -> int:
-    """Return the tokens below which a row is dense."""
+    """Returns the tokens below which a row is dense."""
     own = break_even(held) if settings.dense_below == "auto" else settings.dense_below
     return max(own, settings.base.dense_below(held))
 
 
 def break_even(held: LayerCache) -> int:
-    """Return the tokens per row at which dense attention takes as long as Twilight on this device.
+    """Returns the tokens per row at which dense attention takes as long as Twilight on this device.
 
     All rows are taken to hold the same number.
     """

@@ -35,7 +35,7 @@ class Named(Protocol):
 
 @functools.cache
 def registered() -> Mapping[str, Signature]:
-    """Return the signatures of the registered policies, in the order of POLICIES."""
+    """Returns the signatures of the registered policies, in the order of POLICIES."""
     registry = _tree("policies/__init__.py")
     homes = {
         alias.name: str(node.module)
@@ -47,7 +47,7 @@ def registered() -> Mapping[str, Signature]:
 
 
 def short_name(policy: Named | str) -> str:
-    """Return a policy's name without the arguments that have their default values, for readers.
+    """Returns a policy's name without the arguments that have their default values, for readers.
 
     The result is an expression of the same policy; its budget always shows. Results that are stored
     keep the whole name, since a default may change. A name that is no expression of registered
@@ -81,7 +81,7 @@ def _short(node: ast.expr, source: str) -> str:
 
 
 def _is(node: ast.expr, default: Any) -> bool:
-    """Tell whether an argument is spelled like its default; True, 1 and 1.0 differ."""
+    """Tells whether an argument is spelled like its default; True, 1 and 1.0 differ."""
     try:
         return repr(ast.literal_eval(node)) == repr(default)
     except ValueError:
@@ -93,7 +93,7 @@ def _tree(path: str) -> ast.Module:
 
 
 def _names(registry: ast.Module) -> Iterator[str]:
-    """Yield the names in the tuple that POLICIES is made of."""
+    """Yields the names in the tuple that POLICIES is made of."""
     for node in registry.body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "POLICIES":
             assert isinstance(node.value, ast.DictComp)
@@ -116,7 +116,7 @@ def _signature(module: str, name: str) -> Signature:
 
 
 def _value(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:
-    """Return the value of a default that is a literal or the name of one."""
+    """Returns the value of a default that is a literal or the name of one."""
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
     try:
@@ -129,7 +129,7 @@ def _value(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the literals that a module gives names to."""
+    """Returns the literals that a module gives names to."""
     found: dict[str, Any] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign):

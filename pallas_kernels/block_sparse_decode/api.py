@@ -55,7 +55,7 @@ def block_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
-    """Compute attention of one query per head over the selected pages of its KV head.
+    """Computes attention of one query per head over the selected pages of its KV head.
 
     Args:
         q: the queries, after RoPE.
@@ -85,7 +85,7 @@ def block_sparse_decode(
 
 
 def _no_tokens(q: Float[Array, "B N H"], selection: Selection) -> ListedLogits:
-    """Report on no token, with room for as many as a list of tokens of this length would name."""
+    """Reports on no token, with room for as many as a list of tokens of this length would name."""
     batch, heads, capacity = selection.ids.shape
     entries = (batch, heads, q.shape[1] // heads, capacity + 1)
     return ListedLogits(

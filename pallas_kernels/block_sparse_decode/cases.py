@@ -64,16 +64,16 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Return S, the number of slots per head."""
+        """Returns S, the number of slots per head."""
         return self.num_pages * self.page_size
 
     @property
     def unit(self) -> int:
-        """Return the number of slots that one id stands for."""
+        """Returns the number of slots that one id stands for."""
         return self.page_size if self.granularity == "page" else 1
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         lengths = _lengths(self, rng)
         table, pool_pages = _table(self, rng)
@@ -113,7 +113,7 @@ def _lengths(case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 def _table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Return the physical page of each logical one, and the size of the pool in pages."""
+    """Returns the physical page of each logical one, and the size of the pool in pages."""
     shape = (case.batch, case.kv_heads, case.num_pages)
     size = int(np.prod(shape))
     if case.table == "identity":
@@ -161,7 +161,7 @@ def _selection(case: Case, rng: np.random.Generator, lengths: np.ndarray) -> Sel
 def _unread(
     case: Case, lengths: np.ndarray, table: np.ndarray, pool_pages: int, selection: Selection
 ) -> np.ndarray:
-    """Mark the slots of the pool to which no head attends."""
+    """Marks the slots of the pool to which no head attends."""
     unread = np.ones((pool_pages, case.page_size), bool)
     ids, count = np.asarray(selection.ids), np.asarray(selection.count)
     for head in np.ndindex(*lengths.shape):

@@ -18,7 +18,7 @@ def consume(
     g: Global,
     s: Shared,
 ) -> None:
-    """Attend to the tiles that arrive, run by run, until a run has no splits."""
+    """Attends to the tiles that arrive, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     do = operations(p)

@@ -22,7 +22,7 @@ class Entries(NamedTuple):
     head: Head
 
     def fetch(self, entry):
-        """Load the logical and physical page of an entry, and its bits as they are stored."""
+        """Loads the logical and physical page of an entry, and its bits as they are stored."""
         p, g = self.p, self.g
         h, page, bits = jnp.minimum(self.h, p.pairs - 1), entry, jnp.int32(-1)
         if p.capacity:
@@ -34,7 +34,7 @@ class Entries(NamedTuple):
         return page, g.table[h, page] if p.has_table else h * p.num_pages + page, bits
 
     def resolve(self, entry, missing, page, physical, chosen):
-        """Return the physical page of an entry, and as bits of words its tokens that count."""
+        """Returns the physical page of an entry, and as bits of words its tokens that count."""
         p, head = self.p, self.head
         newest_page, newest = (
             lax.div(head.length - 1, p.page_size),
@@ -65,7 +65,7 @@ class Entries(NamedTuple):
 
 
 def _lowest_bits(n, most: int):
-    """Return a word whose lowest min(n, most) bits are set; n may be negative."""
+    """Returns a word whose lowest min(n, most) bits are set; n may be negative."""
     n = jnp.clip(n, 0, most)
     # a shift by all 32 bits is undefined
     return jnp.where(n >= 32, -1, lax.shift_left(jnp.int32(1), n & 31) - 1)

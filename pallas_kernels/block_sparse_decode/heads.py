@@ -25,7 +25,7 @@ class Head(NamedTuple):
 
 
 def load_head(p: Problem, g: Global, h) -> Head:
-    """Load head h, or the last one where h is beyond it."""
+    """Loads head h, or the last one where h is beyond it."""
     h = jnp.minimum(h, p.pairs - 1)
     length, count = g.lengths[h], g.count[h]
     dense = g.dense[h] if p.has_dense else jnp.int32(0)
@@ -35,7 +35,7 @@ def load_head(p: Problem, g: Global, h) -> Head:
 
 
 def next_with_tiles(p: Problem, g: Global, h, base, head: Head, ahead: Head):
-    """Find the first head from h on that has any tiles.
+    """Finds the first head from h on that has any tiles.
 
     `base` tiles are before h, `head` is h, `ahead` the one after it. The result is the same four of
     the head that was found.
@@ -51,7 +51,7 @@ def next_with_tiles(p: Problem, g: Global, h, base, head: Head, ahead: Head):
 
 
 def lacks_newest(p: Problem, g: Global, h, head: Head):
-    """Return whether a list lacks the newest token's page; most lists end with it, or before."""
+    """Returns whether a list lacks the newest token's page; most lists end with it, or before."""
     if not p.capacity:
         return jnp.bool_(False)
     newest = lax.div(head.length - 1, p.page_size)
@@ -61,7 +61,7 @@ def lacks_newest(p: Problem, g: Global, h, head: Head):
 
 
 def _not_found(p: Problem, g: Global, h, head: Head):
-    """Search a list that ends past what its head holds for the newest token's page."""
+    """Searches a list that ends past what its head holds for the newest token's page."""
     newest = lax.div(head.length - 1, p.page_size)
 
     def halve(bounds):

@@ -43,7 +43,7 @@ def block_sparse_decode(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> AttentionOut:
-    """Implement `api.block_sparse_decode` with Mosaic GPU.
+    """Implements `api.block_sparse_decode` with Mosaic GPU.
 
     `tiles` overrides the table of `schedule`; `interpret` runs on any machine, slowly, for tests.
     """
@@ -101,7 +101,7 @@ def block_sparse_decode(
 
 @cache
 def _kernel(problem: Problem):
-    """Build the launch.
+    """Builds the launch.
 
     It returns o and lse of each split, the splits of each head, and the mean query's logits if they
     are wanted.
@@ -151,7 +151,7 @@ def _stats(
     selection: Selection,
     stats: MeanStatsKind,
 ) -> Stats:
-    """Put the mean query's logits, which lie in the order of the tiles, where the pages are."""
+    """Puts the mean query's logits, which lie in the order of the tiles, where the pages are."""
     pages, size = layer.num_pages, layer.page_size
     scores = place_logits(
         logits, selection, layer.lengths, stats=stats, num_pages=pages, page_size=size

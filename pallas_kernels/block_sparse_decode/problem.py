@@ -41,33 +41,33 @@ class Problem(NamedTuple):
 
     @property
     def padded_pairs(self) -> int:
-        """Return `pairs`, rounded up to whole vectors of a warpgroup."""
+        """Returns `pairs`, rounded up to whole vectors of a warpgroup."""
         return -(-self.pairs // THREADS) * THREADS
 
     @property
     def queries(self) -> int:
-        """Return the number of queries: the group's, and their mean where its logits are wanted."""
+        """Returns the number of queries: the group's, and their mean if its logits are wanted."""
         return self.group + self.logits
 
     @property
     def rows(self) -> int:
-        """Return the number of queries, rounded up to whole tiles of shared memory."""
+        """Returns the number of queries, rounded up to whole tiles of shared memory."""
         return -(-self.queries // 8) * 8
 
     @property
     def heads_a_window(self) -> int:
-        """Return how many heads' queries fill the rows and are copied together; 1 means padding."""
+        """Returns how many heads' queries fill the rows and are copied at once; 1 means padding."""
         fit = 8 % self.queries == 0 and self.pairs * self.queries % 8 == 0
         return 8 // self.queries if fit else 1
 
     @property
     def pages_a_tile(self) -> int:
-        """Return the number of pages per tile."""
+        """Returns the number of pages per tile."""
         return self.tiles.tokens // self.page_size
 
     @property
     def runs(self) -> int:
-        """Return how many runs of a team are in shared memory at once.
+        """Returns how many runs of a team are in shared memory at once.
 
         With many query heads there is room for the queries of one.
         """
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """Return the most tiles that a head can have, with the newest page beyond a full list."""
+        """Returns the most tiles that a head can have, with the newest page beyond a full list."""
         listed = -(-(self.capacity + 1) // self.pages_a_tile) if self.capacity else 0
         dense = -(-self.num_pages // self.pages_a_tile) if self.has_dense else 0
         return max(listed, dense)

@@ -28,7 +28,7 @@ def produce(
     g: Global,
     s: Shared,
 ) -> None:
-    """Find the team's splits and send their tiles: pages by TMA, and a bit per attended token.
+    """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
     The splits of one head that a team takes are a run. Whatever the next tile and the next run
     need from memory is loaded one of them ahead; the warps share the pages of a tile.
@@ -44,7 +44,7 @@ def produce(
     )
 
     def fetch(h, head, split):
-        """Load the entries of a split's first tile."""
+        """Loads the entries of a split's first tile."""
         pages, tile = Entries(p, g, h, head), schedule.bounds(head.tiles, head.splits, split)[0]
         return tuple(pages.fetch(tile * per_tile + j) for j in range(per_tile))
 
@@ -95,7 +95,7 @@ def produce(
 
 
 def _announce(p: Problem, g: Global, s: Shared, team, n, *values) -> None:
-    """Write the nth run for the consumer and send its queries."""
+    """Writes the nth run for the consumer and sends its queries."""
     slot = team * p.runs + lax.rem(n, p.runs)
 
     @pl.when(n >= p.runs)
@@ -111,7 +111,7 @@ def _announce(p: Problem, g: Global, s: Shared, team, n, *values) -> None:
 
 
 def _drain(p: Problem, s: Shared, team, n, sent) -> None:
-    """Wait until the consumer has used everything that n runs sent."""
+    """Waits until the consumer has used everything that n runs sent."""
     if p.runs == 2:  # with one slot, announcing the end has already waited for the last run
 
         @pl.when(n >= 1)
@@ -129,7 +129,7 @@ def _drain(p: Problem, s: Shared, team, n, sent) -> None:
 
 
 def _share_out(p: Problem, g: Global, s: Shared, team) -> None:
-    """Find where each team's share of the tiles begins and ends, and in which head.
+    """Finds where each team's share of the tiles begins and ends, and in which head.
 
     The first team does it for all teams of the block.
     """
@@ -158,7 +158,7 @@ def _share_out(p: Problem, g: Global, s: Shared, team) -> None:
 
 
 def _wait_for_room(p: Problem, free, team, nth) -> None:
-    """Wait until the consumer has used what the nth tile of a team overwrites."""
+    """Waits until the consumer has used what the nth tile of a team overwrites."""
 
     @pl.when(nth >= p.tiles.stages)
     def _():
@@ -166,7 +166,7 @@ def _wait_for_room(p: Problem, free, team, nth) -> None:
 
 
 def _duties(p: Problem, warp):
-    """Return a warp's pages of a tile, whether it copies their K, and whether it copies their V.
+    """Returns a warp's pages of a tile, whether it copies their K, and whether it copies their V.
 
     Of four pages or more, a warp copies K and V of every fourth; of fewer, K or V of one. It waits
     for the room that it fills and for no other: a barrier that others pass can complete two phases
@@ -178,12 +178,12 @@ def _duties(p: Problem, warp):
 
 
 def _send_tiles(p: Problem, s: Shared, team, warp, pages, missing, sent, t0, t1, found) -> None:
-    """Send one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
+    """Sends one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
     stages, n = p.tiles.stages, p.pages_a_tile
     mine, copies_k, copies_v = _duties(p, warp)
 
     def first(j):
-        """Return found[j] by selects, since j is known to the warp alone."""
+        """Returns found[j] by selects, since j is known to the warp alone."""
         choice = found[0]
         for k in range(1, n):
             choice = tuple(

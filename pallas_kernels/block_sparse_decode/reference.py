@@ -19,7 +19,7 @@ def block_sparse_decode(
     stats: MeanStatsKind | None,
     dtype: DTypeLike,
 ) -> AttentionOut:
-    """Implement `api.block_sparse_decode` in plain jnp.
+    """Implements `api.block_sparse_decode` in plain jnp.
 
     With dense heads every slot is read and masked; without, only the listed pages are gathered.
     """
@@ -35,7 +35,7 @@ def masked(
     sm_scale: float,
     stats: MeanStatsKind | None,
 ) -> AttentionOut:
-    """Read every slot and mask what is not selected, for a selection of any granularity."""
+    """Reads every slot and mask what is not selected, for a selection of any granularity."""
     mask = token_mask(
         selection, layer.lengths, num_pages=layer.num_pages, page_size=layer.page_size
     )
@@ -53,7 +53,7 @@ def gathered(
     sm_scale: float,
     stats: MeanStatsKind | None,
 ) -> AttentionOut:
-    """Read what is listed and no more, with the newest token behind lists that lack it."""
+    """Reads what is listed and no more, with the newest token behind lists that lack it."""
     lengths = layer.lengths[..., None]
     slots, listed = _listed_slots(layer, selection)
     newest = lengths - 1
@@ -81,7 +81,7 @@ def gathered(
 def _listed_slots(
     layer: LayerCache, selection: Selection
 ) -> tuple[Int32[Array, "B K n"], Bool[Array, "B K n"]]:
-    """Return every slot that the list names, and which of them count."""
+    """Returns every slot that the list names, and which of them count."""
     valid = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     if selection.granularity == "token":
         return selection.ids, valid
@@ -99,7 +99,7 @@ def _read(
     selection: Selection,
     slots: Int32[Array, "B K n"],
 ) -> Array:
-    """Gather the listed rows, by whole pages for a list of pages, and the newest token's behind."""
+    """Gathers the listed rows, in whole pages for a list of pages, then the newest token's."""
     if selection.granularity == "token":
         return read_slots(pool, layer, slots)
     pages = read_pages(pool, layer, selection.ids)
@@ -115,7 +115,7 @@ def attend(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> tuple[Float32[Array, "B N H"], Float32[Array, "B N"], Float32[Array, "B K S"]]:
-    """Compute o, lse and the logits of the mean query of each group."""
+    """Computes o, lse and the logits of the mean query of each group."""
     batch, heads, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     weights, total, lse = softmax_partial(score(grouped, k, mask, bias, sm_scale))
@@ -137,7 +137,7 @@ def score(
     bias: Float32[Array, "B K S"] | None,
     sm_scale: float,
 ) -> Float32[Array, "B K n S"]:
-    """Compute the logits, -inf where the mask is not set."""
+    """Computes the logits, -inf where the mask is not set."""
     logits = sm_scale * jnp.einsum(
         "bknh,bksh->bkns", queries, k, preferred_element_type=jnp.float32
     )
@@ -147,7 +147,7 @@ def score(
 
 
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
-    """Average the group's queries, rounded to their type.
+    """Averages the group's queries, rounded to their type.
 
     XLA may leave out a mere cast to that type and back, but not `reduce_precision`.
     """

@@ -30,7 +30,7 @@ class Global(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem, refs: tuple[Any, ...]) -> "Global":
-        """Name the launch's refs, which come in the order of the fields."""
+        """Names the launch's refs, which come in the order of the fields."""
         optional = {
             "dense": p.has_dense,
             "ids": p.capacity,
@@ -74,7 +74,7 @@ class Shared(NamedTuple):
 
 
 def shared_types(p: Problem) -> dict[str, Any]:
-    """Return the types of what `Shared` holds, by name."""
+    """Returns the types of what `Shared` holds, by name."""
     t = p.tiles
     # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32

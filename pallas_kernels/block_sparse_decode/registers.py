@@ -48,7 +48,7 @@ class Operations(NamedTuple):
 
 
 def operations(p: Problem) -> Operations:
-    """Return the operations of the GPU, or of the interpreter."""
+    """Returns the operations of the GPU, or of the interpreter."""
     if not p.interpret:
         return Operations(
             _wgmma, _add_wgmma, _bias_adder(p), _store_rows, _store_row, _heads_loader(p)
@@ -140,7 +140,7 @@ def _store_row(_, row_ref, run_s, x):  # [tokens], [8], [M, tokens]
 
 
 def _position(run_s):
-    """Return the first row and column that this thread holds; rows count from the head's first."""
+    """Returns the first row and column that this thread holds; rows count from the head's first."""
     warp, lane = _divided(_remainder(mgpu.thread_idx(), THREADS), 32)
     row, pair = _divided(lane, 4)
     first = memref.load(run_s, [arith.constant(ir.IndexType.get(), FIRST_ROW)])

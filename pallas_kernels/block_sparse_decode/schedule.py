@@ -43,12 +43,12 @@ class Tiles(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Return the number of teams in all blocks."""
+        """Returns the number of teams in all blocks."""
         return self.blocks * self.teams
 
 
 def tiles(head_dim: int, mixed: bool = False) -> Tiles:
-    """Return what bench.tune found best on an H200, scaled to this device's multiprocessors.
+    """Returns what bench.tune found best on an H200, scaled to this device's multiprocessors.
 
     Where some heads may list pages and others attend to all (`mixed`), a long head may be the only
     one and is cut finer, but into fewer splits than there are blocks: a team may take two splits
@@ -64,13 +64,13 @@ def tiles(head_dim: int, mixed: bool = False) -> Tiles:
 
 
 def max_splits(max_tiles: int, t: Tiles) -> int:
-    """Return the number of splits of `max_tiles` tiles, an int; no shorter head has more."""
+    """Returns the number of splits of `max_tiles` tiles, an int; no shorter head has more."""
     few = min(-(-max_tiles // t.least), t.splits[-1])
     return max(1, next((most for most in t.splits[:-1] if max_tiles >= most * t.many), few))
 
 
 def num_tiles(length, count, dense, page_size: int, t: Tiles):
-    """Return the number of tiles of heads of `length` tokens that list `count` pages.
+    """Returns the number of tiles of heads of `length` tokens that list `count` pages.
 
     Heads marked in `dense` read all their tokens; None: no head is dense.
     """
@@ -81,7 +81,7 @@ def num_tiles(length, count, dense, page_size: int, t: Tiles):
 
 
 def num_splits(num_tiles, t: Tiles):
-    """Return the number of splits of heads of `num_tiles` tiles."""
+    """Returns the number of splits of heads of `num_tiles` tiles."""
     choice = jnp.minimum(_divided_up(num_tiles, t.least), t.splits[-1])
     for most in reversed(t.splits[:-1]):
         choice = jnp.where(num_tiles >= most * t.many, most, choice)
@@ -89,19 +89,19 @@ def num_splits(num_tiles, t: Tiles):
 
 
 def bounds(tiles, splits, nth):
-    """Return the first tile of the nth split and the first tile of the next."""
+    """Returns the first tile of the nth split and the first tile of the next."""
     splits = jnp.maximum(splits, 1)
     return lax.div(nth * tiles, splits), lax.div((nth + 1) * tiles, splits)
 
 
 def beginning(tiles, splits, before):
-    """Return how many splits begin before the head's tile `before`, which may be any number."""
+    """Returns how many splits begin before the head's tile `before`, which may be any number."""
     tiles = jnp.maximum(tiles, 1)
     return jnp.maximum(lax.div(jnp.minimum(before, tiles) * splits + tiles - 1, tiles), 0)
 
 
 def find(num_tiles, pairs: int, starts):
-    """Find the heads whose tiles include the tiles `starts` of all, and their first tiles.
+    """Finds the heads whose tiles include the tiles `starts` of all, and their first tiles.
 
     `num_tiles` is the vector of all heads. The search goes bit by bit of a head's index, with a sum
     over the warpgroup for each. On 256 heads of 64 to 16K tokens it took the kernel from 154 us,

@@ -30,7 +30,7 @@ def bounds_append(
     frame: KeyFrame | None = None,
     implementation: str | None = None,
 ) -> Bounds:
-    """Update the bounds for `valid[b]` tokens of row b, at each head's slots from `first` on.
+    """Updates the bounds for `valid[b]` tokens of row b, at each head's slots from `first` on.
 
     `layer` must hold these tokens already, and its lengths must count them. The bounds of the pages
     that they touch are computed afresh from K, so that a token written again leaves nothing behind;

@@ -18,7 +18,7 @@ def bounds_append(
     touched: int,
     frame: KeyFrame | None = None,
 ) -> Bounds:
-    """Implement `api.bounds_append` in plain jnp."""
+    """Implements `api.bounds_append` in plain jnp."""
     size = layer.page_size
     pages = first[..., None] // size + jnp.arange(touched, dtype=jnp.int32)
     end = jnp.minimum(first + valid[:, None], layer.lengths)[..., None]
@@ -40,6 +40,6 @@ def bounds_append(
 
 
 def _held(logical: Int32[Array, "B K n"], layer: LayerCache) -> Bool[Array, "B K n P"]:
-    """Mark the slots of these pages that hold a token."""
+    """Marks the slots of these pages that hold a token."""
     slots = logical[..., None] * layer.page_size + jnp.arange(layer.page_size, dtype=jnp.int32)
     return slots < layer.lengths[..., None, None]

@@ -61,7 +61,7 @@ def bounds_append(
     touched: int,
     frame: KeyFrame | None = None,
 ) -> Bounds:
-    """Implement `api.bounds_append` with jax-triton."""
+    """Implements `api.bounds_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
@@ -108,7 +108,7 @@ def find(
     lengths,  # [B, K]
     plan: tl.constexpr,
 ):
-    """Return the program's logical page, its number of tokens, and whether any was written."""
+    """Returns the program's logical page, its number of tokens, and whether any was written."""
     pair = tl.program_id(1)
     start = tl.load(first + pair)
     count = tl.load(valid + pair // plan.heads)
@@ -127,7 +127,7 @@ def locate(
     logical,
     plan: tl.constexpr,
 ):
-    """Return a page's index in the pool, int64: a pool may have more than 2^31 elements."""
+    """Returns a page's index in the pool, int64: a pool may have more than 2^31 elements."""
     page = tl.program_id(1) * plan.pages + logical
     if plan.paged:
         page = tl.load(table + page)
@@ -140,7 +140,7 @@ def locate_keys(
     logical,
     plan: tl.constexpr,
 ):
-    """Return the index of a page of keys, which may lie in the head's ring of newest pages."""
+    """Returns the index of a page of keys, which may lie in the head's ring of newest pages."""
     if plan.ring:
         page = (tl.program_id(1) * plan.ring + logical % plan.ring).to(tl.int64)
     return page
@@ -148,7 +148,7 @@ def locate_keys(
 
 @triton.jit
 def wider(low, high, other_low, other_high):
-    """Combine a minimum and a maximum."""
+    """Combines a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
@@ -159,7 +159,7 @@ def extremes(
     held,
     plan: tl.constexpr,
 ):
-    """Reduce a page's first `held` tokens to each channel's least and greatest value, float32."""
+    """Reduces a page's first `held` tokens to each channel's least and greatest value, float32."""
     slot = tl.minimum(tl.arange(0, plan.rows), tl.minimum(held, plan.page_size) - 1)
     channel = tl.arange(0, plan.columns)[None, :]
     at = page * (plan.page_size * plan.head_dim) + (slot[:, None] * plan.head_dim + channel)
@@ -169,7 +169,7 @@ def extremes(
 
 @triton.jit
 def round_down(x):
-    """Round down to a number that bfloat16 has, as `key_bounds` does."""
+    """Rounds down to a number that bfloat16 has, as `key_bounds` does."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
 
@@ -184,7 +184,7 @@ def into_frame(
     logical,
     plan: tl.constexpr,
 ):
-    """Return a page's extremes in the frame, as key_constants.into_frame does."""
+    """Returns a page's extremes in the frame, as key_constants.into_frame does."""
     channel, half = tl.arange(0, plan.columns), plan.head_dim // 2
     inside = channel < plan.head_dim
     head = tl.program_id(1) % plan.heads
@@ -217,7 +217,7 @@ def append_values(
     high_ptr,  # [pages, H]
     plan: tl.constexpr,
 ):
-    """Update PageBounds of one page."""
+    """Updates PageBounds of one page."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
@@ -246,7 +246,7 @@ def append_codes(
     affine_ptr,  # [pages, 2]
     plan: tl.constexpr,
 ):
-    """Update PageBounds8 of one page, by the steps of `PageBounds8.of`."""
+    """Updates PageBounds8 of one page, by the steps of `PageBounds8.of`."""
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)

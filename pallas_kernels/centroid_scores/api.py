@@ -35,7 +35,7 @@ def centroid_scores(
     middle: Float32[Array, "B K H"] | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Return the largest q·centroid that the query heads of a KV head have for each centroid.
+    """Returns the largest q·centroid that the query heads of a KV head have for each centroid.
 
     With radii it is the largest q·centroid + |q| · radius, which no vector exceeds that lies within
     the radius of the centroid.

@@ -16,7 +16,7 @@ def centroid_scores(
     scale: Float32[Array, "B K L"] | None,
     middle: Float32[Array, "B K H"] | None,
 ) -> Float32[Array, "B K L"]:
-    """Implement `api.centroid_scores` in plain jnp."""
+    """Implements `api.centroid_scores` in plain jnp."""
     q = q.reshape(*centroids.shape[:2], -1, q.shape[-1])
     if scale is not None:
         centroids = centroids.astype(q.dtype)

@@ -29,7 +29,7 @@ def centroid_scores(
     scale: Float32[Array, "B K L"] | None,
     middle: Float32[Array, "B K H"] | None,
 ) -> Float32[Array, "B K L"]:
-    """Implement `api.centroid_scores` with jax-triton."""
+    """Implements `api.centroid_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, clusters, width = centroids.shape
@@ -84,7 +84,7 @@ def score_kernel(
     UNITS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Score one block of a head's centroids."""
+    """Scores one block of a head's centroids."""
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     cluster = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     number = tl.minimum(tl.load(number_ptr + pair), L)

@@ -38,7 +38,7 @@ def centroid_update(
     normalise: bool,
     implementation: str | None = None,
 ) -> Groups:
-    """Return the groups after new points have joined them.
+    """Returns the groups after new points have joined them.
 
     The centroid of a group that has new points becomes the mean of all its points, and its radius
     is large enough for these wherever they lie. All other groups stay as they are. In place where

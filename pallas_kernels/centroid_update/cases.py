@@ -54,7 +54,7 @@ class Case:
     in_bytes: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the arrays; equal seeds give equal ones."""
+        """Builds the arrays; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         centroid = rng.standard_normal((*heads, self.groups, self.head_dim))

@@ -23,7 +23,7 @@ def centroid_update(
     *,
     normalise: bool,
 ) -> Groups:
-    """Implement `api.centroid_update` in plain jnp.
+    """Implements `api.centroid_update` in plain jnp.
 
     For each new point it computes the group that the point joins; points of one group write the
     same.

@@ -25,7 +25,7 @@ def centroid_update(
     *,
     normalise: bool,
 ) -> Groups:
-    """Implement `api.centroid_update` with jax-triton."""
+    """Implements `api.centroid_update` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, count, width = points.shape
@@ -66,14 +66,14 @@ def centroid_update(
 
 @triton.jit
 def _joining(group_ptr, nth_ptr, other, group):
-    """Return which of the groups one new point joins."""
+    """Returns which of the groups one new point joins."""
     there = tl.load(nth_ptr + other) >= 0
     return (tl.load(group_ptr + other) == group) & there
 
 
 @triton.jit
 def unit_length(x):
-    """Scale rows to length 1; those of length 0 stay."""
+    """Scales rows to length 1; those of length 0 stay."""
     scale = tl.max(tl.abs(x), 1)[:, None]
     x /= tl.where(scale > 0, scale, 1.0)
     norm = tl.sqrt(tl.sum(x * x, 1))[:, None]
@@ -111,7 +111,7 @@ def update_kernel(
     ROUNDING: tl.constexpr,
     MOST_BYTE: tl.constexpr,
 ):
-    """Move the centroids of the groups that one head's new points join."""
+    """Moves the centroids of the groups that one head's new points join."""
     pair = tl.program_id(0).to(tl.int64)
     group_ptr += pair * N
     points_ptr += pair * N * H

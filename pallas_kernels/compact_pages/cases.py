@@ -57,11 +57,11 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Return S, the number of slots per head."""
+        """Returns S, the number of slots per head."""
         return self.num_pages * self.page_size
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         lengths = np.full(heads, self.slots, np.int32)
@@ -92,7 +92,7 @@ class Case:
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jnp.ndarray:
-    """Draw numbers, distinct where the type has enough values."""
+    """Draws numbers, distinct where the type has enough values."""
     if dtype in ("float32", "int32"):
         return jax.device_put(
             np.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), dtype)
@@ -103,7 +103,7 @@ def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jn
 def _pages(
     case: Case, rng: np.random.Generator, lengths: np.ndarray
 ) -> tuple[jnp.ndarray | None, FreeList | None, int]:
-    """Build the block table, the free list and the pool's size; its last page is scratch."""
+    """Builds the block table, the free list and the pool's size; its last page is scratch."""
     size = lengths.size * case.num_pages
     if case.table == "identity":
         return None, None, size

@@ -8,7 +8,7 @@ from jsparse.shapes import Ids, Lengths
 
 
 def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
-    """Put row ids[b, k, j] of each head at its slot j, for j < moved[b, k].
+    """Puts row ids[b, k, j] of each head at its slot j, for j < moved[b, k].
 
     Lengths and tables stay. Everything listed is read before anything is written.
     """

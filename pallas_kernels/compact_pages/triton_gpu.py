@@ -66,7 +66,7 @@ def locate(
     valid,
     plan: tl.constexpr,
 ):
-    """Return each slot's row in the pool, int64: a pool may have more than 2^31 elements."""
+    """Returns each slot's row in the pool, int64: a pool may have more than 2^31 elements."""
     page = head * plan.pages + slot // plan.page_size
     if plan.paged:
         page = tl.load(table + page, mask=valid, other=0).to(tl.int64)
@@ -82,7 +82,7 @@ def find(
     count,
     plan: tl.constexpr,
 ):
-    """Return where the rows that go to `slot` lie, and which of them are not there already."""
+    """Returns where the rows that go to `slot` lie, and which of them are not there already."""
     listed = slot < count
     source = tl.load(ids + head * plan.capacity + slot, mask=listed, other=0)
     moves = listed & (source != slot)
@@ -95,7 +95,7 @@ def elements(
     row,
     plan: tl.constexpr,
 ):
-    """Return pointers to this program's strip of each row."""
+    """Returns pointers to this program's strip of each row."""
     column = tl.program_id(1) * plan.width + tl.arange(0, plan.width)
     return pool + row[:, None] * plan.columns + column[None, :]
 
@@ -108,7 +108,7 @@ def move_strip(
     pool,  # [pages, P, columns]
     plan: tl.constexpr,
 ):
-    """Move a strip of columns of one head."""
+    """Moves a strip of columns of one head."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(moved + head)
     slot = tl.arange(0, plan.rows)
@@ -134,7 +134,7 @@ def move_one(
     pool,  # [pages, P, columns]
     plan: tl.constexpr,
 ):
-    """Move the rows of one pool; programs are (head, strip, 0)."""
+    """Moves the rows of one pool; programs are (head, strip, 0)."""
     move_strip(ids, moved, table, pool, plan)
 
 
@@ -149,14 +149,14 @@ def move_two(
     second,  # [pages, P, columns]
     plan: tl.constexpr,
 ):
-    """Move the rows of two pools of one type; programs are (head, strip, pool)."""
+    """Moves the rows of two pools of one type; programs are (head, strip, pool)."""
     move_strip(ids, moved, table, first if tl.program_id(2) == 0 else second, plan)
 
 
 def move_rows(
     layer: LayerCache, ids: Ids, moved: Lengths, *, tiling: CompactTiling | None = None
 ) -> LayerCache:
-    """Implement `reference.move_rows` with jax-triton."""
+    """Implements `reference.move_rows` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     if ids.size == 0:

@@ -28,7 +28,7 @@ def group_means(
     most_groups: int,
     implementation: str | None = None,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
-    """Return the mean of each group's points, and the number of these.
+    """Returns the mean of each group's points, and the number of these.
 
     Sums are float32 and add in an order that is always the same.
 

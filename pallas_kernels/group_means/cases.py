@@ -46,7 +46,7 @@ class Case:
     like: Literal["whole", "normal", "spread"] = "whole"
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the arrays; equal seeds give equal ones."""
+        """Builds the arrays; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         number = self._used(rng, self.points, 0)
         groups = self._used(rng, self.most_groups, 1)

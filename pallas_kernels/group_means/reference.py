@@ -16,7 +16,7 @@ def group_means(
     *,
     most_groups: int,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
-    """Implement `api.group_means` in plain jnp, over blocks of points."""
+    """Implements `api.group_means` in plain jnp, over blocks of points."""
     del groups  # no point is in the others
     rows, heads, most, width = points.shape
     blocks = Blocks.of(most, rows * heads * most_groups)

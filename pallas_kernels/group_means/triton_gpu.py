@@ -27,7 +27,7 @@ def group_means(
     *,
     most_groups: int,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
-    """Implement `api.group_means` with jax-triton."""
+    """Implements `api.group_means` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, count, width = points.shape
@@ -75,7 +75,7 @@ def means_kernel(
     CHANNELS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Average the points of a block of groups."""
+    """Averages the points of a block of groups."""
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
     number = tl.minimum(tl.load(number_ptr + pair // HEADS), C)

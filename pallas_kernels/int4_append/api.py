@@ -33,7 +33,7 @@ def int4_append(
     channels: Int32[Array, "B K r"] | None = None,
     implementation: str | None = None,
 ) -> Int4Keys:
-    """Append the first `valid[b]` of row b's T tokens, at each head's slots from `first` on.
+    """Appends the first `valid[b]` of row b's T tokens, at each head's slots from `first` on.
 
     Arguments are those of `cache.write`, which must have stored the same tokens: only the rows it
     wrote are written, and a slot written again holds its newest token. Pools are changed in place

@@ -19,7 +19,7 @@ def int4_append(
     frame: KeyFrame | None = None,
     channels: Int32[Array, "B K r"] | None = None,
 ) -> Int4Keys:
-    """Implement `api.int4_append` in plain jnp."""
+    """Implements `api.int4_append` in plain jnp."""
     steps = jnp.arange(k.shape[1], dtype=jnp.int32)
     slots = first[:, :, None] + steps
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)

@@ -46,7 +46,7 @@ def int4_append(
     frame: KeyFrame | None = None,
     channels: Int32[Array, "B K r"] | None = None,
 ) -> Int4Keys:
-    """Implement `api.int4_append` with jax-triton."""
+    """Implements `api.int4_append` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     if k.size == 0:
@@ -88,7 +88,7 @@ def int4_append(
 
 @triton.jit
 def _rotated(mid, partner, angles_ptr, slot, real, H: tl.constexpr, SLOTS: tl.constexpr):
-    """Rotate the mean key to the span of a slot, or to the nearest that there is."""
+    """Rotates the mean key to the span of a slot, or to the nearest that there is."""
     angles_ptr += tl.minimum(tl.maximum(slot, 0), SLOTS - 1) // SPAN * H
     cos = tl.load(angles_ptr, mask=real, other=0)
     sin = tl.load(angles_ptr + H // 2, mask=real, other=0)
@@ -123,7 +123,7 @@ def append_kernel(
     FRAMED: tl.constexpr,
     HAS_CHANNELS: tl.constexpr,
 ):
-    """Append TOKENS tokens of one head."""
+    """Appends TOKENS tokens of one head."""
     pair = tl.program_id(0)
     row = pair // K
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

@@ -49,7 +49,7 @@ def int4_scores(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """Estimate the logits of every query head for all slots of its KV head, or of listed pages.
+    """Estimates the logits of every query head for all slots of its KV head, or of listed pages.
 
     The estimate is sm_scale · q·(scale · code + zero), without the layer's bias. In a frame it is
     sm_scale · ((q · key_scale)·(scale · code + zero) + q·R(span)·mid), where the first product is

@@ -50,7 +50,7 @@ class Kept(Case):
 
 
 def options(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Return the keyword arguments `frame` and `channels` of int4_scores and int4_append."""
+    """Returns the keyword arguments `frame` and `channels` of int4_scores and int4_append."""
     kept = case if isinstance(case, Kept) else Kept("", framed=False)
     return {
         "frame": frame_for(case, seed) if kept.framed else None,
@@ -59,7 +59,7 @@ def options(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Build a frame with three large constant channels per head, as keys of Qwen2 have them."""
+    """Builds a frame with three large constant channels per head, as keys of Qwen2 have them."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     for at in (3 % half, half - 1, case.head_dim - 2):
@@ -77,13 +77,13 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
 def out_of_frame(
     k: Float[Array, "B K T H"], frame: KeyFrame, slots: Int32[Array, "B K T"]
 ) -> Float32[Array, "B K T H"]:
-    """Return k · key_scale + R(span)·mid, keys of these slots that lie at k in the frame."""
+    """Returns k · key_scale + R(span)·mid, keys of these slots that lie at k in the frame."""
     mid = rotated(frame.mid[:, None], frame.angles[slots // SPAN])
     return k.astype(jnp.float32) * jnp.tile(frame.key_scale, 2)[:, None] + mid
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Build the inputs; where all heads are dense, no selection is given: everything is scored.
+    """Builds the inputs; where all heads are dense, no selection is given: everything is scored.
 
     In a frame K lies around the rotated mean as it otherwise lies around 0.
     """
@@ -105,7 +105,7 @@ def _quantised(k: Float[Array, "F P H"], channels: int) -> Int4Keys:
 
 
 def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
-    """Choose ascending channels for each row and head."""
+    """Chooses ascending channels for each row and head."""
     rng = np.random.default_rng(seed)
     heads = (case.batch, case.kv_heads)
     order = rng.permuted(np.broadcast_to(np.arange(case.head_dim), (*heads, case.head_dim)), axis=2)
@@ -114,7 +114,7 @@ def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
 
 @jax.jit
 def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
-    """Return the layer with K out of the frame."""
+    """Returns the layer with K out of the frame."""
     k = out_of_frame(read_heads(layer.k, layer), frame, _every(layer, layer.capacity))
     pages = physical_pages(layer, _every(layer, layer.num_pages))
     rows = k.astype(layer.k.dtype).reshape(*pages.shape, layer.page_size, -1)
@@ -123,7 +123,7 @@ def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
 
 @partial(jax.jit, static_argnames="case")
 def _appended(case: Kept, layer: LayerCache, **kept: Any) -> Int4Keys:
-    """Return the 4-bit copy of all slots; pages that no head has hold JUNK."""
+    """Returns the 4-bit copy of all slots; pages that no head has hold JUNK."""
     junk = jnp.full((*layer.k.shape[:2], case.chosen or case.head_dim), JUNK)
     return int4_append(
         Int4Keys(*quantise(junk)),
@@ -137,7 +137,7 @@ def _appended(case: Kept, layer: LayerCache, **kept: Any) -> Int4Keys:
 
 
 def _every(layer: LayerCache, count: int) -> Int32[Array, "B K n"]:
-    """Return 0 … count - 1 for every head."""
+    """Returns 0 … count - 1 for every head."""
     return jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*layer.lengths.shape, count))
 
 

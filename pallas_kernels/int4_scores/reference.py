@@ -20,7 +20,7 @@ def int4_scores(
     frame: KeyFrame | None = None,
     channels: Int32[Array, "B K r"] | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """Implement `api.int4_scores` in plain jnp."""
+    """Implements `api.int4_scores` in plain jnp."""
     batch, heads, head_dim = q.shape
     if selection is None:
         packed, scale, zero = (read_heads(pool, layer) for pool in keys)
@@ -43,7 +43,7 @@ def int4_scores(
 
 
 def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]:
-    """Mark the slots of the listed pages that count."""
+    """Marks the slots of the listed pages that count."""
     slots = _slots(layer, selection).reshape(*selection.ids.shape, layer.page_size)
     listed = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
     seen = (slots < layer.lengths[..., None, None]) & listed[..., None]
@@ -53,7 +53,7 @@ def _listed(layer: LayerCache, selection: Selection) -> Bool[Array, "B K slots"]
 
 
 def _slots(layer: LayerCache, selection: Selection | None) -> Int32[Array, "B K slots"]:
-    """Return the slots of the listed pages, or of all."""
+    """Returns the slots of the listed pages, or of all."""
     if selection is None:
         return jax.lax.broadcasted_iota(jnp.int32, (*layer.lengths.shape, layer.capacity), 2)
     within = jnp.arange(layer.page_size, dtype=jnp.int32)
@@ -61,5 +61,5 @@ def _slots(layer: LayerCache, selection: Selection | None) -> Int32[Array, "B K 
 
 
 def _flat(pages: Array) -> Array:
-    """Reshape [B, K, C, P, …] to [B, K, C·P, …]."""
+    """Reshapes [B, K, C, P, …] to [B, K, C·P, …]."""
     return pages.reshape(*pages.shape[:2], pages.shape[2] * pages.shape[3], *pages.shape[4:])

@@ -60,7 +60,7 @@ def int4_scores(
     channels: Int32[Array, "B K r"] | None = None,
     tiling: ScoresTiling | None = None,
 ) -> Float32[Array, "B N slots"]:
-    """Implement `api.int4_scores` with jax-triton."""
+    """Implements `api.int4_scores` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim = layer.lengths.shape, q.shape[2]
@@ -116,7 +116,7 @@ def int4_scores(
 
 @triton.jit
 def _operands(words):
-    """Unpack each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
+    """Unpacks each word's codes into the float16 1024 + n, 1024 + 16n, 1024 + n and 1024 + 16n."""
     # A 32-bit register holds two words (pack=2). lop3 with 0xea is (a & b) | c: both words' codes
     # are cut out and given the exponent of 1024 at once.
     return tl.inline_asm_elementwise(
@@ -151,7 +151,7 @@ def _query(
     FRAMED: tl.constexpr,
     HAS_CHANNELS: tl.constexpr,
 ):
-    """Load the queries of one KV head, scaled and parted like the words of keys.
+    """Loads the queries of one KV head, scaled and parted like the words of keys.
 
     Returns the four parts [WORDS, COLS], and by query the sum of its channels and what 1024 adds to
     its products; then the unit of all three.
@@ -221,7 +221,7 @@ def scores_kernel(
     HAS_BITS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
 ):
-    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, ENTRIES * P)

@@ -30,7 +30,7 @@ def merge_splits(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
-    """Merge the first `used` splits of each pair (row, KV head); the others are not read.
+    """Merges the first `used` splits of each pair (row, KV head); the others are not read.
 
     Args:
         o: the partial results.

@@ -14,7 +14,7 @@ def merge_splits(
     lse_only: int,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
-    """Implement `api.merge_splits` in plain jnp."""
+    """Implements `api.merge_splits` in plain jnp."""
     counts = (jnp.arange(o.shape[1]) < used[: o.shape[0], None])[..., None]
     lse = jnp.where(counts, lse[:, :, :rows], -jnp.inf)
     top = jnp.max(lse, axis=1)

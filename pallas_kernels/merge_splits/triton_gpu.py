@@ -25,7 +25,7 @@ def _sum(
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Merge one row of the first `used` ≤ SPLITS splits; `first` is that row of the first split."""
+    """Merges a row of the first `used` ≤ SPLITS splits; `first` is that row of the first split."""
     split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     counts = split < used
     at = first + split * R
@@ -80,7 +80,7 @@ def merge_splits(
     lse_only: int,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "pairs {rows-lse_only} H"], Float32[Array, "pairs {rows}"]]:
-    """Implement `api.merge_splits` with jax-triton."""
+    """Implements `api.merge_splits` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     pairs, splits, padded, head_dim = o.shape

@@ -28,7 +28,7 @@ def nearest_centroid(
     scale: Float32[Array, "B K L"] | None = None,
     implementation: str | None = None,
 ) -> Int32[Array, "B K C"]:
-    """Return the index of the centroid that has the largest product with each point.
+    """Returns the index of the centroid that has the largest product with each point.
 
     For centroids of length 1 that is the nearest by direction. Of equal products the first counts.
     Products add in float32; those of bfloat16 and float16 are exact.

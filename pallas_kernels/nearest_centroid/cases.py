@@ -49,7 +49,7 @@ class Case:
     in_bytes: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the arguments; equal seeds give equal ones."""
+        """Builds the arguments; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         number, groups = self._used(rng, self.points), self._used(rng, self.groups)
         points = self._vectors(rng, self.points, number)

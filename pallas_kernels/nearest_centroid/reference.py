@@ -14,7 +14,7 @@ def nearest_centroid(
     groups: Rows,
     scale: Float32[Array, "B K L"] | None,
 ) -> Int32[Array, "B K C"]:
-    """Implement `api.nearest_centroid` in plain jnp, over blocks of points."""
+    """Implements `api.nearest_centroid` in plain jnp, over blocks of points."""
     rows, heads, most, _ = points.shape
     blocks = Blocks.of(most, rows * heads * centroid.shape[2])
     real = (jnp.arange(centroid.shape[2]) < groups[:, None])[:, None, None]

@@ -21,7 +21,7 @@ NUM_STAGES = 3
 
 
 def blocks_for(points: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the points of a block, the centroids of a block, and the number of warps."""
+    """Returns the points of a block, the centroids of a block, and the number of warps."""
     if itemsize == 4:  # no tensor cores multiply float32
         return 32, 32, 4
     if points > FEW:
@@ -36,7 +36,7 @@ def nearest_centroid(
     groups: Rows,
     scale: Float32[Array, "B K L"] | None,
 ) -> Int32[Array, "B K C"]:
-    """Implement `api.nearest_centroid` with jax-triton."""
+    """Implements `api.nearest_centroid` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, count, width), most = points.shape, centroid.shape[2]
@@ -82,7 +82,7 @@ def nearest_centroid(
 
 @triton.jit
 def larger(value, nth, other, other_nth):
-    """Return the larger of two products and where it is; of equal ones the first."""
+    """Returns the larger of two products and where it is; of equal ones the first."""
     first = (value > other) | ((value == other) & (nth < other_nth))
     return tl.where(first, value, other), tl.where(first, nth, other_nth)
 
@@ -108,7 +108,7 @@ def nearest_kernel(
     BYTES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Find the nearest of SPAN centroids to each point of a block."""
+    """Finds the nearest of SPAN centroids to each point of a block."""
     program = tl.program_id(0)
     first = program // SPLITS % BLOCKS * BLOCK
     pair = (program // (SPLITS * BLOCKS)).to(tl.int64)
@@ -161,7 +161,7 @@ def reduce_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose among what the splits of a head have found."""
+    """Chooses among what the splits of a head have found."""
     pair = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)

@@ -54,7 +54,7 @@ def page_bounds(
     sm_scale: float | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Score every page by the logit that a token in it could have, for any query head of the group.
+    """Scores every page by the greatest logit that a token in it could have, for any query head.
 
     With mid and half the middle and half the range of a page's keys, the score is
 

@@ -29,7 +29,7 @@ class Codes(Case):
 
 
 def frame_for(case: Case, seed: int = 0) -> KeyFrame:
-    """Build a frame with a few large constant channels, as Qwen2's keys have them."""
+    """Builds a frame with a few large constant channels, as Qwen2's keys have them."""
     rng, half = np.random.default_rng(seed), case.head_dim // 2
     mid = rng.normal(size=(case.kv_heads, case.head_dim))
     mid[:, half - 2 : half] *= 100
@@ -45,14 +45,14 @@ def frame_for(case: Case, seed: int = 0) -> KeyFrame:
 
 
 def build(case: Case, seed: int = 0, *, frame: KeyFrame | None = None) -> Inputs:
-    """Build the inputs; pages that hold nothing have bounds of ±JUNK."""
+    """Builds the inputs; pages that hold nothing have bounds of ±JUNK."""
     q, layer, _ = case.build(seed)
     return Inputs(q, layer, _bounds(case, layer, frame))
 
 
 @partial(jax.jit, static_argnames="case")
 def _bounds(case: Case, layer: LayerCache, frame: KeyFrame | None) -> Bounds:
-    """Return the bounds of all that heads hold."""
+    """Returns the bounds of all that heads hold."""
     junk = jnp.full((layer.k.shape[0], layer.k.shape[2]), JUNK, layer.k.dtype)
     form = PageBounds8 if isinstance(case, Codes) else PageBounds
     everything = jnp.full(case.batch, case.slots, jnp.int32)

@@ -42,7 +42,7 @@ def page_bounds(
     frame: KeyFrame | None = None,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Implement `api.page_bounds` for 8-bit bounds with jax-triton."""
+    """Implements `api.page_bounds` for 8-bit bounds with jax-triton."""
     half = q.shape[2] // 2
     constants = {
         "SCALE": sm_scale,
@@ -60,7 +60,7 @@ def page_bounds(
 
 @triton.jit
 def _operands(words):
-    """Unpack each word's two codes into the float16 1024 + n."""
+    """Unpacks each word's two codes into the float16 1024 + n."""
     # A 32-bit register holds two words (pack=2). prmt picks bytes by the digits of its last
     # operand, lowest first: 0 to 3 are the words' bytes, 4 is 0x64.
     return tl.inline_asm_elementwise(
@@ -89,7 +89,7 @@ def _query(
     WIDTH: tl.constexpr,
     FRAMED: tl.constexpr,
 ):
-    """Load the queries of one KV head, scaled, with signs and even and odd channels apart.
+    """Loads the queries of one KV head, scaled, with signs and even and odd channels apart.
 
     Returns even and odd channels [WIDTH, COLS] of the positive parts, then of the negative; by
     column the sum of its channels, counted as often as codes meet them; and the unit of them all.
@@ -145,7 +145,7 @@ def codes_kernel(
     HAS_TABLE: tl.constexpr,
     FRAMED: tl.constexpr,
 ):
-    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)

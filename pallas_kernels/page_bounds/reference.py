@@ -18,7 +18,7 @@ def page_bounds(
     sm_scale: float,
     frame: KeyFrame | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Implement `api.page_bounds` in plain jnp."""
+    """Implements `api.page_bounds` in plain jnp."""
     scaled = q if frame is None else scaled_queries(q, frame)
     grouped = scaled.astype(jnp.float32).reshape(*layer.lengths.shape, -1, q.shape[-1])
 
@@ -40,7 +40,7 @@ def page_bounds(
 
 
 def _by_head(pool: Float[Array, "pages H"], layer: LayerCache) -> Float32[Array, "B K M H"]:
-    """Read each logical page of each head from a pool; a reshape under the identity table."""
+    """Reads each logical page of each head from a pool; a reshape under the identity table."""
     shape = (*layer.lengths.shape, layer.num_pages, pool.shape[-1])
     return (
         (pool if layer.block_table is None else pool[layer.block_table])

@@ -38,7 +38,7 @@ class BoundsTiling(NamedTuple):
 
 
 def default_tiling(head_dim: int, itemsize: int) -> BoundsTiling:
-    """Choose tiles of 8 KB of each bound.
+    """Chooses tiles of 8 KB of each bound.
 
     Three of them in flight, in each of four programs, fill a multiprocessor's shared memory.
     """
@@ -55,7 +55,7 @@ def page_bounds(
     frame: None = None,
     tiling: BoundsTiling | None = None,
 ) -> Float32[Array, "B K M"]:
-    """Implement `api.page_bounds` for bounds in K's dtype with jax-triton."""
+    """Implements `api.page_bounds` for bounds in K's dtype with jax-triton."""
     head_dim = q.shape[2]
     constants = {
         "SCALE": sm_scale,
@@ -84,7 +84,7 @@ def launch(
     constants: Mapping[str, Any],
     more: Sequence[Array] = (),
 ) -> Float32[Array, "B K M"]:
-    """Launch a kernel over tiles of pages, with `constants` beside the parameters set here.
+    """Launches a kernel over tiles of pages, with `constants` beside the parameters set here.
 
     `more` are arrays that the kernel takes behind the block table.
     """
@@ -127,7 +127,7 @@ def by_head(
     EACH: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Return scores by query head [BLOCK, COLS / EACH] from those by column.
+    """Returns scores by query head [BLOCK, COLS / EACH] from those by column.
 
     A head has its bound and, if EACH is 2, its product with both bounds beside it.
     """
@@ -160,7 +160,7 @@ def bounds_kernel(
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Score TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
+    """Scores TILES tiles of one KV head; those behind all that it holds are filled with -inf."""
     pair = tl.program_id(1)
     first = tl.program_id(0) * (BLOCK * TILES)
     last = tl.minimum(first + BLOCK * TILES, M)

@@ -33,7 +33,7 @@ def place_logits(
     page_size: int,
     implementation: str | None = None,
 ) -> Float32[Array, "B K units"]:
-    """Put each page's logits, or their logsumexp, where the page is; -inf stands for the rest.
+    """Puts each page's logits, or their logsumexp, where the page is; -inf stands for the rest.
 
     Args:
         logits: P logits for each page that a pair (row, KV head) reads, -inf for tokens that are

@@ -48,11 +48,11 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return M and P as the op takes them."""
+        """Returns M and P as the op takes them."""
         return {"num_pages": self.num_pages, "page_size": self.page_size}
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads, size = (self.batch, self.kv_heads), self.page_size
         lengths = self._lengths(rng).reshape(heads)
@@ -102,7 +102,7 @@ class Case:
         return lengths
 
     def _pages(self, rng: np.random.Generator, used: int, capacity: int) -> np.ndarray:
-        """Draw the list of a head that holds tokens in its first `used` pages."""
+        """Draws the list of a head that holds tokens in its first `used` pages."""
         if self.listed in ("any", "held"):
             among = self.num_pages if self.listed == "any" else used
             size = int(rng.integers(0, min(among, capacity) + 1))

@@ -17,7 +17,7 @@ def place_logits(
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:
-    """Implement `api.place_logits` in plain jnp."""
+    """Implements `api.place_logits` in plain jnp."""
     read = logits.reshape(*lengths.shape, logits.shape[1] // page_size, page_size)
     nowhere = read.shape[2]
     length = lengths[..., None]

@@ -27,7 +27,7 @@ def place_logits(
     num_pages: int,
     page_size: int,
 ) -> Float32[Array, "B K units"]:
-    """Implement `api.place_logits` with jax-triton."""
+    """Implements `api.place_logits` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     units = num_pages if stats == "page_mass" else num_pages * page_size
@@ -67,7 +67,7 @@ def lists(
     page,
     STEPS: tl.constexpr,
 ):
-    """Return whether the first `count` > 0 of ascending ids have `page`.
+    """Returns whether the first `count` > 0 of ascending ids have `page`.
 
     Most lists end with it, or before, and need no search.
     """
@@ -102,7 +102,7 @@ def place_kernel(
     HAS_DENSE: tl.constexpr,
     PAGE_MASS: tl.constexpr,
 ):
-    """Place BLOCK entries of one head."""
+    """Places BLOCK entries of one head."""
     pair = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     entry = first + tl.arange(0, BLOCK)

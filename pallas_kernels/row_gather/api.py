@@ -35,7 +35,7 @@ def row_gather(
     row_axes: int = 1,
     implementation: str | None = None,
 ) -> Shaped[Array, "*gathered"]:
-    """Gather the listed rows into the device's memory, in the order of their list.
+    """Gathers the listed rows into the device's memory, in the order of their list.
 
     Args:
         pool: an array with rows along its first `row_axes` axes: [rows, H], or [pages, P, H], whose

@@ -39,7 +39,7 @@ class Case:
     dtype: str = "float32"
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         pool = rng.integers(0, 100, (self.rows, *self.width))
         ids = rng.integers(0, max(self.rows, 1), (*self.lists, self.capacity))

@@ -12,7 +12,7 @@ def row_gather(
     *,
     row_axes: int = 1,
 ) -> Shaped[Array, "*gathered"]:
-    """Implement `api.row_gather` in plain jnp.
+    """Implements `api.row_gather` in plain jnp.
 
     XLA gathers on the device alone, so a pool in host memory is copied there whole.
     """

@@ -31,7 +31,7 @@ class GatherTiling(NamedTuple):
 
 
 def default_tiling(total: int) -> GatherTiling:
-    """Choose tiles of 16 KB, down to 2 KB where these would leave multiprocessors idle.
+    """Chooses tiles of 16 KB, down to 2 KB where these would leave multiprocessors idle.
 
     `total` is the number of bytes to gather.
     """
@@ -47,7 +47,7 @@ def row_gather(
     row_axes: int = 1,
     tiling: GatherTiling | None = None,
 ) -> Shaped[Array, "*gathered"]:
-    """Implement `api.row_gather` with jax-triton."""
+    """Implements `api.row_gather` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     shape, width = (*ids.shape, *pool.shape[row_axes:]), prod(pool.shape[row_axes:])
@@ -87,7 +87,7 @@ def gather_kernel(
     HAS_COUNT: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """Gather COLS elements of each of ROWS entries."""
+    """Gathers COLS elements of each of ROWS entries."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     exists = entry < entries

@@ -34,7 +34,7 @@ def row_scatter(
     *,
     implementation: str | None = None,
 ) -> Shaped[Array, "rows *W"]:
-    """Write rows of the device's memory into the pool, at the places that `ids` name.
+    """Writes rows of the device's memory into the pool, at the places that `ids` name.
 
     Args:
         pool: an array with rows along its first axis: [rows, H], or [pages, P, H], whose rows are

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32, Shaped
 def row_scatter(
     pool: Shaped[Array, "rows *W"], ids: Int32[Array, "*lists"], rows: Shaped[Array, "*gathered"]
 ) -> Shaped[Array, "rows *W"]:
-    """Implement `api.row_scatter` in plain jnp."""
+    """Implements `api.row_scatter` in plain jnp."""
     # a negative index would count from the end
     at = jnp.where(ids < 0, pool.shape[0], ids)
     return pool.at[at].set(rows, mode="drop")

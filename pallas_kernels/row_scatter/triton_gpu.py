@@ -17,7 +17,7 @@ from jsparse.pallas_kernels.row_gather.triton_gpu import default_tiling
 def row_scatter(
     pool: Shaped[Array, "rows *W"], ids: Int32[Array, "*lists"], rows: Shaped[Array, "*gathered"]
 ) -> Shaped[Array, "rows *W"]:
-    """Implement `api.row_scatter` with jax-triton."""
+    """Implements `api.row_scatter` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     width = prod(pool.shape[1:])
@@ -53,7 +53,7 @@ def scatter_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Write COLS elements of each of ROWS entries."""
+    """Writes COLS elements of each of ROWS entries."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     row = tl.load(ids_ptr + entry, mask=entry < entries, other=-1)

@@ -30,7 +30,7 @@ def runs_to_tokens(
     capacity: int,
     implementation: str | None = None,
 ) -> Selection:
-    """List the slots of the chosen runs, of which run i goes from edges[i] to below edges[i + 1].
+    """Lists the slots of the chosen runs, of which run i goes from edges[i] to below edges[i + 1].
 
     With lengths, heads list what lies outside all runs as well: their slots before the first edge
     and those from the last edge on. Where that is more than `capacity` slots, the last are left

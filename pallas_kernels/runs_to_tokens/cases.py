@@ -51,7 +51,7 @@ class Case:
     capacity: int | None = None
 
     def build(self, seed: int = 0) -> tuple[Inputs, int]:
-        """Build the arrays and the capacity; equal seeds give equal ones."""
+        """Builds the arrays and the capacity; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         sizes = self._sizes(rng, (self.batch, 1 if self.shared else self.kv_heads, self.runs))

@@ -18,7 +18,7 @@ def runs_to_tokens(
     *,
     capacity: int,
 ) -> Selection:
-    """Implement `api.runs_to_tokens` in plain jnp."""
+    """Implements `api.runs_to_tokens` in plain jnp."""
     if lengths is not None:
         ids, count, edges = with_outside(ids, count, edges, lengths)
     chosen = jnp.arange(ids.shape[-1]) < count[..., None]
@@ -41,7 +41,7 @@ def with_outside(
     edges: Int32[Array, "B #K edges"],
     lengths: Lengths,
 ) -> tuple[Int32[Array, "B K R+2"], Lengths, Int32[Array, "B K edges+2"]]:
-    """Choose two runs more: what lies before the others, and what lies behind them."""
+    """Chooses two runs more: what lies before the others, and what lies behind them."""
     held = lengths[..., None]
     within = jnp.minimum(edges, held)
     edges = jnp.concatenate([jnp.zeros_like(held), within, held], -1)

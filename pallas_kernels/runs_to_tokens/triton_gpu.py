@@ -27,7 +27,7 @@ def runs_to_tokens(
     *,
     capacity: int,
 ) -> Selection:
-    """Implement `api.runs_to_tokens` with jax-triton."""
+    """Implements `api.runs_to_tokens` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, listed = ids.shape
@@ -55,7 +55,7 @@ def runs_to_tokens(
 
 @triton.jit
 def maxima(a, b, c, d):
-    """Combine two maxima."""
+    """Combines two maxima."""
     return tl.maximum(a, c), tl.maximum(b, d)
 
 
@@ -76,7 +76,7 @@ def list_kernel(
     TILE: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """List the slots of one head's runs."""
+    """Lists the slots of one head's runs."""
     pair = tl.program_id(0).to(tl.int64)
     ids_ptr += pair * R
     tokens_ptr += pair * C

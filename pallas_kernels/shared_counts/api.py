@@ -43,7 +43,7 @@ def shared_counts(
     most: int,
     implementation: str | None = None,
 ) -> Lengths:
-    """Count how many of a row's `total` best scores lie in each of its K lists.
+    """Counts how many of a row's `total` best scores lie in each of its K lists.
 
     A list gets at least `least` and at most `most`, and never more than it has scores that count;
     the others get what that leaves. Ties go to the first list. -inf and NaN never count.

@@ -42,11 +42,11 @@ class Case:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Return the floor and the cap as the op takes them."""
+        """Returns the floor and the cap as the op takes them."""
         return {"least": self.least, "most": self.most}
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones. Each row has its own total."""
+        """Builds the inputs; equal seeds give equal ones. Each row has its own total."""
         rng = np.random.default_rng(seed)
         shape = (self.batch, self.lists, self.slots)
         x = rng.normal(size=shape)

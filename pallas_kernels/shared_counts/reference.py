@@ -11,7 +11,7 @@ from jsparse.threshold import ordered
 
 
 def shared_counts(scores: Float[Array, "B K S"], total: Rows, *, least: int, most: int) -> Lengths:
-    """Implement `api.shared_counts` in plain jnp."""
+    """Implements `api.shared_counts` in plain jnp."""
     keys = ordered(scores)
     finite = jnp.sum(keys > ordered(jnp.float32(-jnp.inf)), -1, dtype=jnp.int32)
     low, high = jnp.minimum(least, finite), jnp.minimum(most, finite)

@@ -30,7 +30,7 @@ MASK = tl.constexpr((1 << 21) - 1)
 
 
 def shared_counts(scores: Float[Array, "B K S"], total: Rows, *, least: int, most: int) -> Lengths:
-    """Implement `api.shared_counts` with jax-triton."""
+    """Implements `api.shared_counts` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, lists, slots = scores.shape
@@ -67,7 +67,7 @@ def load_scores(
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the scores of CHUNKS · WIDTH slots, [LISTS, CHUNKS, WIDTH]; -inf where none counts.
+    """Returns the scores of CHUNKS · WIDTH slots, [LISTS, CHUNKS, WIDTH]; -inf where none counts.
 
     A warp belongs to one list as far as there are enough of them, and chunks lie in registers.
     """
@@ -83,14 +83,14 @@ def load_scores(
 
 @triton.jit
 def order(x):
-    """Return the integer, of 64 bits, that orders a float; 0 and -0 have the same."""
+    """Returns the integer, of 64 bits, that orders a float; 0 and -0 have the same."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def from_order(key):
-    """Return the float that an integer orders."""
+    """Returns the float that an integer orders."""
     key = key.to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
@@ -101,7 +101,7 @@ def by_thread(
     bound,
     EACH: tl.constexpr,
 ):
-    """Return the number of scores that reach `bound` in each thread's share, a float.
+    """Returns the number of scores that reach `bound` in each thread's share, a float.
 
     Floats count faster than integers, since one unit compares and another adds.
     """
@@ -120,7 +120,7 @@ def by_list(
     HAS_TAIL: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Return the number of scores of each list that reach each of three thresholds, [LISTS]."""
+    """Returns the number of scores of each list that reach each of three thresholds, [LISTS]."""
     a, b, c = from_order(a), from_order(b), from_order(c)
     in_a, in_b, in_c = by_thread(head, a, EACH), by_thread(head, b, EACH), by_thread(head, c, EACH)
     if HAS_TAIL:
@@ -136,7 +136,7 @@ def by_list(
 
 @triton.jit
 def over_lists(a, b, c):
-    """Return the sums of three counts over all lists, by one reduction."""
+    """Returns the sums of three counts over all lists, by one reduction."""
     packed = a.to(tl.int64) | b.to(tl.int64) << FIELD | c.to(tl.int64) << 2 * FIELD
     packed = tl.sum(packed, 0)
     a, b = packed & MASK, packed >> FIELD & MASK
@@ -145,7 +145,7 @@ def over_lists(a, b, c):
 
 @triton.jit
 def narrow(lo, in_lo, n_lo, hi, in_hi, n_hi, trial, inside, n, total):
-    """Move the end of the interval to a trial that lies in it; trials must come ascending."""
+    """Moves the end of the interval to a trial that lies in it; trials must come ascending."""
     enough = n >= total
     first = (not enough) & (trial < hi)
     return (
@@ -160,7 +160,7 @@ def narrow(lo, in_lo, n_lo, hi, in_hi, n_hi, trial, inside, n, total):
 
 @triton.jit
 def place_trials(lo, hi, n_lo, n_hi, total, way):
-    """Return three thresholds between lo and hi, ascending."""
+    """Returns three thresholds between lo and hi, ascending."""
     width = (hi - lo).to(tl.float32)
     candidates = (n_lo - n_hi).to(tl.float32)
     middle = (n_lo - total).to(tl.float32) / candidates
@@ -185,7 +185,7 @@ def extremes(
     lo,
     hi,
 ):
-    """Return the least score from lo on and the largest that does not reach hi, of each column."""
+    """Returns the least score from lo on and the largest that does not reach hi, of each column."""
     least = tl.min(tl.where(x >= lo, x, INF), 1)
     return least, tl.max(tl.where(x >= hi, -INF, x), 1)
 
@@ -198,7 +198,7 @@ def tighten(
     hi,
     HAS_TAIL: tl.constexpr,
 ):
-    """Return the interval of the scores from lo on that do not reach hi."""
+    """Returns the interval of the scores from lo on that do not reach hi."""
     lo, hi = from_order(lo), from_order(hi)
     least, largest = extremes(head, lo, hi)
     if HAS_TAIL:
@@ -223,7 +223,7 @@ def counts_kernel(
     TAIL: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Divide one row's best scores among its lists."""
+    """Divides one row's best scores among its lists."""
     HAS_TAIL: tl.constexpr = TAIL > 0
     row = tl.program_id(0)
     total = tl.load(total_ptr + row)

@@ -40,7 +40,7 @@ def table_candidates(
     sink: int,
     implementation: str | None = None,
 ) -> Selection:
-    """List the slots whose entry by position or by distance is large.
+    """Lists the slots whose entry by position or by distance is large.
 
     With t = length - 1 the newest slot of a head, slots sink ≤ i < t are ranked, by
 

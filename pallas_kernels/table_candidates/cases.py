@@ -59,7 +59,7 @@ class Case:
     ragged: bool = False
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = self.batch, self.kv_heads
         lengths = np.full(heads, self.slots)

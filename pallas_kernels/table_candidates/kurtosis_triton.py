@@ -43,7 +43,7 @@ def table_candidates(
     capacity: int,
     sink: int,
 ) -> Selection:
-    """Implement `api.table_candidates` under the rule Kurtosis with jax-triton."""
+    """Implements `api.table_candidates` under the rule Kurtosis with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     assert isinstance(rule, Kurtosis)
@@ -94,7 +94,7 @@ def _entries(
     newest,
     SINK: tl.constexpr,
 ):
-    """Return which slots are ranked, and the bits of their entries, 0 for the others."""
+    """Returns which slots are ranked, and the bits of their entries, 0 for the others."""
     ranked = (slot >= SINK) & (slot < newest)
     vertical = tl.load(vertical_ptr + slot, mask=ranked, other=0)
     return ranked, vertical, tl.load(distance_ptr - slot, mask=ranked, other=0)
@@ -102,13 +102,13 @@ def _entries(
 
 @triton.jit
 def _floats(bits):
-    """Return the numbers that have these upper 16 bits."""
+    """Returns the numbers that have these upper 16 bits."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_moments(ptr, x, ranked, number):
-    """Describe the ranked entries of one table."""
+    """Describes the ranked entries of one table."""
     greatest = tl.max(tl.abs(x), 0)
     x /= tl.where(greatest > 0, greatest, 1.0)
     mean = tl.sum(x, 0) / tl.maximum(number, 1.0)
@@ -132,7 +132,7 @@ def table_moments_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Describe the ranked slots of one part of a head, as program head · PARTS + part."""
+    """Describes the ranked slots of one part of a head, as program head · PARTS + part."""
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     newest = tl.load(lengths_ptr + pair) - 1
     vertical_ptr += pair.to(tl.int64) * SLOTS
@@ -154,7 +154,7 @@ def _limits(
     PADDED: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return a table's greatest entry, and its threshold and mean as parts of that.
+    """Returns a table's greatest entry, and its threshold and mean as parts of that.
 
     Moments of parts are added up around the common mean.
     """
@@ -195,7 +195,7 @@ def table_ranks_kernel(
     A: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Rank the slots of one part of a head, and count those that are marked."""
+    """Ranks the slots of one part of a head, and count those that are marked."""
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     newest = tl.load(lengths_ptr + pair) - 1
     row = pair.to(tl.int64) * SLOTS

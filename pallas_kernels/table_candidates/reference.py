@@ -26,7 +26,7 @@ def table_candidates(
     capacity: int,
     sink: int,
 ) -> Selection:
-    """Implement `api.table_candidates` in plain jnp."""
+    """Implements `api.table_candidates` in plain jnp."""
     slots = jnp.arange(vertical.shape[-1], dtype=jnp.int32)
     newest = lengths[..., None] - 1
     ranked = (slots >= sink) & (slots < newest)
@@ -47,7 +47,7 @@ def table_candidates(
 
 
 def by_slot(distance: BFloat16[Array, "B K S"], lengths: Lengths) -> BFloat16[Array, "B K S"]:
-    """Turn a table over distance into one over slots; those from a head's length on hold 0.
+    """Turns a table over distance into one over slots; those from a head's length on hold 0.
 
     It is a slice of the reversed table, because a CPU gathers single entries slowly.
     """
@@ -60,7 +60,7 @@ def by_slot(distance: BFloat16[Array, "B K S"], lengths: Lengths) -> BFloat16[Ar
 def standing_out(
     tables: list[BFloat16[Array, "B K S"]], ranked: Bool[Array, "B K S"], a: float
 ) -> Bool[Array, "B K S"]:
-    """Mark the slots that stand out of either table, and those of their neighbours that may be.
+    """Marks the slots that stand out of either table, and those of their neighbours that may be.
 
     Both tables are by slot, and 0 where nothing is ranked.
     """
@@ -89,7 +89,7 @@ def threshold(
     ranked: Bool[Array, "B K S"],
     a: float,
 ) -> Float32[Array, "B K 1"]:
-    """Return a · mean / κ of the ranked entries, +inf where they are equal."""
+    """Returns a · mean / κ of the ranked entries, +inf where they are equal."""
     squares = jnp.where(ranked, (x - mean) ** 2, 0.0)
     total = jnp.sum(squares, -1, keepdims=True)
     return jnp.where(
@@ -98,6 +98,6 @@ def threshold(
 
 
 def _ordered(scores: BFloat16[Array, "B K S"]) -> UInt16[Array, "B K S"]:
-    """Map scores to the numbers 0 to 2^15 - 1 in the same order, and those below 0 to 0."""
+    """Maps scores to the numbers 0 to 2^15 - 1 in the same order, and those below 0 to 0."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int16)  # below 0 where the sign is set
     return jnp.maximum(bits, 0).astype(jnp.uint16)

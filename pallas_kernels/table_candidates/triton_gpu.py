@@ -62,7 +62,7 @@ def table_candidates(
     capacity: int,
     sink: int,
 ) -> Selection:
-    """Implement `api.table_candidates` with jax-triton."""
+    """Implements `api.table_candidates` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     if isinstance(rule, Kurtosis):
@@ -103,7 +103,7 @@ def table_candidates(
 
 
 def number_of_parts(pairs: int, slots: int) -> int:
-    """Return the number of programs per head, a power of two."""
+    """Returns the number of programs per head, a power of two."""
     wanted = min(PROGRAMS // pairs, slots // SMALLEST, most_programs())
     least = triton.next_power_of_2(triton.cdiv(slots, MOST_OF_PART))
     return max(1 << max(wanted.bit_length() - 1, 0), least)
@@ -131,7 +131,7 @@ def candidates_kernel(
     FEW: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """List the best slots of one part of a head, as program head · PARTS + part."""
+    """Lists the best slots of one part of a head, as program head · PARTS + part."""
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     length = tl.load(lengths_ptr + pair)
     newest = length - 1
@@ -249,7 +249,7 @@ def _keys(
     inside,
     ranked,
 ):
-    """Return the scores of the ranked slots as integers; all slots of `inside` may be read."""
+    """Returns the scores of the ranked slots as integers; all slots of `inside` may be read."""
     vertical = tl.load(vertical_ptr + nth, mask=inside, other=0)
     distance = tl.load(distance_ptr - nth, mask=ranked, other=0)
     return tl.maximum(tl.maximum(vertical, distance), 0).to(tl.int32)
@@ -268,7 +268,7 @@ def _sample(
     SINK: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """Count one of `every` scores of a part by the upper bits, or those of a bin by the others."""
+    """Counts one of `every` scores of a part by the upper bits, or those of a bin by the others."""
     nth = tl.arange(0, SAMPLE)
     nth = nth // SAMPLED * SAMPLED * every + nth % SAMPLED
     counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
@@ -292,7 +292,7 @@ def _count(
     BY_LOWER: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Count the few of a part by their upper bits, or those of a bin by the others."""
+    """Counts the few of a part by their upper bits, or those of a bin by the others."""
     counts = tl.zeros([LOWER if BY_LOWER else UPPER], tl.int32)
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
@@ -312,7 +312,7 @@ def _counts(
     PARTS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Add up the counts of all parts, and of those before `part`."""
+    """Adds up the counts of all parts, and of those before `part`."""
     whole, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     for nth in tl.static_range(PARTS):
         counts = tl.load(counts_ptr + nth * BINS + tl.arange(0, BINS))
@@ -323,7 +323,7 @@ def _counts(
 
 @triton.jit
 def _end(counts, wanted):
-    """Return the bin in which the `wanted` greatest end, and the number of those above it."""
+    """Returns the bin in which the `wanted` greatest end, and the number of those above it."""
     from_here = tl.cumsum(counts, 0, reverse=True)  # in this bin or above it
     bin = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
     bins = tl.arange(0, counts.shape[0])
@@ -332,7 +332,7 @@ def _end(counts, wanted):
 
 @triton.jit
 def _rows(numbers, SIZE: tl.constexpr, ROW: tl.constexpr):
-    """Put numbers into rows.
+    """Puts numbers into rows.
 
     A row is the 16 bytes that a thread loads at once. Then no numbers move between threads, neither
     where rows are added up nor where numbers are stored in their places.
@@ -342,7 +342,7 @@ def _rows(numbers, SIZE: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def _before(numbers):
-    """Sum what stands before each of the numbers, which are in rows, and all of them."""
+    """Sums what stands before each of the numbers, which are in rows, and all of them."""
     of_rows = tl.sum(numbers, 1)
     before = (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(numbers, 1) - numbers
     return before, tl.sum(of_rows, 0)

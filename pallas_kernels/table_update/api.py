@@ -36,7 +36,7 @@ def table_update(
     penalty: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
-    """Add the weights of the attended tokens to both tables, less a part of their mean.
+    """Adds the weights of the attended tokens to both tables, less a part of their mean.
 
     Of a head's listed tokens, the c that are no sinks (id ≥ sink) count. w is the maximum over the
     group of the query heads' weights exp(logits - lse), divided by its sum over these. With

@@ -54,7 +54,7 @@ class Case:
     sink: int = 4
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = self.batch, self.kv_heads
         lengths = rng.integers(1, self.slots + 1, heads)
@@ -86,7 +86,7 @@ class Case:
         )
 
     def _tokens(self, rng: np.random.Generator, nth: int, length: int) -> np.ndarray:
-        """Draw the list of a head."""
+        """Draws the list of a head."""
         if length == 0 or (self.listed == "none" and nth % 2):
             return np.arange(0)
         older = min(length, self.entries) - 1

@@ -17,7 +17,7 @@ def table_update(
     sink: int,
     penalty: float,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
-    """Implement `api.table_update` in plain jnp."""
+    """Implements `api.table_update` in plain jnp."""
     nth = jnp.arange(listed.ids.shape[-1], dtype=jnp.int32)
     counted = (nth < listed.count[..., None]) & (listed.ids >= sink)
     number = jnp.maximum(jnp.sum(counted, -1, keepdims=True), 1)

@@ -29,7 +29,7 @@ def table_update(
     sink: int,
     penalty: float,
 ) -> tuple[BFloat16[Array, "B K S"], BFloat16[Array, "B K S"]]:
-    """Implement `api.table_update` with jax-triton."""
+    """Implements `api.table_update` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, group, entries), slots = listed.logits.shape, vertical.shape[2]
@@ -70,7 +70,7 @@ def table_update(
 
 @triton.jit
 def _sinks(ids_ptr, count, SINK: tl.constexpr, SINKS: tl.constexpr):
-    """Count the sinks of a list, which come first, since ids ascend."""
+    """Counts the sinks of a list, which come first, since ids ascend."""
     nth = tl.arange(0, SINKS)
     first = tl.load(ids_ptr + nth, mask=(nth < SINK) & (nth < count), other=SINK)
     return tl.sum((first < SINK).to(tl.int32), 0)
@@ -103,7 +103,7 @@ def update_kernel(
     SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the weights of a part of a list, divided by the sum of all, to both tables."""
+    """Adds the weights of a part of a list, divided by the sum of all, to both tables."""
     minus_inf = float("-inf")
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     count, newest = tl.load(count_ptr + pair), tl.load(lengths_ptr + pair) - 1

@@ -65,7 +65,7 @@ def threshold_select(
     names: Int32[Array, "B K m"] | None = None,
     implementation: str | None = None,
 ) -> Selection:
-    """Select what each KV head attends to, from the scores of its query heads.
+    """Selects what each KV head attends to, from the scores of its query heads.
 
     At least one unit of every row that has a score (under TopP, a positive weight) is chosen. Equal
     scores are taken from the lowest index on. Sums are of float32 and vary with their order: a TopP

@@ -67,11 +67,11 @@ class Case:
 
     @property
     def units(self) -> int:
-        """Return the number of units that can be listed."""
+        """Returns the number of units that can be listed."""
         return self.size // (self.page_size or 1)
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads = (self.batch, self.kv_heads)
         scores = _scores(self, rng)

@@ -26,7 +26,7 @@ def threshold_select(
     lengths: Lengths | None,
     names: Int32[Array, "B K m"] | None,
 ) -> Selection:
-    """Implement `api.threshold_select` in plain jnp."""
+    """Implements `api.threshold_select` in plain jnp."""
     rows = scores.astype(jnp.float32)
     if lengths is not None:
         rows = jnp.where(jnp.arange(rows.shape[-1]) < lengths[..., None, None], rows, -jnp.inf)
@@ -58,7 +58,7 @@ def threshold_select(
 
 
 def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Selection:
-    """List the k tokens of greatest score of one row per head, none of -inf.
+    """Lists the k tokens of greatest score of one row per head, none of -inf.
 
     Marks of all rows would say the same, at three times the time on a CPU.
     """
@@ -68,7 +68,7 @@ def heaviest(rows: Float32[Array, "B K n"], rule: TopK, capacity: int) -> Select
 
 
 def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selection:
-    """List units by their names, of which `span` neighbours share one."""
+    """Lists units by their names, of which `span` neighbours share one."""
     ids = jnp.take_along_axis(names, listed.ids // span, -1) * span + listed.ids % span
     valid = jnp.arange(ids.shape[-1]) < listed.count[..., None]
     return replace(listed, ids=jnp.where(valid, ids, 0))
@@ -77,7 +77,7 @@ def named(listed: Selection, names: Int32[Array, "B K m"], span: int) -> Selecti
 def page_mass(
     rows: Float32[Array, "B K G n"], page_size: int, softmax: bool
 ) -> Float32[Array, "B K G M"]:
-    """Sum each page's weights, as a logarithm where rows are logits.
+    """Sums each page's weights, as a logarithm where rows are logits.
 
     A page none of whose tokens can be chosen gets -inf.
     """
@@ -89,7 +89,7 @@ def page_mass(
 
 
 def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B K n"]:
-    """Return the best that any row of a group gives each unit.
+    """Returns the best that any row of a group gives each unit.
 
     Logits of several rows become logarithms of their normalised weights first.
     """
@@ -102,7 +102,7 @@ def pooled(rows: Float32[Array, "B K G n"], softmax: bool) -> Float32[Array, "B 
 def chosen(
     rows: Float32[Array, "B K G n"], rule: Rule, softmax: bool, normalised: bool
 ) -> Bool[Array, "B K G n"]:
-    """Mark what each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
+    """Marks what each row chooses; `normalised`: exp(rows) are the weights, whatever their sum."""
     setting = jnp.asarray(rule[0])[..., None] if jnp.ndim(rule[0]) else rule[0]
     if isinstance(rule, TopK):
         return top_k_mask(rows, jnp.maximum(setting, 1))

@@ -14,7 +14,7 @@ ALL_TIES = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def mark(x, words, start, t, ties, end, plan: tl.constexpr):
-    """Write a bit for each entry of a tile that is at least t, to its part of the bitmap.
+    """Writes a bit for each entry of a tile that is at least t, to its part of the bitmap.
 
     If not all that equal t are kept, those get a bitmap of their own, `plan.words` behind. Under a
     budget those of them get no bit that lie at `end` or behind it in the row.
@@ -31,7 +31,7 @@ def mark(x, words, start, t, ties, end, plan: tl.constexpr):
 
 @triton.jit
 def pack(marks, plan: tl.constexpr):
-    """Pack a tile of marks [T, R, 4] into 32-bit words [T / 8, R].
+    """Packs a tile of marks [T, R, 4] into 32-bit words [T / 8, R].
 
     Word w of run r covers entries 32·(r·T/8 + w) and on.
     """
@@ -43,7 +43,7 @@ def pack(marks, plan: tl.constexpr):
 
 @triton.jit
 def word_index(plan: tl.constexpr):
-    """Return where the words of `pack` lie in the tile's part of the bitmap."""
+    """Returns where the words of `pack` lie in the tile's part of the bitmap."""
     WORDS: tl.constexpr = plan.threads // 8
     return tl.arange(0, plan.runs)[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
 
@@ -56,7 +56,7 @@ def trim(
     ties,
     plan: tl.constexpr,
 ):
-    """Take from a bitmap what equals the threshold except for the first such entries.
+    """Takes from a bitmap what equals the threshold except for the first such entries.
 
     `ties` says how many are kept or, where they have sizes, how much these may add up to.
     """
@@ -77,7 +77,7 @@ def mark_first(
     length,
     plan: tl.constexpr,
 ):
-    """Add the first of the entries that equal the threshold to a bitmap."""
+    """Adds the first of the entries that equal the threshold to a bitmap."""
     first = length
     for start in range(0, tl.cdiv(length, 32), plan.threads):
         at = start + tl.arange(0, plan.threads)
@@ -90,7 +90,7 @@ def mark_first(
 
 @triton.jit
 def ones(word):
-    """Count the set bits."""
+    """Counts the set bits."""
     # sums of bits by twos, fours and bytes; the product adds up the bytes in its highest one
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -104,7 +104,7 @@ def size_of(
     sizes,  # that of bit 0, and on
     plan: tl.constexpr,
 ):
-    """Return what the entries of set bits count: their sizes, or one each."""
+    """Returns what the entries of set bits count: their sizes, or one each."""
     if plan.sized:
         total = tl.zeros(word.shape, tl.int32)
         for bit in tl.static_range(32):
@@ -120,7 +120,7 @@ def lowest(
     room,
     plan: tl.constexpr,
 ):
-    """Keep the lowest set bits, as many as there is room for."""
+    """Keeps the lowest set bits, as many as there is room for."""
     kept = word ^ word
     for bit in tl.static_range(32):
         one = (word >> bit) & 1
@@ -138,7 +138,7 @@ def unite(
     length,
     plan: tl.constexpr,
 ):
-    """Write the union of a head's bitmaps over the first."""
+    """Writes the union of a head's bitmaps over the first."""
     for start in range(0, tl.cdiv(length, 32), plan.row.threads):
         at = start + tl.arange(0, plan.row.threads)
         inside = at * 32 < length
@@ -158,7 +158,7 @@ def list_entries(
     SHIFT: tl.constexpr,
     row: tl.constexpr,
 ):
-    """Write the names of marked entries, ascending, up to the capacity, and return their number.
+    """Writes the names of marked entries, ascending, up to the capacity, and return their number.
 
     The words of a tile are listed at once. `row` is a SearchedRow.
     """
@@ -188,7 +188,7 @@ def list_bits(
     names,  # [m]
     SHIFT: tl.constexpr,
 ):
-    """Write the name of entry first + b for every set bit b, ascending, at most `room` of them.
+    """Writes the name of entry first + b for every set bit b, ascending, at most `room` of them.
 
     Few bits are set as a rule, so each warp loops as often as its fullest word needs, which Triton
     cannot express.
@@ -247,7 +247,7 @@ def list_units(
     CUT: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Write the names and bits of units that hold a marked entry; return their number.
+    """Writes the names and bits of units that hold a marked entry; return their number.
 
     What exceeds the capacity is counted but not written. If CUT, only units that are also in the
     bitmap `kept` are listed.
@@ -284,7 +284,7 @@ def unit_bits(
     length,
     SIZE: tl.constexpr,
 ):
-    """Return the marked entries of each unit of SIZE entries, as bits.
+    """Returns the marked entries of each unit of SIZE entries, as bits.
 
     For units of more than 32 entries it is a word that is 0 only if none is marked.
     """

@@ -74,43 +74,43 @@ class SearchedRow:
 
     @property
     def runs(self) -> int:
-        """Return R of a tile."""
+        """Returns R of a tile."""
         return max(min(triton.next_power_of_2(self.size), self.most) // (4 * self.threads), 1)
 
     @property
     def tile(self) -> int:
-        """Return the number of entries per tile."""
+        """Returns the number of entries per tile."""
         return 4 * self.threads * self.runs
 
     @property
     def resident(self) -> bool:
-        """Return whether the row stays in registers."""
+        """Returns whether the row stays in registers."""
         return self.size <= self.tile
 
     @property
     def words(self) -> int:
-        """Return the number of 32-bit words of its bitmap, which covers whole tiles."""
+        """Returns the number of 32-bit words of its bitmap, which covers whole tiles."""
         return -(-self.size // self.tile) * self.tile // 32
 
     @property
     def words_each(self) -> int:
-        """Return the number of words of a bitmap that a thread lists at a time."""
+        """Returns the number of words of a bitmap that a thread lists at a time."""
         return max(self.runs // 8, 1)
 
     @property
     def slots(self) -> int:
-        """Return the number of entries that may be drawn or listed, into unused bitmaps."""
+        """Returns the number of entries that may be drawn or listed, into unused bitmaps."""
         words = self.words if self.sized else 2 * self.words  # a list needs a bitmap itself
         return min(self.few, self.threads // 4, words) if self.resident else 0
 
     @property
     def mass(self) -> bool:
-        """Return whether the row is searched by its weights rather than its scores."""
+        """Returns whether the row is searched by its weights rather than its scores."""
         return self.rule == "top_p"
 
     @property
     def sized(self) -> bool:
-        """Return whether entries count as their sizes rather than as one each."""
+        """Returns whether entries count as their sizes rather than as one each."""
         return self.rule == "budget"
 
 
@@ -147,57 +147,57 @@ class Lists:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are searched per KV head."""
+        """Returns the number of rows that are searched per KV head."""
         return 1 if self.pooled else self.group
 
     @property
     def entries(self) -> int:
-        """Return the number of entries of the searched row per unit."""
+        """Returns the number of entries of the searched row per unit."""
         return 1 if self.by_mass else self.page_size
 
     @property
     def units(self) -> int:
-        """Return the number of units."""
+        """Returns the number of units."""
         return self.row.size // self.entries
 
     @property
     def shift(self) -> int:
-        """Return log2 of the number of neighbouring units that share a name; -1 without names."""
+        """Returns log2 of the number of neighbouring units that share a name; -1 without names."""
         return (self.units // self.names).bit_length() - 1 if self.names else -1
 
     @property
     def scores(self) -> int:
-        """Return the number of scores per row that is given."""
+        """Returns the number of scores per row that is given."""
         return self.row.size * (self.page_size if self.by_mass else 1)
 
     @property
     def pages_at_once(self) -> int:
-        """Return the number of pages that a block sums at a time, 16 tokens per thread."""
+        """Returns the number of pages that a block sums at a time, 16 tokens per thread."""
         return max(16 * self.row.threads // self.page_size, 1)
 
     @property
     def pooled_at(self) -> int:
-        """Return where the pooled row lies in a head's floats, behind the masses of pages."""
+        """Returns where the pooled row lies in a head's floats, behind the masses of pages."""
         return self.group * self.row.size * self.by_mass
 
     @property
     def cap_at(self) -> int:
-        """Return where in a head's floats the scores lie by which a list is cut."""
+        """Returns where in a head's floats the scores lie by which a list is cut."""
         return self.pooled_at + self.row.size * self.pooled
 
     @property
     def floats(self) -> int:
-        """Return the number of floats in memory that a head needs meanwhile."""
+        """Returns the number of floats in memory that a head needs meanwhile."""
         return self.cap_at + (0 if self.cap is None else self.units)
 
     @property
     def cap_word(self) -> int:
-        """Return where the bitmap of a cut list begins, behind those of the rows."""
+        """Returns where the bitmap of a cut list begins, behind those of the rows."""
         return 2 * self.rows * self.row.words
 
     @property
     def words(self) -> int:
-        """Return the number of words of bitmaps that a head needs."""
+        """Returns the number of words of bitmaps that a head needs."""
         return self.cap_word + (0 if self.cap is None else 2 * self.cap.words)
 
 
@@ -214,7 +214,7 @@ def threshold_select(
     names: Int32[Array, "B K m"] | None,
     tiling: SelectTiling | None = None,
 ) -> Selection:
-    """Implement `api.threshold_select` with jax-triton."""
+    """Implements `api.threshold_select` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, members, scored = scores.shape
@@ -282,7 +282,7 @@ def threshold_select(
 def searched_row(
     rule: Rule, size: int, scored: int, *, softmax: bool, normalised: bool, tiling: SelectTiling
 ) -> SearchedRow:
-    """Share out a row of `size` entries, which are made of `scored` scores."""
+    """Shares out a row of `size` entries, which are made of `scored` scores."""
     tile, few = tiling.tile, tiling.few
     if isinstance(rule, Budget):  # sizes take as many registers as scores
         tile, few = tile // 2, few // 2
@@ -315,7 +315,7 @@ def select_kernel(
     arrived,  # [B · K], zeros where a head has several rows
     plan: tl.constexpr,
 ):
-    """Search one row, of program head · rows + row; the last of a head also writes its list."""
+    """Searches one row, of program head · rows + row; the last of a head also writes its list."""
     ROW: tl.constexpr = plan.row
     head = tl.program_id(0) // plan.rows
     g = tl.program_id(0) % plan.rows
@@ -368,7 +368,7 @@ def write_list(
     bits,  # [C]
     plan: tl.constexpr,
 ):
-    """Write one head's list from the bitmaps of its rows, with 0 past its end.
+    """Writes one head's list from the bitmaps of its rows, with 0 past its end.
 
     The bitmaps are united, and the list is cut to the capacity if it is too long.
     """

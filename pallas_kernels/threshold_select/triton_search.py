@@ -71,7 +71,7 @@ def choose(
     setting,  # the rule's number
     plan: tl.constexpr,
 ):
-    """Write the bitmap of what the rule chooses: at least one entry if any can be chosen."""
+    """Writes the bitmap of what the rule chooses: at least one entry if any can be chosen."""
     row = take(scores, sizes, length, plan.mass or plan.rule == "threshold", plan)
     hi, end = 0.0, length
     if plan.rule == "threshold":
@@ -102,7 +102,7 @@ def choose(
 
 @triton.jit
 def fixed(row, setting, plan: tl.constexpr):
-    """Return the threshold of everything above a given one.
+    """Returns the threshold of everything above a given one.
 
     If nothing is above it, the threshold is that of the first of the largest entries.
     """
@@ -121,7 +121,7 @@ def fixed(row, setting, plan: tl.constexpr):
 
 @triton.jit
 def mass_bracket(row, p, total, plan: tl.constexpr):
-    """Return a bracket of the wanted threshold, the wanted mass, and the mass not worth cutting.
+    """Returns a bracket of the wanted threshold, the wanted mass, and the mass not worth cutting.
 
     Entries that weigh less than (1 - p) of the mean add up to less than 1 - p of the whole, so none
     of them is needed.
@@ -136,7 +136,7 @@ def mass_bracket(row, p, total, plan: tl.constexpr):
 
 @triton.jit
 def count_bracket(row, k, total, plan: tl.constexpr):
-    """Return a bracket of the wanted threshold, the number wanted, and the number that is enough.
+    """Returns a bracket of the wanted threshold, the number wanted, and the number that is enough.
 
     Under a budget the wanted threshold is that of the first entry that does not fit, which keeps
     more than the budget.
@@ -152,7 +152,7 @@ def count_bracket(row, k, total, plan: tl.constexpr):
 
 @triton.jit
 def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr):
-    """Find the largest threshold that keeps what is wanted, and how many of its ties are needed.
+    """Finds the largest threshold that keeps what is wanted, and how many of its ties are needed.
 
     Under a budget the second is what the sizes of its ties may add up to, and the third result says
     where the ties end of which all are kept, if that is known. At first the bracket spans the whole
@@ -212,7 +212,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
 
 @triton.jit
 def is_open(bracket, enough, plan: tl.constexpr):
-    """Return whether more than one entry may lie in the bracket.
+    """Returns whether more than one entry may lie in the bracket.
 
     Each weighs at least lo, and sums are not exact.
     """
@@ -224,7 +224,7 @@ def is_open(bracket, enough, plan: tl.constexpr):
 
 @triton.jit
 def is_few(bracket, one, enough, plan: tl.constexpr):
-    """Return whether the bracket holds more than one entry, and no more than fit into the slots.
+    """Returns whether the bracket holds more than one entry, and no more than fit into the slots.
 
     An entry counts `one`, on average where entries have sizes, or at least lo.
     """
@@ -234,7 +234,7 @@ def is_few(bracket, one, enough, plan: tl.constexpr):
 
 @triton.jit
 def narrow(bracket, t, at_t, wanted):
-    """Return the bracket after a measurement."""
+    """Returns the bracket after a measurement."""
     lo, hi, at_lo, at_hi = bracket
     up, down = (at_t >= wanted) & (t >= lo), (at_t < wanted) & (t <= hi)
     lo, at_lo = tl.where(up, t, lo), tl.where(up, at_t, at_lo)
@@ -244,19 +244,19 @@ def narrow(bracket, t, at_t, wanted):
 
 @triton.jit
 def to_place(t, plan: tl.constexpr):
-    """Return where a threshold lies on the axis of guesses, that of the scores."""
+    """Returns where a threshold lies on the axis of guesses, that of the scores."""
     return log2(t) if plan.mass else t
 
 
 @triton.jit
 def from_place(place, plan: tl.constexpr):
-    """Return the threshold at a place on the axis of guesses."""
+    """Returns the threshold at a place on the axis of guesses."""
     return exp2(place) if plan.mass else place
 
 
 @triton.jit
 def deviations(share):
-    """Estimate the deviation of a normal distribution above which this share of its mass lies.
+    """Estimates the deviation of a normal distribution above which this share of its mass lies.
 
     The result is in standard deviations above the mean, within 5 %.
     """
@@ -267,7 +267,7 @@ def deviations(share):
 
 @triton.jit
 def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
-    """Find the last entry that fits, best first, among the few in the bracket.
+    """Finds the last entry that fits, best first, among the few in the bracket.
 
     Their indices stand in a list behind their bitmap in `words`, ascending, so that entries of
     equal score are told apart too: what all of them count in turn says which is the last that fits.
@@ -302,7 +302,7 @@ def last_that_fits(row, words, bracket, budget, highest, plan: tl.constexpr):
 
 @triton.jit
 def draw(x, lo, hi, slots, plan: tl.constexpr):
-    """Write the keys of the entries of a tile from lo to below hi, as many as fit into the slots.
+    """Writes the keys of the entries of a tile from lo to below hi, as many as fit into the slots.
 
     Slots that are left over hold a lower key.
     """
@@ -328,14 +328,14 @@ def draw(x, lo, hi, slots, plan: tl.constexpr):
 
 @triton.jit
 def put(slots, at, found, least, plan: tl.constexpr):
-    """Write the threads' keys that are at least `least` and have a slot."""
+    """Writes the threads' keys that are at least `least` and have a slot."""
     fits = (found >= least) & (at < plan.slots)
     tl.store(slots + at, found.to(tl.uint32, bitcast=True), mask=fits)
 
 
 @triton.jit
 def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
-    """Return the largest drawn threshold that keeps what is wanted, and the bracket.
+    """Returns the largest drawn threshold that keeps what is wanted, and the bracket.
 
     If all entries were drawn, the bracket is closed around the threshold.
     """
@@ -369,7 +369,7 @@ def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
 
 @triton.jit
 def around(t, kept, above, between, other_t, other_kept, other_above, other_between):
-    """Combine four values of two slots: by maximum, minimum, maximum and maximum.
+    """Combines four values of two slots: by maximum, minimum, maximum and maximum.
 
     They are the largest threshold that keeps enough, the least sum that is enough, the largest that
     is not, and the largest of all.

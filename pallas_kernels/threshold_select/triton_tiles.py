@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
-    """Load a tile of a row in memory, [T, R, 4], with -inf, or what `PAST` says, past the length.
+    """Loads a tile of a row in memory, [T, R, 4], with -inf, or what `PAST` says, past the length.
 
     Whole runs are loaded, so that loads stay 16 bytes wide.
     """
@@ -46,14 +46,14 @@ def read(row, start, length, plan: tl.constexpr, PAST: tl.constexpr = NOTHING):
 
 @triton.jit
 def first_of_runs(plan: tl.constexpr):
-    """Return where in a tile each thread's runs begin, [T, R, 1]."""
+    """Returns where in a tile each thread's runs begin, [T, R, 1]."""
     T: tl.constexpr = plan.threads
     return (tl.arange(0, plan.runs)[None, :, None] * T + tl.arange(0, T)[:, None, None]) * 4
 
 
 @triton.jit
 def weigh(scores, top, plan: tl.constexpr):
-    """Return weights and their logarithms to base 2.
+    """Returns weights and their logarithms to base 2.
 
     Weights are relative to the row's largest where scores are logits. The weight of -inf and of NaN
     (of a number and NaN the maximum is the number) is too small to be chosen or to count.
@@ -67,7 +67,7 @@ def weigh(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def to_entries(scores, top, plan: tl.constexpr):
-    """Return what a row is searched by: its weights, or its scores."""
+    """Returns what a row is searched by: its weights, or its scores."""
     if plan.mass:
         return weigh(scores, top, plan)[0]
     return scores
@@ -75,7 +75,7 @@ def to_entries(scores, top, plan: tl.constexpr):
 
 @triton.jit
 def counted(x, row, start, plan: tl.constexpr):
-    """Return what each entry of a tile adds to a sum: its weight, its size, or 1."""
+    """Returns what each entry of a tile adds to a sum: its weight, its size, or 1."""
     if plan.mass:
         return x
     elif plan.sized:
@@ -86,7 +86,7 @@ def counted(x, row, start, plan: tl.constexpr):
 
 @triton.jit
 def moments(scores, row, start, plan: tl.constexpr):
-    """Return what a tile is searched by, what entries count, and each thread's total and moments.
+    """Returns what a tile is searched by, what entries count, and each thread's total and moments.
 
     The first two moments are of the logarithms by weight, or of the scores by number or size.
     """
@@ -103,7 +103,7 @@ def moments(scores, row, start, plan: tl.constexpr):
 
 @triton.jit
 def above(x, each, t):
-    """Sum by thread what the entries of a tile that are at least t count."""
+    """Sums by thread what the entries of a tile that are at least t count."""
     at_least = tl.inline_asm_elementwise(  # 1.0 or 0.0, in one instruction
         "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -112,7 +112,7 @@ def above(x, each, t):
 
 @triton.jit
 def highest_below(x, each, hi, plan: tl.constexpr):
-    """Return each thread's largest entry below hi that counts anything."""
+    """Returns each thread's largest entry below hi that counts anything."""
     below = x < hi
     if plan.sized:
         below &= each > 0
@@ -121,25 +121,25 @@ def highest_below(x, each, hi, plan: tl.constexpr):
 
 @triton.jit
 def in_thread(x):
-    """Sum a tile by thread, to [T]."""
+    """Sums a tile by thread, to [T]."""
     return tl.sum(tl.sum(x, 2), 1)
 
 
 @triton.jit
 def thread_top(scores):
-    """Return each thread's largest score."""
+    """Returns each thread's largest score."""
     return tl.max(tl.max(scores, 2), 1)
 
 
 @triton.jit
 def thread_low(scores):
-    """Return each thread's smallest score that can be chosen."""
+    """Returns each thread's smallest score that can be chosen."""
     return tl.min(tl.min(tl.where(scores > NOTHING, scores, -NOTHING), 2), 1)
 
 
 @triton.jit
 def next_key(bits, sign, below, least):
-    """Return each thread's largest key from `least` to under `below`, or a lower one.
+    """Returns each thread's largest key from `least` to under `below`, or a lower one.
 
     Keys are bits, or 2^31 - 1 - bits where numbers are below 0. With `below` subtracted, keys under
     it are the largest as unsigned integers.
@@ -154,7 +154,7 @@ def next_key(bits, sign, below, least):
 
 @triton.jit
 def multiply_add(x, factor, term):
-    """Compute x · factor + term on integers in one instruction.
+    """Computes x · factor + term on integers in one instruction.
 
     It is computed again at each use, since x · factor would take registers.
     """
@@ -170,25 +170,25 @@ def multiply_add(x, factor, term):
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """Combine two sums."""
+    """Combines two sums."""
     return a + c, b + d
 
 
 @triton.jit
 def add_triples(a, b, c, d, e, f):
-    """Combine three sums."""
+    """Combines three sums."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def extremes(low, top, other_low, other_top):
-    """Combine a minimum and a maximum."""
+    """Combines a minimum and a maximum."""
     return tl.minimum(low, other_low), tl.maximum(top, other_top)
 
 
 @triton.jit
 def key(x):
-    """Return the bits of a float as an integer of the same order."""
+    """Returns the bits of a float as an integer of the same order."""
     # floats are sign and magnitude, so those below 0 have their other bits turned over
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -196,13 +196,13 @@ def key(x):
 
 @triton.jit
 def from_key(k):
-    """Return the float of a key, the inverse of `key`."""
+    """Returns the float of a key, the inverse of `key`."""
     return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp2(x):
-    """Return 2 to the power of x, 0 below 2^-126."""
+    """Returns 2 to the power of x, 0 below 2^-126."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -210,7 +210,7 @@ def exp2(x):
 
 @triton.jit
 def log2(x):
-    """Return the logarithm to base 2; subnormals count as 0."""
+    """Returns the logarithm to base 2; subnormals count as 0."""
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -218,7 +218,7 @@ def log2(x):
 
 @triton.jit
 def take(scores, sizes, length, WITH_TOP: tl.constexpr, plan: tl.constexpr):
-    """Return the Row at `scores`, read where it is resident, with its top if that is wanted."""
+    """Returns the Row at `scores`, read where it is resident, with its top if that is wanted."""
     x = tl.zeros([1], tl.float32)
     if plan.resident:
         x = read(scores, 0, length, plan)
@@ -230,7 +230,7 @@ def take(scores, sizes, length, WITH_TOP: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def row_top(row, plan: tl.constexpr):
-    """Return the row's largest score; 0 where it has none, so that differences stay numbers."""
+    """Returns the row's largest score; 0 where it has none, so that differences stay numbers."""
     if plan.resident:
         best = thread_top(row.x)
     else:
@@ -243,7 +243,7 @@ def row_top(row, plan: tl.constexpr):
 
 @triton.jit
 def row_extremes(row, plan: tl.constexpr):
-    """Return the row's smallest and largest score that can be chosen.
+    """Returns the row's smallest and largest score that can be chosen.
 
     Where there is none, the first is above the second.
     """
@@ -260,7 +260,7 @@ def row_extremes(row, plan: tl.constexpr):
 
 @triton.jit
 def row_weight(row, plan: tl.constexpr):
-    """Return the sum of the row's weights, relative to its top."""
+    """Returns the sum of the row's weights, relative to its top."""
     if plan.resident:
         sums = in_thread(weigh(row.x, row.top, plan)[0])
     else:
@@ -272,7 +272,7 @@ def row_weight(row, plan: tl.constexpr):
 
 @triton.jit
 def row_moments(row, plan: tl.constexpr):
-    """Return the row as it is searched, its total, and its mean and spread on the axis of guesses.
+    """Returns the row as it is searched, its total, and its mean and spread on the axis of guesses.
 
     A resident row then holds what it is searched by, and what its entries count.
     """
@@ -295,7 +295,7 @@ def row_moments(row, plan: tl.constexpr):
 
 @triton.jit
 def measure(row, t, u, plan: tl.constexpr):
-    """Measure how much of the row is at least t, and at least u."""
+    """Measures how much of the row is at least t, and at least u."""
     if plan.resident:
         a, b = above(row.x, row.each, t), above(row.x, row.each, u)
     else:
@@ -310,7 +310,7 @@ def measure(row, t, u, plan: tl.constexpr):
 
 @triton.jit
 def next_below(row, hi, plan: tl.constexpr):
-    """Return the largest entry below hi that counts; 0 where it is -0, whose key is another."""
+    """Returns the largest entry below hi that counts; 0 where it is -0, whose key is another."""
     if plan.resident:
         best = highest_below(row.x, row.each, hi, plan)
     else:
@@ -324,7 +324,7 @@ def next_below(row, hi, plan: tl.constexpr):
 
 @triton.jit
 def log_sum(scores, length, plan: tl.constexpr):
-    """Return the logsumexp of a row in memory; 0 where it has none."""
+    """Returns the logsumexp of a row in memory; 0 where it has none."""
     row = take(scores, scores, length, True, plan)
     weight = row_weight(row, plan)
     return tl.where(weight > 0, row.top + log2(weight) / LOG2_E, 0.0)
@@ -332,7 +332,7 @@ def log_sum(scores, length, plan: tl.constexpr):
 
 @triton.jit
 def sum_pages(scores, pages, length, plan: tl.constexpr):
-    """Write the mass of each page of a row: the logsumexp of its logits, or the sum of its weights.
+    """Writes the mass of each page of a row: the logsumexp of its logits or the sum of its weights.
 
     The mass of a page without scores is -inf.
     """
@@ -368,7 +368,7 @@ def pool(
     UNITS: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Write the largest score of each unit among its `SIZE` entries in `ROWS` rows.
+    """Writes the largest score of each unit among its `SIZE` entries in `ROWS` rows.
 
     Logits of several rows are compared as logarithms of normalised weights. Entries that `members`
     does not list do not count (None: all do); a unit without any gets -inf.

@@ -52,7 +52,7 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> AttentionOut:
-    """Compute attention of one query per head over the listed slots of its KV head.
+    """Computes attention of one query per head over the listed slots of its KV head.
 
     Rows are gathered one by one. Arguments, results and errors are those of `block_sparse_decode`,
     except that `selection` lists tokens, that `stats="listed_logits"` therefore reports on them,

@@ -10,7 +10,7 @@ from jsparse.shapes import Lengths
 def listed_tokens(
     selection: Selection, lengths: Lengths
 ) -> tuple[Int32[Array, "B K entries"], Lengths]:
-    """Return the slots that each list of tokens makes its head attend to, and their number.
+    """Returns the slots that each list of tokens makes its head attend to, and their number.
 
     They are `ids` and `count` of `ListedLogits`.
     """

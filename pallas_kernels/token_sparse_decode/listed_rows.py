@@ -23,7 +23,7 @@ def products(
     layer: LayerCache,
     slots: Int32[Array, "B K n"],
 ) -> Float32[Array, "B K G n"]:
-    """Multiply each query by the listed rows of its KV head."""
+    """Multiplies each query by the listed rows of its KV head."""
 
     def at_once(q: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows = read_slots(pool, layer, slots)
@@ -55,7 +55,7 @@ def products(
 
 
 def _by_kernel(q: Float[Array, "B K G H"], pool: Pages) -> bool:
-    """Return whether the kernel takes these queries and keys here."""
+    """Returns whether the kernel takes these queries and keys here."""
     fits = q.shape[2] <= MOST_GROUP and q.shape[3] <= MOST_WIDTH
     return fits and q.dtype == pool.dtype and no_triton() is None
 
@@ -66,7 +66,7 @@ def weighted_sum(
     layer: LayerCache,
     slots: Int32[Array, "B K n"],
 ) -> Float32[Array, "B K G H"]:
-    """Sum the listed rows of each KV head times the weights of its query heads."""
+    """Sums the listed rows of each KV head times the weights of its query heads."""
 
     def at_once(weights: Array, pool: Array | PagePool, slots: Array) -> Array:
         rows = read_slots(pool, layer, slots)
@@ -97,7 +97,7 @@ def weighted_sum(
 def _blocks(
     pool: Pages | PagePool, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "heads blocks BLOCK"]]:
-    """Return the pool by rows and each head's rows in it, filled up with its slot 0.
+    """Returns the pool by rows and each head's rows in it, filled up with its slot 0.
 
     Of a pool that lies in several memories, only the listed rows are fetched.
     """
@@ -114,7 +114,7 @@ def _blocks(
 def _placed(
     pool: Pages, layer: LayerCache, slots: Int32[Array, "B K n"]
 ) -> tuple[Float[Array, "rows H"], Int32[Array, "B K n"]]:
-    """Return the pool by rows, and where each head's listed rows lie in it."""
+    """Returns the pool by rows, and where each head's listed rows lie in it."""
     size = layer.page_size
     at = physical_pages(layer, slots // size) * size + slots % size
     return pool.reshape(-1, pool.shape[-1]), at

@@ -18,7 +18,7 @@ NUM_WARPS = 4
 def products(
     q: Float[Array, "B K G H"], rows: Float[Array, "rows H"], at: Int32[Array, "B K n"]
 ) -> Float32[Array, "B K G n"]:
-    """Multiply each query by the rows of its KV head, which lie in one array."""
+    """Multiplies each query by the rows of its KV head, which lie in one array."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads, group, width), number = q.shape, at.shape[2]
@@ -53,7 +53,7 @@ def listed_products_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply the queries of one head by one block of its rows."""
+    """Multiplies the queries of one head by one block of its rows."""
     blocks: tl.constexpr = (NUMBER + BLOCK - 1) // BLOCK
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]

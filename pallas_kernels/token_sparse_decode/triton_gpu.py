@@ -87,7 +87,7 @@ class Plan:
 
 
 def default_tiling(head_dim: int, itemsize: int, *, listed: bool = False) -> TokenTiling:
-    """Choose blocks of 16 KB of K.
+    """Chooses blocks of 16 KB of K.
 
     Two of them and two of V in flight, in each of three programs, fill a multiprocessor; where
     logits are listed, registers do not hold more than two programs.
@@ -106,7 +106,7 @@ def token_sparse_decode(
     dtype: DTypeLike = jnp.float32,
     tiling: TokenTiling | None = None,
 ) -> AttentionOut:
-    """Implement `api.token_sparse_decode` with jax-triton."""
+    """Implements `api.token_sparse_decode` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, heads), head_dim, capacity = layer.lengths.shape, q.shape[2], selection.ids.shape[2]
@@ -188,7 +188,7 @@ def token_sparse_decode(
 
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
-    """Return the pages in the ring of a head, 0 without rings, and where K and V lie."""
+    """Returns the pages in the ring of a head, 0 without rings, and where K and V lie."""
     if layer.page_pools is None:
         return 0, Pools(*layer.arrays, *(None,) * 5)
     k, v = layer.page_pools
@@ -199,7 +199,7 @@ def tiers(layer: LayerCache) -> tuple[int, Pools]:
 def with_newest(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
 ) -> Float32[Array, "B K G entries"]:
-    """Return the logits that lists bring, and right behind them that of the newest token."""
+    """Returns the logits that lists bring, and right behind them that of the newest token."""
     newest = jnp.clip(layer.lengths[..., None] - 1, 0)
     of_newest = sm_scale * products(
         q.reshape(*layer.lengths.shape, -1, q.shape[-1]), layer.k, layer, newest

@@ -78,7 +78,7 @@ def attend_kernel(
     number_ptr,  # [pairs] where plan.listed
     plan: tl.constexpr,
 ):
-    """Compute the partial (o, lse) of every unit, and store what is reported."""
+    """Computes the partial (o, lse) of every unit, and store what is reported."""
     heads = Heads(
         lengths_ptr,
         count_ptr,
@@ -129,7 +129,7 @@ def attend_kernel(
 
 @triton.jit
 def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
-    """Return the sums of one unit of a head, whose blocks' logits are reported."""
+    """Returns the sums of one unit of a head, whose blocks' logits are reported."""
     row, col, offset = axes
     own_first = first_own_page(pools, head.pair)
     size = unit_size(head.entries, plan)
@@ -169,7 +169,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
 
 @triton.jit
 def queries(given, axes, head, plan: tl.constexpr):
-    """Load the rows of a group's queries, behind their mean where its logits are wanted.
+    """Loads the rows of a group's queries, behind their mean where its logits are wanted.
 
     The mean is rounded to their type, as an operand.
     """
@@ -185,7 +185,7 @@ def queries(given, axes, head, plan: tl.constexpr):
 
 @triton.jit
 def add_block(sums, logits, valid, v, plan: tl.constexpr):
-    """Add a block of tokens to the sums of a unit."""
+    """Adds a block of tokens to the sums of a unit."""
     minus_inf = float("-inf")
     logits = tl.where(valid[None, :], logits, minus_inf)
     higher = tl.maximum(sums.top, tl.max(logits, 1))
@@ -199,7 +199,7 @@ def add_block(sums, logits, valid, v, plan: tl.constexpr):
 
 @triton.jit
 def store_part(sums, axes, o_ptr, lse_ptr, part, plan: tl.constexpr):
-    """Store a unit's o and lse; `part` is the first of its rows."""
+    """Stores a unit's o and lse; `part` is the first of its rows."""
     row, col = axes.row, axes.col
     rows: tl.constexpr = plan.group + plan.mean
     o = sums.o / tl.where(sums.total == 0, 1.0, sums.total)[:, None]

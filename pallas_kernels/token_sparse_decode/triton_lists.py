@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
 @triton.jit
 def count_entries(heads, pair, mask):
-    """Count what heads read, and how much of that their lists name: -1 for a dense head."""
+    """Counts what heads read, and how much of that their lists name: -1 for a dense head."""
     entries = tl.load(heads.lengths + pair, mask=mask, other=0)
     listed = tl.load(heads.number + pair, mask=mask, other=0)
     if heads.dense is not None:
@@ -45,14 +45,14 @@ def count_entries(heads, pair, mask):
 
 @triton.jit
 def unit_size(entries, plan: tl.constexpr):
-    """Return the number of entries per unit."""
+    """Returns the number of entries per unit."""
     blocks = tl.maximum(tl.cdiv(entries, plan.block * plan.max_units), plan.unit_blocks)
     return blocks * plan.block
 
 
 @triton.jit
 def find(heads, head, entry, plan: tl.constexpr):
-    """Return the slots of a block of entries, their rows in the pool, and which of them count."""
+    """Returns the slots of a block of entries, their rows in the pool, and which of them count."""
     unlisted = tl.where(head.listed < 0, entry, head.newest)
     named = entry < head.listed
     ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
@@ -72,7 +72,7 @@ def find(heads, head, entry, plan: tl.constexpr):
 
 @triton.jit
 def count_older(heads, head, plan: tl.constexpr):
-    """Count the ids below the newest; only the end of a list, which ascends, may hold others."""
+    """Counts the ids below the newest; only the end of a list, which ascends, may hold others."""
     ids = heads.ids + head.pair.to(tl.int64) * heads.capacity
     older, searching = head.listed, True
     while searching:

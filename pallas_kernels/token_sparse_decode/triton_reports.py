@@ -18,7 +18,7 @@ class Report(NamedTuple):
 
 @triton.jit
 def store_by_slot(report, heads, axes, head, slot, valid, logits, plan: tl.constexpr):
-    """Store the logits of the mean query, which is row 0, at the slots of a block."""
+    """Stores the logits of the mean query, which is row 0, at the slots of a block."""
     of_mean = tl.sum(tl.where(axes.row == 0, logits, 0.0), 0)
     first = head.pair.to(tl.int64) * heads.pages * plan.page_size
     tl.store(report.scores + first + slot, of_mean, mask=valid)
@@ -26,7 +26,7 @@ def store_by_slot(report, heads, axes, head, slot, valid, logits, plan: tl.const
 
 @triton.jit
 def store_listed(report, heads, axes, head, start, slot, valid, logits, plan: tl.constexpr):
-    """Store the tokens of a block and every row's logits.
+    """Stores the tokens of a block and every row's logits.
 
     The newest token, read behind the list, is reported right behind the older ones: lists may name
     it, and go on past the head's length.
@@ -48,7 +48,7 @@ def store_listed(report, heads, axes, head, start, slot, valid, logits, plan: tl
 
 @triton.jit
 def end_report(report, heads, pair, line, number, plan: tl.constexpr):
-    """Store the number of a head's reported tokens, and what stands behind them.
+    """Stores the number of a head's reported tokens, and what stands behind them.
 
     `line` is where in `named` the head's begin.
     """

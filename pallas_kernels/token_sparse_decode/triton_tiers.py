@@ -20,7 +20,7 @@ class Pools(NamedTuple):
 
 @triton.jit
 def first_own_page(pools, pair):
-    """Return a head's first resident page, or -1."""
+    """Returns a head's first resident page, or -1."""
     first = tl.full([], -1, tl.int32)
     if pools.own_first is not None:
         first = tl.load(pools.own_first + pair)
@@ -29,7 +29,7 @@ def first_own_page(pools, pair):
 
 @triton.jit
 def places(pools, head, own_first, slot, at, plan: tl.constexpr):
-    """Return the elements at which rows of K and V begin, counted from pools.k and pools.v.
+    """Returns the elements at which rows of K and V begin, counted from pools.k and pools.v.
 
     The newest pages of a head, as many as its ring has, are read from there, all pages of a
     resident head from the device, others where pools.k and pools.v lie.
@@ -53,7 +53,7 @@ def places(pools, head, own_first, slot, at, plan: tl.constexpr):
 
 @triton.jit
 def away(base_ptr, ptr):
-    """Return how many elements lie between two arrays, a multiple of 16 bytes.
+    """Returns how many elements lie between two arrays, a multiple of 16 bytes.
 
     Loads stay as wide as within one array, and there is one of them wherever a row lies.
     """

@@ -42,7 +42,7 @@ def window_attention(
     over: Over = "competing",
     implementation: str | None = None,
 ) -> Float32[Array, "B K S"]:
-    """Return each competing slot's mean share of a window's attention; 0 for all others.
+    """Returns each competing slot's mean share of a window's attention; 0 for all others.
 
     A query's shares are its softmax over the competing slots, all of which it must come after, or
     over everything that its head holds up to its own token. With group="mean" every query head has

@@ -46,7 +46,7 @@ class Case:
     dtype: str = "float32"
 
     def build(self, seed: int = 0) -> Inputs:
-        """Build the inputs; equal seeds give equal ones."""
+        """Builds the inputs; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         heads, slots = (self.batch, self.kv_heads), self.num_pages * self.page_size
         pages = self.batch * self.kv_heads * self.num_pages

@@ -23,7 +23,7 @@ def window_attention(
     group: str,
     over: str,
 ) -> Float32[Array, "B K S"]:
-    """Implement `api.window_attention` in plain jnp."""
+    """Implements `api.window_attention` in plain jnp."""
     batch, kv_heads = layer.lengths.shape
     size, heads, head_dim = queries.shape[1:]
     grouped = queries.reshape(batch, size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
@@ -87,10 +87,10 @@ def window_attention(
 
 
 def _ages(positions: Rows, size: int) -> Int32[Array, "B W"]:
-    """Return how many tokens came after each query of a ring; queries that are not there aside."""
+    """Returns how many tokens came after each query of a ring; queries that are not there aside."""
     return (positions[:, None] - 1 - jnp.arange(size, dtype=jnp.int32)) % size
 
 
 def _flat(pages: Array) -> Array:
-    """Join the pages [B, K, n, P, …] of each head to slots [B, K, n · P, …]."""
+    """Joins the pages [B, K, n, P, …] of each head to slots [B, K, n · P, …]."""
     return pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])

@@ -31,7 +31,7 @@ def window_attention(
     group: str,
     over: str,
 ) -> Float32[Array, "B K S"]:
-    """Implement `api.window_attention` with jax-triton."""
+    """Implements `api.window_attention` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (batch, kv_heads), slots = layer.lengths.shape, layer.capacity
@@ -104,7 +104,7 @@ def load_queries(
     EACH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return TILE query rows of one KV head [TILE, CHANNELS], which of them there are, and their
+    """Returns TILE query rows of one KV head [TILE, CHANNELS], which of them there are, and their
     ages in tokens.
     """
     row, channel = first + tl.arange(0, TILE), tl.arange(0, CHANNELS)
@@ -143,7 +143,7 @@ def logits_of(
     PRECISION: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Return a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK].
+    """Returns a tile of logits, [TILE, BLOCK], or with LARGEST [TILE // EACH, BLOCK].
 
     Those of competing slots, or with HELD of all up to each query's own; all others are -inf.
     """
@@ -203,7 +203,7 @@ def lse_kernel(
     PRECISION: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Compute the logsumexp of a tile of query rows over one split of a head's slots."""
+    """Computes the logsumexp of a tile of query rows over one split of a head's slots."""
     split, pair, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q, asked, age = load_queries(
         q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
@@ -256,7 +256,7 @@ def shares_kernel(
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Average the shares of one tile of slots over all query rows of a head."""
+    """Averages the shares of one tile of slots over all query rows of a head."""
     pair = tl.program_id(1)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     SETS: tl.constexpr = TILE // EACH if LARGEST else TILE

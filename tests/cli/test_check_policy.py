@@ -59,7 +59,7 @@ def test_what_leads_to_no_policy_is_refused_in_one_line(policy, said):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Return the policies that are checked, none of which breaks a rule or leaves a token out."""
+    """Returns the policies that are checked, none of which breaks a rule or leaves a token out."""
     calls = []
 
     def check(policy, full):

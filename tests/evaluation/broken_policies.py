@@ -132,7 +132,7 @@ def pieces() -> Policy:
 
 
 def page_sums(active_only, fresh):
-    """Keep the sum of the first channel of each page, from 0 on or not, for all rows or not."""
+    """Keeps the sum of the first channel of each page, from 0 on or not, for all rows or not."""
 
     def init(spec):
         return tuple(jnp.zeros(spec.pages, jnp.float32) for _ in range(spec.num_layers))

@@ -13,14 +13,14 @@ from tests.kernels.dense_attention import expected
 
 
 def tolerance(case: Case) -> dict[str, Any]:
-    """Return tolerances: bfloat16 weights are off by 2^-9, float32 by 1e-3 for logits of 1e4."""
+    """Returns tolerances: bfloat16 weights are off by 2^-9, float32 by 1e-3 for logits of 1e4."""
     return (
         {"rtol": 2e-2, "atol": 2e-2} if case.dtype == "bfloat16" else {"rtol": 1e-5, "atol": 2e-5}
     )
 
 
 def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
-    """Check o, lse and all three reports against the slow dense computation.
+    """Checks o, lse and all three reports against the slow dense computation.
 
     `op` is called as `op(q, layer, selection, sm_scale=…, stats=…)`.
     """
@@ -57,7 +57,7 @@ def assert_matches_dense(op, case: Case, seed: int = 0) -> None:
 
 
 def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e-5) -> None:
-    """Check that stats are of the mean query rounded to the queries' type.
+    """Checks that stats are of the mean query rounded to the queries' type.
 
     A kernel takes it as an operand of the MMA, so no backend may rank tokens by what that rounds
     away. `off` is the error allowed to sums of products.
@@ -76,7 +76,7 @@ def assert_reports_rounded_mean(op, granularity: Granularity, *, off: float = 1e
 
 
 def assert_rounds_o(op, case: Case) -> None:
-    """Check that `dtype` rounds o of float32 once, and leaves lse and stats alone."""
+    """Checks that `dtype` rounds o of float32 once, and leaves lse and stats alone."""
     inputs = case.build()
 
     @jax.jit

@@ -22,7 +22,7 @@ class Expected(NamedTuple):
 
 
 def attended_slots(chosen, head, length: int, page_size: int) -> list[int]:
-    """List the slots to which one head attends, from the Selection's fields one by one."""
+    """Lists the slots to which one head attends, from the Selection's fields one by one."""
     if chosen.dense is not None and chosen.dense[head]:
         return list(range(length))
     slots = set()
@@ -44,7 +44,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
-    """Compute attention of every query head, and all reports on it."""
+    """Computes attention of every query head, and all reports on it."""
     q = np.asarray(inputs.q, np.float64)
     layer = SimpleNamespace(
         **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}

@@ -6,7 +6,7 @@ from jsparse.pallas_kernels.int4_keys import Int4Keys
 
 
 def assert_keys_near(got: Int4Keys, want: Int4Keys) -> None:
-    """Check scales and zeros to an ulp, and codes to one where a channel lies halfway."""
+    """Checks scales and zeros to an ulp, and codes to one where a channel lies halfway."""
     for a, b in ((got.scale, want.scale), (got.zero, want.zero)):
         assert a.dtype == b.dtype
         assert (np.abs(_ordered(a) - _ordered(b)) <= 1).all()
@@ -16,7 +16,7 @@ def assert_keys_near(got: Int4Keys, want: Int4Keys) -> None:
 
 
 def _ordered(x) -> np.ndarray:
-    """Return the place of each float16 among all of them."""
+    """Returns the place of each float16 among all of them."""
     bits = np.asarray(x).view(np.int16).astype(int)
     return np.where(bits < 0, -32768 - bits, bits)
 

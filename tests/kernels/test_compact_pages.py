@@ -17,7 +17,7 @@ POOLS = ("k", "v", "bias", "slot_positions")
 
 
 def kept_of(inputs, head):
-    """List the old slots that a head must hold afterwards, or None where it stays as it is."""
+    """Lists the old slots that a head must hold afterwards, or None where it stays as it is."""
     stays = inputs.rewrite is not None and not bool(inputs.rewrite[head])
     stays |= inputs.keep.dense is not None and bool(inputs.keep.dense[head])
     return None if stays else np.asarray(inputs.keep.ids)[head][: int(inputs.keep.count[head])]
@@ -43,7 +43,7 @@ def bare(layer):
 
 
 def heads_of(layer):
-    """Read every pool by head and slot, as a dict of arrays [B, K, S, …]."""
+    """Reads every pool by head and slot, as a dict of arrays [B, K, S, …]."""
     pools = {name: getattr(layer, name) for name in POOLS if getattr(layer, name) is not None}
     return {name: np.asarray(read_heads(pool, bare(layer))) for name, pool in pools.items()}
 

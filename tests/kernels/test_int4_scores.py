@@ -56,21 +56,21 @@ FRAME = KeyFrame(ones(K, H), ones(K, H // 2), ones(1, H))
 
 
 def kept(keys, page, slot):
-    """Read one token's channels, nibble by nibble."""
+    """Reads one token's channels, nibble by nibble."""
     packed = np.asarray(keys.packed)[page, slot].astype(int)
     codes = [packed[d // 2] >> 4 if d % 2 else packed[d // 2] & 15 for d in range(2 * packed.size)]
     return np.array(codes) * float(keys.scale[page, slot]) + float(keys.zero[page, slot])
 
 
 def lies(layer, b, n, page):
-    """Find where a head's page lies."""
+    """Finds where a head's page lies."""
     if layer.block_table is not None:
         return int(layer.block_table[b, n, page])
     return (b * layer.lengths.shape[1] + n) * layer.num_pages + page
 
 
 def around(frame, n, slot, head_dim):
-    """Return the mean key of a head at a slot, and the reach of each channel: 0 and 1 without."""
+    """Returns the mean key of a head at a slot, and the reach of each channel: 0 and 1 without."""
     if frame is None:
         return np.zeros(head_dim), np.ones(head_dim)
     mid, reach, angles = (np.asarray(x, np.float64) for x in frame)
@@ -312,7 +312,7 @@ def test_appends_what_slow_numpy_does(kind, table, page_size, count):
 
 
 def slow_append(keys, layer, k, valid, first, frame=None, channels=None):
-    """Quantise k [B, K, T, H] token by token in float64, with scale and zero rounded to float16."""
+    """Quantises k [B, K, T, H] by token in float64, with scale and zero rounded to float16."""
     packed, scale, zero = (np.array(pool) for pool in keys)
     for b, n, t in np.ndindex(k.shape[:3]):
         slot = int(first[b, n]) + t

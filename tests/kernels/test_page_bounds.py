@@ -49,7 +49,7 @@ def physical(layer, b, n, page):
 
 
 def numbers(bounds):
-    """Return low and high, float64."""
+    """Returns low and high, float64."""
     low, high = (np.asarray(x, np.float64) for x in (bounds.low, bounds.high))
     if isinstance(bounds, PageBounds):
         return low, high
@@ -197,7 +197,7 @@ def test_bounds_in_a_frame_are_codes_of_what_lies_in_it(table):
 
 
 def floats(bits):
-    """Read 32 bits as a float32, within the range that 8-bit bounds cover."""
+    """Reads 32 bits as a float32, within the range that 8-bit bounds cover."""
     value = np.uint32(bits).view(np.float32)
     return float(value) if abs(value) <= 2.0**120 else 1.0
 

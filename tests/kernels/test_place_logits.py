@@ -30,7 +30,7 @@ cases = st.builds(
 
 
 def expected(inputs, num_pages, page_size):
-    """Place the logits of all slots, page by page in the order in which each head reads them."""
+    """Places the logits of all slots, page by page in the order in which each head reads them."""
     logits, lengths = np.asarray(inputs.logits), np.asarray(inputs.lengths)
     ids, count, dense = (
         jax.device_get(getattr(inputs.selection, name)) for name in ("ids", "count", "dense")

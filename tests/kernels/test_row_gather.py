@@ -14,7 +14,7 @@ gather = jax.jit(row_gather, static_argnames="row_axes")
 
 
 def expected(pool, ids, count):
-    """Gather the listed rows one by one."""
+    """Gathers the listed rows one by one."""
     rows = np.zeros((*ids.shape, *pool.shape[1:]), pool.dtype)
     for at in np.ndindex(*ids.shape):
         if count is None or at[-1] < count[at[:-1]]:

@@ -27,7 +27,7 @@ compiled = jax.jit(runs_to_tokens, static_argnames=("capacity", "implementation"
 
 
 def expected(inputs, head) -> list[int]:
-    """List all slots of one head's runs, and those outside all runs if it has a length."""
+    """Lists all slots of one head's runs, and those outside all runs if it has a length."""
     ids, number, edges = (np.asarray(x) for x in inputs[:3])
     edges = np.broadcast_to(edges, (*number.shape, edges.shape[-1]))[head]
     slots: list[int] = []

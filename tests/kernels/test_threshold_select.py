@@ -21,7 +21,7 @@ def logsumexp(x: np.ndarray) -> float:
 
 
 def choice(row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float) -> list[int]:
-    """Return what one row chooses, best first; `lse` normalises its logits."""
+    """Returns what one row chooses, best first; `lse` normalises its logits."""
     order = [
         i for i in sorted(range(row.size), key=lambda i: (-row[i], i)) if not np.isneginf(row[i])
     ]
@@ -45,7 +45,7 @@ def choice(row: np.ndarray, rule, value: float, sizes, softmax: bool, lse: float
 
 
 def expected(scores, rule, kwargs) -> dict[tuple[int, int], dict[int, set[int]]]:
-    """Return for each head the units that must be listed, and the tokens chosen in each."""
+    """Returns for each head the units that must be listed, and the tokens chosen in each."""
     softmax, unit, size = (
         kwargs["weights"] == "softmax",
         kwargs["granularity"],
@@ -118,7 +118,7 @@ def run(scores, form, numbers, settings, arrays, static) -> Selection:
 
 
 def call(inputs) -> Selection:
-    """Run the op compiled, with the rule's number static unless it is an array."""
+    """Runs the op compiled, with the rule's number static unless it is an array."""
     arrays = {key: inputs.kwargs[key] for key in ("lengths", "names")}
     static = {key: value for key, value in inputs.kwargs.items() if key not in arrays}
     rule = inputs.rule._asdict()

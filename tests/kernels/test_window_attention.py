@@ -14,7 +14,7 @@ by_name = {case.name: case for case in CASES}
 
 
 def slowly(inputs, group, over="competing"):
-    """Average softmaxes one query after the other, in float64.
+    """Averages softmaxes one query after the other, in float64.
 
     SnapKV's are of all that a query can see: of the newest slots, one per token, up to its own.
     """

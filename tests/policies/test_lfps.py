@@ -30,7 +30,7 @@ class Layer:
     """Rows of different lengths in one layer, to which queries, keys and values come one by one."""
 
     def __init__(self, policy, q, k, v, prompts, *, dim=DIM):
-        """Read the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
+        """Reads the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
         self.policy, self.q, self.k, self.v = parse(policy), q, k, v
         self.lengths = np.array(prompts)
         most = q.shape[1]
@@ -42,7 +42,7 @@ class Layer:
         self.steps, self.knobs = 0, None
 
     def step(self):
-        """Decode one token of each row; return what was selected and attention's result."""
+        """Decodes one token of each row; return what was selected and attention's result."""
         row = np.arange(len(self.q))
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.v))
         out, chosen, self.cache, self.state = _step(
@@ -121,7 +121,7 @@ class Model:
     """
 
     def __init__(self, q, keys, decay, most, penalty, aligned=True):
-        """Take the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
+        """Takes the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
         n, self.decay, self.penalty, self.aligned = len(keys), decay, penalty, aligned
         self.vertical, self.slash, self.newest = np.zeros(most), np.zeros(most), n
         s = min(n, 32)
@@ -136,7 +136,7 @@ class Model:
                     self.slash[i] += c * w[i - j + 1]
 
     def read(self):
-        """Return what candidates are chosen by (equation 7), of slots SINKS ≤ i < t.
+        """Returns what candidates are chosen by (equation 7), of slots SINKS ≤ i < t.
 
         The paper reads Φsla(i). Aligned, it is read where it will have moved to, from i - 1.
         """
@@ -144,7 +144,7 @@ class Model:
         return self.vertical[SINKS : self.newest], slash[SINKS : self.newest]
 
     def update(self, listed, q, keys):
-        """Take in a step that attended to `listed`, the newest among them (equation 10)."""
+        """Takes in a step that attended to `listed`, the newest among them (equation 10)."""
         counted = np.array(listed) >= SINKS
         self.vertical, self.slash = self.decay * self.vertical, self.decay * moved(self.slash)
         if counted.any():
@@ -156,12 +156,12 @@ class Model:
 
 
 def moved(table):
-    """Return the table whose entry at i is that at i - 1."""
+    """Returns the table whose entry at i is that at i - 1."""
     return np.concatenate([[0.0], table[:-1]])
 
 
 def candidates(tables, rule, a, number):
-    """Return the slots that a rule chooses by tables over slots from SINKS on, best first.
+    """Returns the slots that a rule chooses by tables over slots from SINKS on, best first.
 
     They are `number` at most. The threshold's are those of equations 8 and 9.
     """
@@ -191,7 +191,7 @@ RULES = {
 
 
 def check(kind, steps, decay):
-    """Hold every step of both rows to the model: tables, then the selection that they give."""
+    """Holds every step of both rows to the model: tables, then the selection that they give."""
     prompts = (45, 9)
     q, k, v = drawn(max(prompts) + steps + 1)
     layer = Layer(RULES[kind].format(decay=decay), q, k, v, prompts)
@@ -383,7 +383,7 @@ def of_bypass(q, keys, values, t, prompt, alone):
 
 
 def with_sinks(prompt, looking):
-    """Draw one step, at which the query heads `looking` [B, N] look at the first tokens."""
+    """Draws one step, at which the query heads `looking` [B, N] look at the first tokens."""
     q, k, v = drawn(prompt + 1, seed=3)
     towards = unit(np.random.default_rng(5), HEADS, DIM)
     k[:, :SINKS] = 8 * towards + 0.3 * k[:, :SINKS]

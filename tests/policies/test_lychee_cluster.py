@@ -51,7 +51,7 @@ class Layer:
     """Rows of different lengths in one layer, to which tokens come one by one."""
 
     def __init__(self, policy, prompts, tokens, seed=0, spread=1.0, dtype=jnp.float32, k=None):
-        """Draw `tokens` tokens for every row and read the prompts; `k` are given keys."""
+        """Draws `tokens` tokens for every row and reads the prompts; `k` are given keys."""
         self.policy, rng = parse(policy), np.random.default_rng(seed)
         # keys of few directions, so that there is something to cluster
         centers = rng.normal(size=(12, HEADS, DIM))
@@ -68,7 +68,7 @@ class Layer:
         )
 
     def step(self):
-        """Take in a token per row; return the selection and the queries that it is for."""
+        """Takes in a token per row; return the selection and the queries that it is for."""
         row = np.arange(ROWS)
         new = (jnp.asarray(x[row, self.lengths]) for x in (self.q, self.k, self.tokens))
         chosen, self.cache, self.state = _step(self.policy, self.cache, self.state, *new, classes())
@@ -77,7 +77,7 @@ class Layer:
         return chosen, q
 
     def maintain(self):
-        """Do so if it is due, and say whether it was."""
+        """Does so if it is due, and say whether it was."""
         if self.steps % self.policy.services.period:
             return False
         self.state, self.cache = _maintain(self.policy, self.state, self.cache)
@@ -191,7 +191,7 @@ class Model:
         return Group(centroid, total, max(far))
 
     def join(self, chunks):
-        """Take in chunks that were cut at the same time."""
+        """Takes in chunks that were cut at the same time."""
         had, groups = len(self.fine), []
         empty = Group(np.zeros(self.keys.shape[1]), 0, 0.0)
         for chunk in chunks:

@@ -38,7 +38,7 @@ def none():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Return the path of a file with policies of one's own, which is also a module here."""
+    """Returns the path of a file with policies of one's own, which is also a module here."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "own_policies.py"
     file.write_text(OWN)

@@ -43,19 +43,19 @@ def my_default_quest(budget: int = 1024) -> Policy:
 
 
 def mean_key(keys, held):
-    """Keep the mean of the keys that are there."""
+    """Keeps the mean of the keys that are there."""
     return jnp.mean(keys, axis=0, where=held[:, None])
 
 
 @builder
 def my_centroids(budget: int = 1024) -> Policy:
-    """Rank pages by their mean key, as ArkVale does with rank="centroid"."""
+    """Ranks pages by their mean key, as ArkVale does with rank="centroid"."""
     return page_policy(mean_key, lambda q, center: (q @ center).max(), budget)
 
 
 @builder
 def my_norms(budget: int = 1024) -> Policy:
-    """Rank pages by their longest key and, like pages, by their number of tokens."""
+    """Ranks pages by their longest key and, like pages, by their number of tokens."""
 
     def summarise(keys, held):
         return {"norm": jnp.linalg.norm(keys, axis=-1).max(), "tokens": held.sum()}

@@ -105,7 +105,7 @@ def test_every_registered_policy_is_in_the_table():
 
 
 def decoded(expression, prompts, forced=FORCED):
-    """Return the logits of the policy itself; all batches of two share their programs."""
+    """Returns the logits of the policy itself; all batches of two share their programs."""
     return engine_logits(
         params(), expression, prompts, forced, page_size=PAGE, max_length=MAX_LENGTH
     )
@@ -208,7 +208,7 @@ def test_a_shared_pool_of_used_pages_gives_the_same(expression):
 
 
 def primed(policy: Policy, batch: int = 2):
-    """Return cache and state after a prompt of 9 tokens per row."""
+    """Returns cache and state after a prompt of 9 tokens per row."""
     p = params()
     spec = spec_of(p, batch, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
     carry = prefill.start(p.decoder, policy, *store.empty_rows(spec, policy))

@@ -38,13 +38,13 @@ class Chunks(NamedTuple):
 
 
 def marks(table: UInt8[Array, "V 2"], tokens: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Look up what boundaries need of each token: its class in 3 bits, its flags above them."""
+    """Looks up what boundaries need of each token: its class in 3 bits, its flags above them."""
     packed = table[:, 0] | table[:, 1] << _CLASS_BITS
     return packed[tokens]
 
 
 def boundaries(marks: UInt8[Array, "B S"]) -> UInt8[Array, "B S"]:
-    """Return the class of the boundary behind each slot, from the marks of it and its neighbours.
+    """Returns the class of the boundary behind each slot, from the marks of it and its neighbours.
 
     A blank that starts the next token makes a boundary of class 4 where there is none. A token of
     newlines alone behind one that ends in a newline completes an empty line, which is class 1. The
@@ -67,7 +67,7 @@ def cut(
     least: int = 8,
     most: int = 16,
 ) -> Chunks:
-    """Cut each row greedily from slot `first` on into the chunks that end by `ends`.
+    """Cuts each row greedily from slot `first` on into the chunks that end by `ends`.
 
     The classes of the first `most` slots from its start decide where a chunk ends, so those of the
     slots before ends + most - least must be right. A chunk that would end later than `ends` is not
@@ -123,7 +123,7 @@ def cut_on(
     least: int = 8,
     most: int = 16,
 ) -> Chunks:
-    """Add up to `most_new` chunks to each row, those that `cut` would make next.
+    """Adds up to `most_new` chunks to each row, those that `cut` would make next.
 
     Only the slots that these chunks could reach are read. Arguments are those of `cut`; most_new is
     static and small.
@@ -157,7 +157,7 @@ def _check(classes: UInt8[Array, "B S"] | None, least: int, most: int) -> None:
 
 
 def _next_starts(classes: UInt8[Array, "B S"], least: int, most: int) -> Int32[Array, "B S"]:
-    """Return the slot behind a chunk that starts at each slot; past the row all is class 0."""
+    """Returns the slot behind a chunk that starts at each slot; past the row all is class 0."""
     size = classes.shape[1]
     reach = size + most - 1
     ranks = jnp.where(classes == 0, 0, 5 - classes.astype(jnp.int32))
@@ -168,7 +168,7 @@ def _next_starts(classes: UInt8[Array, "B S"], least: int, most: int) -> Int32[A
 
 
 def _followed(links: Int32[Array, "B S"], begin: Rows, count: int) -> Int32[Array, "B count"]:
-    """Return the first `count` slots of the chain of links from `begin`; S + 1 past its end."""
+    """Returns the first `count` slots of the chain of links from `begin`; S + 1 past its end."""
     size = links.shape[1]
     links = jnp.pad(jnp.minimum(links, size + 1), ((0, 0), (0, 2)), constant_values=size + 1)
     chain = begin[:, None]
@@ -186,12 +186,12 @@ def _must_be_full(
     least: int,
     most: int,
 ) -> Bool[Array, "..."]:
-    """Return whether a chunk must have `most` tokens, since the rest might not fit otherwise."""
+    """Returns whether a chunk must have `most` tokens, since the rest might not fit otherwise."""
     return most * (capacity - used) < size - start + most - least
 
 
 def _window(classes: UInt8[Array, "B S"], begin: Rows, length: int) -> UInt8[Array, "B length"]:
-    """Return the classes of `length` slots from `begin` on; 0 past the row."""
+    """Returns the classes of `length` slots from `begin` on; 0 past the row."""
     slots = begin[:, None] + jnp.arange(length, dtype=jnp.int32)
     return jnp.take_along_axis(classes, slots, axis=1, mode="fill", fill_value=0)
 
@@ -201,7 +201,7 @@ def _every(most: int, begin: Rows, capacity: int) -> Int32[Array, "B starts"]:
 
 
 def _up_to(ends: Rows, starts: Int32[Array, "B starts"]) -> Chunks:
-    """Keep the chunks that end by `ends`."""
+    """Keeps the chunks that end by `ends`."""
     count = jnp.sum(starts[:, 1:] <= ends[:, None], axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(starts, count[:, None], axis=1)
     return Chunks(jnp.minimum(starts, last), count)

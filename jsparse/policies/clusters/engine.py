@@ -59,26 +59,26 @@ class Settings(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Return the most tokens of a chunk."""
+        """Returns the most tokens of a chunk."""
         return self.form.longest
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Return the fewest and the most tokens of a chunk, as `cut` takes them."""
+        """Returns the fewest and the most tokens of a chunk, as `cut` takes them."""
         return {"least": self.shortest, "most": self.longest}
 
     @property
     def most_open(self) -> int:
-        """Return the most tokens that are ever open."""
+        """Returns the most tokens that are ever open."""
         return self.recent + self.longest - 1 + self.period
 
     @property
     def most_new(self) -> int:
-        """Return the most chunks that are cut at a time."""
+        """Returns the most chunks that are cut at a time."""
         return (self.longest - 1 + self.period) // self.shortest
 
     def chunks_of(self, slots: int) -> int:
-        """Return the number of chunks that a row of `slots` slots has room for.
+        """Returns the number of chunks that a row of `slots` slots has room for.
 
         Chunks of 8 to 16 tokens have room at 10 tokens each. A row that needs more room than that
         cuts the rest at the greatest length, for which there always is enough.
@@ -89,7 +89,7 @@ class Settings(NamedTuple):
 
 
 def require_budget(settings: Settings) -> None:
-    """Raise ValueError if a budget does not hold what is always attended to, and one chunk."""
+    """Raises ValueError if a budget does not hold what is always attended to, and one chunk."""
     least = settings.sink + settings.most_open + settings.longest
     if settings.budget < least:
         raise ValueError(
@@ -115,7 +115,7 @@ class Index(NamedTuple):
 
 
 def cluster_policy(settings: Settings) -> Policy:
-    """Build the policy that these settings describe."""
+    """Builds the policy that these settings describe."""
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -129,7 +129,7 @@ def cluster_policy(settings: Settings) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> Index:
-    """Return an index of no chunks."""
+    """Returns an index of no chunks."""
     chunks, slots = settings.chunks_of(spec.capacity), (spec.batch, spec.capacity)
     starts = jnp.full((spec.batch, chunks + 1), min(settings.sink, spec.capacity), jnp.int32)
     return Index(
@@ -140,7 +140,7 @@ def init(settings: Settings, spec: CacheSpec) -> Index:
 
 
 def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> Index:
-    """Note boundaries; when the prompt ends, cut it into chunks and cluster each layer's keys."""
+    """Notes boundaries; when the prompt ends, cut it into chunks and cluster each layer's keys."""
     held = view.step.layers[layer]
     if layer == 0:
         length = held.lengths[:, 0]
@@ -161,7 +161,7 @@ def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> 
 def append(
     settings: Settings, state: Index, layer: int, k, v, tokens, positions, view: StepView
 ) -> Index:
-    """Note boundaries."""
+    """Notes boundaries."""
     if layer:
         return state
     valid = taking_part(view, tokens.shape[1])
@@ -169,7 +169,7 @@ def append(
 
 
 def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepView):
-    """List sinks, what is open and, as far as the budget reaches, chunks of the best clusters."""
+    """Lists sinks, what is open and, as far as the budget reaches, chunks of the best clusters."""
     # all layers hold the same tokens: what follows from the first's is computed once per step
     held, chunks, index = view.layers[0].lengths, state.chunks, state.layers[layer]
     budget, fine = min(settings.budget, view.layers[0].capacity), index.fine
@@ -188,7 +188,7 @@ def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepV
         )
 
     def worst(scores: Array) -> Array:
-        """Return at most the score of the first chunk that the budget has no room for.
+        """Returns at most the score of the first chunk that the budget has no room for.
 
         There is one among the scores, since more tokens than the budget are looked at.
         """
@@ -206,7 +206,7 @@ def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepV
 
 
 def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, KVCache]:
-    """Cut the oldest open tokens into chunks, which join the clusters of each layer."""
+    """Cuts the oldest open tokens into chunks, which join the clusters of each layer."""
     before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
     most_new = settings.most_new
     chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **settings.lengths)
@@ -217,7 +217,7 @@ def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, K
 def marked(
     settings: Settings, state: Index, tokens: Tokens, first: Rows, valid: Rows, view: StepView
 ) -> Index:
-    """Note what new tokens say of the boundaries around them."""
+    """Notes what new tokens say of the boundaries around them."""
     if state.marks is None or settings.classes is None:
         return state
     assert view.constants is not None
@@ -229,11 +229,11 @@ def marked(
 
 
 def classes(state: Index) -> UInt8[Array, "B S"] | None:
-    """Return the class of the boundary behind each token; None where chunks are of one length."""
+    """Returns the class of the boundary behind each token; None where chunks are of one length."""
     return None if state.marks is None else boundaries(state.marks)
 
 
 def outside(chunks: Chunks, lengths: Lengths) -> Lengths:
-    """Return how many of a head's tokens lie in no chunk: its sinks and what is open."""
+    """Returns how many of a head's tokens lie in no chunk: its sinks and what is open."""
     first, last = chunks.starts[:, :1], chunks.starts[:, -1:]
     return jnp.minimum(first, lengths) + jnp.maximum(lengths - last, 0)

@@ -74,23 +74,23 @@ class Clusters(NamedTuple):
 
 
 def num_clusters(chunks: Any, form: Form) -> Any:
-    """Return the number of clusters of the first `chunks` chunks of a row."""
+    """Returns the number of clusters of the first `chunks` chunks of a row."""
     return -(-chunks // form.cluster_size)
 
 
 def num_units(clusters: Rows) -> Rows:
-    """Return the number of units of a number of clusters, ⌈√clusters⌉ as far as MOST_UNITS."""
+    """Returns the number of units of a number of clusters, ⌈√clusters⌉ as far as MOST_UNITS."""
     squares = jnp.arange(MOST_UNITS, dtype=jnp.int32) ** 2
     return jnp.sum(squares < clusters[..., None], -1, dtype=jnp.int32)
 
 
 def most_units(clusters: int) -> int:
-    """Return what `num_units` is of a number that is known while tracing."""
+    """Returns what `num_units` is of a number that is known while tracing."""
     return min(MOST_UNITS, math.isqrt(clusters - 1) + 1)
 
 
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
-    """Return the index of one layer that holds nothing, with room for `chunks` chunks per head."""
+    """Returns the index of one layer that holds nothing, with room for `chunks` chunks per head."""
     clusters = num_clusters(chunks, form)
     fine = _no_groups(spec, clusters, chunks, form, in_bytes=form.in_bytes)
     if not form.units:
@@ -115,7 +115,7 @@ def _no_groups(
 
 
 def build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
-    """Cluster all chunks of every row anew.
+    """Clusters all chunks of every row anew.
 
     Rows are taken one after the other, so that what exists meanwhile does not grow with the batch.
     """
@@ -152,7 +152,7 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
 
 
 def units_of(fine: Groups, clusters: Rows, dtype: Any, form: Form) -> Groups:
-    """Group the first `clusters` clusters of every row to units."""
+    """Groups the first `clusters` clusters of every row to units."""
     number = num_units(clusters)[:, None]
     nth = jnp.arange(most_units(fine.size.shape[2]), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
@@ -167,7 +167,7 @@ def representatives(
     count: Rows,
     form: Form,
 ) -> Float32[Array, "B K C H"]:
-    """Return what stands for each of the first `count` chunks of a row: its keys, pooled."""
+    """Returns what stands for each of the first `count` chunks of a row: its keys, pooled."""
     (rows, heads), number = held.lengths.shape, first.shape[1]
     width = held.k.shape[-1]
     blocks = Blocks.of(number, rows * heads * form.longest * width)
@@ -184,7 +184,7 @@ def representatives(
 def keys_of_chunks(
     held: LayerCache, first: Int32[Array, "B n"], lengths: Int32[Array, "B n"], form: Form
 ) -> Float[Array, "B K n m H"]:
-    """Read the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
+    """Reads the keys of slots first … first + lengths - 1; past a chunk's end there is anything."""
     (rows, heads), number = held.lengths.shape, first.shape[1]
     nth = jnp.arange(form.longest, dtype=jnp.int32)
     inside = nth < lengths[..., None]
@@ -196,7 +196,7 @@ def keys_of_chunks(
 def pooled(
     keys: Float[Array, "*layers B K n m H"], lengths: Int32[Array, "B n"], form: Form
 ) -> Float32[Array, "*layers B K n H"]:
-    """Return what stands for chunks of `lengths` tokens; those without tokens give 0."""
+    """Returns what stands for chunks of `lengths` tokens; those without tokens give 0."""
     inside = (jnp.arange(form.longest, dtype=jnp.int32) < lengths[..., None])[:, None, :, :, None]
     keys = keys.astype(jnp.float32)
     if form.pooling == "mean":
@@ -219,7 +219,7 @@ def k_means(
     *,
     in_bytes: bool = False,
 ) -> Groups:
-    """Group the first `number` points of each row by spherical k-means.
+    """Groups the first `number` points of each row by spherical k-means.
 
     Where every point starts a group it stays alone in it.
 

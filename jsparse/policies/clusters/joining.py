@@ -58,7 +58,7 @@ def join(
     most_new: int,
     form: Form,
 ) -> tuple[Clusters, ...]:
-    """Add to the indices the chunks behind the first `before` of each row, at most `most_new`.
+    """Adds to the indices the chunks behind the first `before` of each row, at most `most_new`.
 
     All chunks of one call choose their clusters before any centroid moves. What stands for them is
     computed for all layers at once, since so few chunks cost launches alone.
@@ -96,7 +96,7 @@ def join(
 def _members(
     groups: Groups, group: Int32[Array, "B K n"]
 ) -> tuple[Float32[Array, "B K n H"], Float32[Array, "B K n"] | None]:
-    """Return the centroids and radii of some groups."""
+    """Returns the centroids and radii of some groups."""
     centroid = centroids_of(groups, group)
     if groups.radius is None:
         return centroid, None
@@ -109,7 +109,7 @@ def _in_units(
     lengths: Int32[Array, "B n"],
     there: Bool[Array, "B n"],
 ) -> Clusters:
-    """Add the new tokens to their units, and widen the units' radii."""
+    """Adds the new tokens to their units, and widen the units' radii."""
     fine, coarse, tokens = index
     assert coarse is not None
     assert tokens is not None
@@ -133,7 +133,7 @@ def add_points(
     new: New,
     form: Form,
 ) -> tuple[Groups, Int32[Array, "B K n"]]:
-    """Add new points to a layer's groups; `radius` is the points' own.
+    """Adds new points to a layer's groups; `radius` is the points' own.
 
     Their directions are of the type in which points meet centroids.
 

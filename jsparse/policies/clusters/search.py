@@ -25,7 +25,7 @@ def cluster_scores(
     tokens: int,
     worst: Callable[[Float32[Array, "B K L"]], Float32[Array, "B K"]] | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Return what clusters are worth for a query, -inf for those that are not looked at.
+    """Returns what clusters are worth for a query, -inf for those that are not looked at.
 
     Args:
         index: one layer's; without units all clusters are scored.
@@ -58,13 +58,13 @@ def scores_of(
     unit: Int32[Array, "B K L"] | None = None,
     chosen: Bool[Array, "B K U"] | None = None,
 ) -> Float32[Array, "B K L"]:
-    """Return what groups are worth for a query, as `centroid_scores` does."""
+    """Returns what groups are worth for a query, as `centroid_scores` does."""
     scale, middle = groups.scale, groups.middle
     return centroid_scores(q, groups.centroid, number, groups.radius, unit, chosen, scale, middle)
 
 
 def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
-    """Return what units are worth for a query; with radii, the most that a cluster of theirs is."""
+    """Returns the scores of units for a query; with radii, bounds on those of their clusters."""
     size = coarse.size
     number = jnp.full(size.shape[:2], size.shape[2], jnp.int32)
     scores = scores_of(coarse, q, number)
@@ -74,7 +74,7 @@ def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
 def best_units(
     scores: Float32[Array, "B K U"], held: Int32[Array, "B K U"], tokens: int
 ) -> Bool[Array, "B K U"]:
-    """Mark the units of the greatest scores: LEAST_UNITS, and more until they hold `tokens`."""
+    """Marks the units of the greatest scores: LEAST_UNITS, and more until they hold `tokens`."""
     nth = jnp.arange(scores.shape[-1])
     this, other = scores[..., :, None], scores[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))
@@ -86,7 +86,7 @@ def best_units(
 def units_that_reach(
     scores: Float32[Array, "B K U"], coarse: Groups, q: Queries, least: Float32[Array, "B K"]
 ) -> Bool[Array, "B K U"]:
-    """Mark the units of which a cluster may score `least` or more, by their own scores.
+    """Marks the units of which a cluster may score `least` or more, by their own scores.
 
     They have radii. By the triangle inequality no cluster of another unit scores as much, nor does
     a product that was rounded up.

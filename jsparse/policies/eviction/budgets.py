@@ -45,7 +45,7 @@ class CountFn(Protocol):
 
 
 def competing_room(budget: int, protected: int) -> int:
-    """Return how many slots a budget leaves beside the protected ones.
+    """Returns how many slots a budget leaves beside the protected ones.
 
     Raises:
         ValueError: it leaves none.
@@ -60,7 +60,7 @@ def competing_room(budget: int, protected: int) -> int:
 
 
 def uniform(bounds: Bounds) -> CountFn:
-    """Give every head `budget` slots."""
+    """Gives every head `budget` slots."""
 
     def count(scores, competing, temperatures, attention):
         return jnp.full(scores.shape[:2], bounds.budget, jnp.int32), temperatures
@@ -69,7 +69,7 @@ def uniform(bounds: Bounds) -> CountFn:
 
 
 def joint(bounds: Bounds) -> CountFn:
-    """Give a layer's heads K · budget slots together: its best, whichever head has them.
+    """Gives a layer's heads K · budget slots together: its best, whichever head has them.
 
     Source: Ada-KV (Feng et al., arXiv:2407.11550).
     """
@@ -85,7 +85,7 @@ def joint(bounds: Bounds) -> CountFn:
 
 
 def n_star(bounds: Bounds, p: float) -> CountFn:
-    """Give a head n* slots: the fewest that carry the share p of the window's attention.
+    """Gives a head n* slots: the fewest that carry the share p of the window's attention.
 
     The scores choose among slots, they do not count them: p means the same whatever they are.
     """
@@ -101,7 +101,7 @@ def calibrated(
     p: float,
     logits: Callable[[Float32[Array, "B K S"]], Float32[Array, "B K S"]],
 ) -> CountFn:
-    """Give a head the fewest slots that carry p of Ŝ, the softmax of its metric's logits over T.
+    """Gives a head the fewest slots that carry p of Ŝ, the softmax of its metric's logits over T.
 
     T is found at a head's first compression, as the one at which these are n* of `n_star`, and
     kept: later counts follow how scores have moved, without looking at attention again.
@@ -144,7 +144,7 @@ def temperature(
     count: Lengths,
     p: float,
 ) -> Float32[Array, "B K"]:
-    """Return the T nearest 1 at which `count` slots are the fewest that carry p of S(logits / T).
+    """Returns the T nearest 1 at which `count` slots are the fewest that carry p of S(logits / T).
 
     Their number grows with T. HARD-KV has two solvers (Appendix D), of which the text that we have
     names one: gradient descent on T by Adam. This bisection of log T is ours, and ends where a
@@ -174,7 +174,7 @@ def _softmax(
     competing: Bool[Array, "B K S"],
     temperatures: Float32[Array, "B K"],
 ) -> Float32[Array, "B K S"]:
-    """Return softmax(logits / T) over the competing slots; all 0 where every logit is -inf."""
+    """Returns softmax(logits / T) over the competing slots; all 0 where every logit is -inf."""
     largest = jnp.max(jnp.where(competing, logits, -jnp.inf), axis=-1, keepdims=True)
     below = logits - jnp.where(jnp.isfinite(largest), largest, 0.0)
     weights = jnp.where(competing, jnp.exp(below / temperatures[..., None]), 0.0)
@@ -182,6 +182,6 @@ def _softmax(
 
 
 def _fewest(weights: Float32[Array, "B K S"], p: float) -> Int32[Array, "B K"]:
-    """Count the fewest slots, heaviest first, that carry the share p of each head's weights."""
+    """Counts the fewest slots, heaviest first, that carry the share p of each head's weights."""
     slots = weights.shape[-1]
     return threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw").count

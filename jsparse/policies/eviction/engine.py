@@ -143,7 +143,7 @@ class Settings(NamedTuple):
 
 
 def evicting(settings: Settings) -> Policy:
-    """Build a policy that drops what scores least and attends to all that is left."""
+    """Builds a policy that drops what scores least and attends to all that is left."""
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -158,7 +158,7 @@ def evicting(settings: Settings) -> Policy:
 
 
 def init(settings: Settings, spec: CacheSpec) -> State:
-    """Return, for each layer, queries and numbers of 0."""
+    """Returns, for each layer, queries and numbers of 0."""
     heads = spec.batch, spec.num_kv_heads
     slots = *heads, spec.capacity
     queries = spec.batch, settings.window, spec.num_heads, spec.head_dim
@@ -174,7 +174,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
-    """Keep the prompt's last queries, and begin to track."""
+    """Keeps the prompt's last queries, and begin to track."""
     if not view.last:
         return state
     held = view.step.layers[layer]
@@ -190,7 +190,7 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
 def after_prompt(
     settings: Settings, state: State, view: StepView, slots: int
 ) -> tuple[State, KVCache]:
-    """Compress the prompt, and leave each head room for `slots` slots."""
+    """Compresses the prompt, and leave each head room for `slots` slots."""
     cache = view.cache
     # layer by layer, so that no more than one layer is ever there twice
     for layer, entry in enumerate(state):
@@ -204,7 +204,7 @@ def after_prompt(
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):
-    """Attend to all that is held and does not wait; keep the query for the next compression."""
+    """Attends to all that is held and does not wait; keep the query for the next compression."""
     held, entry = view.layers[layer], state[layer]
     if settings.period:
         row, at = jnp.arange(q.shape[0]), view.positions % settings.window
@@ -214,7 +214,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
-    """Bring the tracked numbers up to date."""
+    """Brings the tracked numbers up to date."""
     if settings.tracking is None:
         return state
     shares = jnp.exp(stats.scores - stats.lse[..., None])
@@ -224,7 +224,7 @@ def update(settings: Settings, state: State, layer: int, stats, view: StepView) 
 
 
 def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, KVCache]:
-    """Compress every layer."""
+    """Compresses every layer."""
     cache = view.cache
     for layer, entry in enumerate(state):
         entry, held = compress(settings, entry, cache.layers[layer], cache.positions)
@@ -235,7 +235,7 @@ def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, K
 def compress(
     settings: Settings, entry: Evicting, held: LayerCache, positions: Rows
 ) -> tuple[Evicting, LayerCache]:
-    """Drop the slots of a layer that score least, and move the rest up."""
+    """Drops the slots of a layer that score least, and move the rest up."""
     competing = competing_in(settings, held)
     view = LayerView(held, competing, entry.ring, positions, entry.tracked)
     scores = settings.score(view)
@@ -266,13 +266,13 @@ compress_alone = jax.jit(compress, static_argnums=0, donate_argnums=(1, 2))
 
 
 def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
-    """Mark the slots that compete: neither the first, which are protected, nor the newest."""
+    """Marks the slots that compete: neither the first, which are protected, nor the newest."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
 
 
 def best(scores: Float32[Array, "B K S"], wanted: Lengths, most: int) -> Selection:
-    """List the `wanted` ≤ `most` best slots of each head, as tokens; -inf is never chosen."""
+    """Lists the `wanted` ≤ `most` best slots of each head, as tokens; -inf is never chosen."""
     scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
     capacity = max(min(most, scores.shape[-1]), 1)
     return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
@@ -281,7 +281,7 @@ def best(scores: Float32[Array, "B K S"], wanted: Lengths, most: int) -> Selecti
 def _between(
     chosen: Selection, competing: Bool[Array, "B K S"], held: LayerCache, first: int, newest: int
 ) -> Selection:
-    """List a head's protected slots and, between them, those chosen of the competing ones."""
+    """Lists a head's protected slots and, between them, those chosen of the competing ones."""
     nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, held.capacity), dtype=jnp.int32)
     dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
     behind = first + chosen.count[..., None]
@@ -300,7 +300,7 @@ def _merging(
     query: Float32[Array, "B K H"],
     slot: int,
 ) -> LayerCache:
-    """Merge what is dropped into one slot, and move what is kept."""
+    """Merges what is dropped into one slot, and move what is kept."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     merged = merged_slot(held, dropped | (slots == slot), query)
     # all that is dropped is read before anything moves, or XLA would move a copy
@@ -309,7 +309,7 @@ def _merging(
 
 
 def _not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
-    """Select everything but the slots that wait."""
+    """Selects everything but the slots that wait."""
     if missed is None:
         return everything(held.lengths)
     there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
@@ -323,12 +323,12 @@ def _not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Sele
 
 
 def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
-    """Mark the slots that are listed, and perhaps the newest, which does not compete."""
+    """Marks the slots that are listed, and perhaps the newest, which does not compete."""
     return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
 
 
 def _moved(numbers: Array, keep: Selection) -> Array:
-    """Move numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
+    """Moves numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
     nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
     moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
     moved = jnp.where(nth < keep.count[..., None], moved, 0)

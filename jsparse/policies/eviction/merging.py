@@ -27,7 +27,7 @@ class MergedSlot(NamedTuple):
 def merged_slot(
     held: LayerCache, slots: Bool[Array, "B K S"], query: Float32[Array, "B K H"]
 ) -> MergedSlot:
-    """Merge the marked slots of each head, of which there must be at least one."""
+    """Merges the marked slots of each head, of which there must be at least one."""
     # products and sums rather than matrix products, which would round the weights to K's type
     k, v = (read_heads(pool, held).astype(jnp.float32) for pool in (held.k, held.v))
     scale = k.shape[-1] ** -0.5
@@ -45,7 +45,7 @@ def merged_slot(
 
 
 def put_slot(layer: LayerCache, slot: int, merged: MergedSlot, where: HeadFlags) -> LayerCache:
-    """Write a merged row into one slot of the heads that are marked."""
+    """Writes a merged row into one slot of the heads that are marked."""
     logical = jnp.full((*layer.lengths.shape, 1), slot // layer.page_size, jnp.int32)
     page = jnp.where(where, physical_pages(layer, logical)[..., 0], layer.k.shape[0])
 

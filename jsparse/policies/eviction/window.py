@@ -10,7 +10,7 @@ from jsparse.shapes import Rows
 
 
 def as_ring(window: Float[Array, "B W N H"], positions: Rows) -> Float[Array, "B W N H"]:
-    """Turn a window that ends with the newest query into a ring: position p at p % W."""
+    """Turns a window that ends with the newest query into a ring: position p at p % W."""
     size = window.shape[1]
     at = (jnp.arange(size, dtype=jnp.int32) - positions[:, None]) % size
     return jnp.take_along_axis(window, at[:, :, None, None], axis=1)
@@ -19,7 +19,7 @@ def as_ring(window: Float[Array, "B W N H"], positions: Rows) -> Float[Array, "B
 def mean_query(
     ring: Float[Array, "B W N H"], positions: Rows, kv_heads: int
 ) -> Float32[Array, "B K H"]:
-    """Return the mean of a window's queries, over the window and over each KV head's group."""
+    """Returns the mean of a window's queries, over the window and over each KV head's group."""
     batch, _, heads, head_dim = ring.shape
     asked = (jnp.arange(ring.shape[1], dtype=jnp.int32) < positions[:, None])[..., None, None]
     total = jnp.sum(jnp.where(asked, ring.astype(jnp.float32), 0.0), axis=1)
@@ -34,7 +34,7 @@ def pooled(
     width: int,
     pooling: Literal["mean", "max"],
 ) -> Float32[Array, "B K S"]:
-    """Replace each score by the mean or the largest of `width` neighbours, itself in the middle.
+    """Replaces each score by the mean or the largest of `width` neighbours, itself in the middle.
 
     Slots that do not compete count as 0, as padding does in SnapKV's code.
     """

@@ -61,7 +61,7 @@ def cast(inputs: Inputs, dtype) -> Inputs:
 
 
 def build(case: Case, seed: int = 0) -> Inputs:
-    """Build the inputs, those in float16 through bfloat16: float16 has no room for JUNK."""
+    """Builds the inputs, those in float16 through bfloat16: float16 has no room for JUNK."""
     inputs = replace(case, dtype="bfloat16").build(seed)
     return cast(inputs, case.dtype) if case.dtype == "float16" else inputs
 

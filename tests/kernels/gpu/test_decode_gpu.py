@@ -53,7 +53,7 @@ RUNS: dict[str | Policy, tuple[int, str]] = {
 
 @cache
 def model(heads: int = 6, kv_heads: int = 2) -> Params:
-    """Make a model of three layers in bfloat16, with a head dimension that the kernels take."""
+    """Makes a model of three layers in bfloat16, with a head dimension that the kernels take."""
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,

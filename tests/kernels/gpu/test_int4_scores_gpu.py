@@ -65,7 +65,7 @@ def both(inputs, kept=None, **kwargs):
 
 
 def assert_near(inputs, got, want, sm_scale, kept=None, *, of_terms=1e-3):
-    """Check scores and masks; each product may be off by 2^-12 of itself.
+    """Checks scores and masks; each product may be off by 2^-12 of itself.
 
     That is what 11 bits of the query leave. Terms of a frame may be off by `of_terms`. Masks agree
     exactly.
@@ -271,7 +271,7 @@ LONG = Case(
 
 
 def tokens_for(case, count, seed=0):
-    """Make arguments of `int4_append`: `count` tokens per row, of which some do not count.
+    """Makes arguments of `int4_append`: `count` tokens per row, of which some do not count.
 
     Some of their slots lie outside of the head.
     """
@@ -298,7 +298,7 @@ def tokens_for(case, count, seed=0):
 
 
 def assert_as_on_cpu(got, arguments, kept=None):
-    """Check results against the reference on a CPU, whose reciprocals are exact."""
+    """Checks results against the reference on a CPU, whose reciprocals are exact."""
     arguments, kept = jax.device_put((arguments, kept or {}), jax.devices("cpu")[0])
     want = jax.jit(partial(int4_append, implementation="reference"))(*arguments, **kept)
     if kept.get("frame") is not None:

@@ -39,14 +39,14 @@ def both(inputs, **kwargs):
 
 
 def size_of_sums(inputs, q, sm_scale=1.0):
-    """Sum what pages' products with q come to if every one has the same sign."""
+    """Sums what pages' products with q come to if every one has the same sign."""
     farthest = jnp.maximum(*(jnp.abs(x) for x in inputs.bounds.values()))
     bounds = PageBounds(farthest, farthest)
     return np.asarray(page_bounds(jnp.abs(q), inputs.layer, bounds, sm_scale=sm_scale))
 
 
 def assert_near(inputs, got, want, sm_scale):
-    """Check scores to within float32 sums of exact products, and masks exactly.
+    """Checks scores to within float32 sums of exact products, and masks exactly.
 
     To codes, 1024 is added and taken out again. No score is larger than a bound is.
     """

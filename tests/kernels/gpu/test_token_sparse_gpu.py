@@ -41,14 +41,14 @@ def attend(inputs, implementation="triton", sm_scale=None, stats=None):
 
 
 def cast(inputs: Inputs, dtype) -> Inputs:
-    """Convert the inputs to another type, clipping JUNK, for which float16 has no room."""
+    """Converts the inputs to another type, clipping JUNK, for which float16 has no room."""
     top = float(jnp.finfo(dtype).max)
     k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 
 def assert_near(got, want, dtype):
-    """Check results to within the rounding of weights to the type of V.
+    """Checks results to within the rounding of weights to the type of V.
 
     It is 2^-9 in bfloat16 and 2^-12 in float16.
     """
