@@ -52,7 +52,7 @@ CONTENDERS = ("full", "repeated", "top-k", "quest", "lfps", "lfps-exact")
 CONTEXTS = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128))
 PAGE, SHARE = 16, 0.02
 # runs go on until both are reached, or the most
-LEAST_RUNS, SECONDS, MOST_RUNS, WARM_UPS = 5, 1.0, 50, 3
+MIN_RUNS, SECONDS, MAX_RUNS, WARM_UPS = 5, 1.0, 50, 3
 # speed over full attention and over exact top-k on one core, by context
 PAPER = {
     "full": {131072: 22.8},
@@ -211,11 +211,11 @@ def step(
 
 
 def steps(
-    name: str, shape: Shape, context: int, share: float, most: int, batch: int = 1
+    name: str, shape: Shape, context: int, share: float, max_steps: int, batch: int = 1
 ) -> Iterator[tuple[Array, float]]:
-    """Runs a contender for up to `most` steps; yields each one's output and its seconds."""
+    """Runs a contender for up to `max_steps` steps; yields each one's output and its seconds."""
     attend, policy = contender(name, context, share)
-    layer = after_prompt(shape, context, most, policy, batch)
+    layer = after_prompt(shape, context, max_steps, policy, batch)
     cache, state = layer.cache, layer.state
     for new in zip(layer.q, layer.k, layer.v, strict=True):
         jax.block_until_ready((new, cache, state))
@@ -227,11 +227,11 @@ def steps(
 def measure(name: str, shape: Shape, context: int, share: float, batch: int) -> dict[str, Any]:
     """Times a contender at one context and number of rows in this process."""
     times: list[float] = []
-    most = WARM_UPS + MOST_RUNS
-    for nth, (_, seconds) in enumerate(steps(name, shape, context, share, most, batch)):
+    max_steps = WARM_UPS + MAX_RUNS
+    for nth, (_, seconds) in enumerate(steps(name, shape, context, share, max_steps, batch)):
         if nth >= WARM_UPS:
             times.append(1e3 * seconds)
-        if len(times) >= LEAST_RUNS and sum(times) >= 1e3 * SECONDS:
+        if len(times) >= MIN_RUNS and sum(times) >= 1e3 * SECONDS:
             break
     of_all = {"name": name, "batch": batch, "context": context}
     return of_all | {"runs": len(times), "ms": spread(times)}
@@ -316,9 +316,9 @@ def main() -> None:
         "--child", choices=CONTENDERS, help="measure only this one here and print a JSON line"
     )
     args = parser.parse_args()
-    least, available = 2 * (WARM_UPS + MOST_RUNS), available_cores()
-    if any(n < least for n in args.context):
-        parser.error(f"--context {args.context}: must be at least {least}")
+    min_steps, available = 2 * (WARM_UPS + MAX_RUNS), available_cores()
+    if any(n < min_steps for n in args.context):
+        parser.error(f"--context {args.context}: must be at least {min_steps}")
     if any(n < 1 for n in args.batch):
         parser.error(f"--batch {args.batch}: must be at least 1")
     if not 0 < args.share <= 1:

@@ -97,9 +97,9 @@ def main() -> None:
         load("smollm2", dtype="float32"),
     )
     text = text_tokens(params)
-    most = min(len(text), params.config.max_position_embeddings - args.steps - WARM_UPS)
-    if not 1 <= args.prompt_tokens <= most:
-        parser.error(f"--prompt-tokens {args.prompt_tokens}: must be from 1 to {most}")
+    max_length = min(len(text), params.config.max_position_embeddings - args.steps - WARM_UPS)
+    if not 1 <= args.prompt_tokens <= max_length:
+        parser.error(f"--prompt-tokens {args.prompt_tokens}: must be from 1 to {max_length}")
     rows = measure(params, args.policy, text[: args.prompt_tokens], args.steps)
     settings = vars(args) | {"json": None, "dtype": str(params.dtype), "warm_ups": WARM_UPS}
     report = {"benchmark": "cpu_steps", "environment": environment, "settings": settings}

@@ -239,9 +239,9 @@ def summary(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
     seconds = row["seconds"]
-    median, least, most = (seconds[key] * 1e3 for key in ("median", "min", "max"))
+    median, minimum, maximum = (seconds[key] * 1e3 for key in ("median", "min", "max"))
     text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} "
-    text += f"{median:8.2f} ms ({least:.2f}-{most:.2f})"
+    text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"
     return text + f"  compile {row['compile_seconds']:.0f} s"

@@ -193,17 +193,20 @@ def arriving_workload(bench: Bench, engine: Any) -> "tuple[list[Asked], dict[str
     """Returns requests that keep an engine busy to 60 % with reading, and what was measured."""
     from jsparse.benchmark.throughput import measure
 
-    least, most = DOCUMENT // 30, SERVED - NEW
-    probe = most // 4
+    min_length, max_length = DOCUMENT // 30, SERVED - NEW
+    probe = max_length // 4
     alone = [
         measure(engine, bench.workload(num_prompts=1, input_len=probe, output_len=1, seed=seed))
         for seed in (11, 12, 13)
     ]
     seconds = statistics.median(each["seconds"] for each in alone)
-    mean = (most - least) / math.log(most / least)
+    mean = (max_length - min_length) / math.log(max_length / min_length)
     rate = 0.6 * probe / seconds / mean
     workload = bench.workload(
-        num_prompts=bench.count(128), input_len=(least, most), output_len=NEW, request_rate=rate
+        num_prompts=bench.count(128),
+        input_len=(min_length, max_length),
+        output_len=NEW,
+        request_rate=rate,
     )
     return workload, {"request_rate": rate, "alone_seconds": seconds}
 

@@ -171,9 +171,9 @@ def replay(
     view = PrefillView(*chunk, StepView(cache), window, seen, True)
     state = policy.prefill(policy.init(spec), 0, view)
     assert policy.eviction is not None
-    after_prompt, most = policy.eviction
-    assert after_prompt is not None and most is not None
-    slots = capacity.bucket(most(prompt, len(queries) + 1), spec.page_size)
+    after_prompt, max_length = policy.eviction
+    assert after_prompt is not None and max_length is not None
+    slots = capacity.bucket(max_length(prompt, len(queries) + 1), spec.page_size)
     state, cache = after_prompt(state, StepView(cache), min(slots, spec.capacity))
 
     def step(carry: tuple, q: Array):

@@ -44,7 +44,7 @@ def record(params: Params, policy: Policy, prompt: Sequence[int], compressions: 
         return state, cache
 
     steps = 1 + compressions * policy.services.period
-    noting = policy._replace(eviction=Eviction(after_prompt, eviction.most))
+    noting = policy._replace(eviction=Eviction(after_prompt, eviction.max_length))
     session = Session(params, noting, cache_spec(params, [prompt], steps, None, 16))
     session.read([prompt])
     for _ in session.steps(greedy, (), limits=[steps]):

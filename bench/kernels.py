@@ -51,7 +51,7 @@ from bench.lib.kernel_timing import LEAD_BYTES, lead
 from bench.lib.llama_8b import READ_BANDWIDTH
 from bench.lib.subprocesses import write_report
 
-MOST_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grids
+MAX_POOL_BYTES, MEMORY_SHARE = 100 * 10**9, 0.5  # of K and V, in the grids
 TINY = 512  # the factor by which --tiny shrinks
 PACKAGES = ("triton", "jax-triton", "flashinfer-python")
 
@@ -147,7 +147,7 @@ def _work(
     only: Sequence[str] | None, names: Sequence[str], *, on_gpu: bool, tiny: bool
 ) -> tuple[list[Job], dict[str, list[Attention]]]:
     """Returns the requested jobs, and the cases of the requested grids."""
-    limit, most_calls = _memory_limit(), 2 if tiny else 32
+    limit, max_calls = _memory_limit(), 2 if tiny else 32
     cases, grids = CASES, {name: GRIDS[name](limit) for name in names}
     if tiny:
         cases = [shrunk(case) for case in cases]
@@ -155,8 +155,8 @@ def _work(
             name: [shrunk(c) for c in some if c.pool_bytes == some[0].pool_bytes]
             for name, some in grids.items()
         }
-    jobs = [attention_job(case, on_gpu=on_gpu, most_calls=most_calls) for case in cases]
-    jobs += kernel_ops.jobs(on_gpu=on_gpu, most_calls=most_calls, shrink=TINY if tiny else 1)
+    jobs = [attention_job(case, on_gpu=on_gpu, max_calls=max_calls) for case in cases]
+    jobs += kernel_ops.jobs(on_gpu=on_gpu, max_calls=max_calls, shrink=TINY if tiny else 1)
     return [job for job in jobs if only is None or any(name in job.case for name in only)], grids
 
 
@@ -184,7 +184,7 @@ def _header(settings: Settings, *, allow_modified: bool) -> dict[str, Any]:
 def _memory_limit() -> int:
     """Returns the greatest size of K and V of a grid's case."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return MOST_POOL_BYTES if memory is None else min(MOST_POOL_BYTES, int(MEMORY_SHARE * memory))
+    return MAX_POOL_BYTES if memory is None else min(MAX_POOL_BYTES, int(MEMORY_SHARE * memory))
 
 
 @contextmanager

@@ -106,10 +106,10 @@ def main() -> None:
         "--budget", type=int, default=BUDGET, help=f"tokens that are picked (default {BUDGET})"
     )
     args = parser.parse_args()
-    least = max(*COUNTS, args.budget)
-    if args.prompts < 1 or args.budget <= SINK + RECENT or args.length < least:
+    min_length = max(*COUNTS, args.budget)
+    if args.prompts < 1 or args.budget <= SINK + RECENT or args.length < min_length:
         parser.error(
-            f"--length {args.length}: must be at least {least}; --prompts must be at least 1 and "
+            f"--length {args.length}: must be at least {min_length}; --prompts at least 1 and "
             f"--budget above {SINK + RECENT}"
         )
     environment, params = describe(allow_modified=args.allow_modified), load("smollm2")

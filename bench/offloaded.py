@@ -350,8 +350,8 @@ def line(row: dict[str, Any]) -> str:
         return text + (f", step {step['median'] * 1e3:.2f} ms" if step else "")
     if "seconds" not in row:
         return f"{name:28} {row['wall_seconds']:.0f} s"
-    median, least, most = (row["seconds"][key] * 1e3 for key in ("median", "min", "max"))
-    text = f"{name:28} {median:8.2f} ms ({least:.2f}-{most:.2f})"
+    median, minimum, maximum = (row["seconds"][key] * 1e3 for key in ("median", "min", "max"))
+    text = f"{name:28} {median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "read_fraction" in row:
         text += f"  read {row['read_fraction']:.2%}"
     return text + f"  compile {row['compile_seconds']:.0f} s, all {row['wall_seconds']:.0f} s"

@@ -33,7 +33,7 @@ FAR = 2000  # characters between a line and what it repeats
 SAMPLES = 100  # of each length
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{7,}")
 WANTED = range(20, 81)  # characters of a line that is asked for
-LEAST_LICENCE = 5000  # characters
+MIN_LICENCE = 5000  # characters
 
 
 class Line(NamedTuple):
@@ -66,9 +66,7 @@ def licences() -> list[str]:
         for path in [Path(str(distribution.locate_file(file)))]
         if path.is_file()
     }
-    return sorted(
-        (text for text in found if len(text) >= LEAST_LICENCE), key=lambda x: (-len(x), x)
-    )
+    return sorted((text for text in found if len(text) >= MIN_LICENCE), key=lambda x: (-len(x), x))
 
 
 def repeating(text: str, before: int) -> Iterator[Line]:

@@ -168,7 +168,7 @@ def centroids_scored(_: Any, inputs: Any) -> Any:
 
 
 def averaged(case: Any, inputs: Any) -> Any:
-    op = partial(group_means, most_groups=case.most_groups, implementation="triton")
+    op = partial(group_means, max_groups=case.max_groups, implementation="triton")
     return jax.jit(op)(*inputs)
 
 

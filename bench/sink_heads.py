@@ -155,9 +155,9 @@ def bypasses(log_rho: np.ndarray, errors: np.ndarray) -> list[dict[str, Any]]:
     """
     rows, by_output = [], np.moveaxis(errors, -3, 0)
     for of in ("query heads", "KV heads"):
-        least = log_rho if of == "query heads" else log_rho.min(-1, keepdims=True)
+        minimum = log_rho if of == "query heads" else log_rho.min(-1, keepdims=True)
         for epsilon in EPSILONS:
-            passed = np.broadcast_to(least > math.log(epsilon), log_rho.shape)
+            passed = np.broadcast_to(minimum > math.log(epsilon), log_rho.shape)
             # a mean over nothing is left out
             means = (
                 by_output[:, passed].mean(-1).tolist() if passed.any() else [None] * len(OUTPUTS)
@@ -192,10 +192,10 @@ def main() -> None:
         "--steps", type=int, default=STEPS, help=f"queries per window, the last (default {STEPS})"
     )
     args = parser.parse_args()
-    least = args.steps + max(NEWEST) + SINKS + 1
-    if args.steps < 1 or args.prompts < 1 or args.length < least:
+    minimum = args.steps + max(NEWEST) + SINKS + 1
+    if args.steps < 1 or args.prompts < 1 or args.length < minimum:
         parser.error(
-            f"--length {args.length}: must be at least {least}; --steps and --prompts must be at "
+            f"--length {args.length}: must be at least {minimum}; --steps and --prompts must be at "
             "least 1"
         )
     environment, params = describe(allow_modified=args.allow_modified), load("smollm2")

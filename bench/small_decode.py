@@ -242,9 +242,11 @@ def summary(row: dict[str, Any]) -> str:
     text = f"{row['name']:14} {row['policy']:20} {row['steps_per_program']} per program"
     if "error" in row:
         return f"{text}  failed: {row['error'][-300:]}"
-    median, least, most = (row["decode_tokens_per_second"][key] for key in ("median", "min", "max"))
+    median, minimum, maximum = (
+        row["decode_tokens_per_second"][key] for key in ("median", "min", "max")
+    )
     prefill = row["prefill_seconds"]["median"]
-    return f"{text} {median:8.1f} tokens/s ({least:.1f}-{most:.1f})  prefill {prefill:.3f} s"
+    return f"{text} {median:8.1f} tokens/s ({minimum:.1f}-{maximum:.1f})  prefill {prefill:.3f} s"
 
 
 if __name__ == "__main__":

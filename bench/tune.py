@@ -64,7 +64,7 @@ class Tuned:
 def _tiles(mosaic: Any) -> list[Any]:
     own = mosaic.schedule.tiles(128)
     blocks = own.blocks
-    choices = [own._replace(least=least) for least in (2, 3, 6)] + [
+    choices = [own._replace(min_tiles=min_tiles) for min_tiles in (2, 3, 6)] + [
         own._replace(many=many) for many in (4, 6, 12, 20)
     ]
     longest, *others, shortest = own.splits
@@ -155,7 +155,7 @@ def _strips(triton_gpu: Any) -> list[Any]:
 
 def _attention(names: tuple[str, ...], **changes: Any) -> list[Job]:
     cases = [replace(case, small=False, **changes) for case in CASES if case.name in names]
-    return [attention_job(case, on_gpu=True, most_calls=8) for case in cases]
+    return [attention_job(case, on_gpu=True, max_calls=8) for case in cases]
 
 
 def _hybrids() -> list[Job]:
@@ -166,13 +166,11 @@ def _hybrids() -> list[Job]:
         replace(case, name=f"{case.dense} of {case.context // 1024}K, batch {case.batch}")
         for case in cases
     ]
-    return [attention_job(case, on_gpu=True, most_calls=8) for case in named]
+    return [attention_job(case, on_gpu=True, max_calls=8) for case in named]
 
 
 def _others(prefix: str) -> list[Job]:
-    return [
-        job for job in kernel_ops.jobs(on_gpu=True, most_calls=8) if job.case.startswith(prefix)
-    ]
+    return [job for job in kernel_ops.jobs(on_gpu=True, max_calls=8) if job.case.startswith(prefix)]
 
 
 def _selections() -> list[Job]:

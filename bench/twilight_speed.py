@@ -52,7 +52,7 @@ BREAK_EVEN = (
     (64, 1024),
 )  # batch, context: dense attention is fast here
 # a selection and its attention read about an eighth of the bytes of dense attention
-READ_SHARE, MOST_CACHES, LEAST_CALLS = 8, 16, 4
+READ_SHARE, MAX_CACHES, MIN_CALLS = 8, 16, 4
 SMALL_BYTES = 2**20  # larger parts of a state would be copied inside the barrier
 BASES = {"": "quest(budget={})", ", 8 bits": "quest(budget={}, bounds_dtype='uint8')"}
 PARTS, SIGNS = ("base", "estimate", "top_p", "attend"), ("scores_kernel", "mosaic_gpu")
@@ -127,11 +127,11 @@ def contender(
 def job(case: Attention, names: Sequence[str] | None) -> Job:
     """Returns the job of all contenders on one shape; `bytes` are dense attention's."""
     spec = spec_of(case)
-    copies = min(-(-READ_SHARE * ROTATED_BYTES // case.pool_bytes), MOST_CACHES)
+    copies = min(-(-READ_SHARE * ROTATED_BYTES // case.pool_bytes), MAX_CACHES)
 
     def build():
         held = [cache(case) for _ in range(copies)]
-        keys = jax.random.split(jax.random.key(0), max(copies, LEAST_CALLS))
+        keys = jax.random.split(jax.random.key(0), max(copies, MIN_CALLS))
         queries = [
             jax.random.normal(key, (case.batch, case.heads, HEAD_DIM), jnp.bfloat16) for key in keys
         ]

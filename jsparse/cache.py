@@ -474,8 +474,10 @@ def append(
     return fill(cache, layer_idx, k, v, positions, taken(cache, valid))
 
 
-def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None = None) -> KVCache:
-    """Makes room in each head of row b for the `valid[b]` ≤ `most` tokens that `fill` will write.
+def grow(
+    cache: KVCache, valid: Rows, max_new: int, *, layers: Sequence[int] | None = None
+) -> KVCache:
+    """Makes room in each head of row b for the `valid[b]` ≤ `max_new` tokens that `fill` writes.
 
     It does so in all layers at once, or in those that are named: with the identity table that is
     one launch for all of them.
@@ -493,11 +495,11 @@ def grow(cache: KVCache, valid: Rows, most: int, *, layers: Sequence[int] | None
     )
     cache = cache._replace(overflow=cache.overflow | jnp.any(full, axis=1))
     if any(_hands_out(layer) for layer in held):
-        short = _short_of_pages(held, taken(cache, valid), most)
+        short = _short_of_pages(held, taken(cache, valid), max_new)
         cache = cache._replace(overflow=cache.overflow | short)
     valid = taken(cache, valid)
     lengths = [layer.lengths + valid[:, None] for layer in held]
-    grown = [_allocate(layer, valid, most) for layer in held]
+    grown = [_allocate(layer, valid, max_new) for layer in held]
     # nothing below reads the old lengths, which XLA would then copy before the new ones take their
     # (donated) place
     for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
@@ -617,14 +619,14 @@ def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
     return (tokens + page_size - 1) // page_size
 
 
-def _wanted(layer: LayerCache, valid: Rows, most: int) -> tuple[Array, Array]:
-    """Returns the logical pages that `valid[b]` ≤ `most` more tokens may touch, and which are new.
+def _wanted(layer: LayerCache, valid: Rows, max_new: int) -> tuple[Array, Array]:
+    """Returns the logical pages that `valid[b]` ≤ `max_new` tokens may touch, and which are new.
 
     Both are [B, K, n].
     """
     first = _pages_for(layer.lengths, layer.page_size)
     last = _pages_for(layer.lengths + valid[:, None], layer.page_size)
-    page = first[:, :, None] + jnp.arange(-(-most // layer.page_size) + 1, dtype=jnp.int32)
+    page = first[:, :, None] + jnp.arange(-(-max_new // layer.page_size) + 1, dtype=jnp.int32)
     return page, (page < last[:, :, None]) & (page < layer.num_pages)
 
 
@@ -633,10 +635,10 @@ def _hands_out(layer: LayerCache) -> bool:
     return layer.block_table is not None and layer.free is not None
 
 
-def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, most: int) -> Bool[Array, "B"]:
+def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, max_new: int) -> Bool[Array, "B"]:
     """Marks the rows for which some layer has too few free pages."""
     counted = [
-        (jnp.sum(_wanted(layer, valid, most)[1], axis=(1, 2), dtype=jnp.int32), layer.free.count)
+        (jnp.sum(_wanted(layer, valid, max_new)[1], axis=(1, 2), dtype=jnp.int32), layer.free.count)
         for layer in layers
         if layer.free is not None
     ]
@@ -653,11 +655,11 @@ def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, most: int) -> Boo
     )
 
 
-def _allocate(layer: LayerCache, valid: Rows, most: int) -> LayerCache:
-    """Gives heads the pages for `valid[b]` ≤ `most` more tokens, which must be free."""
+def _allocate(layer: LayerCache, valid: Rows, max_new: int) -> LayerCache:
+    """Gives heads the pages for `valid[b]` ≤ `max_new` more tokens, which must be free."""
     if layer.block_table is None or layer.free is None:
         return layer
-    page, wanted = _wanted(layer, valid, most)
+    page, wanted = _wanted(layer, valid, max_new)
     order = jnp.cumsum(wanted.reshape(-1), dtype=jnp.int32).reshape(wanted.shape)
     pages = layer.free.pages[jnp.maximum(layer.free.count - order, 0)]
     row, head = jnp.indices(layer.lengths.shape, dtype=jnp.int32)

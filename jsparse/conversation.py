@@ -98,7 +98,7 @@ class Conversation:
 
     def _session_for(self, prompt: list[int], options: SamplingParams) -> tuple[Session, list[int]]:
         """Returns the session that answers next, and the tokens that it has to read."""
-        least = capacity.cache_spec(
+        minimum = capacity.cache_spec(
             *(self._params, [prompt], options.max_tokens, self._max_length, self._page_size)
         )
         needed = len(prompt) + options.max_tokens
@@ -109,13 +109,13 @@ class Conversation:
             if new and fits and prompt[: len(read)] == read:
                 return held, new
         self._session = held = None  # frees its cache
-        spec = self._with_room(least, needed)
+        spec = self._with_room(minimum, needed)
         return Session(self._params, self._policy, spec, resumable=self.reads_anew is None), prompt
 
     def _with_room(self, spec: CacheSpec, needed: int) -> CacheSpec:
         """Returns these sizes, or those of a cache with room for turns to come if memory has it."""
-        most = self._params.config.max_position_embeddings
-        room = min(2 * needed, most)
+        maximum = self._params.config.max_position_embeddings
+        room = min(2 * needed, maximum)
         if self._max_length is None and self.reads_anew is None:
             larger = capacity.bucket(room, self._page_size) // self._page_size
             roomy = spec._replace(num_pages=larger)

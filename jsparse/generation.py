@@ -294,17 +294,17 @@ def sampling_params(
         ValueError: a value is outside its range.
     """
     whole_number("max_new_tokens", max_new_tokens, 1)
-    least = 0 if min_new_tokens is None else min_new_tokens
-    whole_number("min_new_tokens", least, 0)
-    if least > max_new_tokens:
+    minimum = 0 if min_new_tokens is None else min_new_tokens
+    whole_number("min_new_tokens", minimum, 0)
+    if minimum > max_new_tokens:
         raise ValueError(
-            f"min_new_tokens={least}: must be at most max_new_tokens, which is {max_new_tokens}"
+            f"min_new_tokens={minimum}: must be at most max_new_tokens, which is {max_new_tokens}"
         )
     if stop is not None and stop_strings is not None:
         raise ValueError(f"stop_strings={stop_strings!r}: must not be given beside stop={stop!r}")
     return SamplingParams(
         max_tokens=max_new_tokens,
-        min_tokens=least,
+        min_tokens=minimum,
         temperature=_temperature(params, do_sample, temperature),
         stop=stop if stop_strings is None else stop_strings,
         stop_token_ids=_end_tokens(params, eos_token_id),

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def whole_number(name: str, value: Any, least: int) -> None:
-    """Raises ValueError unless a hyper-parameter is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+def whole_number(name: str, value: Any, minimum: int) -> None:
+    """Raises ValueError unless a hyper-parameter is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r}: must be an integer of at least {minimum}")
 
 
 def fraction(name: str, value: Any) -> None:

@@ -155,13 +155,13 @@ class AfterPromptFn(Protocol):
     """Rework state and cache once, after the prompt and before the first step.
 
     It runs outside jit: what it returns may have other capacities, or lie in another memory. A head
-    can come to hold `slots` slots from then on, as `most` says: room for these must be left.
+    can come to hold `slots` slots from then on, as `max_length` says: room for these must be left.
     """
 
     def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...
 
 
-class MostFn(Protocol):
+class MaxLengthFn(Protocol):
     """Return the number of slots that a head can come to hold after `after_prompt`."""
 
     def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
@@ -172,12 +172,12 @@ class Eviction(NamedTuple):
 
     Attributes:
         after_prompt: reworks state and cache once, before the first step; None changes nothing.
-        most: the slots that a head can come to hold after `after_prompt`; None is the sum of the
-            row's prompt and new tokens.
+        max_length: the slots that a head can come to hold after `after_prompt`; None is the sum of
+            the row's prompt and new tokens.
     """
 
     after_prompt: AfterPromptFn | None = None
-    most: MostFn | None = None
+    max_length: MaxLengthFn | None = None
 
 
 class StatsFn(Protocol):

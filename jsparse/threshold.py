@@ -70,8 +70,8 @@ def top_p_mask(
         mass = jnp.sum(jnp.where(above, weights, 0.0), -1)
         return (mass >= wanted) & (mass > 0)  # p times the sum can underflow to 0
 
-    least = _largest(keys, enough)
-    above, ties = keys > least[..., None], keys == least[..., None]
+    lowest = _largest(keys, enough)
+    above, ties = keys > lowest[..., None], keys == lowest[..., None]
     missing = wanted - jnp.sum(jnp.where(above, weights, 0.0), -1)
     before = (jnp.cumsum(ties, -1, dtype=jnp.int32) - 1).astype(jnp.float32) * weights
     smallest = above | (ties & ((before < missing[..., None]) | (before == 0)))

@@ -126,7 +126,7 @@ class Tokenizer:
         return bytes_of_tokens.token_bytes(self._core)
 
     @cached_property
-    def most_characters_per_token(self) -> int | None:
+    def max_characters_per_token(self) -> int | None:
         """Returns the most characters of a text that one token stands for, or None.
 
         None where a token may stand for anything (unknown words), or where it is not known.

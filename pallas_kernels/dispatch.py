@@ -65,8 +65,8 @@ def run(
     raise ValueError(f"implementation={implementation!r}: none of {names} can run {op} here")
 
 
-MOST_HEADS = 2**16 - 1  # programs along the second axis of a CUDA grid
-MOST_WIDTH = 256  # channels of rows that programs hold whole
+MAX_HEADS = 2**16 - 1  # programs along the second axis of a CUDA grid
+MAX_WIDTH = 256  # channels of rows that programs hold whole
 
 
 @cache
@@ -104,16 +104,14 @@ def no_triton() -> str | None:
 def wide_rows(width: int) -> str | None:
     """Returns the reason why rows are too wide for a program to hold whole ones, or None."""
     return (
-        f"takes a head dimension of at most {MOST_WIDTH}, not {width}"
-        if width > MOST_WIDTH
-        else None
+        f"takes a head dimension of at most {MAX_WIDTH}, not {width}" if width > MAX_WIDTH else None
     )
 
 
 def many_heads(heads: int) -> str | None:
     """Returns the reason why a grid with an axis over all rows' heads is too large, or None."""
     return (
-        f"takes at most {MOST_HEADS} heads of all rows, not {heads}" if heads > MOST_HEADS else None
+        f"takes at most {MAX_HEADS} heads of all rows, not {heads}" if heads > MAX_HEADS else None
     )
 
 

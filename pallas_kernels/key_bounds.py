@@ -16,7 +16,7 @@ from jsparse.pallas_kernels import int4_keys
 
 STEPS = 254  # one less than codes have: the last one makes up for what rounding loses
 COARSEST = 2.0**-16  # least scale as a part of |zero|, so that float32 tells two codes apart
-LEAST, GREATEST = 2.0**-100, 2.0**120  # magnitudes that 8-bit bounds tell apart
+MIN_MAGNITUDE, MAX_MAGNITUDE = 2.0**-100, 2.0**120  # magnitudes that 8-bit bounds tell apart
 
 
 class PageBounds(NamedTuple):
@@ -60,8 +60,8 @@ class PageBounds8(NamedTuple):
     @classmethod
     def of(cls, low: Float[Array, "*pages H"], high: Float[Array, "*pages H"]) -> "PageBounds8":
         """Quantises these bounds."""
-        low = jnp.clip(low.astype(jnp.float32), -GREATEST, GREATEST) - LEAST
-        high = jnp.clip(high.astype(jnp.float32), -GREATEST, GREATEST) + LEAST
+        low = jnp.clip(low.astype(jnp.float32), -MAX_MAGNITUDE, MAX_MAGNITUDE) - MIN_MAGNITUDE
+        high = jnp.clip(high.astype(jnp.float32), -MAX_MAGNITUDE, MAX_MAGNITUDE) + MIN_MAGNITUDE
         zero = _round_down(jnp.min(low, -1, keepdims=True))
         step = (jnp.max(high, -1, keepdims=True) - zero) * (1 / STEPS)
         scale = -_round_down(-jnp.maximum(step, jnp.abs(zero) * COARSEST))

@@ -13,20 +13,20 @@ BLOCK_BYTES = 2**27  # of the largest array that exists per block
 
 
 class Blocks(NamedTuple):
-    """Cuts an axis of `most` points into blocks of one size; the last overlaps the one before."""
+    """Cuts an axis of points into blocks of one size; the last overlaps the one before."""
 
-    most: int
+    num_points: int
     size: int
 
     @classmethod
-    def of(cls, most: int, numbers_each: int) -> "Blocks":
+    def of(cls, num_points: int, numbers_each: int) -> "Blocks":
         """Makes blocks as large as BLOCK_BYTES allow where a point has `numbers_each` numbers."""
         fitting = max(BLOCK_BYTES // (4 * numbers_each), 1)
-        return cls(most, min(1 << (fitting.bit_length() - 1), most))
+        return cls(num_points, min(1 << (fitting.bit_length() - 1), num_points))
 
     def first(self, i: Array) -> Array:
         """Returns the first point of block i."""
-        return jnp.minimum(i * self.size, self.most - self.size)
+        return jnp.minimum(i * self.size, self.num_points - self.size)
 
     def fresh(self, i: Array, number: Rows) -> Bool[Array, "B m"]:
         """Marks the points of block i that no block before had, among a row's first `number`."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int8, Int32, Num
 
-MOST_BYTE = 127  # of a channel of a centroid that is held in bytes
+MAX_BYTE = 127  # of a channel of a centroid that is held in bytes
 ROUNDING = 2.0**-18  # the part of distances, and of points, by which radii exceed what is computed
 
 
@@ -36,9 +36,9 @@ def in_bytes(
 ) -> tuple[Int8[Array, "*n H"], Float32[Array, "*n"]]:
     """Returns what bytes, by a scale for each vector, add to `middle`: x to half a scale."""
     x = x - middle
-    scale = jnp.max(jnp.abs(x), -1) / MOST_BYTE
+    scale = jnp.max(jnp.abs(x), -1) / MAX_BYTE
     codes = jnp.floor(x / jnp.where(scale > 0, scale, 1.0)[..., None] + 0.5)
-    return jnp.clip(codes, -MOST_BYTE, MOST_BYTE).astype(jnp.int8), scale
+    return jnp.clip(codes, -MAX_BYTE, MAX_BYTE).astype(jnp.int8), scale
 
 
 def held_in_bytes(groups: Groups) -> Groups:

@@ -9,13 +9,13 @@ import jax
 import triton
 import triton.language as tl
 
-MOST = 32
+MAX_PROGRAMS = 32
 
 
-def most_programs() -> int:
+def max_programs() -> int:
     """Returns the most programs that may meet on the default device, a power of two."""
     multiprocessors = jax.local_devices()[0].core_count
-    return min(MOST, 1 << (multiprocessors.bit_length() - 1))
+    return min(MAX_PROGRAMS, 1 << (multiprocessors.bit_length() - 1))
 
 
 @triton.jit

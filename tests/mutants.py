@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 LIMIT_SECONDS = 600  # of one run of pytest; a fault may well make a loop endless
-LEAST_SHARE = 0.9  # of the faults that the default tests must kill
+MIN_SHARE = 0.9  # of the faults that the default tests must kill
 TIERS = {"default": "not slow", "slow": "slow and not gpu"}  # by the marks that pytest selects
 TESTS_FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # pytest's exit codes
 VERSIONS = itertools.count(1)  # of files that had a fault put in
@@ -372,7 +372,7 @@ def main() -> int:
         text = json.dumps(record(found, given.full), indent=2, ensure_ascii=False)
         given.json.write_text(text + "\n", encoding="utf-8")
     survived = any(verdict.tier is None for verdict in found)
-    too_few = shares(found, False)["default"] < LEAST_SHARE
+    too_few = shares(found, False)["default"] < MIN_SHARE
     return int(survived if given.full else too_few)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-MOST, MOST_OPERATIONS = 12, 60
+MAX_PROGRAMS, MAX_OPERATIONS = 12, 60
 ADVICE = "share a shape or mark it slow"
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 # the compiler segfaults when a process has 65530 memory maps, of which a program takes a few
-MAPS, MOST_MAPS, LOOK_EVERY = Path("/proc/self/maps"), 30000, 100
+MAPS, MAX_MAPS, LOOK_EVERY = Path("/proc/self/maps"), 30000, 100
 REQUESTED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 MISSED = "/jax/compilation_cache/cache_misses"
@@ -123,9 +123,9 @@ def pytest_runtest_call(item):
     result = yield
     made = _by_test[item.nodeid] = _counted - _shared - item.stash[BEGUN]
     if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
-        for kind, most in ((PROGRAMS, MOST), (OPERATIONS, MOST_OPERATIONS)):
-            if made[kind] > most:
-                message = f"{made[kind]} {kind}: must compile at most {most}: {ADVICE}"
+        for kind, maximum in ((PROGRAMS, MAX_PROGRAMS), (OPERATIONS, MAX_OPERATIONS)):
+            if made[kind] > maximum:
+                message = f"{made[kind]} {kind}: must compile at most {maximum}: {ADVICE}"
                 pytest.fail(message, pytrace=False)
     return result
 
@@ -137,7 +137,7 @@ def stay_below_the_maps_of_a_process() -> None:
     if made - _looked < LOOK_EVERY:
         return
     _looked = made
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
         sys.modules["jax"].clear_caches()
 
 
@@ -148,7 +148,7 @@ def pytest_sessionfinish(session):
         by_test = {test: dict(made) for test, made in _by_test.items()}
         session.config.workeroutput["programs_by_test"] = by_test
     else:
-        trim(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), MOST_BYTES)
+        trim(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), MAX_BYTES)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -176,7 +176,7 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"{made[PROGRAMS]:4} {made[OPERATIONS]:4} {test}")
 
 
-def trim(folder: Path, most_bytes: int) -> None:
+def trim(folder: Path, max_bytes: int) -> None:
     """Deletes the files of a cache that were used least recently, until it is small enough."""
     held = []
     for file in folder.glob("*") if folder.is_dir() else ():
@@ -184,7 +184,7 @@ def trim(folder: Path, most_bytes: int) -> None:
         held.append((max(status.st_atime, status.st_mtime), status.st_size, file))
     size = sum(each for _, each, _ in held)
     for _, own, file in sorted(held):
-        if size <= most_bytes:
+        if size <= max_bytes:
             return
         file.unlink(missing_ok=True)
         size -= own

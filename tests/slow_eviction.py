@@ -236,13 +236,14 @@ def uniform(budget):
     return lambda scores, seen: [budget] * len(seen)
 
 
-def shared(scores, total, least, most):
+def shared(scores, total, min_count, max_count):
     """Hands out slots one by one, to the head whose next is the best."""
     best = [sorted(x, reverse=True) for x in scores]
-    counts = [min(least, len(x)) for x in best]
+    counts = [min(min_count, len(x)) for x in best]
     while sum(counts) < total:
         following = [
-            -x[n] if n < min(most, len(x)) else np.inf for x, n in zip(best, counts, strict=True)
+            -x[n] if n < min(max_count, len(x)) else np.inf
+            for x, n in zip(best, counts, strict=True)
         ]
         if min(following) == np.inf:
             break
@@ -250,25 +251,27 @@ def shared(scores, total, least, most):
     return counts
 
 
-def joint(budget, least, most):
+def joint(budget, min_count, max_count):
     """A layer's heads share their slots."""
-    return lambda scores, seen: shared(scores, budget * len(seen), least, most)
+    return lambda scores, seen: shared(scores, budget * len(seen), min_count, max_count)
 
 
-def fewest(weights, p):
+def num_needed(weights, p):
     """The number of the heaviest weights that carry the share p."""
     sums = np.cumsum(np.sort(weights)[::-1])
     return 0 if not len(sums) or not sums[-1] else int(np.argmax(sums >= p * sums[-1])) + 1
 
 
-def n_star(p, least, most):
+def n_star(p, min_count, max_count):
     """The fewest slots that carry p of real attention, whatever the scores."""
-    return lambda scores, seen: [int(np.clip(fewest(attention(x), p), least, most)) for x in seen]
+    return lambda scores, seen: [
+        int(np.clip(num_needed(attention(x), p), min_count, max_count)) for x in seen
+    ]
 
 
 def at_temperature(logits, temperature, p):
     """How many slots top-p keeps of Ŝ = softmax(g(z) / T)."""
-    return fewest(softmax(np.asarray(logits) / temperature), p)
+    return num_needed(softmax(np.asarray(logits) / temperature), p)
 
 
 def solved(logits, count, p):
@@ -291,18 +294,18 @@ def logarithm(scores):
         return np.log(scores)
 
 
-def calibrated(p, least, most, logits=logarithm):
+def calibrated(p, min_count, max_count, logits=logarithm):
     """What top-p keeps of Ŝ, at the temperature found first: there it is n* of real attention."""
 
     def counts(scores, seen):
         found = []
         for own, x in zip(scores, seen, strict=True):
-            count = fewest(attention(x), p)  # 0 where no slot competes
+            count = num_needed(attention(x), p)  # 0 where no slot competes
             if count and x.head.temperature is None:
                 x.head.temperature = solved(logits(own), count, p)
             elif count:
                 count = at_temperature(logits(own), x.head.temperature, p)
-            found.append(int(np.clip(count, least, most)))
+            found.append(int(np.clip(count, min_count, max_count)))
         return found
 
     return counts

@@ -554,12 +554,12 @@ def read_by(policy, params=None, prompts=PROMPTS, **options):
 
 
 def test_eviction_after_the_prompt_makes_the_cache_smaller():
-    """Once, before the first step, with as many slots as `most` says that the longest row needs."""
+    """Once, before the first step, with the slots that `max_length` gives for the longest row."""
     calls, policy = [], prompt_ends()
     assert policy.eviction is not None
-    rework, most = policy.eviction
+    rework, max_length = policy.eviction
     assert rework is not None
-    assert most is not None
+    assert max_length is not None
 
     def after_prompt(state, view, slots):
         assert not isinstance(view.positions, jax.core.Tracer)
@@ -567,7 +567,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
         return rework(state, view, slots)
 
     prompts = random_prompts((130, 9, 3))
-    watched = policy._replace(eviction=Eviction(after_prompt, most))
+    watched = policy._replace(eviction=Eviction(after_prompt, max_length))
     made = read_by(watched, prompts=prompts)
     assert made.spec.capacity == 192
     assert not calls
@@ -575,7 +575,7 @@ def test_eviction_after_the_prompt_makes_the_cache_smaller():
     next(steps)
     steps.close()
     assert calls == [([130, 9, 3], 64)]
-    assert most(130, STEPS) == 7 + STEPS <= 64
+    assert max_length(130, STEPS) == 7 + STEPS <= 64
     cache = made.held.cache
     for held in cache.layers:
         assert held.capacity == 64
@@ -593,7 +593,9 @@ def test_a_wrapper_with_a_state_of_its_own_leaves_after_prompt_to_its_base():
     assert_close(fast_logits(model_of(), wrapped), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", slow_except(["most", "no most", "as before"], "most"))
+@pytest.mark.parametrize(
+    "case", slow_except(["max_length", "no max_length", "as before"], "max_length")
+)
 def test_too_little_room_after_the_prompt_is_an_error(case):
     prompts = random_prompts((130, 9, 3))
 
@@ -602,19 +604,19 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
 
     eviction = prompt_ends().eviction
     assert eviction is not None
-    rework, most = eviction
+    rework, max_length = eviction
     assert rework is not None
 
     def cramped(state, cache, slots):
         return rework(state, cache, 40)
 
-    policy = prompt_ends()._replace(eviction=Eviction(cramped, most), name="cramped")
+    policy = prompt_ends()._replace(eviction=Eviction(cramped, max_length), name="cramped")
     said = "policy=cramped: after_prompt left room for 40 tokens per head: must be at least {}, as"
-    if case == "most":
-        for limits, least in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
-            with pytest.raises(ValueError, match=said.format(least)):
+    if case == "max_length":
+        for limits, minimum in (([STEPS] * 3, 64), ([1, 1, 62], 128)):
+            with pytest.raises(ValueError, match=said.format(minimum)):
                 begin(policy, limits)
-    elif case == "no most":  # a head may come to hold the prompt and all new tokens
+    elif case == "no max_length":  # a head may come to hold the prompt and all new tokens
         with pytest.raises(ValueError, match=said.format(192)):
             begin(policy._replace(eviction=Eviction(cramped)), [1, 25, 4])
     else:  # heads never hold more than the cache did
@@ -623,7 +625,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
 
 
 @pytest.mark.slow
-def test_a_pool_that_cannot_hold_what_most_says_is_an_error():
+def test_a_pool_too_small_for_max_length_is_an_error():
     """Before the first step, and the session is left as it was."""
     params, prompts = tiny_params(num_layers=1), random_prompts((9, 12))
     policy = jsparse.hard_kv(budget=12, floor=8, cap=20, period=4, window=4, sink=2)

@@ -325,7 +325,8 @@ def test_stop_strings_and_min_new_tokens_are_hugging_face_s(params):
     assert generate(params, TEXTS[0], stop=None).text == whole.text
     end = whole.token_ids[1]
     (short, long) = (
-        generate(params, TEXTS[0], eos_token_id=[end], min_new_tokens=least) for least in (None, 6)
+        generate(params, TEXTS[0], eos_token_id=[end], min_new_tokens=minimum)
+        for minimum in (None, 6)
     )
     assert len(short.token_ids) <= 2
     assert len(long.token_ids) >= 6

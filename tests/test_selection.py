@@ -212,12 +212,12 @@ def test_window_is_the_obvious_mask(ends, page_size, granularity):
         words = np.take_along_axis(bits.sum(-1), np.asarray(chosen.ids), axis=-1)
         valid = np.arange(chosen.ids.shape[-1]) < chosen.count[..., None]
         np.testing.assert_array_equal(chosen.bits, np.where(valid, words, 0))
-    most = (
+    maximum = (
         -(-sink // page_size) + -(-recent // page_size) + 1
         if granularity == "page"
         else sink + recent
     )
-    assert chosen.ids.shape[-1] <= min(most, 96)
+    assert chosen.ids.shape[-1] <= min(maximum, 96)
 
 
 def assert_well_formed(selection: Selection) -> None:

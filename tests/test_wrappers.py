@@ -82,4 +82,4 @@ def test_a_second_state_leaves_eviction_to_the_base():
     reworked, _ = wrapped.eviction.after_prompt(state, view, 9)
     assert tuple(reworked) == (("own", 9), "second")
     assert base.eviction is not None
-    assert wrapped.eviction.most is base.eviction.most
+    assert wrapped.eviction.max_length is base.eviction.max_length

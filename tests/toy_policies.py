@@ -392,12 +392,12 @@ def prompt_ends(newest: tuple = (6, 3)) -> Policy:
         return state, view.cache._replace(layers=tuple(cut(held, slots) for held in view.layers))
 
     @partial(jax.jit, static_argnums=1)
-    def cut(held, most):
+    def cut(held, max_length):
         slots, lengths = slot_index(held), held.lengths[..., None]
         recent = lengths - jnp.asarray(newest)[:, None]
         order, count = compact(
             (slots < lengths) & ((slots == 0) | (slots >= recent)),
-            -(-most // held.page_size) * held.page_size,
+            -(-max_length // held.page_size) * held.page_size,
         )
 
         def moved(pool):

@@ -89,11 +89,11 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
     return np.stack([np.pad(row, (0, width - len(row))) for row in rows])
 
 
-def check_at_least(least: int, **arguments: int) -> None:
-    """Raises ValueError where one of the arguments is below `least`."""
+def check_at_least(minimum: int, **arguments: int) -> None:
+    """Raises ValueError where one of the arguments is below `minimum`."""
     for name, value in arguments.items():
-        if value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}")
+        if value < minimum:
+            raise ValueError(f"{name}={value}: must be at least {minimum}")
 
 
 def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def _longest_headings(pieces: _Pieces, asked: int) -> int:
     )
 
 
-def _least_length(pieces: _Pieces, words: int, asked: int) -> int:
+def _min_length(pieces: _Pieces, words: int, asked: int) -> int:
     """Counts the tokens of a context without filler whose words are of average length."""
     needles = sum(map(len, pieces.opening)) + len(pieces.opening) * len(pieces.closing)
     question = (
@@ -198,10 +198,10 @@ def passkeys(
     pieces = _tokenized(tokenizer, text, needles)
     if not pieces.filler.size:
         raise ValueError(f"text={text!r}: must have at least one token")
-    least = _least_length(pieces, words, asked)
-    if min_length < least:
+    minimum = _min_length(pieces, words, asked)
+    if min_length < minimum:
         raise ValueError(
-            f"min_length={min_length}: must be at least {least}, which needles={needles} of "
+            f"min_length={min_length}: must be at least {minimum}, which needles={needles} of "
             f"words={words} and the question take on average"
         )
 

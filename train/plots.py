@@ -14,7 +14,7 @@ import numpy as np
 from jsparse.machine.extras import install
 from jsparse.train import hard_kuma, stretch_and_rectify
 
-MOST_STEPS, DPI = 6, 120
+MAX_STEPS, DPI = 6, 120
 MAP, DENSITY = (2.0, 4.6), (4.8, 3.8)  # inches per panel
 DENSEST = 8.0  # the top of the densities' axis; many are infinite at 0 or 1
 
@@ -113,7 +113,7 @@ def _margin(axis: Any, end: float, inner: float, label: str, side: str) -> None:
 
 def _chosen(count: int) -> list[int]:
     """Returns at most six of `count` places, evenly spread, with the first and the last."""
-    return np.linspace(0, count - 1, min(count, MOST_STEPS)).round().astype(int).tolist()
+    return np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int).tolist()
 
 
 def _colours(count: int) -> Any:

@@ -21,7 +21,7 @@ from bench.lib.kernel_programs import Job, in_turn
 from jsparse.pallas_kernels.point_groups import Groups, held_in_bytes, unit_length
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.engine import WIDER
-from jsparse.policies.clusters.index import Clusters, Form, most_units, units_of
+from jsparse.policies.clusters.index import Clusters, Form, max_units, units_of
 from jsparse.policies.clusters.search import best_units, cluster_scores, unit_scores
 
 TOKENS, DIRECTIONS, SCATTER = 13, 256, 0.5
@@ -113,6 +113,6 @@ def search_job(batch: int, context: int, budget: int) -> tuple[Job, dict[str, in
     }
     contenders = {name: in_turn(op) for name, op in ops.items()}
     assert first.coarse is not None
-    assert first.coarse.size.shape[2] == most_units(clusters_of(context))
+    assert first.coarse.size.shape[2] == max_units(clusters_of(context))
     job = Job(f"{batch} x {context}", size, build, contenders)
     return job, read_bytes(first, queries[0], budget)

@@ -57,7 +57,7 @@ class Sizes:
     layers: int = 4
 
     @property
-    def most(self) -> int:
+    def max_slots(self) -> int:
         """Returns the most slots that a head comes to hold."""
         return self.cap + self.period
 
@@ -77,7 +77,7 @@ def replayed_lengths(batch: int, layer: int, sizes: Sizes) -> np.ndarray:
 
 def mixed_lengths(batch: int, seed: int, sizes: Sizes) -> np.ndarray:
     """Returns lengths [B, K] at equal steps from the least to the most that heads hold."""
-    steps = np.linspace(sizes.floor, sizes.most, batch * KV_HEADS).round().astype(np.int32)
+    steps = np.linspace(sizes.floor, sizes.max_slots, batch * KV_HEADS).round().astype(np.int32)
     return np.random.default_rng(seed).permutation(steps).reshape(batch, KV_HEADS)
 
 
@@ -134,8 +134,8 @@ def attention_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
     if on_gpu:
         own = schedule.tiles(HEAD_DIM)
         for name, tiles in {
-            "2 tiles per split": own._replace(least=2),
-            "8 tiles per split": own._replace(least=8),
+            "2 tiles per split": own._replace(min_tiles=2),
+            "8 tiles per split": own._replace(min_tiles=8),
         }.items():
             contenders[name] = over_layers(partial(attend, tiles=tiles))
 
@@ -185,7 +185,7 @@ def ring(batch: int, seed: int, sizes: Sizes) -> jax.Array:
 
 def compression_jobs(batch: int, sizes: Sizes) -> list[Job]:
     """Returns the jobs of whole compressions; their times and bytes are those of all layers."""
-    worst = np.full((batch, KV_HEADS), sizes.most, np.int32)
+    worst = np.full((batch, KV_HEADS), sizes.max_slots, np.int32)
     # heads lose a period of slots, on average where they share them; or those of a trace gain and
     # lose as many
     wanted = {
@@ -195,7 +195,7 @@ def compression_jobs(batch: int, sizes: Sizes) -> list[Job]:
                 budgets=budgets,
                 merge=merge,
                 # a budget at the cap would leave nothing to share out
-                cap=sizes.most if budgets == "joint" else sizes.cap,
+                cap=sizes.max_slots if budgets == "joint" else sizes.cap,
             ),
             worst,
         )
@@ -263,7 +263,7 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
 
 def part_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
     """Returns the jobs of a compression's parts, each alone."""
-    slots = sizes.most
+    slots = sizes.max_slots
     scored = batch * KV_HEADS * slots
     # one layer is enough where it is larger than a cache
     copies = 4 if on_gpu else 1

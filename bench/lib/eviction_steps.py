@@ -114,8 +114,8 @@ def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]
     heads = (batch, scale.model.num_kv_heads)
     if "'uniform'" in parse(expression).name:
         eviction = parse(expression).eviction
-        assert eviction is not None and eviction.most is not None
-        budget = eviction.most(2**30, 0) - scale.sizes.period
+        assert eviction is not None and eviction.max_length is not None
+        budget = eviction.max_length(2**30, 0) - scale.sizes.period
         return [np.full(heads, budget, np.int32)] * scale.model.num_layers
     return [
         replayed_lengths(batch, layer, scale.sizes)[:, : heads[1]]

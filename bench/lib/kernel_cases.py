@@ -26,7 +26,7 @@ class Attention:
     Attributes:
         context: the number of tokens that every head holds.
         tokens: the number of them that a head lists, chosen at random, the newest always included.
-        fewest: if heads differ, their counts spread log-uniformly from this number to `tokens`.
+        min_tokens: if heads differ, their counts spread log-uniformly from this number to `tokens`.
         dense: the heads that attend to everything instead; an int is their number per row.
         page: P.
         lists: what an id stands for.
@@ -40,7 +40,7 @@ class Attention:
     batch: int
     context: int
     tokens: int = 0
-    fewest: int | None = None
+    min_tokens: int | None = None
     dense: Literal["none", "all", "alternate", "one"] | int = "none"
     page: int = 16
     lists: Literal["page", "token"] = "page"
@@ -87,10 +87,10 @@ class Attention:
     def counts(self, seed: int = 0) -> np.ndarray:
         """Returns the number of ids per pair, 0 for a dense one."""
         tokens = np.full(self.pairs, self.tokens)
-        if self.fewest is not None:
+        if self.min_tokens is not None:
             tokens = np.exp(
                 np.random.default_rng(0).uniform(
-                    np.log(self.fewest), np.log(self.tokens), self.pairs
+                    np.log(self.min_tokens), np.log(self.tokens), self.pairs
                 )
             )
         counts = np.maximum(tokens // self.unit, 1 if self.tokens else 0).astype(np.int32)
@@ -137,7 +137,7 @@ def shrunk(case: Attention) -> Attention:
         batch=min(case.batch, 2),
         context=256,
         tokens=max(case.tokens // shrink, min(case.tokens, 1)),
-        fewest=case.fewest and 1,
+        min_tokens=case.min_tokens and 1,
         capacity=capacity,
     )
 
@@ -159,7 +159,7 @@ CASES = (
     Attention("4096 of 128K b1", 1, 131072, 4096, small=True),
     Attention("4096 of 128K b8", 8, 131072, 4096),
     Attention("hybrid: half dense b8", 8, 131072, _TENTH, dense="alternate"),
-    Attention("64..16K of 32K b32", 32, 32768, 16384, fewest=64),
+    Attention("64..16K of 32K b32", 32, 32768, 16384, min_tokens=64),
     Attention("1 dense 128K, 255 x 64", 32, 131072, 64, dense="one"),
     Attention("2% rows of 30K b64", 64, 30000, 600, lists="token"),
     Attention("1168 rows of 128K b1", 1, 131072, 1168, lists="token"),

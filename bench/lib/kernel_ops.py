@@ -40,7 +40,7 @@ RUNS, CHOSEN_RUNS, BUDGET = 13108, 130, 1024
 CLUSTERS, NEW_CHUNKS = 6554, 3
 
 
-def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
+def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
     """Returns all of them; `shrink` divides contexts, rows and pages, for a CPU."""
     name = "triton" if on_gpu else "reference"
     context, batch = 131072 // shrink, max(8 // shrink, 1)
@@ -59,17 +59,17 @@ def jobs(*, on_gpu: bool, most_calls: int, shrink: int = 1) -> list[Job]:
             max(length // shrink, PAGE),
         )
         # the case is called select in the committed results
-        made.append(_select(name, f"select: {rows} rows of {length}", shape, most_calls))
+        made.append(_select(name, f"select: {rows} rows of {length}", shape, max_calls))
     for rows in (1, 8):
-        made.append(_budget(name, rows, max(RUNS // shrink, PAGE), most_calls))
+        made.append(_budget(name, rows, max(RUNS // shrink, PAGE), max_calls))
         made.append(_runs(name, rows, shrink))
-        made.append(_centroids(name, rows, max(CLUSTERS // shrink, 1), most_calls))
+        made.append(_centroids(name, rows, max(CLUSTERS // shrink, 1), max_calls))
         made.append(_nearest(name, rows, NEW_CHUNKS, max(CLUSTERS // shrink, 1)))
     chunks, clusters = max(RUNS // shrink, PAGE), max(CLUSTERS // shrink, 1)
     made += [_nearest(name, 1, chunks, clusters), _means(name, chunks, clusters)]
     for pages in (2048, 8192, 32768):
         for where in ("pinned_host", "device") if on_gpu else ("device",):
-            made.append(_gather(name, where, pages // shrink, 65536 // shrink, most_calls))
+            made.append(_gather(name, where, pages // shrink, 65536 // shrink, max_calls))
     made.append(compaction(name, batch, 32768 // shrink, 16384 // shrink))
     return made
 
@@ -134,27 +134,27 @@ def _int4(
     return Job(label, (read + written) // (4 if quarter else 1), build, {name: in_turn(op)})
 
 
-def _select(name: str, case: str, shape: tuple[int, int, int, int], most_calls: int) -> Job:
+def _select(name: str, case: str, shape: tuple[int, int, int, int], max_calls: int) -> Job:
     length = shape[-1]
     size = 4 * int(np.prod(shape))
-    most = max(length // 8, 1)
+    maximum = max(length // 8, 1)
     kept = partial(threshold_select, capacity=max(length // 4, 1), implementation=name)
 
     def build():
-        calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+        calls = min(max(-(-ROTATED_BYTES // size), 4), 32, max_calls)
         return None, [
             LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape) for seed in range(calls)
         ]
 
     contenders = {
         f"{name} top-p {TOP_P}": in_turn(lambda _, scores: kept(scores, TopP(TOP_P))),
-        f"{name} top-k {most}": in_turn(lambda _, scores: kept(scores, TopK(most))),
-        f"lax.top_k {most}": in_turn(lambda _, scores: jax.lax.top_k(scores, most)),
+        f"{name} top-k {maximum}": in_turn(lambda _, scores: kept(scores, TopK(maximum))),
+        f"lax.top_k {maximum}": in_turn(lambda _, scores: jax.lax.top_k(scores, maximum)),
     }
     return Job(case, size, build, contenders)
 
 
-def _budget(name: str, batch: int, runs: int, most_calls: int) -> Job:
+def _budget(name: str, batch: int, runs: int, max_calls: int) -> Job:
     shape = (batch, KV_HEADS, 1, runs)
     few = min(CHOSEN_RUNS, runs)
     kept = partial(threshold_select, capacity=few, implementation=name)
@@ -163,7 +163,7 @@ def _budget(name: str, batch: int, runs: int, most_calls: int) -> Job:
         sizes = jax.random.randint(jax.random.key(0), (batch, KV_HEADS, runs), 8, 17)
         scores = [
             LOGIT_SPREAD * jax.random.normal(jax.random.key(seed), shape)
-            for seed in range(min(32, most_calls))
+            for seed in range(min(32, max_calls))
         ]
         return sizes, scores
 
@@ -216,16 +216,16 @@ def _means(name: str, points: int, groups: int) -> Job:
         return None, [case.build(seed) for seed in range(4)]
 
     def op(_, inputs):
-        return group_means(*inputs, most_groups=groups, implementation=name)
+        return group_means(*inputs, max_groups=groups, implementation=name)
 
     size = KV_HEADS * (points * 3 // 4 * 2 + groups * 4) * HEAD_DIM
     return Job(f"group_means: {points} points, {groups} groups", size, build, {name: in_turn(op)})
 
 
-def _centroids(name: str, batch: int, clusters: int, most_calls: int) -> Job:
+def _centroids(name: str, batch: int, clusters: int, max_calls: int) -> Job:
     case = Centroids("", batch, KV_HEADS, GROUP, clusters, HEAD_DIM, "all", dtype="bfloat16")
     size = 2 * batch * KV_HEADS * clusters * HEAD_DIM
-    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, max_calls)
 
     def build():
         q, centroids, number, *_ = case.build()
@@ -240,9 +240,9 @@ def _centroids(name: str, batch: int, clusters: int, most_calls: int) -> Job:
     return Job(label, size + written, build, {name: in_turn(op)})
 
 
-def _gather(name: str, where: str, wanted: int, pages: int, most_calls: int) -> Job:
+def _gather(name: str, where: str, wanted: int, pages: int, max_calls: int) -> Job:
     size = 2 * wanted * PAGE * HEAD_DIM
-    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, most_calls)
+    calls = min(max(-(-ROTATED_BYTES // size), 4), 32, max_calls)
 
     def build():
         pool = random(0, (pages, PAGE, HEAD_DIM))

@@ -117,14 +117,14 @@ def attention_op(case: Attention, implementation: str | None):
     return attend
 
 
-def attention_job(case: Attention, *, on_gpu: bool, most_calls: int) -> Job:
+def attention_job(case: Attention, *, on_gpu: bool, max_calls: int) -> Job:
     """Returns the job of a case; on a CPU the reference replaces the kernel."""
     kernel = {"page": "mosaic", "token": "triton"}[case.lists]
     names = [kernel] * on_gpu + ["reference"] * (case.small or not on_gpu)
     return Job(
         case.name,
         case.bytes,
-        lambda: (cache(case), [inputs(case, seed) for seed in range(min(case.calls, most_calls))]),
+        lambda: (cache(case), [inputs(case, seed) for seed in range(min(case.calls, max_calls))]),
         {name: in_turn(attention_op(case, name)) for name in names},
         attention=case,
     )

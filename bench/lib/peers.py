@@ -38,17 +38,17 @@ from bench.lib.subprocesses import run_child, spread
 PEERS = ("torch", "flashinfer")
 WORKSPACE_BYTES = 512 << 20
 BUILD_SECONDS, CHILD_SECONDS = 240, 240
-LEAST_CALLS, MOST_REPLAYS, SECONDS = 16, 20, 0.1  # calls of a graph; its replays; their time
+MIN_CALLS, MAX_REPLAYS, SECONDS = 16, 20, 0.1  # calls of a graph; its replays; their time
 
 
 def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Returns microseconds per call of a graph.
 
-    The graph holds each of the calls in turn, LEAST_CALLS or more in all.
+    The graph holds each of the calls in turn, MIN_CALLS or more in all.
     """
     import torch
 
-    calls = list(calls) * -(-LEAST_CALLS // len(calls))
+    calls = list(calls) * -(-MIN_CALLS // len(calls))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -70,7 +70,7 @@ def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> dict[str, fl
         return first.elapsed_time(last) / times * 1e3
 
     graph.replay()
-    replays = min(max(int(SECONDS * 1e6 / replay(1)), 1), MOST_REPLAYS)
+    replays = min(max(int(SECONDS * 1e6 / replay(1)), 1), MAX_REPLAYS)
     return spread([replay(replays) / len(calls) for _ in range(repeats)])
 
 

@@ -82,7 +82,7 @@ def figures(
             for name, count in rate.items()
         },
         "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": _most_at_once(done),
+        "max_concurrent_requests": _max_concurrency(done),
         **{
             key: value
             for name in delays
@@ -119,7 +119,7 @@ def _gaps(answer: Answer) -> list[float]:
 
 def _keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
     took = {"ttft": _ttft, "tpot": _tpot, "e2el": _e2el}
-    return all(1e3 * took[name](answer) <= most for name, most in goodput.items())
+    return all(1e3 * took[name](answer) <= maximum for name, maximum in goodput.items())
 
 
 def _busiest_second(done: Sequence[Answer]) -> float:
@@ -136,7 +136,7 @@ def _busiest_second(done: Sequence[Answer]) -> float:
     return max(seconds.values(), default=0.0)
 
 
-def _most_at_once(done: Sequence[Answer]) -> int:
+def _max_concurrency(done: Sequence[Answer]) -> int:
     """Returns the most requests under way; one that ends makes room for one sent just then."""
     events = sorted([(answer.sent, 1) for answer in done] + [(answer.ended, -1) for answer in done])
     return int(max(np.cumsum([change for _, change in events]), default=0))

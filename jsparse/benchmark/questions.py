@@ -153,5 +153,5 @@ def _around(
     rng: np.random.Generator, option: str, length: int, ratio: float, count: int
 ) -> list[int]:
     whole_number(option, length, 1)
-    least, most = max(1, math.floor(length * (1 - ratio))), math.ceil(length * (1 + ratio))
-    return rng.integers(least, most + 1, count).tolist()
+    minimum, maximum = max(1, math.floor(length * (1 - ratio))), math.ceil(length * (1 + ratio))
+    return rng.integers(minimum, maximum + 1, count).tolist()

@@ -31,8 +31,8 @@ STEPS, DENSE, REFUSED = "steps", "dense()", "refused"
 KL, TURNS = "kl", ("passkey", "passkey_turn2")
 NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
 # a step must be this much faster than dense attention's to be worth a difference in the text
-LEAST_GAIN = 1.02
-PAGE_SIZE, LEAST_LENGTH = 16, 512
+MIN_GAIN = 1.02
+PAGE_SIZE, MIN_LENGTH = 16, 512
 OnProgress = Callable[[str, int, int], Any]
 
 
@@ -102,9 +102,9 @@ def checked(wanted: Wanted, longest: int) -> Wanted:
     """
     for name in ("context", "batch", "samples", "steps"):
         whole_number(name, getattr(wanted, name), 1)
-    if not LEAST_LENGTH <= wanted.context <= longest:
+    if not MIN_LENGTH <= wanted.context <= longest:
         raise ValueError(
-            f"context={wanted.context}: must be from {LEAST_LENGTH}, which pass keys need, to "
+            f"context={wanted.context}: must be from {MIN_LENGTH}, which pass keys need, to "
             f"{longest}, the model's maximum"
         )
     if not wanted.kl >= 0:
@@ -254,7 +254,7 @@ def _verdict(row: Mapping[str, Any], wanted: Wanted) -> str:
         return ""
     if row["ms"] is None:
         return "not measured yet"
-    if row["over_dense"] < LEAST_GAIN:
+    if row["over_dense"] < MIN_GAIN:
         return "no faster than dense attention"
     if row["kl"] is None:
         return NO_KL
@@ -349,9 +349,9 @@ def _longest(params: Params, wanted: Wanted) -> int:
     length = wanted.context
     while not _fits(params, wanted, [DENSE], length):
         length //= 2
-        if length < LEAST_LENGTH:
+        if length < MIN_LENGTH:
             raise ValueError(
-                f"context={wanted.context}: must leave memory for texts of {LEAST_LENGTH} tokens"
+                f"context={wanted.context}: must leave memory for texts of {MIN_LENGTH} tokens"
             )
     return length
 

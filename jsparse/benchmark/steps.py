@@ -257,10 +257,10 @@ def _warm_up_steps(policy: Policy, steps: int, num_iters: int, num_iters_warmup:
 
     What comes round within the timed steps is compiled before them.
     """
-    least = num_iters_warmup * steps
+    minimum = num_iters_warmup * steps
     periods = policy.services.every.values()
-    due = [every for every in periods if every <= least + num_iters * steps]
-    return -(-max([least, *due]) // steps) * steps
+    due = [every for every in periods if every <= minimum + num_iters * steps]
+    return -(-max([minimum, *due]) // steps) * steps
 
 
 def _session(params: Params, run: _Run) -> Session:

@@ -84,8 +84,8 @@ def arrivals(
 def _log_uniform(
     rng: np.random.Generator, name: str, given: int | tuple[int, int], count: int
 ) -> list[int]:
-    least, most = given if isinstance(given, tuple) else (given, given)
-    whole_number(name, least, 1)
-    whole_number(name, most, least)
-    drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
-    return np.clip(drawn.astype(int), least, most).tolist()
+    minimum, maximum = given if isinstance(given, tuple) else (given, given)
+    whole_number(name, minimum, 1)
+    whole_number(name, maximum, minimum)
+    drawn = np.exp(rng.uniform(np.log(minimum), np.log(maximum + 1), count))
+    return np.clip(drawn.astype(int), minimum, maximum).tolist()

@@ -25,7 +25,7 @@ from jsparse.cli.options import (
 from jsparse.text.signatures import short_name
 
 bench = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False)
-LENGTH = "a number, or LEAST:MOST to draw from log-uniformly"
+LENGTH = "a number, or MIN:MAX to draw from log-uniformly"
 
 
 @bench.callback()

@@ -119,10 +119,12 @@ def _kept(measured: dict[str, Any]) -> str:
         return f"policy=auto stays as it was: it cannot take code of your own, {best}"
     made = choice(measured)
     choices.keep([made])
-    fewest, most = (int(part * wanted["context"]) for part in (choices.LEAST, choices.MOST))
+    min_context, max_context = (
+        int(part * wanted["context"]) for part in (choices.MIN_SHARE, choices.MAX_SHARE)
+    )
     return (
         f"policy=auto is {short_name(best)} from now on for {wanted['model']} on "
-        f"{measured['device']}, with caches of {fewest + 1} to {most} tokens and "
+        f"{measured['device']}, with caches of {min_context + 1} to {max_context} tokens and "
         f"batches of {wanted['batch']} or more ({choices.file()})."
     )
 

@@ -201,14 +201,14 @@ class Engine:
                     "engine"
                 )
         self.scheduler.require_room(len(request.ids), request.sampling.max_tokens)
-        n, most = request.sampling.n, self._max_waiting
-        if most is not None and n > most + self.sizes.num_slots:
+        n, limit = request.sampling.n, self._max_waiting
+        if limit is not None and n > limit + self.sizes.num_slots:
             raise ValueError(
-                f"n={n}: must be at most {most + self.sizes.num_slots}, max_waiting and the slots"
+                f"n={n}: must be at most {limit + self.sizes.num_slots}, max_waiting and the slots"
             )
-        if most is not None and len(self.scheduler.waiting) + n > most + self._free_slots:
+        if limit is not None and len(self.scheduler.waiting) + n > limit + self._free_slots:
             raise EngineFull(
-                f"{len(self.scheduler.waiting)} requests wait: must be at most max_waiting={most}"
+                f"{len(self.scheduler.waiting)} requests wait: must be at most max_waiting={limit}"
             )
 
     def add(

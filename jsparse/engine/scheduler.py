@@ -17,7 +17,7 @@ from jsparse.runtime.pauses import next_steps, until_due
 # reads in a second, so that the shortest goes first and none waits forever.
 TOKENS_PER_SECOND = 20_000
 # prompts that may be partly read at a time; each has state of its own on the device
-MOST_READING = 4
+MAX_READING = 4
 
 
 class Sizes(NamedTuple):
@@ -58,9 +58,9 @@ class Sizes(NamedTuple):
 
     def padded(self, tokens: int, position: int) -> int:
         """Returns the size to which a chunk of `tokens` at a position is padded."""
-        most = self.chunk_size(position)
+        maximum = self.chunk_size(position)
         sizes = {size for _, size in self.ladder} | set(self.tails)
-        return min(size for size in sizes if tokens <= size <= most)
+        return min(size for size in sizes if tokens <= size <= maximum)
 
     def chunks(self, start: int, end: int) -> list[tuple[int, bool]]:
         """Returns the chunks that tokens from `start` to `end` are read in, as (size, last)."""
@@ -313,21 +313,21 @@ class Scheduler:
 
     def _chunk(self) -> Chunk | None:
         """Plans the next chunk: of the prompt of which least is left, the oldest a bit earlier."""
-        full = len(self._partly) >= MOST_READING
+        full = len(self._partly) >= MAX_READING
         allowed = [answer for answer in self.reading if not full or answer in self._partly]
         if not allowed:
             return None
         answer = min(allowed, key=lambda answer: (answer.rank, answer.number))
         fresh = self._take_over(answer) or answer not in self._partly
         replay = answer.read < answer.known
-        start, most = answer.read, self.sizes.chunk_size(answer.read)
-        valid = min(most, len(answer.ids) - start)
+        start, maximum = answer.read, self.sizes.chunk_size(answer.read)
+        valid = min(maximum, len(answer.ids) - start)
         size, last = self.sizes.padded(valid, start), start + valid == len(answer.ids)
         answer.read += valid
         self._partly.add(answer)
         if not replay:
             answer.known = answer.read
-            if valid == most:
+            if valid == maximum:
                 self._share(answer)
         if last:
             self._partly.discard(answer)
@@ -342,9 +342,9 @@ class Scheduler:
     def _shareable(self, answer: Answer) -> int:
         """Returns the number of leading blocks of a prompt that the pool has and it may use."""
         sizes = self.sizes
-        most = len(answer.ids) - max(1, self.rules.window)
+        maximum = len(answer.ids) - max(1, self.rules.window)
         known = self.pool.known(answer.keys) * sizes.block_tokens
-        return sizes.chunk_start(max(0, min(most, known))) // sizes.block_tokens
+        return sizes.chunk_start(max(0, min(maximum, known))) // sizes.block_tokens
 
     def _take_over(self, answer: Answer) -> bool:
         """Uses what others have read of the prompt since.
@@ -387,13 +387,13 @@ class Scheduler:
         It is the most where nobody waits for its end: no prompt that is being read, no row that is
         due for service before, and nobody who gets the slot or the memory of a row that ends.
         """
-        most = self.sizes.steps
+        maximum = self.sizes.steps
         left = [answer.max_tokens - answer.sent for answer in self.decoding]
-        if self.reading or (self.waiting and min(left, default=0) < most):
+        if self.reading or (self.waiting and min(left, default=0) < maximum):
             return 1
         pauses = [
             steps
             for answer in self.decoding
             for steps in until_due(self.rules.periods, answer.sent - 1)
         ]
-        return next_steps(most, [max(left, default=0), *pauses])
+        return next_steps(maximum, [max(left, default=0), *pauses])

@@ -176,11 +176,11 @@ class Answers:
         assert self._task.num_samples is not None
         samples = (self._task.sample(self._encode, 0, i) for i in range(self._task.num_samples))
         prompt, limit = max((len(self._ids(sample)), sample.max_new_tokens) for sample in samples)
-        most = self._params.config.max_position_embeddings
-        if prompt + limit > most:
+        maximum = self._params.config.max_position_embeddings
+        if prompt + limit > maximum:
             raise ValueError(
                 f"max_new_tokens={limit}: must leave room for the longest prompt of "
-                f"{self._task.name} ({prompt} tokens) within {most}, the model's maximum"
+                f"{self._task.name} ({prompt} tokens) within {maximum}, the model's maximum"
             )
         return prompt + limit
 

@@ -104,11 +104,11 @@ class JSparseLM(TemplateLM):
         self._page_size, self._pretrained = page_size, pretrained
         self._params = load(pretrained, dtype=dtype, revision=revision)
         self.tokenizer = tokenizer_of(self._params, "the harness")
-        most = self._params.config.max_position_embeddings
-        self.max_length = most if max_length is None else _count("max_length", max_length)
-        if self.max_length > most:
+        maximum = self._params.config.max_position_embeddings
+        self.max_length = maximum if max_length is None else _count("max_length", max_length)
+        if self.max_length > maximum:
             raise ValueError(
-                f"max_length={max_length}: must be at most {most}, the model's maximum"
+                f"max_length={max_length}: must be at most {maximum}, the model's maximum"
             )
         self._attended: list[float] = []
 

@@ -160,11 +160,11 @@ def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Answers]:
         for name in plan.tasks
         if name not in MEASURES
     }
-    most = params.config.max_position_embeddings
+    maximum = params.config.max_position_embeddings
     if any(name in MEASURES or not built[name].open_ended for name in plan.tasks):
         for length in plan.lengths:
-            if length > most:
-                raise ValueError(f"length={length}: must be at most {most}, the model's maximum")
+            if length > maximum:
+                raise ValueError(f"length={length}: must be at most {maximum}, the model's maximum")
     text = tokenizer.encode(texts.read(plan.text)) if set(plan.tasks) & set(MEASURES) else []
     for name in plan.tasks:
         if name in MEASURES:

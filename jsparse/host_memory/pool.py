@@ -249,14 +249,14 @@ def whole(
 
 
 def newest_pages(
-    layer: LayerCache, first: Lengths, most: int
+    layer: LayerCache, first: Lengths, max_new: int
 ) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
-    """Returns the pages of the tokens from `first` on, at most `most`, and their K and V.
+    """Returns the pages of the tokens from `first` on, at most `max_new`, and their K and V.
 
     Ids are physical; -1 is none.
     """
     k, v = pools(layer)
-    count = min(-(-most // layer.page_size) + 1, k.ring_pages(layer))
+    count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))
     page = first[..., None] // layer.page_size + jnp.arange(count, dtype=jnp.int32)
     held = page * layer.page_size < layer.lengths[..., None]
     ids = jnp.where(held, physical_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
@@ -307,24 +307,24 @@ def empty_pages(spec: CacheSpec) -> tuple[HostPages, ...]:
     return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
 
 
-@functools.partial(jax.jit, static_argnames="most")
+@functools.partial(jax.jit, static_argnames="max_new")
 def _leaving(
-    layer: LayerCache, count: Rows, most: int
+    layer: LayerCache, count: Rows, max_new: int
 ) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
-    return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), most)
+    return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), max_new)
 
 
 def stored(
-    host: Sequence[HostPages], cache: KVCache, count: Rows, most: int
+    host: Sequence[HostPages], cache: KVCache, count: Rows, max_new: int
 ) -> tuple[HostPages, ...]:
-    """Writes the pages of each row's newest `count[b]` ≤ `most` tokens into host memory, in place.
+    """Writes the pages of each row's newest `count[b]` ≤ `max_new` tokens into host memory.
 
-    `host` is donated.
+    `host` is donated and written in place.
     """
     put = _programs()[1]
 
     def of_layer(pages: HostPages, layer: LayerCache) -> HostPages:
-        ids, (k, v) = _leaving(layer, count, most=most)
+        ids, (k, v) = _leaving(layer, count, max_new=max_new)
         return HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
 
     return tuple(map(of_layer, host, cache.layers))

@@ -184,11 +184,11 @@ class OnHost:
             raise ValueError(
                 f"pool_pages={spec.pool_pages}: must be None where K and V lie in host memory"
             )
-        least = max(policy.reads or 0, spec.page_size)
-        if tail < least:
+        minimum = max(policy.reads or 0, spec.page_size)
+        if tail < minimum:
             raise ValueError(
-                f"tail={tail}: must be at least {least}, the newest tokens that {policy} and pages "
-                f"of {spec.page_size} tokens need on the device"
+                f"tail={tail}: must be at least {minimum}, the newest tokens that {policy} and "
+                f"pages of {spec.page_size} tokens need on the device"
             )
 
     def require_fit(self) -> None:

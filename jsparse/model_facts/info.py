@@ -89,7 +89,7 @@ def describe(
         "policy_bytes_per_token": growth,
         "policy_bytes_per_prompt": fixed,
         "policy_fraction": growth / per_token,
-        "most_cache_bytes": most_cache_bytes(config, policy, context, per_token),
+        "max_cache_bytes": max_cache_bytes(config, policy, context, per_token),
         "free_bytes": free,
         "longest_context": min(int(tokens), limit),
         "context": context,
@@ -128,14 +128,14 @@ def _growth(config: ModelConfig, dtype: str, kept: Callable[[CacheSpec], int]) -
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
 
 
-def most_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
+def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token: int) -> int:
     """Returns the bytes of K and V that a row can come to hold after a prompt of `context` tokens.
 
     It counts all that the model can still generate; reading the prompt takes its whole length.
     """
     limit = config.max_position_embeddings
-    most = None if policy.eviction is None else policy.eviction.most
-    slots = limit if most is None else most(context, limit - context)
+    max_length = None if policy.eviction is None else policy.eviction.max_length
+    slots = limit if max_length is None else max_length(context, limit - context)
     spec = _spec(config, "float32", -(-limit // PAGE_SIZE))
     return min(capacity.slots_left(slots, spec), limit) * per_token
 
@@ -230,13 +230,15 @@ def _cache_of_a_prompt(info: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the lines on K and V of one prompt, and of what may follow it."""
     context, per_token = info["context"], info["cache_bytes_per_token"]
     limit = info["config"]["max_position_embeddings"]
-    prompt, most = context * per_token, info["most_cache_bytes"]
+    prompt, max_length = context * per_token, info["max_cache_bytes"]
     lines = [("KV cache of a prompt", f"{memory.size(prompt)} for {context} tokens")]
-    if most < limit * per_token:
-        lines.append(("", f"at most {memory.size(most)} after it, since the policy drops tokens"))
-    elif most > prompt:
+    if max_length < limit * per_token:
         lines.append(
-            ("", f"{memory.size(most)} once its answer reaches the model's {limit} tokens")
+            ("", f"at most {memory.size(max_length)} after it, since the policy drops tokens")
+        )
+    elif max_length > prompt:
+        lines.append(
+            ("", f"{memory.size(max_length)} once its answer reaches the model's {limit} tokens")
         )
     return lines
 

@@ -68,11 +68,11 @@ def choose(spec: CacheSpec) -> Chosen:
     found = choices.find(spec, device)
     if found is not None:
         return Chosen(parse(found.policy), str(found))
-    least = BREAK_EVENS.get(device)
-    if least is None:
+    minimum = BREAK_EVENS.get(device)
+    if minimum is None:
         reason = f"nobody has measured this model and size on this device ({device})"
         return Chosen(dense(), reason, measured=False)
-    if layer_bytes(spec) < least:
+    if layer_bytes(spec) < minimum:
         return Chosen(dense(), f"as fast as others at this size on this device ({device})")
     return Chosen(CHOICE, f"faster than dense attention at this size on this device ({device})")
 

@@ -14,7 +14,7 @@ from jsparse.machine.folders import cache_folder
 
 # a cache that holds at most this part of the measured context, or more than it by this factor, is
 # not one that was measured: the budgets of policies are numbers of tokens
-LEAST, MOST = 1 / 2, 5 / 4
+MIN_SHARE, MAX_SHARE = 1 / 2, 5 / 4
 
 
 class Choice(NamedTuple):
@@ -78,7 +78,7 @@ def find(spec: CacheSpec, device: str) -> Choice | None:
         for choice in stored()
         if (choice.model, choice.device, choice.dtype) == (name, device, dtype)
         and choice.batch <= spec.batch
-        and LEAST * choice.context < spec.capacity <= MOST * choice.context
+        and MIN_SHARE * choice.context < spec.capacity <= MAX_SHARE * choice.context
     ]
     return max(fitting, key=lambda choice: (choice.batch, -choice.context), default=None)
 

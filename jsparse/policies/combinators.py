@@ -56,7 +56,7 @@ def with_state(
     `shares` says what of the own state other requests may use; the policy shares the lesser of that
     and what the base shares. `needs` is what the wrapper needs beside the base.
     """
-    least = min(shares, base.shares, key=(None, "keys", "pages").index)
+    minimum = min(shares, base.shares, key=(None, "keys", "pages").index)
 
     eviction = base.eviction
     if eviction and eviction.after_prompt:
@@ -70,7 +70,7 @@ def with_state(
         services=base.services._replace(maintain=partial(_reworked, base.services.maintain)),
         foresees=base.foresees and select is None,
         eviction=eviction,
-        shares=least,
+        shares=minimum,
         needs=(*base.needs, *(name for name in needs if name not in base.needs)),
     )
 

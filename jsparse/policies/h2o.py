@@ -37,7 +37,9 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
         accumulated,
         uniform(Bounds(0, room, room)),
         kept=room,
-        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, budget + period),
+        max_length=lambda prompt_tokens, new_tokens: min(
+            prompt_tokens + new_tokens, budget + period
+        ),
         window=window,
         recent=recent,
         period=period,

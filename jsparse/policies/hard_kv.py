@@ -113,8 +113,8 @@ def hard_kv(
         score[metric],
         counts[budgets],
         attention=None if metric == "attention" else score["attention"],
-        kept=room.budget if budgets == "uniform" else room.most,
-        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
+        kept=room.budget if budgets == "uniform" else room.max_count,
+        max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, largest),
         window=window,
         recent=newest,
         sink=sink,
@@ -148,13 +148,15 @@ def _rooms(
     """
     for name, value in (("budget", budget), ("floor", floor), ("cap", cap), ("recent", newest)):
         whole_number(name, value, 1)
-        if value > rules.MOST:
-            raise ValueError(f"{name}={value}: must be at most {rules.MOST}")
-    least = newest + sink + 1
+        if value > rules.MAX_SLOTS:
+            raise ValueError(f"{name}={value}: must be at most {rules.MAX_SLOTS}")
+    minimum = newest + sink + 1
     used = {"uniform": ("budget",), "joint": ("budget", "cap")}.get(budgets, ("cap",))
     for name, value in (("budget", budget), ("cap", cap)):
-        if name in used and value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}: newest tokens + sink + 1")
+        if name in used and value < minimum:
+            raise ValueError(
+                f"{name}={value}: must be at least {minimum}: newest tokens + sink + 1"
+            )
     if budgets != "uniform" and floor > cap:
         raise ValueError(f"floor={floor}: must be at most cap={cap}")
     if budgets == "joint" and not floor <= budget <= cap:

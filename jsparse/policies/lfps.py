@@ -51,7 +51,7 @@ from jsparse.policy import Policy, PrefillView, Services, at_layer, knob
 from jsparse.shapes import Lengths, Queries, Rows
 
 WINDOW = 32  # s, the last prompt queries from which the tables are built
-MOST_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
+MAX_SCALE = 2.0**12  # what tables grow by between two renormalisations, or in one step if more
 FAINT = 2.0**-20  # tables without a larger entry are not scaled down
 
 
@@ -151,7 +151,7 @@ def lfps(
     one_of("bypass", bypass, (True, False, "mean"))
     one_of("floor", floor, (True, False))
     one_of("aligned", aligned, (True, False))
-    whole_number("wider", wider, least=1)
+    whole_number("wider", wider, minimum=1)
     if candidates == "threshold" and not exact:
         raise ValueError("candidates='threshold': must be 'top' where exact=False")
     if floor and candidates == "top":
@@ -165,7 +165,7 @@ def lfps(
         Exact(candidates, a, floor, wider) if exact else None,
         bypass,
     )
-    period = max(int(math.log(MOST_SCALE) / -math.log(decay)), 1)
+    period = max(int(math.log(MAX_SCALE) / -math.log(decay)), 1)
     return Policy(
         partial(select, settings),
         init=partial(init, settings),
@@ -205,14 +205,14 @@ def prefill(settings: Settings, state: Past, layer: int, view: PrefillView) -> P
 def select(settings: Settings, state: Past, layer: int, q: Queries, view: StepView):
     """Lists the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
     held, tables = view.layers[layer], state.tables[layer]
-    most = share_of(settings.budget, held.capacity)
+    maximum = share_of(settings.budget, held.capacity)
     # a head holds a token per position; from positions, number is computed once for all layers
     lengths = jnp.broadcast_to(view.positions[:, None] + 1, held.lengths.shape)
-    number = jnp.minimum(wanted(knob(view, "budget", settings.budget), lengths), most)
+    number = jnp.minimum(wanted(knob(view, "budget", settings.budget), lengths), maximum)
     if settings.exact:
-        chosen = chosen_exactly(settings.exact, q, held, tables, number, most)
+        chosen = chosen_exactly(settings.exact, q, held, tables, number, maximum)
     else:
-        chosen = table_candidates(*tables, held.lengths, Best(number), capacity=most, sink=SINKS)
+        chosen = table_candidates(*tables, held.lengths, Best(number), capacity=maximum, sink=SINKS)
     if not settings.bypass:
         return chosen, None, state
     prompt, alone = state.prompts[layer], settings.bypass == "mean"

@@ -25,7 +25,7 @@ Candidates = Literal["top", "threshold"]
 Bypass = bool | Literal["mean"]
 SINKS = 4
 BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
-MOST_CANDIDATES = 2**31 - 1  # of a head
+MAX_CANDIDATES = 2**31 - 1  # of a head
 
 
 class Exact(NamedTuple):
@@ -58,19 +58,19 @@ def chosen_exactly(
     held: LayerCache,
     tables: tuple[Array, Array],
     number: Lengths,
-    most: int,
+    max_count: int,
 ) -> Selection:
-    """Lists the `number` ≤ `most` candidates of largest weight, of wider · number at most."""
+    """Lists the `number` ≤ `max_count` candidates of largest weight, of wider · number at most."""
     # with more candidates than a head has slots there is no bound, and products fit in 32 bits
-    times = min(exact.wider, MOST_CANDIDATES // most)
+    times = min(exact.wider, MAX_CANDIDATES // max_count)
     if exact.candidates == "threshold":
-        least = number if exact.floor else jnp.zeros_like(number)
-        rule = Kurtosis(exact.a, least, times * number)
+        min_count = number if exact.floor else jnp.zeros_like(number)
+        rule = Kurtosis(exact.a, min_count, times * number)
     else:
         rule = Best(times * number)
-    listed = min(most * times, held.capacity)
+    listed = min(max_count * times, held.capacity)
     chosen = table_candidates(*tables, held.lengths, rule, capacity=listed, sink=SINKS)
-    return heaviest(q, held, chosen, number, most)
+    return heaviest(q, held, chosen, number, max_count)
 
 
 def heaviest(

@@ -36,7 +36,7 @@ from jsparse.selection import Granularity, Selection
 Rule = Literal["top_k", "top_p", "threshold", "ratio"]
 # the default value of each rule, and the check that a value must pass
 RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
-    "top_k": (4096, partial(whole_number, least=1)),
+    "top_k": (4096, partial(whole_number, minimum=1)),
     "top_p": (0.99, fraction),
     "threshold": (1e-3, below_one),
     "ratio": (0.5, below_one),
@@ -136,8 +136,8 @@ def init(settings: Settings, spec: CacheSpec) -> State:
     heads, unit = (spec.batch, spec.num_kv_heads), settings.unit(spec.page_size)
     units, value = spec.capacity // unit, settings.value
     numbers = {"top_k": int(value) // unit, "ratio": -int(-(1 - value) * units // 1)}
-    most = min(max(numbers.get(settings.rule, units), 1), units)
-    return jnp.zeros((*heads, most), jnp.int32), jnp.zeros(heads, jnp.int32)
+    maximum = min(max(numbers.get(settings.rule, units), 1), units)
+    return jnp.zeros((*heads, maximum), jnp.int32), jnp.zeros(heads, jnp.int32)
 
 
 def select(settings: Settings, state: State, layer: int, q: Array, view: StepView):

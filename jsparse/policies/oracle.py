@@ -44,7 +44,7 @@ def oracle_top_k(budget: int = 1024, granularity: Granularity = "token") -> Poli
         )
         return chosen, None, state
 
-    return Policy(select, shares="pages", per_row={"budget": partial(whole_number, least=1)})
+    return Policy(select, shares="pages", per_row={"budget": partial(whole_number, minimum=1)})
 
 
 @builder

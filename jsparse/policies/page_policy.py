@@ -68,7 +68,7 @@ def page_policy(summarise: Summarise, score: Score, budget: int = 1024) -> Polic
         partial(select, settings),
         **kept._asdict(),
         shares="pages",
-        per_row={"budget": partial(whole_number, least=1)},
+        per_row={"budget": partial(whole_number, minimum=1)},
         reads=0,
         name=f"page_policy({_name(summarise)}, {_name(score)}, budget={budget})",
     )

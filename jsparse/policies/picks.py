@@ -80,5 +80,5 @@ def _lifted(
 ) -> Float32[Array, "B K units"]:
     """Raises the marked scores above all others and keeps the order among them."""
     best = scores.max(-1, keepdims=True)
-    least = jnp.where(marked, scores, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(marked, scores + (best - least + 1), scores)
+    lowest = jnp.where(marked, scores, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(marked, scores + (best - lowest + 1), scores)

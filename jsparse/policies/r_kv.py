@@ -46,7 +46,9 @@ def r_kv(
         important_and_rare(importance),
         uniform(Bounds(0, room, room)),
         kept=room,
-        most=lambda prompt_tokens, new_tokens: min(prompt_tokens + new_tokens, budget + period),
+        max_length=lambda prompt_tokens, new_tokens: min(
+            prompt_tokens + new_tokens, budget + period
+        ),
         window=window,
         period=period,
     )

@@ -41,13 +41,13 @@ def raas(budget: int = 1024, threshold: float = 1e-4, window: int = 1, period: i
         now = positions[:, None, None].astype(stamps.dtype)
         return jnp.where(used & (stamps < PROMPT), now, stamps)
 
-    def most(prompt_tokens: int, new_tokens: int) -> int:
+    def max_length(prompt_tokens: int, new_tokens: int) -> int:
         return prompt_tokens + min(new_tokens, budget + period)
 
     settings = Settings(
         last_used,
         _prompt_and(room),
-        most=most,
+        max_length=max_length,
         window=window,
         period=period,
         tracking=Tracking(_begin, stamped),

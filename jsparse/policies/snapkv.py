@@ -42,7 +42,7 @@ def snapkv(
         pooled_attention(pool, pooling),
         uniform(Bounds(0, room, room)),
         kept=room,
-        most=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
+        max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
         window=window,
     )
     return evicting(settings)

@@ -163,5 +163,5 @@ def break_even(held: LayerCache) -> int:
     All rows are taken to hold the same number.
     """
     device = jax.local_devices()[0].device_kind
-    least = BREAK_EVENS.get(device, BREAK_EVENS["NVIDIA H200"])
-    return int(least // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))
+    minimum = BREAK_EVENS.get(device, BREAK_EVENS["NVIDIA H200"])
+    return int(minimum // (2 * held.lengths.size * held.k.shape[-1] * held.k.dtype.itemsize))

@@ -186,14 +186,14 @@ def pool_groups(
     per_group = (needs(more) - needs(few)) / (more - few)
     rows = needs(few) - few * per_group
     there = memory.available_bytes(gpu_memory_utilization) - rows
-    most = max(0, int(there // per_group))
+    maximum = max(0, int(there // per_group))
     if tokens is None:
         # no more than all rows can use: what is shared counts once
-        wanted = min(most, spec.batch * spec.num_pages + 1)
+        wanted = min(maximum, spec.batch * spec.num_pages + 1)
     else:
         whole_number("kv_cache_tokens", tokens, 1)
         wanted = -(-tokens // spec.page_size) + 1
-    if wanted > most or wanted < 2:
+    if wanted > maximum or wanted < 2:
         asked = (max(wanted, 2) - 1) * spec.page_size
         raise ValueError(
             f"K and V of {asked} tokens and the state of {policy} take "

@@ -155,7 +155,7 @@ class Reader:
     ) -> None:
         """Prepares to read the steps of these rows; `clock` times them, in seconds."""
         self.rows, self._report, self._clock = rows, report, clock
-        self._most = max(row.given + row.request.sampling.max_tokens for row in rows)
+        self._maximum = max(row.given + row.request.sampling.max_tokens for row in rows)
         self._pending: deque[StepResult] = deque()
         self._times: list[float] = []
 
@@ -198,7 +198,7 @@ class Reader:
                     row.attended.append(float(shares(results.stats.attended[nth, b])))
                     row.read.append(float(shares(results.stats.read[nth, b])))
                 row.take(int(tokens[b]), float(logprobs[b]))
-            self._report("decode", len(self._times), self._most)
+            self._report("decode", len(self._times), self._maximum)
 
     def generations(self, began: float, policy: str) -> list[Generation]:
         """Returns what was generated.

@@ -293,8 +293,8 @@ def chunk_tokens(decoder: Decoder, batch: int) -> int:
 
 def tokens_per_chunk(head_dim: int, dtype: Any, batch: int) -> int:
     """Returns `chunk_tokens` of a decoder with this head dimension and dtype."""
-    most = _flash_tokens(head_dim, dtype)
-    return max(64, 2 ** int(math.log2(max(most // batch, 1))))
+    maximum = _flash_tokens(head_dim, dtype)
+    return max(64, 2 ** int(math.log2(max(maximum // batch, 1))))
 
 
 def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
-MOST_BIASES, MOST_ENDS = 300, 16
+MAX_BIASES, MAX_END_IDS = 300, 16
 # the value at which each option does nothing, for models that name no default of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -107,11 +107,11 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r}: must be true or false")
-        most = self.max_tokens
+        maximum = self.max_tokens
         _require_int("n", self.n, 1, 16, "an integer from 1 to 16")
-        _require_int("max_tokens", most, 1, math.inf, "an integer of at least 1")
-        rule = f"an integer from 0 to max_tokens, which is {most}"
-        _require_int("min_tokens", self.min_tokens, 0, most, rule)
+        _require_int("max_tokens", maximum, 1, math.inf, "an integer of at least 1")
+        rule = f"an integer from 0 to max_tokens, which is {maximum}"
+        _require_int("min_tokens", self.min_tokens, 0, maximum, rule)
         if self.seed is not None:
             _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
         if self.logprobs is not None:
@@ -161,7 +161,7 @@ class Request:
     stream: int
 
     @property
-    def most_tokens(self) -> int:
+    def max_length(self) -> int:
         """Returns the most tokens that prompt and answer can have together."""
         return len(self.ids) + self.sampling.max_tokens
 
@@ -270,9 +270,9 @@ def _request(
         seed=sampling.seed if own_seed else seed,
     )
     ends = _ends(params, sampling)
-    if sampling.min_tokens and len(ends) > MOST_ENDS:
+    if sampling.min_tokens and len(ends) > MAX_END_IDS:
         raise ValueError(
-            f"min_tokens={sampling.min_tokens}: must be 0 where more than {MOST_ENDS} tokens end "
+            f"min_tokens={sampling.min_tokens}: must be 0 where more than {MAX_END_IDS} tokens end "
             f"the text; here {len(ends)} do"
         )
     return Request(ids, resolved, ends, 0 if own_seed else row)
@@ -374,8 +374,8 @@ def _ids(tokens: Any) -> tuple[int, ...]:
 def _biases(biases: Any) -> dict[int, float]:
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias={biases!r}: must map token ids to numbers")
-    if len(biases) > MOST_BIASES:
-        raise ValueError(f"logit_bias has {len(biases)} entries: must have at most {MOST_BIASES}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} entries: must have at most {MAX_BIASES}")
     made: dict[int, float] = {}
     for key, bias in biases.items():
         token = _token_id(key)

@@ -19,7 +19,7 @@ def require_pages(policy: Policy, spec: CacheSpec, cache: KVCache, limits: Seque
 
     `limits` are the new tokens of each row; rows take pages for as long as any decodes.
     """
-    if policy.eviction is None or policy.eviction.most is None or spec.pool_pages is None:
+    if policy.eviction is None or policy.eviction.max_length is None or spec.pool_pages is None:
         return
     slots = _wanted(policy, cache, [max(limits)] * spec.batch)
     pages = 1 + spec.num_kv_heads * sum(-(-wanted // spec.page_size) for wanted in slots)
@@ -52,13 +52,13 @@ def after_prompt(
     if left < slots:
         raise ValueError(
             f"policy={policy}: after_prompt left room for {left} tokens per head: must be at "
-            f"least {slots}, as `most` says"
+            f"least {slots}, as `max_length` says"
         )
     return cache, state
 
 
 def _wanted(policy: Policy, cache: KVCache, limits: Sequence[int]) -> list[int]:
     """Returns the slots that a head of each row may come to need."""
-    most = (policy.eviction and policy.eviction.most) or operator.add
+    max_length = (policy.eviction and policy.eviction.max_length) or operator.add
     prompts = np.asarray(cache.positions).tolist()
-    return [most(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
+    return [max_length(prompt, new) for prompt, new in zip(prompts, limits, strict=True)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
-from jsparse.runtime.request import MOST_BIASES, MOST_ENDS, Request
+from jsparse.runtime.request import MAX_BIASES, MAX_END_IDS, Request
 from jsparse.shapes import Rows
 from jsparse.threshold import top_k_mask, top_p_mask
 
@@ -26,7 +26,7 @@ Nth = Int32[Array, ""] | Int32[Array, "B"]
 Active = Bool[Array, "B"] | None
 # the number of likeliest tokens that `top_logprobs` returns
 TOP = 20
-MOST_COUNTED = np.iinfo(np.uint16).max
+MAX_COUNTED = np.iinfo(np.uint16).max
 
 
 class ChooseFn(Protocol):
@@ -103,9 +103,9 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     options = [request.sampling for request in requests]
     rows = len(requests)
     seen = np.zeros((rows, vocab_size), np.bool_)
-    bias_ids = np.full((rows, MOST_BIASES), vocab_size, np.int32)
-    bias_values = np.zeros((rows, MOST_BIASES), np.float32)
-    ends = np.full((rows, MOST_ENDS), vocab_size, np.int32)
+    bias_ids = np.full((rows, MAX_BIASES), vocab_size, np.int32)
+    bias_values = np.zeros((rows, MAX_BIASES), np.float32)
+    ends = np.full((rows, MAX_END_IDS), vocab_size, np.int32)
     for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
         biases = own.logit_bias or {}
@@ -187,7 +187,7 @@ def sampled(
         given._replace(
             seen=given.seen.at[rows, tokens].set(True),
             counts=given.counts.at[rows, tokens].set(
-                jnp.where(count < MOST_COUNTED, count + 1, count)
+                jnp.where(count < MAX_COUNTED, count + 1, count)
             ),
         ),
     )

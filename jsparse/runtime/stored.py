@@ -31,7 +31,7 @@ from jsparse.runtime import fingerprint
 logger = logging.getLogger("jsparse.programs")
 
 # Bytes that the files may take; those that were used longest ago make room.
-MOST_BYTES = 4 * 2**30
+MAX_BYTES = 4 * 2**30
 # modules that load a library which programs of theirs call
 RUNTIMES = ("jax.experimental.mosaic.gpu", "jax_triton")
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
@@ -119,7 +119,7 @@ class Store:
         total = 0
         for stat, path in files:
             total += stat.st_size
-            if total > MOST_BYTES:
+            if total > MAX_BYTES:
                 with suppress(OSError):
                     os.unlink(path)
 

@@ -147,8 +147,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
                 field = "prompt" if asked.messages is None else "messages"
                 names: dict[str, str] = dict.fromkeys(("text", "prompt", "messages"), field)
                 raise as_api_error(error, names) from error
-        most = service.ready.engine.sizes.max_model_len
-        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids})
+        maximum = service.ready.engine.sizes.max_model_len
+        return json_response({"count": len(ids), "max_model_len": maximum, "tokens": ids})
 
     async def detokenize(request: Request) -> Response:
         asked = await service.body(DetokenizeRequest, request)

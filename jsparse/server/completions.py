@@ -201,7 +201,7 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
         if request.echo:
             size = sum(map(len, given))
             texts = await service.texts.encode(_echoed, service, given, size=size)
-        options = request.sampling(request.most, service.temperature)
+        options = request.sampling(request.max_new_tokens, service.temperature)
         asked = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:
         raise as_api_error(error, names) from error
@@ -213,8 +213,8 @@ async def _chat(service: Service, request: ChatRequest) -> Answers:
     request.check_likely(service.options.max_logprobs)
     try:
         rows = await service.encode(request.chat)
-        most = request.most or service.room(rows[0])
-        options = request.sampling(most, service.temperature)
+        max_new_tokens = request.max_new_tokens or service.room(rows[0])
+        options = request.sampling(max_new_tokens, service.temperature)
         asked = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error

@@ -12,12 +12,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jsparse.server.errors import ApiError
 
 # of a head, which may be a quarter of a MiB longer: what came with its end is not counted
-MOST_BYTES = 2**16
+MAX_BYTES = 2**16
 # in which a peer must send a whole head, or read some of its answer
 SECONDS = 60
 # of an answer that is to be read in that time
-LEAST_READ = 2**16
-MOST_CONNECTIONS = 4096
+MIN_READ = 2**16
+MAX_CONNECTIONS = 4096
 # closes a socket at once and drops what has not been sent
 DROP = struct.pack("ii", 1, 0)
 
@@ -43,11 +43,11 @@ class BoundedConnection(HttpToolsProtocol):
         """Waits for a request."""
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         self._watch()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             # those that are being dropped are among them for a moment
             there = [each for each in self._all if not each.transport.is_closing()]
             idle = (each for each in there if not each._answering)
-            if len(there) > MOST_CONNECTIONS:
+            if len(there) > MAX_CONNECTIONS:
                 min(idle, key=lambda each: each._since)._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -64,8 +64,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._moved or self._deaf or self.transport.is_closing():
             return
         self._bytes += len(data)
-        if self._bytes > MOST_BYTES:
-            self.send_400_response(f"The head is too large: must have at most {MOST_BYTES} bytes.")
+        if self._bytes > MAX_BYTES:
+            self.send_400_response(f"The head is too large: must have at most {MAX_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
         """Begins the request, unless it must not have come yet."""
@@ -158,7 +158,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._late = None
 
     def _end(self) -> None:
-        if self._unsent - self.transport.get_write_buffer_size() >= LEAST_READ:
+        if self._unsent - self.transport.get_write_buffer_size() >= MIN_READ:
             self._watch()
         else:
             self._drop()

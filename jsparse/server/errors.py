@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from jsparse.engine.errors import EngineFull
 
-MOST_SHOWN = 80
+MAX_VALUE_CHARS = 80
 # characters of a message, which may repeat what a client has sent
-MOST_TOLD = 300
+MAX_MESSAGE_CHARS = 300
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}…"
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 
 
 def json_response(
@@ -94,5 +94,5 @@ def full(message: str) -> ApiError:
 
 def shown(value: Any) -> str:
     """Returns a value as messages show it: its beginning, if it is long."""
-    text = repr(value[:MOST_SHOWN] if isinstance(value, str | list) else value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    text = repr(value[:MAX_VALUE_CHARS] if isinstance(value, str | list) else value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"

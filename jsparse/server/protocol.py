@@ -17,13 +17,13 @@ from pydantic import (
 
 from jsparse.models.chat_template import joined
 from jsparse.names import SAMPLING
-from jsparse.runtime.request import MOST_BIASES, SamplingParams
+from jsparse.runtime.request import MAX_BIASES, SamplingParams
 from jsparse.server.errors import ApiError, shown
 
 # bounds on what the engine would work through for each token or each prompt
-MOST_LIKELY = 20
-MOST_PROMPTS, MOST_STOPS, MOST_STOP_CHARS, MOST_STOP_IDS, MOST_KNOBS = 128, 16, 128, 1000, 64
-MOST_MESSAGES, MOST_SALT_CHARS = 4096, 256
+MAX_LOGPROBS = 20
+MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
+MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
 
 # fields that other servers know
 REFUSED = {
@@ -87,8 +87,8 @@ def _prompt(given: Any) -> Any:
     kinds = {type(each) for each in given}
     if kinds == {int}:
         return given
-    if len(given) > MOST_PROMPTS:
-        raise ValueError(f"must hold at most {MOST_PROMPTS} prompts")
+    if len(given) > MAX_PROMPTS:
+        raise ValueError(f"must hold at most {MAX_PROMPTS} prompts")
     rows = [row for row in given if isinstance(row, list)]
     if kinds != {str} and (kinds != {list} or {type(i) for row in rows for i in row} - {int}):
         raise ValueError("must be text, token ids, or a list of either")
@@ -118,8 +118,8 @@ Content = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARS)]],
-    Field(max_length=MOST_STOPS),
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS),
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]}),
 ]
@@ -169,17 +169,17 @@ class Sampled(_Body):
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[str, float], _at_most(MOST_BIASES)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], _at_most(MAX_BIASES)] = Field(default_factory=dict)
     n: int = 1
     seed: int | None = None
     stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MOST_STOP_IDS)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = 0
-    policy: Annotated[dict[str, bool | float], _at_most(MOST_KNOBS)] = Field(default_factory=dict)
-    cache_salt: str = Field("", max_length=MOST_SALT_CHARS)
+    policy: Annotated[dict[str, bool | float], _at_most(MAX_KNOBS)] = Field(default_factory=dict)
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -189,16 +189,18 @@ class Sampled(_Body):
         """Returns the number of likely tokens to report, or None."""
         raise NotImplementedError
 
-    def check_likely(self, most: int) -> None:
-        """Raises ApiError if more than `most` likely tokens are asked for."""
-        if (self.likely or 0) > most:
+    def check_likely(self, max_new_tokens: int) -> None:
+        """Raises ApiError if more than `max_new_tokens` likely tokens are asked for."""
+        if (self.likely or 0) > max_new_tokens:
             name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
             raise ApiError(
-                400, f"{name}={self.likely}: must be at most {most} on this server", param=name
+                400,
+                f"{name}={self.likely}: must be at most {max_new_tokens} on this server",
+                param=name,
             )
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Returns the most tokens of an answer; None is as many as there is room for."""
         raise NotImplementedError
 
@@ -220,14 +222,14 @@ class CompletionRequest(Sampled):
 
     prompt: Prompt
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def likely(self) -> int | None:
         return self.logprobs
 
     @property
-    def most(self) -> int:
+    def max_new_tokens(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens
 
     @model_validator(mode="after")
@@ -250,7 +252,7 @@ class Message(_Body):
 
 
 # a malformed element ends the check: a body may have a million of them
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(Sampled):
@@ -259,14 +261,14 @@ class ChatRequest(Sampled):
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property

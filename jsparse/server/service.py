@@ -20,12 +20,12 @@ from jsparse.runtime.request import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.metrics import Metrics
-from jsparse.server.protocol import MOST_LIKELY, _Body, parse
+from jsparse.server.protocol import MAX_LOGPROBS, _Body, parse
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 
-# a body may have this many bytes per token that a prompt can have, and at least LEAST_BODY
-BYTES_PER_TOKEN, LEAST_BODY = 32, 2**20
+# a body may have this many bytes per token that a prompt can have, and at least MIN_BODY
+BYTES_PER_TOKEN, MIN_BODY = 32, 2**20
 # larger bodies are parsed in a thread, and count among those that are held at a time
 PARSED_AT_ONCE = 2**16
 LARGE_BODIES_HELD = 2**26
@@ -51,7 +51,7 @@ class Options:
     name: str
     api_key: str | None = None
     max_waiting: int = MAX_WAITING
-    max_logprobs: int = MOST_LIKELY
+    max_logprobs: int = MAX_LOGPROBS
     default_max_tokens: int | None = None
     hosts: frozenset[str] | None = None
     special_tokens: bool = False
@@ -128,7 +128,7 @@ class Service:
     @property
     def max_body_bytes(self) -> int:
         """Returns the most bytes of a request's body."""
-        return max(LEAST_BODY, self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN)
+        return max(MIN_BODY, self.ready.engine.sizes.max_model_len * BYTES_PER_TOKEN)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
@@ -137,9 +137,9 @@ class Service:
         Raises:
             ApiError: as many arrive as may wait.
         """
-        most = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
-        if self._arriving >= most:
-            raise full(f"{self._arriving} requests arrive: must be at most {most}")
+        maximum = max(self.options.max_waiting, self.ready.engine.sizes.num_slots)
+        if self._arriving >= maximum:
+            raise full(f"{self._arriving} requests arrive: must be at most {maximum}")
         self._arriving += 1
         try:
             yield
@@ -152,7 +152,7 @@ class Service:
         Raises:
             ApiError: it is too large, too slow, malformed, or names another model.
         """
-        most = self.max_body_bytes
+        maximum = self.max_body_bytes
         sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if sort != "application/json":
             # a foreign page in a browser cannot send this type without asking, which is refused
@@ -160,15 +160,15 @@ class Service:
         data, held = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                if int(request.headers.get("content-length") or 0) > most:
-                    raise _too_large(most)
+                if int(request.headers.get("content-length") or 0) > maximum:
+                    raise _too_large(maximum)
                 async for piece in request.stream():
                     data += piece
-                    if len(data) > most:
-                        raise _too_large(most)
+                    if len(data) > maximum:
+                        raise _too_large(maximum)
                     if len(data) > PARSED_AT_ONCE:
                         self._held, held = self._held + len(data) - held, len(data)
-                        if self._held > max(most, LARGE_BODIES_HELD):
+                        if self._held > max(maximum, LARGE_BODIES_HELD):
                             raise full("too many large bodies arrive")
             if held:
                 asked = await self.texts.encode(parse, kind, bytes(data), size=held)
@@ -210,7 +210,7 @@ class Service:
     def _require_short(self, size: int) -> None:
         """Refuses to tokenise what is far too long, which takes seconds."""
         tokenizer, tokens = self.texts.tokenizer, self.ready.engine.sizes.max_model_len
-        longest = tokenizer and tokenizer.most_characters_per_token
+        longest = tokenizer and tokenizer.max_characters_per_token
         if longest and size > tokens * longest:
             rule = f"must be at most {tokens * longest}, as max_model_len={tokens}"
             raise ValueError(f"prompt has {size} characters: {rule}")
@@ -242,10 +242,10 @@ class Service:
         wanted = sum(each.n for each in options)
         slots = self.ready.engine.sizes.num_slots
         # nobody fills the queue alone
-        most = max(slots, (self.options.max_waiting + slots) // 2)
-        if wanted > most:
+        maximum = max(slots, (self.options.max_waiting + slots) // 2)
+        if wanted > maximum:
             asked = f"n={max(each.n for each in options)} for {len(rows)} prompts"
-            raise ValueError(f"{asked} asks for {wanted} answers: must be at most {most}")
+            raise ValueError(f"{asked} asks for {wanted} answers: must be at most {maximum}")
         name = f"{kind}-{secrets.token_hex(12)}"
         made = [
             Asked(self, f"{name}-{nth}" if nth else name, ids, own)
@@ -372,6 +372,6 @@ def _host_of(address: str) -> str | None:
         return None
 
 
-def _too_large(most: int) -> ApiError:
-    message = f"the body is too large: must have at most {most} bytes"
+def _too_large(maximum: int) -> ApiError:
+    message = f"the body is too large: must have at most {maximum} bytes"
     return ApiError(413, message, headers={"Connection": "close"})

@@ -20,7 +20,7 @@ class TextStream:
         tokenizer: Tokenizer | None,
         stop: tuple[str, ...],
         include_stop: bool = False,
-        least: int = 0,
+        min_tokens: int = 0,
         skip_special: bool = True,
     ) -> None:
         """Prepares an empty text.
@@ -29,13 +29,13 @@ class TextStream:
             tokenizer: what decodes ids; None gives no text.
             stop: strings that end the text; of several, the one that begins first.
             include_stop: whether the stop string stays in the text.
-            least: the number of ids whose text completes no stop string. One may begin there and
-                end in a later id's text.
+            min_tokens: the number of ids whose text completes no stop string. One may begin there
+                and end in a later id's text.
             skip_special: whether special tokens give no text.
         """
         self.stopped = False
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._stop, self._include_stop, self._least = stop, include_stop, least
+        self._stop, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._ids: list[int] = []
         self._settled = (
             0  # ids whose text is final; decoding starts a few ids before the rest, for context
@@ -96,7 +96,7 @@ class TextStream:
         self._settled = end
 
     def _cut(self) -> None:
-        if len(self._ids) > self._least:
+        if len(self._ids) > self._min_tokens:
             starts = [(self._found(stop), len(stop)) for stop in self._stop]
             found = [(at, at + size) for at, size in starts if at >= 0]
             if found:

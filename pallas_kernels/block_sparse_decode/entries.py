@@ -64,8 +64,8 @@ class Entries(NamedTuple):
         return jnp.where(last, moved, physical), words
 
 
-def _lowest_bits(n, most: int):
+def _lowest_bits(n, maximum: int):
     """Returns a word whose lowest min(n, most) bits are set; n may be negative."""
-    n = jnp.clip(n, 0, most)
+    n = jnp.clip(n, 0, maximum)
     # a shift by all 32 bits is undefined
     return jnp.where(n >= 32, -1, lax.shift_left(jnp.int32(1), n & 31) - 1)

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
         stages: tiles of a team on their way into shared memory.
         teams: teams per block, each a warpgroup that copies and one that multiplies.
         splits: counts of splits per head, descending; shorter heads are cut into fewer.
-        least: least number of tiles per split.
+        min_tiles: least number of tiles per split.
         many: the same for heads that are cut into more than the last of `splits`.
     """
 
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     stages: int = 2  # three of 64 tokens were slower (bench/README.md)
     teams: int = 2  # two independent teams were faster than one (bench/README.md)
     splits: tuple[int, ...] = (66, 33, 16)
-    least: int = 4
+    min_tiles: int = 4
     many: int = 8
 
     @property
@@ -65,8 +65,8 @@ def tiles(head_dim: int, mixed: bool = False) -> Tiles:
 
 def max_splits(max_tiles: int, t: Tiles) -> int:
     """Returns the number of splits of `max_tiles` tiles, an int; no shorter head has more."""
-    few = min(-(-max_tiles // t.least), t.splits[-1])
-    return max(1, next((most for most in t.splits[:-1] if max_tiles >= most * t.many), few))
+    few = min(-(-max_tiles // t.min_tiles), t.splits[-1])
+    return max(1, next((split for split in t.splits[:-1] if max_tiles >= split * t.many), few))
 
 
 def num_tiles(length, count, dense, page_size: int, t: Tiles):
@@ -82,9 +82,9 @@ def num_tiles(length, count, dense, page_size: int, t: Tiles):
 
 def num_splits(num_tiles, t: Tiles):
     """Returns the number of splits of heads of `num_tiles` tiles."""
-    choice = jnp.minimum(_divided_up(num_tiles, t.least), t.splits[-1])
-    for most in reversed(t.splits[:-1]):
-        choice = jnp.where(num_tiles >= most * t.many, most, choice)
+    choice = jnp.minimum(_divided_up(num_tiles, t.min_tiles), t.splits[-1])
+    for split in reversed(t.splits[:-1]):
+        choice = jnp.where(num_tiles >= split * t.many, split, choice)
     return choice
 
 

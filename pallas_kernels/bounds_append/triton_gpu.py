@@ -34,7 +34,7 @@ class AppendPlan:
         rows, columns: the least powers of two that are no less than P and H.
         paged: whether there is a block table.
         framed: whether bounds are kept in a frame.
-        steps, coarsest, least, greatest: the constants of `key_bounds`.
+        steps, coarsest, min_magnitude, max_magnitude: the constants of `key_bounds`.
     """
 
     heads: int
@@ -48,8 +48,8 @@ class AppendPlan:
     ring: int
     steps: int = key_bounds.STEPS
     coarsest: float = key_bounds.COARSEST
-    least: float = key_bounds.LEAST
-    greatest: float = key_bounds.GREATEST
+    min_magnitude: float = key_bounds.MIN_MAGNITUDE
+    max_magnitude: float = key_bounds.MAX_MAGNITUDE
 
 
 def bounds_append(
@@ -255,14 +255,14 @@ def append_codes(
             low, high = into_frame(low, high, mid, key_scale, angles, logical, plan)
         channel = tl.arange(0, plan.columns)
         inside = channel < plan.head_dim
-        low = tl.clamp(low, -plan.greatest, plan.greatest) - plan.least
-        high = tl.clamp(high, -plan.greatest, plan.greatest) + plan.least
+        low = tl.clamp(low, -plan.max_magnitude, plan.max_magnitude) - plan.min_magnitude
+        high = tl.clamp(high, -plan.max_magnitude, plan.max_magnitude) + plan.min_magnitude
         real_low, real_high = (
             tl.where(inside, low, float("inf")),
             tl.where(inside, high, float("-inf")),
         )
-        least, greatest = tl.reduce((real_low, real_high), 0, wider)
-        zero = round_down(least)
+        lowest, greatest = tl.reduce((real_low, real_high), 0, wider)
+        zero = round_down(lowest)
         scale = -round_down(
             -tl.maximum((greatest - zero) * (1 / plan.steps), tl.abs(zero) * plan.coarsest)
         )

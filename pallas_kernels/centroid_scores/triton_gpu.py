@@ -16,7 +16,7 @@ from jsparse.shapes import Lengths, Queries
 
 BLOCK_BYTES = 16384  # of a block of centroids
 NUM_WARPS = 4
-LEAST = 16  # rows and columns of a product
+MIN_BLOCK = 16  # rows and columns of a product
 
 
 def centroid_scores(
@@ -33,9 +33,9 @@ def centroid_scores(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, clusters, width = centroids.shape
-    padded = max(triton.next_power_of_2(width), LEAST)
-    block = max(BLOCK_BYTES // (padded * centroids.dtype.itemsize), LEAST)
-    block = min(block, max(triton.next_power_of_2(clusters), LEAST))
+    padded = max(triton.next_power_of_2(width), MIN_BLOCK)
+    block = max(BLOCK_BYTES // (padded * centroids.dtype.itemsize), MIN_BLOCK)
+    block = min(block, max(triton.next_power_of_2(clusters), MIN_BLOCK))
     blocks = triton.cdiv(clusters, block)
     group = q.shape[1] // heads
     return triton_call(
@@ -53,7 +53,7 @@ def centroid_scores(
         G=group,
         BLOCK=block,
         WIDTH=padded,
-        GROUP=max(triton.next_power_of_2(group), LEAST),
+        GROUP=max(triton.next_power_of_2(group), MIN_BLOCK),
         SAME=scale is not None or q.dtype == centroids.dtype,
         RADII=radius is not None,
         UNITS=0 if chosen is None else chosen.shape[2],

@@ -7,7 +7,7 @@ from jsparse.pallas_kernels.centroid_update import reference
 from jsparse.pallas_kernels.dispatch import Backend, no_triton, run, wide_rows
 from jsparse.pallas_kernels.point_groups import Groups
 
-MOST_NEW = 128  # points per head that the kernel holds at a time
+MAX_NEW = 128  # points per head that the kernel holds at a time
 
 
 def _triton():
@@ -17,8 +17,8 @@ def _triton():
 
 
 def _refused(groups: Groups, points: Array, *_: object, **__: object) -> str | None:
-    if points.shape[2] > MOST_NEW:
-        return f"takes at most {MOST_NEW} new points per head, not {points.shape[2]}"
+    if points.shape[2] > MAX_NEW:
+        return f"takes at most {MAX_NEW} new points per head, not {points.shape[2]}"
     return wide_rows(points.shape[-1]) or no_triton()
 
 
@@ -58,7 +58,7 @@ def centroid_update(
         ValueError: shapes or types do not fit together, or there are radii of points but not of
             groups.
     """
-    batch, heads, most, width = groups.centroid.shape
+    batch, heads, max_groups, width = groups.centroid.shape
     shape = (batch, heads, *points.shape[2:3], width)
     if points.shape != shape or points.dtype != jnp.float32 or 0 in shape:
         raise ValueError(
@@ -87,14 +87,14 @@ def centroid_update(
         if array is not None and array.dtype != jnp.float32:
             raise ValueError(f"{name}.dtype={array.dtype}: must be float32")
     for name, array, wanted in (
-        ("radius", groups.radius, (batch, heads, most)),
-        ("scale", groups.scale, (batch, heads, most)),
+        ("radius", groups.radius, (batch, heads, max_groups)),
+        ("scale", groups.scale, (batch, heads, max_groups)),
         ("middle", groups.middle, (batch, heads, width)),
     ):
         if array is not None and array.shape != wanted:
             raise ValueError(f"groups.{name}.shape={array.shape}: must be {wanted}")
     for name, array, wanted in (
-        ("groups.size", groups.size, (batch, heads, most)),
+        ("groups.size", groups.size, (batch, heads, max_groups)),
         ("group", group, shape[:3]),
         ("nth", nth, (batch, shape[2])),
     ):

@@ -55,7 +55,7 @@ def centroid_update(
         OWN=radius is not None,
         BYTES=in_bytes,
         ROUNDING=point_groups.ROUNDING,
-        MOST_BYTE=point_groups.MOST_BYTE,
+        MAX_BYTE=point_groups.MAX_BYTE,
     )
     return Groups(
         *(centroid, size, of_point, grown if radii else None),
@@ -109,7 +109,7 @@ def update_kernel(
     OWN: tl.constexpr,
     BYTES: tl.constexpr,
     ROUNDING: tl.constexpr,
-    MOST_BYTE: tl.constexpr,
+    MAX_BYTE: tl.constexpr,
 ):
     """Moves the centroids of the groups that one head's new points join."""
     pair = tl.program_id(0).to(tl.int64)
@@ -145,9 +145,9 @@ def update_kernel(
     scale = tl.zeros([BLOCK], tl.float32)
     if BYTES:
         rest = centroid - middle
-        scale += tl.max(tl.abs(rest), 1) / MOST_BYTE
+        scale += tl.max(tl.abs(rest), 1) / MAX_BYTE
         rest = tl.floor(rest / tl.where(scale > 0, scale, 1.0)[:, None] + 0.5)
-        centroid = tl.minimum(tl.maximum(rest, -MOST_BYTE), MOST_BYTE)
+        centroid = tl.minimum(tl.maximum(rest, -MAX_BYTE), MAX_BYTE)
     rounded = centroid.to(centroid_ptr.dtype.element_ty)
     radius = tl.zeros([BLOCK], tl.float32)
     if RADII:

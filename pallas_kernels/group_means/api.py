@@ -25,7 +25,7 @@ def group_means(
     of_point: Int32[Array, "B K C"],
     number: Rows,
     groups: Rows,
-    most_groups: int,
+    max_groups: int,
     implementation: str | None = None,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
     """Returns the mean of each group's points, and the number of these.
@@ -36,15 +36,15 @@ def group_means(
         points: the points of each head, finite.
         of_point: the group of each point, from 0 on and below `groups`.
         number: how many points each row has; those behind them belong to no group.
-        groups: how many groups each row has, at most `most_groups`.
-        most_groups: L.
+        groups: how many groups each row has, at most `max_groups`.
+        max_groups: L.
         implementation: "triton", "reference", or None to pick.
 
     Returns:
         Means and sizes; both are 0 for groups without points.
 
     Raises:
-        ValueError: shapes or types do not fit together, or `most_groups` is below 1.
+        ValueError: shapes or types do not fit together, or `max_groups` is below 1.
     """
     if points.ndim != 4 or 0 in points.shape:
         raise ValueError(f"points.shape={points.shape}: must be [B, K, C, H], none of them 0")
@@ -60,9 +60,9 @@ def group_means(
             raise ValueError(
                 f"{name}: must be int32 [{len(points)}], not {array.dtype} {list(array.shape)}"
             )
-    if type(most_groups) is not int or most_groups < 1:
-        raise ValueError(f"most_groups={most_groups!r}: must be an integer of at least 1")
+    if type(max_groups) is not int or max_groups < 1:
+        raise ValueError(f"max_groups={max_groups!r}: must be an integer of at least 1")
     return run(
         *("group_means", implementation, BACKENDS, points, of_point, number, groups),
-        most_groups=most_groups,
+        max_groups=max_groups,
     )

@@ -28,7 +28,7 @@ class Case:
 
     Attributes:
         points: C.
-        most_groups: L.
+        max_groups: L.
         used: how many points and groups rows have: "any", among them all and, of points, none;
             "all"; or "three_quarters" of them.
         like: "whole", small numbers whose sums are exact; "normal" ones; "spread" ones, of very
@@ -39,7 +39,7 @@ class Case:
     batch: int = 3
     kv_heads: int = 2
     points: int = 200
-    most_groups: int = 100
+    max_groups: int = 100
     head_dim: int = 32
     dtype: str = "bfloat16"
     used: Literal["any", "all", "three_quarters"] = "any"
@@ -49,7 +49,7 @@ class Case:
         """Builds the arrays; equal seeds give equal ones."""
         rng = np.random.default_rng(seed)
         number = self._used(rng, self.points, 0)
-        groups = self._used(rng, self.most_groups, 1)
+        groups = self._used(rng, self.max_groups, 1)
         shape = (self.batch, self.kv_heads, self.points, self.head_dim)
         if self.like == "whole":
             points = rng.integers(-8, 9, shape).astype(np.float32)
@@ -65,23 +65,25 @@ class Case:
             *(jax.device_put(np.asarray(x, np.int32)) for x in (of_point, number, groups)),
         )
 
-    def _used(self, rng: np.random.Generator, most: int, least: int) -> np.ndarray:
+    def _used(self, rng: np.random.Generator, maximum: int, minimum: int) -> np.ndarray:
         if self.used == "any":
-            used = rng.integers(least, most + 1, self.batch)
-            used[:2] = (most, least)[: self.batch]
+            used = rng.integers(minimum, maximum + 1, self.batch)
+            used[:2] = (maximum, minimum)[: self.batch]
             return rng.permutation(used)
-        return np.full(self.batch, most if self.used == "all" else max(most * 3 // 4, least))
+        return np.full(
+            self.batch, maximum if self.used == "all" else max(maximum * 3 // 4, minimum)
+        )
 
 
 CASES = (
     Case("any"),
     Case("float32", dtype="float32"),
     Case("spread", dtype="float32", like="spread"),
-    Case("one_point", batch=1, kv_heads=1, points=1, most_groups=3, used="all"),
-    Case("one_group", most_groups=1, used="all"),
-    Case("few_groups", points=900, most_groups=5),
-    Case("odd", points=333, most_groups=257, head_dim=40),
-    Case("wide", points=130, most_groups=70, head_dim=256),
-    Case("wide_float32", points=130, most_groups=70, head_dim=256, dtype="float32"),
-    Case("normal", points=300, most_groups=150, head_dim=128, like="normal"),
+    Case("one_point", batch=1, kv_heads=1, points=1, max_groups=3, used="all"),
+    Case("one_group", max_groups=1, used="all"),
+    Case("few_groups", points=900, max_groups=5),
+    Case("odd", points=333, max_groups=257, head_dim=40),
+    Case("wide", points=130, max_groups=70, head_dim=256),
+    Case("wide_float32", points=130, max_groups=70, head_dim=256, dtype="float32"),
+    Case("normal", points=300, max_groups=150, head_dim=128, like="normal"),
 )

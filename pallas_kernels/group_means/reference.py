@@ -14,13 +14,13 @@ def group_means(
     number: Rows,
     groups: Rows,
     *,
-    most_groups: int,
+    max_groups: int,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
     """Implements `api.group_means` in plain jnp, over blocks of points."""
     del groups  # no point is in the others
-    rows, heads, most, width = points.shape
-    blocks = Blocks.of(most, rows * heads * most_groups)
-    nth = jnp.arange(most_groups, dtype=jnp.int32)
+    rows, heads, max_points, width = points.shape
+    blocks = Blocks.of(max_points, rows * heads * max_groups)
+    nth = jnp.arange(max_groups, dtype=jnp.int32)
 
     def block(i: Array, sums: Array) -> Array:
         some = blocks.cut(points, i, 2)
@@ -35,9 +35,9 @@ def group_means(
             precision=jax.lax.Precision.HIGHEST,
         )
 
-    sums = blocks.run(number, block, jnp.zeros((rows, heads, most_groups, width), jnp.float32))
-    there = jnp.arange(most) < number[:, None]
+    sums = blocks.run(number, block, jnp.zeros((rows, heads, max_groups, width), jnp.float32))
+    there = jnp.arange(max_points) < number[:, None]
     row, head = (i[..., None] for i in jnp.indices((rows, heads)))
-    sizes = jnp.zeros((rows, heads, most_groups), jnp.int32)
+    sizes = jnp.zeros((rows, heads, max_groups), jnp.int32)
     sizes = sizes.at[row, head, of_point].add(there[:, None].astype(jnp.int32))
     return sums / jnp.maximum(sizes, 1)[..., None], sizes

@@ -25,27 +25,27 @@ def group_means(
     number: Rows,
     groups: Rows,
     *,
-    most_groups: int,
+    max_groups: int,
 ) -> tuple[Float32[Array, "B K L H"], Int32[Array, "B K L"]]:
     """Implements `api.group_means` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, heads, count, width = points.shape
-    blocks = triton.cdiv(most_groups, BLOCK)
+    blocks = triton.cdiv(max_groups, BLOCK)
     channels = max(16, triton.next_power_of_2(width))
     return tuple(
         triton_call(
             *(points, of_point, number, groups),
             kernel=means_kernel,
             out_shape=[
-                jax.ShapeDtypeStruct((batch, heads, most_groups, width), jnp.float32),
-                jax.ShapeDtypeStruct((batch, heads, most_groups), jnp.int32),
+                jax.ShapeDtypeStruct((batch, heads, max_groups, width), jnp.float32),
+                jax.ShapeDtypeStruct((batch, heads, max_groups), jnp.int32),
             ],
             grid=(batch * heads * blocks,),
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
             C=count,
-            L=most_groups,
+            L=max_groups,
             H=width,
             HEADS=heads,
             BLOCKS=blocks,

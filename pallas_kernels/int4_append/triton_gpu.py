@@ -157,10 +157,10 @@ def append_kernel(
             k -= mean[None, :]
         k *= tl.div_rn(1.0, reach)[None, :]
     k = tl.minimum(tl.maximum(k, -FLOAT16_MAX), FLOAT16_MAX)
-    least = tl.min(tl.where(real[None, :], k, float("inf")), 1)
-    span = tl.max(tl.where(real[None, :], k, float("-inf")), 1) - least
+    lowest = tl.min(tl.where(real[None, :], k, float("inf")), 1)
+    span = tl.max(tl.where(real[None, :], k, float("-inf")), 1) - lowest
     # bit for bit what int4_keys.quantise gives on a CPU
-    zero = least.to(tl.float16)
+    zero = lowest.to(tl.float16)
     scale = (span * (1 / LEVELS)).to(tl.float16)
     scale = tl.where(scale == 0, 1.0, scale)
     steps = (k - zero.to(tl.float32)[:, None]) * tl.div_rn(1.0, scale.to(tl.float32))[:, None]

@@ -65,21 +65,21 @@ class Case:
         number, groups = (jax.device_put(np.asarray(x, np.int32)) for x in (number, groups))
         return Inputs(points, centroid, number, groups, scale)
 
-    def _used(self, rng: np.random.Generator, most: int) -> np.ndarray:
+    def _used(self, rng: np.random.Generator, maximum: int) -> np.ndarray:
         if self.used == "any":
-            used = rng.integers(0, most + 1, self.batch)
-            used[:2] = (most, 0)[: self.batch]
+            used = rng.integers(0, maximum + 1, self.batch)
+            used[:2] = (maximum, 0)[: self.batch]
             return rng.permutation(used)
-        return np.full(self.batch, most if self.used == "all" else most * 3 // 4)
+        return np.full(self.batch, maximum if self.used == "all" else maximum * 3 // 4)
 
-    def _vectors(self, rng: np.random.Generator, most: int, used: np.ndarray) -> jnp.ndarray:
-        shape = (self.batch, self.kv_heads, most, self.head_dim)
+    def _vectors(self, rng: np.random.Generator, maximum: int, used: np.ndarray) -> jnp.ndarray:
+        shape = (self.batch, self.kv_heads, maximum, self.head_dim)
         if self.like == "whole":
             x = rng.integers(-1, 2, shape).astype(np.float32)
         else:
             x = rng.standard_normal(shape, np.float32)
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        x[np.broadcast_to(np.arange(most) >= used[:, None, None], shape[:3])] = JUNK
+        x[np.broadcast_to(np.arange(maximum) >= used[:, None, None], shape[:3])] = JUNK
         return jax.device_put(np.asarray(x, self.dtype))
 
 

@@ -15,8 +15,8 @@ def nearest_centroid(
     scale: Float32[Array, "B K L"] | None,
 ) -> Int32[Array, "B K C"]:
     """Implements `api.nearest_centroid` in plain jnp, over blocks of points."""
-    rows, heads, most, _ = points.shape
-    blocks = Blocks.of(most, rows * heads * centroid.shape[2])
+    rows, heads, max_points, _ = points.shape
+    blocks = Blocks.of(max_points, rows * heads * centroid.shape[2])
     real = (jnp.arange(centroid.shape[2]) < groups[:, None])[:, None, None]
 
     def block(i: Array, found: Array) -> Array:
@@ -31,5 +31,5 @@ def nearest_centroid(
         nearest = jnp.argmax(jnp.where(real, products, -jnp.inf), axis=-1)
         return blocks.put(found, nearest.astype(jnp.int32), i)
 
-    found = blocks.run(number, block, jnp.zeros((rows, heads, most), jnp.int32))
-    return jnp.where((jnp.arange(most) < number[:, None])[:, None], found, 0)
+    found = blocks.run(number, block, jnp.zeros((rows, heads, max_points), jnp.int32))
+    return jnp.where((jnp.arange(max_points) < number[:, None])[:, None], found, 0)

@@ -39,10 +39,10 @@ def nearest_centroid(
     """Implements `api.nearest_centroid` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
-    (batch, heads, count, width), most = points.shape, centroid.shape[2]
+    (batch, heads, count, width), max_groups = points.shape, centroid.shape[2]
     block, tile, warps = blocks_for(count, points.dtype.itemsize)
     blocks = triton.cdiv(count, block)
-    splits = triton.cdiv(most, SPAN) if count <= FEW else 1
+    splits = triton.cdiv(max_groups, SPAN) if count <= FEW else 1
     parts = (batch * heads, splits, count)
     best, nearest = triton_call(
         *(points, centroid, number, groups, number if scale is None else scale),
@@ -55,12 +55,12 @@ def nearest_centroid(
         num_warps=warps,
         num_stages=NUM_STAGES,
         C=count,
-        L=most,
+        L=max_groups,
         H=width,
         HEADS=heads,
         BLOCKS=blocks,
         SPLITS=splits,
-        SPAN=SPAN if splits > 1 else most,
+        SPAN=SPAN if splits > 1 else max_groups,
         BLOCK=block,
         TILE=tile,
         BYTES=scale is not None,

@@ -68,14 +68,14 @@ def place_logits(
                 f"selection.{name}.shape={field.shape}: must begin with [B, K] = {lengths.shape}"
             )
     capacity = selection.ids.shape[-1]
-    most = max(capacity + 1 if capacity else 0, num_pages if selection.dense is not None else 0)
+    maximum = max(capacity + 1 if capacity else 0, num_pages if selection.dense is not None else 0)
     if logits.ndim != 2 or logits.shape[0] != lengths.size or logits.shape[1] % page_size:
         raise ValueError(
             f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]"
         )
-    if logits.shape[1] < most * page_size:
+    if logits.shape[1] < maximum * page_size:
         raise ValueError(
-            f"logits.shape={logits.shape}: must have room for {most} pages of {page_size}"
+            f"logits.shape={logits.shape}: must have room for {maximum} pages of {page_size}"
         )
     return run(
         *("place_logits", implementation, BACKENDS, logits, selection, lengths),

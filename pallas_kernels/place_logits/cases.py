@@ -61,8 +61,8 @@ class Case:
         dense = {"none": None, "all": np.ones(heads, bool), "mixed": rng.random(heads) < 0.5}[
             self.dense
         ]
-        most = max(capacity + 1 if capacity else 0, 0 if dense is None else self.num_pages)
-        logits = np.full((*heads, most + self.spare, size), np.nan, np.float32)
+        maximum = max(capacity + 1 if capacity else 0, 0 if dense is None else self.num_pages)
+        logits = np.full((*heads, maximum + self.spare, size), np.nan, np.float32)
         for head in np.ndindex(*heads):
             used = -(-int(lengths[head]) // size)
             chosen = self._pages(rng, used, capacity)

@@ -66,7 +66,7 @@ class Case:
             count = rng.integers(0, self.listed + 1, heads)
             count.flat[:2] = (self.listed, 0)[: count.size]
         ids = np.full((*heads, self.listed), JUNK)
-        most = 1
+        maximum = 1
         for head in np.ndindex(*heads):
             chosen = np.sort(rng.choice(self.runs, count[head], replace=False))
             ids[head][: chosen.size] = chosen
@@ -74,11 +74,13 @@ class Case:
             if lengths is not None:
                 own = np.broadcast_to(edges, (*heads, self.runs + 1))[head]
                 number += own[0] + lengths[head] - own[-1]
-            most = max(most, int(number))
+            maximum = max(maximum, int(number))
         if lengths is not None:
             lengths = jax.device_put(np.asarray(lengths, np.int32))
         ids, count, edges = (jax.device_put(np.asarray(x, np.int32)) for x in (ids, count, edges))
-        return Inputs(ids, count, edges, lengths), most if self.capacity is None else self.capacity
+        return Inputs(
+            ids, count, edges, lengths
+        ), maximum if self.capacity is None else self.capacity
 
     def _sizes(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         if self.like == "mixed":

@@ -8,7 +8,7 @@ from jsparse.pallas_kernels.shared_counts import reference
 from jsparse.shapes import Lengths, Rows
 
 # The registers of one program hold a row, with each thread's part in its own, beside the counts.
-MOST_SCORES, MOST_SLOTS, MOST_LISTS = 36864, 4096, 16
+MAX_SCORES, MAX_SLOTS, MAX_LISTS = 36864, 4096, 16
 
 
 def _load_triton():
@@ -20,12 +20,12 @@ def _load_triton():
 def _triton_refuses(scores: Array, *_: object, **__: object) -> str | None:
     lists, slots = scores.shape[1:]
     padded = 1 << (lists - 1).bit_length()
-    if lists > MOST_LISTS:
-        return f"takes at most {MOST_LISTS} lists, not {lists}"
-    if slots > MOST_SLOTS:
-        return f"takes lists of at most {MOST_SLOTS} scores, not {slots}"
-    if padded * slots > MOST_SCORES:
-        return f"takes at most {MOST_SCORES} scores per row, not {padded} lists of {slots}"
+    if lists > MAX_LISTS:
+        return f"takes at most {MAX_LISTS} lists, not {lists}"
+    if slots > MAX_SLOTS:
+        return f"takes lists of at most {MAX_SLOTS} scores, not {slots}"
+    if padded * slots > MAX_SCORES:
+        return f"takes at most {MAX_SCORES} scores per row, not {padded} lists of {slots}"
     return no_triton()
 
 
@@ -39,24 +39,24 @@ def shared_counts(
     scores: Float[Array, "B K S"],
     total: Rows,
     *,
-    least: int,
-    most: int,
+    min_count: int,
+    max_count: int,
     implementation: str | None = None,
 ) -> Lengths:
     """Counts how many of a row's `total` best scores lie in each of its K lists.
 
-    A list gets at least `least` and at most `most`, and never more than it has scores that count;
-    the others get what that leaves. Ties go to the first list. -inf and NaN never count.
+    A list gets at least `min_count` and at most `max_count`, and never more than it has scores that
+    count; the others get what that leaves. Ties go to the first list. -inf and NaN never count.
 
     Args:
         scores: the lists of each row.
         total: the number of scores that each row's lists get together.
-        least: the fewest that a list gets.
-        most: the most that a list gets.
+        min_count: the fewest that a list gets.
+        max_count: the most that a list gets.
         implementation: "triton", "reference", or None to pick.
 
     Raises:
-        ValueError: shapes do not fit together, or `least` is negative or above `most`.
+        ValueError: shapes do not fit together, or `min_count` is negative or above `max_count`.
     """
     if scores.ndim != 3 or 0 in scores.shape:
         raise ValueError(f"scores.shape={scores.shape}: must be [B, K, S], none of them 0")
@@ -67,10 +67,12 @@ def shared_counts(
             f"total={total.dtype}{[*total.shape]}: must be integers of shape [B] = "
             f"{[*scores.shape[:1]]}"
         )
-    if not 0 <= least <= most:
-        raise ValueError(f"least={least}: must be at least 0 and at most most={most}")
+    if not 0 <= min_count <= max_count:
+        raise ValueError(
+            f"min_count={min_count}: must be at least 0 and at most max_count={max_count}"
+        )
     return run(
         *("shared_counts", implementation, BACKENDS, scores, total.astype(jnp.int32)),
-        least=least,
-        most=most,
+        min_count=min_count,
+        max_count=max_count,
     )

@@ -33,8 +33,8 @@ class Case:
     lists: int = 3
     slots: int = 200
     kind: Literal["normal", "uniform", "shares", "ties", "zeros", "equal"] = "normal"
-    least: int = 10
-    most: int = 150
+    min_count: int = 10
+    max_count: int = 150
     share: float = 0.5
     absent: float = 0.0
     empty: bool = False
@@ -43,7 +43,7 @@ class Case:
     @property
     def bounds(self) -> dict[str, int]:
         """Returns the floor and the cap as the op takes them."""
-        return {"least": self.least, "most": self.most}
+        return {"min_count": self.min_count, "max_count": self.max_count}
 
     def build(self, seed: int = 0) -> Inputs:
         """Builds the inputs; equal seeds give equal ones. Each row has its own total."""
@@ -76,27 +76,45 @@ CASES = (
     Case("shares", kind="shares"),
     Case("ties", kind="ties"),
     Case("zeros", kind="zeros"),
-    Case("zeros_at_the_threshold", kind="zeros", share=0.2, most=100),
+    Case("zeros_at_the_threshold", kind="zeros", share=0.2, max_count=100),
     Case("equal", kind="equal"),
-    Case("one_list", lists=1, most=200),
-    Case("one_score_each", slots=1, least=0, most=1),
-    Case("absent", absent=0.6, least=90),
+    Case("one_list", lists=1, max_count=200),
+    Case("one_score_each", slots=1, min_count=0, max_count=1),
+    Case("absent", absent=0.6, min_count=90),
     Case("nothing", absent=1.0, empty=True, lists=1),
     Case("an_empty_list", empty=True, kind="shares"),
-    Case("floors_are_more_than_all", least=120, most=130, share=0.3),
-    Case("caps_are_less_than_all", most=60),
-    Case("nothing_wanted", share=0.0, least=0),
+    Case("floors_are_more_than_all", min_count=120, max_count=130, share=0.3),
+    Case("caps_are_less_than_all", max_count=60),
+    Case("nothing_wanted", share=0.0, min_count=0),
     Case("bfloat16", dtype="bfloat16", kind="uniform"),
     Case("odd_slots", lists=5, slots=333, kind="shares"),
-    Case("low_tail", lists=8, slots=640, most=640, least=0, share=0.9),
+    Case("low_tail", lists=8, slots=640, max_count=640, min_count=0, share=0.9),
 )
 # of a layer's heads as a compression finds them
 LARGE = (
-    Case("llama", lists=8, slots=2176, kind="shares", least=476, most=2012),
-    Case("llama_uniform", lists=8, slots=2304, kind="uniform", least=476, most=2012, share=0.47),
-    Case("16_lists", lists=16, slots=2304, least=476, most=2012),
-    Case("10_lists_of_ties", lists=10, slots=2000, kind="ties", least=0, most=2000, absent=0.1),
-    Case("4096_slots", lists=8, slots=4096, kind="shares", least=100, most=4096, share=0.3),
-    Case("one_long_list", lists=1, slots=4096, least=0, most=4096),
-    Case("rows", batch=200, lists=4, slots=700, kind="shares", most=650),
+    Case("llama", lists=8, slots=2176, kind="shares", min_count=476, max_count=2012),
+    Case(
+        "llama_uniform",
+        lists=8,
+        slots=2304,
+        kind="uniform",
+        min_count=476,
+        max_count=2012,
+        share=0.47,
+    ),
+    Case("16_lists", lists=16, slots=2304, min_count=476, max_count=2012),
+    Case(
+        "10_lists_of_ties",
+        lists=10,
+        slots=2000,
+        kind="ties",
+        min_count=0,
+        max_count=2000,
+        absent=0.1,
+    ),
+    Case(
+        "4096_slots", lists=8, slots=4096, kind="shares", min_count=100, max_count=4096, share=0.3
+    ),
+    Case("one_long_list", lists=1, slots=4096, min_count=0, max_count=4096),
+    Case("rows", batch=200, lists=4, slots=700, kind="shares", max_count=650),
 )

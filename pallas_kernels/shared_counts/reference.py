@@ -10,11 +10,13 @@ from jsparse.shapes import Lengths, Rows
 from jsparse.threshold import ordered
 
 
-def shared_counts(scores: Float[Array, "B K S"], total: Rows, *, least: int, most: int) -> Lengths:
+def shared_counts(
+    scores: Float[Array, "B K S"], total: Rows, *, min_count: int, max_count: int
+) -> Lengths:
     """Implements `api.shared_counts` in plain jnp."""
     keys = ordered(scores)
     finite = jnp.sum(keys > ordered(jnp.float32(-jnp.inf)), -1, dtype=jnp.int32)
-    low, high = jnp.minimum(least, finite), jnp.minimum(most, finite)
+    low, high = jnp.minimum(min_count, finite), jnp.minimum(max_count, finite)
 
     def allowed(above: Bool[Array, "B K S trials"]) -> Int32[Array, "B K trials"]:
         counts = jnp.sum(above, -2, dtype=jnp.int32)

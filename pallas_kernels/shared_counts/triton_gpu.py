@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jsparse.shapes import Lengths, Rows
 
-LEAST_WARPS = 8
+MIN_WARPS = 8
 VECTOR = 4  # scores of one load
 GUESS, QUARTERS, ENDS = (tl.constexpr(way) for way in range(3))  # how trials are placed
 # Around a guess among n candidates lie two trials, at this many standard deviations of its rank.
@@ -29,13 +29,15 @@ FIELD = tl.constexpr(21)
 MASK = tl.constexpr((1 << 21) - 1)
 
 
-def shared_counts(scores: Float[Array, "B K S"], total: Rows, *, least: int, most: int) -> Lengths:
+def shared_counts(
+    scores: Float[Array, "B K S"], total: Rows, *, min_count: int, max_count: int
+) -> Lengths:
     """Implements `api.shared_counts` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
 
     batch, lists, slots = scores.shape
     padded = triton.next_power_of_2(lists)
-    warps = max(LEAST_WARPS, padded)
+    warps = max(MIN_WARPS, padded)
     width = 32 * VECTOR * warps // padded
     chunks = triton.cdiv(slots, width)
     head = 1 << (chunks.bit_length() - 1)
@@ -47,8 +49,8 @@ def shared_counts(scores: Float[Array, "B K S"], total: Rows, *, least: int, mos
         num_warps=warps,
         K=lists,
         S=slots,
-        LEAST=min(least, slots),
-        MOST=min(most, slots),
+        MIN_COUNT=min(min_count, slots),
+        MAX_COUNT=min(max_count, slots),
         LISTS=padded,
         WIDTH=width,
         HEAD=head,
@@ -186,8 +188,8 @@ def extremes(
     hi,
 ):
     """Returns the least score from lo on and the largest that does not reach hi, of each column."""
-    least = tl.min(tl.where(x >= lo, x, INF), 1)
-    return least, tl.max(tl.where(x >= hi, -INF, x), 1)
+    lowest = tl.min(tl.where(x >= lo, x, INF), 1)
+    return lowest, tl.max(tl.where(x >= hi, -INF, x), 1)
 
 
 @triton.jit
@@ -200,12 +202,12 @@ def tighten(
 ):
     """Returns the interval of the scores from lo on that do not reach hi."""
     lo, hi = from_order(lo), from_order(hi)
-    least, largest = extremes(head, lo, hi)
+    lowest, largest = extremes(head, lo, hi)
     if HAS_TAIL:
         others = extremes(tail, lo, hi)
-        least, largest = tl.minimum(least, others[0]), tl.maximum(largest, others[1])
-    least, largest = tl.min(least, 1), tl.max(largest, 1)
-    return order(tl.min(least, 0)), order(tl.max(largest, 0)) + 1
+        lowest, largest = tl.minimum(lowest, others[0]), tl.maximum(largest, others[1])
+    lowest, largest = tl.min(lowest, 1), tl.max(largest, 1)
+    return order(tl.min(lowest, 0)), order(tl.max(largest, 0)) + 1
 
 
 @triton.jit
@@ -215,8 +217,8 @@ def counts_kernel(
     out_ptr,  # [B, K]
     K: tl.constexpr,
     S: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+    MIN_COUNT: tl.constexpr,
+    MAX_COUNT: tl.constexpr,
     LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
@@ -236,7 +238,7 @@ def counts_kernel(
     # score reaches
     lo, hi = tl.full([], LOWEST, tl.int64), tl.full([], LARGEST + 1, tl.int64)
     finite, _, _ = by_list(head, tail, lo, lo, lo, HAS_TAIL, EACH)
-    floor, cap = tl.minimum(finite, LEAST), tl.minimum(finite, MOST)
+    floor, cap = tl.minimum(finite, MIN_COUNT), tl.minimum(finite, MAX_COUNT)
     lo, hi = tighten(head, tail, lo, hi, HAS_TAIL)
     in_lo, in_hi = cap, floor
     n_lo, n_hi, _ = over_lists(in_lo, in_hi, in_hi)

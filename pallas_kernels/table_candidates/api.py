@@ -9,7 +9,7 @@ from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
-MOST_SLOTS = 2**21  # the kernel for the rule Best counts slots in fields of 21 bits
+MAX_SLOTS = 2**21  # the kernel for the rule Best counts slots in fields of 21 bits
 
 
 def _triton():
@@ -19,8 +19,8 @@ def _triton():
 
 
 def _refusal(vertical, distance, lengths, rule: Rule, **_) -> str | None:
-    if isinstance(rule, Best) and vertical.shape[2] >= MOST_SLOTS:
-        return f"takes fewer than {MOST_SLOTS} slots under the rule Best, not {vertical.shape[2]}"
+    if isinstance(rule, Best) and vertical.shape[2] >= MAX_SLOTS:
+        return f"takes fewer than {MAX_SLOTS} slots under the rule Best, not {vertical.shape[2]}"
     return many_heads(lengths.size) or no_triton()
 
 
@@ -77,7 +77,7 @@ def table_candidates(
         raise ValueError(f"capacity={capacity!r}: must be an integer from 1 to S = {slots}")
     if not isinstance(rule, Best | Kurtosis):
         raise ValueError(f"rule={rule!r}: must be Best or Kurtosis")
-    for name in ("number", "least", "most"):
+    for name in ("number", "min_count", "max_count"):
         value = getattr(rule, name, lengths)
         if value.shape != heads:
             raise ValueError(f"rule.{name}.shape={value.shape}: must be [B, K] = {heads}")

@@ -78,15 +78,15 @@ class Case:
             for ok, x in zip(looked_at, entries, strict=True)
         )
         wanted = np.ceil(self.number * lengths).astype(np.int32)
-        most = wanted if self.a is None else 3 * wanted
-        capacity = min(max(int(most.max()), 1), self.slots)
+        maximum = wanted if self.a is None else 3 * wanted
+        capacity = min(max(int(maximum.max()), 1), self.slots)
         if self.a is None:
             rule = Best(jax.device_put(wanted))
         else:
             rule = Kurtosis(
                 self.a,
                 jax.device_put(wanted * self.floor),
-                jax.device_put(most),
+                jax.device_put(maximum),
             )
         return Inputs(
             vertical,

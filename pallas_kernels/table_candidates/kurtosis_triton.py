@@ -75,7 +75,7 @@ def table_candidates(
         **launch,
     )
     number = jnp.sum(marked, -1) + jnp.minimum(lengths, sink + 1)
-    number = jnp.minimum(jnp.maximum(number, rule.least), rule.most)
+    number = jnp.minimum(jnp.maximum(number, rule.min_count), rule.max_count)
     return threshold_select(
         ranks,
         TopK(jnp.clip(number, 1, capacity)),
@@ -202,15 +202,15 @@ def table_ranks_kernel(
     vertical_ptr += row
     distance_ptr += row + newest
     moments_ptr += pair.to(tl.int64) * PARTS * FIELDS
-    scale_v, least_v, mean_v = _limits(moments_ptr, A, PARTS, PADDED, 1)
-    scale_d, least_d, mean_d = _limits(moments_ptr, A, PARTS, PADDED, 1 + MOMENTS)
+    scale_v, min_v, mean_v = _limits(moments_ptr, A, PARTS, PADDED, 1)
+    scale_d, min_d, mean_d = _limits(moments_ptr, A, PARTS, PADDED, 1 + MOMENTS)
     slot = part * TILE + tl.arange(0, TILE)
     near = tl.zeros([TILE], tl.int1)
     for offset in tl.static_range(FIRST_OFFSET, LAST_OFFSET + 1):
         ranked, vertical, distance = _entries(
             vertical_ptr, distance_ptr, slot - offset, newest, SINK
         )
-        out = (_floats(vertical) / scale_v > least_v) | (_floats(distance) / scale_d > least_d)
+        out = (_floats(vertical) / scale_v > min_v) | (_floats(distance) / scale_d > min_d)
         near |= ranked & out
     ranked, vertical, distance = _entries(vertical_ptr, distance_ptr, slot, newest, SINK)
     above = (_floats(vertical) / scale_v > mean_v) | (_floats(distance) / scale_d > mean_d)

@@ -36,8 +36,8 @@ def table_candidates(
         marked = standing_out(tables, ranked, rule.a)
         rank += jnp.where(marked, jnp.uint16(MARKED), 0)
         always = jnp.minimum(lengths, sink + 1)
-        number = jnp.maximum(jnp.sum(marked, -1, dtype=jnp.int32) + always, rule.least)
-        number = jnp.minimum(number, rule.most)
+        number = jnp.maximum(jnp.sum(marked, -1, dtype=jnp.int32) + always, rule.min_count)
+        number = jnp.minimum(number, rule.max_count)
     else:
         number = rule.number
     rank = jnp.where(slots == newest, NEWEST, jnp.where(slots < sink, SINKS, rank))

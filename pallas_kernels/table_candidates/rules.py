@@ -20,16 +20,17 @@ class Kurtosis(NamedTuple):
     those that stand out are marked if they exceed the mean of either table.
 
     Marked slots rank above all others. A head lists as many slots as are marked or always listed,
-    but at least `least` and at most `most`.
+    but at least `min_count` and at most `max_count`.
 
     Attributes:
         a: the factor of the threshold; static.
-        least, most: the bounds on the number of listed slots; `most` wins where it is the lesser.
+        min_count, max_count: the bounds on the number of listed slots; the smaller of them is the
+            upper bound if they cross.
     """
 
     a: float
-    least: Lengths
-    most: Lengths
+    min_count: Lengths
+    max_count: Lengths
 
 
 Rule = Best | Kurtosis

@@ -26,13 +26,13 @@ from jaxtyping import Array, BFloat16
 
 from jsparse.pallas_kernels.table_candidates import kurtosis_triton
 from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
-from jsparse.pallas_kernels.triton_meeting import meet, most_programs
+from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
 PROGRAMS = 256  # of all heads, where so many may meet
 SMALLEST = 1024  # slots of a part at least, on average
-MOST_OF_PART = 1 << 17  # slots of a part at most, which FIELD bits number
+MAX_PART = 1 << 17  # slots of a part at most, which FIELD bits number
 TILE = 4096  # slots that are looked at at once
 FEW = 2048  # gathered slots that are looked at at once
 SAMPLE = 1024  # slots that are sampled at once
@@ -104,9 +104,9 @@ def table_candidates(
 
 def number_of_parts(pairs: int, slots: int) -> int:
     """Returns the number of programs per head, a power of two."""
-    wanted = min(PROGRAMS // pairs, slots // SMALLEST, most_programs())
-    least = triton.next_power_of_2(triton.cdiv(slots, MOST_OF_PART))
-    return max(1 << max(wanted.bit_length() - 1, 0), least)
+    wanted = min(PROGRAMS // pairs, slots // SMALLEST, max_programs())
+    lowest = triton.next_power_of_2(triton.cdiv(slots, MAX_PART))
+    return max(1 << max(wanted.bit_length() - 1, 0), lowest)
 
 
 @triton.jit
@@ -207,18 +207,18 @@ def candidates_kernel(
     tl.store(lower_ptr + part * LOWER + tl.arange(0, LOWER), lower)
     meet(arrived_ptr + pair, meetings, PARTS)
     lower, lower_earlier = _counts(lower_ptr, part, PARTS, LOWER)
-    least, above_least = _end(lower, wanted - above)
-    ties = wanted - above - above_least  # as many are listed, the lowest slots first
+    lowest, above_lowest = _end(lower, wanted - above)
+    ties = wanted - above - above_lowest  # as many are listed, the lowest slots first
     bins = tl.arange(0, LOWER)
-    ties_before = tl.sum(tl.where(bins == least, lower_earlier, 0), 0)
-    place = sinks + tl.sum(tl.where(bins > least, lower_earlier, 0), 0)
+    ties_before = tl.sum(tl.where(bins == lowest, lower_earlier, 0), 0)
+    place = sinks + tl.sum(tl.where(bins > lowest, lower_earlier, 0), 0)
     place += tl.sum(tl.where(tl.arange(0, UPPER) > bin, earlier, 0), 0)
-    least += bin << LOW
+    lowest += bin << LOW
     for start in range(0, few, FEW):
         nth = start + tl.arange(0, FEW)
         word = _rows(tl.load(few_ptr + nth, mask=nth < few, other=0), FEW, 4)
         key = tl.where(_rows(nth < few, FEW, 4), (word >> FIELD) & KEYS, -1)
-        best, tied = (key > least).to(tl.int32), (key == least).to(tl.int32)
+        best, tied = (key > lowest).to(tl.int32), (key == lowest).to(tl.int32)
         before, found = _before(best | (tied << HALF))
         nth_tie = ties_before + (before >> HALF)
         tl.store(

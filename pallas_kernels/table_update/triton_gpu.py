@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, BFloat16, Float32
 
-from jsparse.pallas_kernels.triton_meeting import meet, most_programs
+from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.partials import ListedLogits
 from jsparse.shapes import Lengths
 
@@ -35,7 +35,7 @@ def table_update(
     (batch, heads, group, entries), slots = listed.logits.shape, vertical.shape[2]
     pairs = batch * heads
     parts = max(min(triton.cdiv(PROGRAMS, pairs), entries // SMALLEST), 1)
-    parts = min(max(parts, triton.cdiv(entries, LARGEST)), most_programs())
+    parts = min(max(parts, triton.cdiv(entries, LARGEST)), max_programs())
     share = triton.cdiv(entries, parts)
     tables = [jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2
     vertical, distance, *_ = triton_call(

@@ -11,7 +11,7 @@ from jsparse.selection import Selection, from_page_mask, from_token_mask
 from jsparse.shapes import Lengths
 from jsparse.threshold import budget_mask, ordered, top_k_ids, top_k_mask, top_p_mask
 
-LEAST_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
+MIN_WEIGHT = 2.0**-125  # part of the row's largest weight below which float32 is not relied on
 
 
 def threshold_select(
@@ -111,7 +111,7 @@ def chosen(
     if isinstance(rule, TopP):
         weights = softmax_partial(rows)[0] if softmax else jnp.maximum(rows, 0.0)
         return top_p_mask(
-            jnp.where(weights < LEAST_WEIGHT, 0.0, weights) if softmax else weights, setting
+            jnp.where(weights < MIN_WEIGHT, 0.0, weights) if softmax else weights, setting
         )
     assert isinstance(rule, Threshold)
     bound = jnp.asarray(setting, jnp.float32)[..., None]

@@ -59,7 +59,7 @@ class SearchedRow:
         normalised: whether the exponentials of its logits are the weights, whatever their sum.
         size: number of its entries, and the distance between rows.
         threads: T of a tile.
-        most: most entries of a tile.
+        max_tile: most entries of a tile.
         few: number of entries that may be drawn to end a search; 0 draws none.
     """
 
@@ -69,13 +69,13 @@ class SearchedRow:
     normalised: bool
     size: int
     threads: int
-    most: int
+    max_tile: int
     few: int
 
     @property
     def runs(self) -> int:
         """Returns R of a tile."""
-        return max(min(triton.next_power_of_2(self.size), self.most) // (4 * self.threads), 1)
+        return max(min(triton.next_power_of_2(self.size), self.max_tile) // (4 * self.threads), 1)
 
     @property
     def tile(self) -> int:
@@ -295,7 +295,7 @@ def searched_row(
         normalised=normalised,
         size=size,
         threads=max(threads, tiling.threads),
-        most=tile,
+        max_tile=tile,
         few=few,
     )
 
@@ -384,8 +384,11 @@ def write_list(
             kept = bitmaps + plan.cap_word
             pool(rows, length, bitmaps, best, plan.rows, plan.entries, plan.units, plan)
             tl.debug_barrier()
-            every, most = tl.full([], plan.units, tl.int32), tl.full([], plan.capacity, tl.float32)
-            choose(best, best, kept, every, most, CAP)  # the second stands in for sizes
+            every, limit = (
+                tl.full([], plan.units, tl.int32),
+                tl.full([], plan.capacity, tl.float32),
+            )
+            choose(best, best, kept, every, limit, CAP)  # the second stands in for sizes
             total = list_units(bitmaps, kept, length, names, ids, bits, True, plan)
     tl.store(count, total)
     for start in range(0, plan.capacity, 4 * plan.row.threads):

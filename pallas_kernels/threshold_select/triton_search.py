@@ -50,7 +50,7 @@ from jsparse.pallas_kernels.threshold_select.triton_tiles import (
 # by less is accepted.
 ROUNDING = tl.constexpr(1.0 + 2.0**-19)
 # at most 17 halve what lies between, and after two that do not one bisects 32 bits
-MOST_PASSES = tl.constexpr(128)
+MAX_PASSES = tl.constexpr(128)
 
 
 class Bracket(NamedTuple):
@@ -126,12 +126,12 @@ def mass_bracket(row, p, total, plan: tl.constexpr):
     Entries that weigh less than (1 - p) of the mean add up to less than 1 - p of the whole, so none
     of them is needed.
     """
-    least = (1.0 - p) * 0.999 * total / tl.maximum(row.length, 1).to(tl.float32)
+    lowest = (1.0 - p) * 0.999 * total / tl.maximum(row.length, 1).to(tl.float32)
     wanted = tl.maximum(p * total, SMALLEST)
     largest = total * 0.0 + 1.0 if plan.softmax else tl.maximum(row.top, SMALLEST)
     # of a row without scores the total is less than a largest weight would be
     enough = tl.where((p >= 1.0) | (total < 0.5 * largest), -NOTHING, wanted * ROUNDING)
-    return tl.maximum(least, SMALLEST), from_key(key(largest) + 1), wanted, enough
+    return tl.maximum(lowest, SMALLEST), from_key(key(largest) + 1), wanted, enough
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def search(row, words, bracket, wanted, enough, mean, spread, plan: tl.constexpr
                     draw(row.x, lo, hi, words, plan)
                     t, bracket = weigh_few(words, wanted, bracket, plan)
                     u = from_key(key(t) + 1)
-        going = is_open(bracket, enough, plan) & (passes < MOST_PASSES)
+        going = is_open(bracket, enough, plan) & (passes < MAX_PASSES)
     lo, hi, at_lo, at_hi = bracket
     if plan.sized:
         return lo, tl.where(at_lo <= enough, ALL_TIES, (enough - at_hi).to(tl.int32)), end
@@ -228,8 +228,8 @@ def is_few(bracket, one, enough, plan: tl.constexpr):
 
     An entry counts `one`, on average where entries have sizes, or at least lo.
     """
-    most = bracket.at_lo - bracket.at_hi <= plan.slots * (bracket.lo if plan.mass else one)
-    return most & is_open(bracket, enough, plan)
+    few = bracket.at_lo - bracket.at_hi <= plan.slots * (bracket.lo if plan.mass else one)
+    return few & is_open(bracket, enough, plan)
 
 
 @triton.jit
@@ -306,30 +306,30 @@ def draw(x, lo, hi, slots, plan: tl.constexpr):
 
     Slots that are left over hold a lower key.
     """
-    least = key(lo)
+    lowest = key(lo)
     slot = tl.arange(0, plan.slots)
-    tl.store(slots + slot, (slot * 0 + least - 1).to(tl.uint32, bitcast=True))
+    tl.store(slots + slot, (slot * 0 + lowest - 1).to(tl.uint32, bitcast=True))
     tl.debug_barrier()
     # a thread's largest key, and the next three below it
     bits, sign = x.to(tl.int32, bitcast=True), tl.where(lo < 0, -1, 1)
-    a = next_key(bits, sign, tl.arange(0, plan.threads) * 0 + key(hi), least)
-    b = next_key(bits, sign, a, least)
-    c = next_key(bits, sign, b, least)
-    d = next_key(bits, sign, c, least)
-    number = (a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32)
-    number += (d >= least).to(tl.int32)
+    a = next_key(bits, sign, tl.arange(0, plan.threads) * 0 + key(hi), lowest)
+    b = next_key(bits, sign, a, lowest)
+    c = next_key(bits, sign, b, lowest)
+    d = next_key(bits, sign, c, lowest)
+    number = (a >= lowest).to(tl.int32) + (b >= lowest).to(tl.int32) + (c >= lowest).to(tl.int32)
+    number += (d >= lowest).to(tl.int32)
     at = tl.cumsum(number, 0) - number
-    put(slots, at, a, least, plan)
-    put(slots, at + 1, b, least, plan)
-    put(slots, at + 2, c, least, plan)
-    put(slots, at + 3, d, least, plan)
+    put(slots, at, a, lowest, plan)
+    put(slots, at + 1, b, lowest, plan)
+    put(slots, at + 2, c, lowest, plan)
+    put(slots, at + 3, d, lowest, plan)
     tl.debug_barrier()
 
 
 @triton.jit
-def put(slots, at, found, least, plan: tl.constexpr):
-    """Writes the threads' keys that are at least `least` and have a slot."""
-    fits = (found >= least) & (at < plan.slots)
+def put(slots, at, found, lowest, plan: tl.constexpr):
+    """Writes the threads' keys that are at least `lowest` and have a slot."""
+    fits = (found >= lowest) & (at < plan.slots)
     tl.store(slots + at, found.to(tl.uint32, bitcast=True), mask=fits)
 
 
@@ -343,15 +343,15 @@ def weigh_few(slots, wanted, bracket, plan: tl.constexpr):
     slot = tl.arange(0, plan.slots)
     mine = tl.load(slots + slot).to(tl.int32, bitcast=True)
     other = tl.load(slots + slot).to(tl.int32, bitcast=True)[None, :]
-    least, missing = key(lo), at_lo - at_hi
+    lowest, missing = key(lo), at_lo - at_hi
     # all pairs of slots: how much of what was drawn is at least as large as each
     each = from_key(other) if plan.mass else 1.0
-    sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= least), each, 0.0), 1)
-    drawn = mine >= least
+    sums = tl.sum(tl.where((other >= mine[:, None]) & (other >= lowest), each, 0.0), 1)
+    drawn = mine >= lowest
     enough = drawn & (at_hi + sums >= wanted)
     t, kept, above, between = tl.reduce(
         (
-            tl.where(enough, mine, least),
+            tl.where(enough, mine, lowest),
             tl.where(enough, sums, missing),
             tl.where(drawn & ~enough, sums, 0.0),
             sums,

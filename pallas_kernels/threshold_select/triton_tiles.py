@@ -14,7 +14,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
-LEAST_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
+MIN_LOG = tl.constexpr(-126.0)  # of 2^-126, the least weight: it is below what can be chosen
 SMALLEST = tl.constexpr(2.0**-125)  # more than the weight of what cannot be chosen
 
 
@@ -59,10 +59,10 @@ def weigh(scores, top, plan: tl.constexpr):
     (of a number and NaN the maximum is the number) is too small to be chosen or to count.
     """
     if plan.softmax:
-        logs = tl.maximum((scores - top) * LOG2_E, LEAST_LOG)
+        logs = tl.maximum((scores - top) * LOG2_E, MIN_LOG)
         return exp2(logs), logs
     weights = tl.maximum(scores, 0.0)
-    return weights, tl.maximum(log2(weights), LEAST_LOG)
+    return weights, tl.maximum(log2(weights), MIN_LOG)
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def thread_low(scores):
 
 
 @triton.jit
-def next_key(bits, sign, below, least):
-    """Returns each thread's largest key from `least` to under `below`, or a lower one.
+def next_key(bits, sign, below, lowest):
+    """Returns each thread's largest key from `lowest` to under `below`, or a lower one.
 
     Keys are bits, or 2^31 - 1 - bits where numbers are below 0. With `below` subtracted, keys under
     it are the largest as unsigned integers.
@@ -149,7 +149,7 @@ def next_key(bits, sign, below, least):
         tl.max(tl.max(distance.to(tl.uint32, bitcast=True), 2), 1).to(tl.int32, bitcast=True)
         + below
     )
-    return tl.where((found >= least) & (found < below), found, least - 1)
+    return tl.where((found >= lowest) & (found < below), found, lowest - 1)
 
 
 @triton.jit

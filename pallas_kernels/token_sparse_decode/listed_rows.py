@@ -13,7 +13,7 @@ from jsparse.cache import LayerCache, PagePool, physical_pages, read_slots
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.shapes import Pages
 
-MOST_GROUP, MOST_WIDTH = 16, 256  # query heads and channels that the kernel takes
+MAX_GROUP, MAX_WIDTH = 16, 256  # query heads and channels that the kernel takes
 BLOCK = 512  # rows, of 512 bytes at 128 float32 channels: a quarter of a usual L2 cache
 
 
@@ -56,7 +56,7 @@ def products(
 
 def _by_kernel(q: Float[Array, "B K G H"], pool: Pages) -> bool:
     """Returns whether the kernel takes these queries and keys here."""
-    fits = q.shape[2] <= MOST_GROUP and q.shape[3] <= MOST_WIDTH
+    fits = q.shape[2] <= MAX_GROUP and q.shape[3] <= MAX_WIDTH
     return fits and q.dtype == pool.dtype and no_triton() is None
 
 

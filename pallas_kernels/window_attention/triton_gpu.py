@@ -19,7 +19,7 @@ from jsparse.shapes import Rows
 
 BLOCK = 64  # slots per tile
 SPLIT = 256  # slots per program of the first launch
-MOST_ROWS = 128  # query rows per tile
+MAX_ROWS = 128  # query rows per tile
 
 
 def window_attention(
@@ -38,7 +38,7 @@ def window_attention(
     size, heads, head_dim = queries.shape[1:]
     each = triton.next_power_of_2(heads // kv_heads)
     rows = max(triton.next_power_of_2(size) * each, 16)
-    tile = min(max(MOST_ROWS, each), rows)
+    tile = min(max(MAX_ROWS, each), rows)
     absent = layer.lengths  # stands in for arrays that the call lacks; never read
     arrays = (
         queries,

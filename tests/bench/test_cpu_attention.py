@@ -92,7 +92,7 @@ def test_children_are_bound_to_cores_that_are_given_back():
 @pytest.mark.slow
 def test_a_run_writes_a_row_per_contender_and_context(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cpu_attention, "SECONDS", 0.0)
-    monkeypatch.setattr(cpu_attention, "MOST_RUNS", 6)
+    monkeypatch.setattr(cpu_attention, "MAX_RUNS", 6)
 
     def run_child(module, arguments):
         monkeypatch.setattr(sys, "argv", [module, *arguments])

@@ -110,4 +110,4 @@ def test_the_command_prints_what_it_measured(result):
 def test_the_command_refuses_lengths_that_are_none(length):
     result = CliRunner().invoke(app, ["bench", "throughput", "smollm2", "--input-len", length])
     assert result.exit_code == 2
-    assert f"--input-len '{length}': must be a number, or LEAST:MOST" in result.output
+    assert f"--input-len '{length}': must be a number, or MIN:MAX" in result.output

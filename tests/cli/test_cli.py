@@ -382,7 +382,7 @@ def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, mo
     each = 2 * 2 * 2 * 16 * 4 + growth
     weights = json.loads(run("info", TINY, "--json").stdout)["weight_bytes"]["float32"]
     command = ["info", TINY, "--json", "--dtype", "float32", "--context", "30", "--policy", policy]
-    for what, most, needed in (
+    for what, maximum, needed in (
         ("longest_context", 100, 100 * each + fixed),
         ("largest_batch", 3, 3 * (30 * each + fixed)),
     ):
@@ -395,7 +395,7 @@ def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, mo
                 growth,
                 fixed,
             )
-            assert told[what] == most - short
+            assert told[what] == maximum - short
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_info_counts_what_the_policy_keeps_to_the_byte(policy, growth, fixed, mo
 )
 def test_info_bounds_the_cache_of_a_prompt_and_all_that_may_follow(policy, slots):
     told = json.loads(run("info", TINY, "--json", "--context", "400", "--policy", policy).stdout)
-    assert told["most_cache_bytes"] == slots * told["cache_bytes_per_token"]
+    assert told["max_cache_bytes"] == slots * told["cache_bytes_per_token"]
     shown = run("info", TINY, "--context", "400", "--policy", policy).stdout
     shown = " ".join(shown.split())
     assert "for 400 tokens" in shown

@@ -309,7 +309,7 @@ def test_many_requests(experienced, count):
         elif fate < 0.25:
             seen = 0
             stream = engine.generate(prompt, own, f"r{nth}")
-            most = int(rng.integers(0, 12))
+            maximum = int(rng.integers(0, 12))
             if nth % 2:
                 hang_up = asyncio.create_task(stream.__anext__())
                 await asyncio.sleep(float(rng.uniform(0, 0.2)))
@@ -317,7 +317,7 @@ def test_many_requests(experienced, count):
                 await hang_up
             async for _ in stream:
                 seen += 1
-                if seen > most:
+                if seen > maximum:
                     break
             await stream.aclose()
             ends["aborted"] += 1

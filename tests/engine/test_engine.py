@@ -176,10 +176,10 @@ def asked(llm, prompt, options):
     return made
 
 
-def until(llm, reached, most=200):
+def until(llm, reached, maximum=200):
     """Steps until something is so; the requests that were heard of."""
     heard = []
-    for _ in range(most):
+    for _ in range(maximum):
         if reached():
             return heard
         heard += llm.engine.step()

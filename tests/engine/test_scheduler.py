@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jsparse.engine.scheduler import MOST_READING, Answer, Phase, Rules, Scheduler, Sizes
+from jsparse.engine.scheduler import MAX_READING, Answer, Phase, Rules, Scheduler, Sizes
 
 pytestmark = pytest.mark.pure
 
@@ -130,7 +130,7 @@ class Serving(RuleBasedStateMachine):
         assert all(block.holders == count for block, count in blocks.items())
         slots = [held.slot for held in live]
         assert len(slots) == len(set(slots))
-        assert len(scheduler._partly) <= MOST_READING
+        assert len(scheduler._partly) <= MAX_READING
         for held in live:
             assert len(held.groups) == SIZES.groups_for(len(held.ids) + held.max_tokens)
 
@@ -250,13 +250,13 @@ def test_who_is_overtaken_goes_on_behind_what_others_have_read_since():
 
 def test_no_more_than_a_few_prompts_are_partly_read():
     scheduler = Scheduler(SIZES._replace(num_groups=97), RULES)
-    for number in range(MOST_READING + 1):
+    for number in range(MAX_READING + 1):
         # each has waited for longer than those before
         ids = range(100 * number, 100 * number + 50)
         scheduler.add(answer(number, ids, 1, born=-0.01 * number))
         chunk = scheduler.plan().chunk
         assert chunk is not None
-        assert chunk.answer == min(number, MOST_READING - 1)
+        assert chunk.answer == min(number, MAX_READING - 1)
 
 
 def test_blocks_that_a_request_takes_over_are_not_counted_as_room_for_the_rest():

@@ -23,7 +23,7 @@ from jsparse.selection import Selection
 from tests.kernels.dense_attention import expected
 
 # two blocks of two teams; every head of up to four tiles is cut into single tiles
-TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), least=1, many=1)
+TILES = schedule.Tiles(blocks=2, splits=(4, 2, 1), min_tiles=1, many=1)
 BASE = Case("base", num_pages=9, dtype="bfloat16")
 CASES = [
     BASE,
@@ -109,7 +109,7 @@ def test_lowers_for_cuda(sizes, full):
     assert "block_sparse_decode" in lowered.as_text()
 
 
-FINE = schedule.Tiles(1, splits=(12, 6, 3), least=2, many=2)
+FINE = schedule.Tiles(1, splits=(12, 6, 3), min_tiles=2, many=2)
 beginning = jax.jit(schedule.beginning)
 
 

@@ -14,14 +14,14 @@ from jsparse.pallas_kernels.group_means.cases import CASES, Case
 
 def check(case: Case, seed: int = 0) -> None:
     inputs = case.build(seed)
-    means, sizes = jax.jit(partial(group_means, most_groups=case.most_groups))(*inputs)
+    means, sizes = jax.jit(partial(group_means, max_groups=case.max_groups))(*inputs)
     assert (means.dtype, sizes.dtype) == (np.float32, np.int32)
     means, sizes = np.asarray(means), np.asarray(sizes)
     points, of_point = np.asarray(inputs.points, np.float64), np.asarray(inputs.of_point)
     numbers = np.asarray(inputs.number)
     for b, k in np.ndindex(*sizes.shape[:2]):
         number = numbers[b]
-        for group in range(case.most_groups):
+        for group in range(case.max_groups):
             members = points[b, k, :number][of_point[b, k, :number] == group]
             assert sizes[b, k, group] == len(members)
             wanted = members.mean(0) if len(members) else np.zeros(case.head_dim)
@@ -50,7 +50,7 @@ def test_cases_are_what_they_say():
         assert inputs.points.shape == (case.batch, case.kv_heads, case.points, case.head_dim)
         if case.used == "any":
             assert {0, case.points} <= set(inputs.number.tolist())
-            assert {1, case.most_groups} <= set(inputs.groups.tolist())
+            assert {1, case.max_groups} <= set(inputs.groups.tolist())
         there = np.arange(case.points) < number[:, None]
         largest = np.where(there[:, None], of_point, 0).max((1, 2))
         assert (largest < np.asarray(inputs.groups)).all()
@@ -81,10 +81,10 @@ POINTS, OF_POINT, NUMBER, GROUPS = (np.asarray(x) for x in INPUTS)
             {"groups": jax.device_put(GROUPS * 1.0)},
             r"groups: must be int32 \[3\], not float32 \[3\]",
         ),
-        ({"most_groups": 0}, "most_groups=0: must be an integer of at least 1"),
+        ({"max_groups": 0}, "max_groups=0: must be an integer of at least 1"),
         ({"implementation": "abacus"}, "implementation='abacus': group_means has"),
     ],
 )
 def test_wrong_calls_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        group_means(**{**INPUTS._asdict(), "most_groups": 100, **change})
+        group_means(**{**INPUTS._asdict(), "max_groups": 100, **change})

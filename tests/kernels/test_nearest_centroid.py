@@ -54,8 +54,8 @@ def test_cases_are_what_they_say():
         inputs = case.build(3)
         assert inputs.points.shape == (case.batch, case.kv_heads, case.points, case.head_dim)
         if case.used == "any":
-            for used, most in ((inputs.number, case.points), (inputs.groups, case.groups)):
-                assert {0, most} <= set(used.tolist())
+            for used, maximum in ((inputs.number, case.points), (inputs.groups, case.groups)):
+                assert {0, maximum} <= set(used.tolist())
     points, centroid, *_ = Case("", batch=1, used="all").build()
     products = np.einsum(
         "kmh,klh->kml", *(np.asarray(x, np.float64)[0] for x in (points, centroid))

@@ -235,17 +235,17 @@ def test_no_key_is_outside_of_its_codes(page, dtype, offset):
     if dtype == "float16":
         keys = np.clip(keys, -6e4, 6e4)
     keys = keys.astype(dtype)
-    least, greatest = (f(np.asarray(keys, np.float64), axis=0) for f in (np.min, np.max))
-    codes, values = in_codes_of(least.astype(dtype), greatest.astype(dtype))
+    minimum, greatest = (f(np.asarray(keys, np.float64), axis=0) for f in (np.min, np.max))
+    codes, values = in_codes_of(minimum.astype(dtype), greatest.astype(dtype))
     low, high = (np.asarray(x, np.float64) for x in values)
     assert np.asarray(codes.affine)[0] > 0
-    assert (low <= least).all()
+    assert (low <= minimum).all()
     assert (greatest <= high).all()
     step = (
-        1.02 * ((greatest.max() - least.min()) + np.abs([least, greatest]).max() / 64) / 254
+        1.02 * ((greatest.max() - minimum.min()) + np.abs([minimum, greatest]).max() / 64) / 254
         + 2.0**-98
     )
-    assert (least - low <= step).all()
+    assert (minimum - low <= step).all()
     assert (high - greatest <= step).all()
 
 

@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.shared_counts.api import BACKENDS
 from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE, Case
 
-counts = jax.jit(shared_counts, static_argnames=("least", "most", "implementation"))
+counts = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
 # several of a shape share a program
 SOME = (
     "shares",
@@ -30,11 +30,11 @@ finite_or_not = st.sampled_from([-np.inf, -1.0, 0.0, -0.0, 0.25, 0.5, np.inf, np
 )
 
 
-def one_by_one(lists, total, least, most):
+def one_by_one(lists, total, min_count, max_count):
     """Hands out scores: first to each list up to its floor, then to the list whose next is best."""
     best = [sorted((x for x in scores if x > -np.inf), reverse=True) for scores in lists]
-    given = [min(least, len(scores)) for scores in best]
-    caps = [min(most, len(scores)) for scores in best]
+    given = [min(min_count, len(scores)) for scores in best]
+    caps = [min(max_count, len(scores)) for scores in best]
     while sum(given) < total:
         following = [(-best[i][n], i) for i, n in enumerate(given) if n < caps[i]]
         if not following:
@@ -64,7 +64,7 @@ def test_lists_get_the_best(rows, total, bounds):
     than the floor.
     """
     scores = np.array(rows, np.float32).reshape(2, 3, 5)
-    check(scores, total, dict(zip(("least", "most"), bounds, strict=True)))
+    check(scores, total, dict(zip(("min_count", "max_count"), bounds, strict=True)))
 
 
 @pytest.mark.parametrize("case", slow_except_named(CASES, *SOME), ids=lambda case: case.name)
@@ -83,7 +83,7 @@ def test_cases_are_what_they_say():
     for case in CASES:
         scores, total = jax.device_get(case.build())
         finite = (np.asarray(scores, np.float32) > -np.inf).sum(-1)
-        floors, caps = (np.minimum(n, finite).sum(-1) for n in (case.least, case.most))
+        floors, caps = (np.minimum(n, finite).sum(-1) for n in (case.min_count, case.max_count))
         assert (floors > total).all() == (case.name == "floors_are_more_than_all")
         if case.name == "caps_are_less_than_all":
             assert (caps < total).all()
@@ -92,7 +92,9 @@ def test_cases_are_what_they_say():
 def test_ties_go_to_the_first_list():
     scores = np.ones((1, 3, 4), np.float32)
     for total, want in ((5, [3, 1, 1]), (7, [4, 2, 1]), (12, [4, 4, 4]), (2, [1, 1, 1])):
-        np.testing.assert_array_equal(counts(scores, np.array([total]), least=1, most=9)[0], want)
+        np.testing.assert_array_equal(
+            counts(scores, np.array([total]), min_count=1, max_count=9)[0], want
+        )
 
 
 SCORES, TOTAL = Case("").build()
@@ -113,13 +115,13 @@ def zeros(*shape, dtype=np.float32):
             r"total=int32\[1\]: must be integers of shape \[B\] = \[2\]",
         ),
         ({"total": zeros(2)}, r"total=float32\[2\]: must be integers"),
-        ({"least": -1}, "least=-1: must be at least 0 and at most most=150"),
-        ({"least": 151}, "least=151: must be at least 0 and at most most=150"),
+        ({"min_count": -1}, "min_count=-1: must be at least 0 and at most max_count=150"),
+        ({"min_count": 151}, "min_count=151: must be at least 0 and at most max_count=150"),
         ({"implementation": "abacus"}, "implementation='abacus': shared_counts has"),
     ],
 )
 def test_wrong_calls_are_refused(change, message):
-    given = {"scores": SCORES, "total": TOTAL, "least": 10, "most": 150}
+    given = {"scores": SCORES, "total": TOTAL, "min_count": 10, "max_count": 150}
     with pytest.raises(ValueError, match=message):
         shared_counts(**given | change)
 
@@ -135,7 +137,7 @@ def test_wrong_calls_are_refused(change, message):
 def test_the_kernel_refuses_what_registers_do_not_hold(shape, reason):
     scores, total = zeros(*shape), zeros(1, dtype=np.int32)
     with pytest.raises(ValueError, match=reason):
-        shared_counts(scores, total, least=0, most=9, implementation="triton")
+        shared_counts(scores, total, min_count=0, max_count=9, implementation="triton")
 
 
 def test_the_kernel_takes_what_compressions_have():

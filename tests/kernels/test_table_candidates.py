@@ -55,8 +55,8 @@ def of_head(vertical, distance, length, head, rule, capacity, sink):
     else:
         marked = standing_out(tables, slots, rule.a)
         best = [i for i in best if i in marked] + [i for i in best if i not in marked]
-        number = max(len(marked) + len(always), int(rule.least[head]))
-        number = min(number, int(rule.most[head]))
+        number = max(len(marked) + len(always), int(rule.min_count[head]))
+        number = min(number, int(rule.max_count[head]))
     return sorted([*always, *best][: min(max(number, 1), capacity)])
 
 
@@ -156,9 +156,9 @@ def test_cases_are_what_they_say():
         rule = inputs.rule
         if isinstance(rule, Kurtosis):
             count = np.asarray(listed(inputs).count)
-            low, high = (np.asarray(x) for x in (rule.least, rule.most))
-            bounds |= set(np.where(count == high, "most", np.where(count == low, "least", "")).flat)
-    assert bounds == {"most", "least", ""}
+            low, high = (np.asarray(x) for x in (rule.min_count, rule.max_count))
+            bounds |= set(np.where(count == high, "max", np.where(count == low, "min", "")).flat)
+    assert bounds == {"max", "min", ""}
 
 
 INPUTS = Case("").build()
@@ -194,7 +194,7 @@ def part(x, *of):
         (
             {"rule": Kurtosis(0.2, INPUTS.lengths, part(INPUTS.lengths, 0))},
             {},
-            r"rule.most.shape=\(4,\): must be \[B, K\]",
+            r"rule.max_count.shape=\(4,\): must be \[B, K\]",
         ),
         ({"rule": 7}, {}, "rule=7: must be Best or Kurtosis"),
         ({}, {"capacity": 0}, "capacity=0: must be an integer from 1 to S = 200"),

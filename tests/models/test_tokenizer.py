@@ -206,12 +206,12 @@ def test_messages_cannot_write_turns():
     assert usual == tokenizer.encode(tokenizer.apply_chat_template([plain]))
 
 
-def test_the_most_characters_of_a_token():
-    assert tokenizer_of("smollm").most_characters_per_token == max(
+def test_the_maximum_number_of_characters_of_a_token():
+    assert tokenizer_of("smollm").max_characters_per_token == max(
         map(len, tokenizer_of("smollm").token_bytes())
     )
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    assert Tokenizer(words).most_characters_per_token is None
+    assert Tokenizer(words).max_characters_per_token is None
 
 
 def test_smollm2_chat_template_takes_a_system_message_and_no_prompt():

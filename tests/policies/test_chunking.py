@@ -57,13 +57,15 @@ def slow_classes(tokens: list[bytes]) -> list[int]:
     return found
 
 
-def slow_starts(classes, first, end, size, *, capacity=10**9, least=8, most=16) -> list[int]:
+def slow_starts(
+    classes, first, end, size, *, capacity=10**9, min_length=8, max_length=16
+) -> list[int]:
     """The greedy loop: walk on from each start to the last of the best boundaries."""
     starts = [first]
     while len(starts) <= capacity:
-        stop, best = starts[-1] + most, 5
-        if most * (capacity - len(starts) + 1) >= size - starts[-1] + most - least:
-            for slot in range(starts[-1] + least - 1, starts[-1] + most):
+        stop, best = starts[-1] + max_length, 5
+        if max_length * (capacity - len(starts) + 1) >= size - starts[-1] + max_length - min_length:
+            for slot in range(starts[-1] + min_length - 1, starts[-1] + max_length):
                 number = classes[slot] if slot < size and classes[slot] else 5
                 if number <= best:
                     stop, best = slot + 1, number
@@ -81,8 +83,8 @@ def agree(chunks: Chunks, row: int, starts: list[int]) -> bool:
     return True
 
 
-cut_jit = partial(jax.jit, static_argnames=("capacity", "least", "most"))(cut)
-cut_on_jit = partial(jax.jit, static_argnames=("most_new", "least", "most"))(cut_on)
+cut_jit = partial(jax.jit, static_argnames=("capacity", "min_length", "max_length"))(cut)
+cut_on_jit = partial(jax.jit, static_argnames=("max_new", "min_length", "max_length"))(cut_on)
 
 
 @cache
@@ -189,33 +191,39 @@ SIZES = ((8, 16, 96), (4, 5, 40), (1, 1, 24))
 @settings(max_examples=60)
 @given(data=st.data())
 def test_chunks_are_the_loops_whatever_the_capacity_and_no_slot_is_lost(data):
-    least, most, size = data.draw(st.sampled_from(SIZES))
+    min_length, max_length, size = data.draw(st.sampled_from(SIZES))
     odds = data.draw(st.sampled_from([(1, 1, 1, 1, 1), (9, 0, 0, 0, 1), (0, 1, 0, 0, 0)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     classes = rng.choice(5, (3, size), p=np.array(odds) / sum(odds)).astype(np.uint8)
     first = rng.integers(0, 10, 3).astype(np.int32)
     ends = rng.integers(0, size + 1, 3).astype(np.int32)
     ends[0] = size
-    fewest = -(-size // most)  # holds all rows, whatever their first slot
-    capacity = data.draw(st.sampled_from([fewest, size]))
-    chunks = cut_jit(classes, first, ends, capacity=capacity, least=least, most=most)
+    num_needed = -(-size // max_length)  # holds all rows, whatever their first slot
+    capacity = data.draw(st.sampled_from([num_needed, size]))
+    chunks = cut_jit(
+        classes, first, ends, capacity=capacity, min_length=min_length, max_length=max_length
+    )
     for row in range(3):
         starts = slow_starts(
             *(classes[row], first[row], ends[row], size),
-            **{"capacity": capacity, "least": least, "most": most},
+            **{"capacity": capacity, "min_length": min_length, "max_length": max_length},
         )
         assert agree(chunks, row, starts)
         lengths = np.diff(starts)
-        assert ((lengths >= least) & (lengths <= most)).all()
-        assert ends[row] - starts[-1] < most
+        assert ((lengths >= min_length) & (lengths <= max_length)).all()
+        assert ends[row] - starts[-1] < max_length
     # the same rows cut as they grow, at most two chunks at a time
-    early = cut_jit(classes, first, ends // 3, capacity=capacity, least=least, most=most)
+    early = cut_jit(
+        classes, first, ends // 3, capacity=capacity, min_length=min_length, max_length=max_length
+    )
     for part in (2, 3):
         upto = ends * part // 3
-        for _ in range(size // least):
+        for _ in range(size // min_length):
             before, early = (
                 early,
-                cut_on_jit(classes, early, upto, most_new=2, least=least, most=most),
+                cut_on_jit(
+                    classes, early, upto, max_new=2, min_length=min_length, max_length=max_length
+                ),
             )
             if (before.count == early.count).all():
                 break
@@ -228,7 +236,9 @@ def test_a_row_is_cut_full_from_where_its_capacity_would_not_hold_the_rest():
     classes[:, [3, 7, 11]] = 1, 2, 3
     ends = np.array([64, 40], np.int32)
     wide, tight = (
-        cut_jit(classes, ends * 0, ends, capacity=capacity, least=4, most=8).starts.tolist()
+        cut_jit(
+            classes, ends * 0, ends, capacity=capacity, min_length=4, max_length=8
+        ).starts.tolist()
         for capacity in (16, 9)
     )
     assert wide[0] == [0, 4, 8, 12, 20, 28, 36, 44, 52, *[60] * 8]
@@ -238,14 +248,14 @@ def test_a_row_is_cut_full_from_where_its_capacity_would_not_hold_the_rest():
 
 def test_fixed_chunks_need_no_classes():
     first, ends = np.array([0, 3, 9], np.int32), np.array([40, 18, 8], np.int32)
-    chunks = cut_jit(None, first, ends, capacity=5, most=5)
+    chunks = cut_jit(None, first, ends, capacity=5, max_length=5)
     classes = np.zeros((3, 28), np.uint8)
-    zeros = cut_jit(classes, first, np.array([25, 18, 8]), capacity=6, least=3, most=5)
+    zeros = cut_jit(classes, first, np.array([25, 18, 8]), capacity=6, min_length=3, max_length=5)
     assert zeros.starts[:, :6].tolist() == chunks.starts.tolist()
-    begun = cut_jit(None, first, first + 6, capacity=5, most=5)
+    begun = cut_jit(None, first, first + 6, capacity=5, max_length=5)
     assert begun.count.tolist() == [1, 1, 1]
-    grown = cut_on_jit(None, begun, ends + 1, most_new=5, most=5)
-    wanted = cut_jit(None, first, ends + 1, capacity=5, most=5)
+    grown = cut_on_jit(None, begun, ends + 1, max_new=5, max_length=5)
+    wanted = cut_jit(None, first, ends + 1, capacity=5, max_length=5)
     assert grown.starts[:2].tolist() == wanted.starts[:2].tolist()
     assert grown.count.tolist() == [5, 3, 1]  # a row does not lose what it has
 
@@ -253,8 +263,8 @@ def test_fixed_chunks_need_no_classes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"least": 0}, r"least=0, most=16: must be 1 <= least <= most"),
-        ({"least": 17}, r"least=17, most=16"),
+        ({"min_length": 0}, r"min_length=0, max_length=16: must be 1 <= min_length <= max_length"),
+        ({"min_length": 17}, r"min_length=17, max_length=16"),
         ({"capacity": 0}, r"capacity=0: must be at least 1"),
         ({"capacity": 3}, r"first=0: must be from 16 to 64, for 3 chunks of 16 tokens in 64 slots"),
         ({"first": 65}, r"first=65: must be from 0 to 64"),
@@ -269,5 +279,5 @@ def test_sizes_that_contradict_each_other_are_refused(arguments, message):
 
 def test_no_new_chunks_are_refused():
     chunks = Chunks(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="most_new=0: must be at least 1"):
-        cut_on(None, chunks, jnp.array([9], jnp.int32), most_new=0)
+    with pytest.raises(ValueError, match="max_new=0: must be at least 1"):
+        cut_on(None, chunks, jnp.array([9], jnp.int32), max_new=0)

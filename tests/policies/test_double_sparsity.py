@@ -108,9 +108,9 @@ def heaviest(weights, count):
 def labelled(key):
     """Rounds one token's channels to four bits, with scale and least channel in float16."""
     key = np.asarray(key, np.float64)
-    least, step = np.float16(key.min()), np.float16((key.max() - key.min()) / 15)
+    minimum, step = np.float16(key.min()), np.float16((key.max() - key.min()) / 15)
     step = float(step) or 1.0
-    return np.array([np.clip(np.rint((x - least) / step), 0, 15) * step + least for x in key])
+    return np.array([np.clip(np.rint((x - minimum) / step), 0, 15) * step + minimum for x in key])
 
 
 def heads_of(state):

@@ -25,7 +25,7 @@ def recording(policy: Policy, left: list) -> Policy:
     An entry is what one compression leaves: [row][layer][head] -> positions.
     """
     assert policy.eviction is not None
-    rework, most = policy.eviction
+    rework, max_length = policy.eviction
     assert rework is not None
 
     def note(*held):
@@ -58,7 +58,7 @@ def recording(policy: Policy, left: list) -> Policy:
 
     needs = (*policy.needs, "slot_positions")
     return policy._replace(
-        eviction=Eviction(after_prompt, most),
+        eviction=Eviction(after_prompt, max_length),
         services=policy.services._replace(maintain=maintain),
         needs=needs,
     )
@@ -109,12 +109,14 @@ P, FLOOR, CAP, BUDGET, WINDOW, SINK = 0.6, 7, 13, 10, 4, 2
 def hard_kv(metric, budgets, *, merge=True, patience=0, recent=WINDOW):
     """The expression and the slow method of one combination."""
     protected = recent + SINK + merge
-    least, most, budget = (max(value - protected, 0) for value in (FLOOR, CAP, BUDGET))
+    minimum, max_length, budget = (max(value - protected, 0) for value in (FLOOR, CAP, BUDGET))
     counts = {
         "uniform": slow.uniform(budget),
-        "joint": slow.joint(budget, least, most),
-        "n_star": slow.n_star(P, least, most),
-        "calibrated": slow.calibrated(P, least, most, *([np.asarray] if metric == "r_kv" else [])),
+        "joint": slow.joint(budget, minimum, max_length),
+        "n_star": slow.n_star(P, minimum, max_length),
+        "calibrated": slow.calibrated(
+            P, minimum, max_length, *([np.asarray] if metric == "r_kv" else [])
+        ),
     }
     tracks = metric == "h2o"
     method = slow.SlowMethod(

@@ -54,7 +54,7 @@ def heads_of(*arrays):
 
 
 def n_stars(attention, competing, p):
-    return [slow.fewest(x, p) for (x,) in heads_of(attention, competing)]
+    return [slow.num_needed(x, p) for (x,) in heads_of(attention, competing)]
 
 
 @pytest.mark.parametrize("p", [0.5, 0.9])
@@ -144,7 +144,7 @@ def test_one_p_keeps_as_many_slots_under_every_metric(rule):
         counts, found = counted(count, scores, competing, attention=attention)
         np.testing.assert_array_equal(counts[0], expected, err_msg=metric)
         for head, (x,) in enumerate(heads_of(scores, competing)):
-            apart.append(slow.fewest(np.maximum(x, 0.0), p) / expected[head])
+            apart.append(slow.num_needed(np.maximum(x, 0.0), p) / expected[head])
             if rule == "calibrated" and metric == "r_kv":  # which has no ties
                 t = float(found[0, head])
                 assert slow.at_temperature(logits(x), t, p) == pytest.approx(expected[head], abs=1)

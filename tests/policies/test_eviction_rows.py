@@ -44,7 +44,7 @@ EVERY = (
 step = jax.jit(decode_step, static_argnames=("decoder", "policy"), donate_argnums=(4, 5))
 
 
-# `most`
+# `max_length`
 
 
 def decode(policy, params, prompts, steps, **options):
@@ -58,7 +58,7 @@ def decode(policy, params, prompts, steps, **options):
 
 
 @pytest.mark.parametrize("expression", slow_except((*EVERY[:4], EVERY[-1]), EVERY[0]))
-def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
+def test_heads_never_hold_more_than_max_length_says(expression, monkeypatch):
     """Just before each compression, when they hold the most."""
     policy, held_at, steps = parse(expression), [], 27
     prompts = random_prompts((60, 21, 2))
@@ -71,14 +71,14 @@ def test_heads_never_hold_more_than_most_says(expression, monkeypatch):
     monkeypatch.setattr(driver, "maintain", watched)
     made = decode(policy, tiny_params(1), prompts, steps)
     held_at.append([np.asarray(layer.lengths) for layer in made.held.cache.layers])
-    assert policy.eviction is not None and policy.eviction.most is not None
-    most = [policy.eviction.most(len(prompt), steps) for prompt in prompts]
-    for row, bound in enumerate(most):
+    assert policy.eviction is not None and policy.eviction.max_length is not None
+    max_length = [policy.eviction.max_length(len(prompt), steps) for prompt in prompts]
+    for row, bound in enumerate(max_length):
         reached = max(int(lengths[row].max()) for layers in held_at for lengths in layers)
         assert reached <= bound
         if row == 0:  # and the bound is near
             assert reached >= bound - 4
-    assert most[0] < 60 + steps
+    assert max_length[0] < 60 + steps
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def test_long_answers_fit_in_a_small_cache():
     policy = jsparse.hard_kv(budget=cap, floor=cap // 4, cap=cap, period=period)
     params, batch = tiny_params(num_layers=1), 2
     assert policy.eviction is not None
-    after_prompt, most = policy.eviction
-    assert after_prompt is not None and most is not None
-    assert most(20, tokens) == slots
+    after_prompt, max_length = policy.eviction
+    assert after_prompt is not None and max_length is not None
+    assert max_length(20, tokens) == slots
     spec = spec_of(params, batch, page_size=16, num_pages=slots // 16)
     prompts = np.array(random_prompts((20, 20)), np.int32)
     valid = jnp.full(batch, 20, jnp.int32)

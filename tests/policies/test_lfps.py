@@ -33,8 +33,8 @@ class Layer:
         """Reads the prompts; q is [B, T, N, H], k and v are [B, T, K, H]."""
         self.policy, self.q, self.k, self.v = parse(policy), q, k, v
         self.lengths = np.array(prompts)
-        most = q.shape[1]
-        spec = CacheSpec(1, len(q), N, HEADS, dim, PAGE, -(-most // PAGE), jnp.float32)
+        num_slots = q.shape[1]
+        spec = CacheSpec(1, len(q), N, HEADS, dim, PAGE, -(-num_slots // PAGE), jnp.float32)
         longest = max(prompts)
         self.cache, self.state = _read(
             self.policy, spec, q[:, :longest], k[:, :longest], v[:, :longest], self.lengths
@@ -120,17 +120,17 @@ class Model:
         newest: t, the position of the token that the next step brings.
     """
 
-    def __init__(self, q, keys, decay, most, penalty, aligned=True):
+    def __init__(self, q, keys, decay, num_slots, penalty, aligned=True):
         """Takes the prompt's queries [n, G, H] and keys [n, H] (equation 4)."""
         n, self.decay, self.penalty, self.aligned = len(keys), decay, penalty, aligned
-        self.vertical, self.slash, self.newest = np.zeros(most), np.zeros(most), n
+        self.vertical, self.slash, self.newest = np.zeros(num_slots), np.zeros(num_slots), n
         s = min(n, 32)
         c = (1 - penalty) / (s * (1 - decay))  # the paper's penalty is a half
         for j in range(1, s + 1):
-            w = np.zeros(most)
+            w = np.zeros(num_slots)
             if n - j >= SINKS:
                 w[SINKS : n - j + 1] = weights_of(q[n - j], keys[: n - j + 1], slice(SINKS, None))
-            for i in range(most):
+            for i in range(num_slots):
                 self.vertical[i] += c * w[i]
                 if i - j + 1 >= 0:
                     self.slash[i] += c * w[i - j + 1]
@@ -195,15 +195,19 @@ def check(kind, steps, decay):
     prompts = (45, 9)
     q, k, v = drawn(max(prompts) + steps + 1)
     layer = Layer(RULES[kind].format(decay=decay), q, k, v, prompts)
-    most, budget = q.shape[1], 0.2 if kind == "top" else 0.1
+    num_slots, budget = q.shape[1], 0.2 if kind == "top" else 0.1
     penalty = 0.5 if "penalty" in RULES[kind] else 0.0
     aligned = "aligned=False" not in RULES[kind]
     # bfloat16 rounds every sum by at most 2^-8 of it; errors decay as the sums do
     error = 2.0**-8 / (1 - decay)
-    grouped = q.reshape(BATCH, most, HEADS, GROUP, DIM).swapaxes(1, 2)
+    grouped = q.reshape(BATCH, num_slots, HEADS, GROUP, DIM).swapaxes(1, 2)
     models = {
         (b, h): Model(
-            *(grouped[b, h, : prompts[b]], k[b, : prompts[b], h]), decay, most, penalty, aligned
+            *(grouped[b, h, : prompts[b]], k[b, : prompts[b], h]),
+            decay,
+            num_slots,
+            penalty,
+            aligned,
         )
         for b in range(BATCH)
         for h in range(HEADS)

@@ -253,7 +253,7 @@ class Model:
             kept = {
                 u
                 for n, u in enumerate(units)
-                if n < search.LEAST_UNITS or held[n] < engine.WIDER * budget
+                if n < search.MIN_UNITS or held[n] < engine.WIDER * budget
             }
             allowed = {i for i in allowed if self.of_cluster[i] in kept}
         ranked = sorted(
@@ -386,7 +386,7 @@ FAR = "budget=33, sink=2, recent=3, period=4, lengths=(2, 4)"  # in rows of 160 
 
 def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
     """Of eight units one or two are looked into, which the slow model does unit by unit."""
-    monkeypatch.setattr(search, "LEAST_UNITS", 1)
+    monkeypatch.setattr(search, "MIN_UNITS", 1)
     monkeypatch.setattr(engine, "WIDER", 1)
     layer = Layer(f"lychee_cluster({FAR}, cluster_size=1, levels=2)", (140, 121), 160)
     models = [
@@ -415,7 +415,7 @@ def test_chunks_come_from_the_units_that_were_chosen_alone(monkeypatch):
 
 def test_an_exact_search_by_units_takes_the_chunks_of_a_flat_one(monkeypatch):
     """Also where nearly all keys agree, and where all do."""
-    monkeypatch.setattr(search, "LEAST_UNITS", 1)
+    monkeypatch.setattr(search, "MIN_UNITS", 1)
     monkeypatch.setattr(engine, "WIDER", 1)
     rng, shape = np.random.default_rng(0), (ROWS, 160, HEADS, DIM)
     alike = np.ones(shape) + 1e-3 * rng.normal(size=shape)
@@ -592,8 +592,8 @@ def test_without_a_tokenizer_chunks_are_fixed_and_it_says_so(caplog):
         states.append(session.held.state.chunks)
     made, fixed = states  # which has room for as many as there can be, and no more
     np.testing.assert_array_equal(made.count, fixed.count)
-    most = fixed.starts.shape[1]
-    np.testing.assert_array_equal(np.asarray(made.starts)[:, :most], fixed.starts)
+    max_length = fixed.starts.shape[1]
+    np.testing.assert_array_equal(np.asarray(made.starts)[:, :max_length], fixed.starts)
     assert any("fixed" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match="must have a tokenizer"):
         engine_logits(params, f"lychee_cluster({small}, chunks='structure')", prompts, forced)
@@ -608,11 +608,11 @@ def test_layers_join_together_as_each_would_alone():
             layer.step()
     form, before = index.Form(4, 2, radii=True, units=True), layers[0].state.chunks.count
     ends = jnp.asarray(layers[0].lengths - 3, jnp.int32)
-    chunks = cut_on(None, layers[0].state.chunks, ends, most_new=3, least=4, most=4)
+    chunks = cut_on(None, layers[0].state.chunks, ends, max_new=3, min_length=4, max_length=4)
     indices = [layer.state.layers[0] for layer in layers]
     caches = [layer.cache.layers[0] for layer in layers]
     assert (chunks.count > before).all()
-    joined = jax.jit(partial(join, most_new=3, form=form))
+    joined = jax.jit(partial(join, max_new=3, form=form))
     together = joined(indices, caches, before, chunks)
     for one, held, made in zip(indices, caches, together, strict=True):
         (alone,) = joined([one], [held], before, chunks)
@@ -627,11 +627,11 @@ def test_the_last_chunks_fill_the_index_to_its_end():
     for _ in range(10):
         layer.step()
     held, made = layer.cache.layers[0], layer.state.layers[0]
-    cut = jax.jit(partial(cut_on, None, most_new=6, least=4, most=4))
+    cut = jax.jit(partial(cut_on, None, max_new=6, min_length=4, max_length=4))
     chunks = cut(layer.state.chunks, np.full(2, 72))
     assert chunks.count.tolist() == [17, 17]
     form = index.Form(4, 2, radii=True, units=True)
-    joined = jax.jit(partial(join, most_new=6, form=form))
+    joined = jax.jit(partial(join, max_new=6, form=form))
     (made,) = joined([made], [held], layer.state.chunks.count, chunks)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made))
     assert made.fine.size.sum(-1).tolist() == [[17, 17]] * 2

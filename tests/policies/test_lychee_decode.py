@@ -39,7 +39,7 @@ def best(weights, count):
     return sorted(range(len(weights)), key=lambda unit: -weights[unit])[: max(count, 1)]
 
 
-def fewest(weights, p):
+def num_needed(weights, p):
     order = best(weights, len(weights))
     return order[: int(np.searchsorted(np.cumsum(np.asarray(weights)[order]), p)) + 1]
 
@@ -48,7 +48,7 @@ def fewest(weights, p):
 # `length` are held
 RULES = {
     "top_k": ({"value": 20}, lambda weights, length, size: best(weights, 20 // size)),
-    "top_p": ({"value": 0.7}, lambda weights, length, size: fewest(weights, 0.7)),
+    "top_p": ({"value": 0.7}, lambda weights, length, size: num_needed(weights, 0.7)),
     "threshold": (
         {"value": 0.15},
         lambda weights, length, size: (
@@ -261,14 +261,14 @@ def test_stats_are_asked_for_where_the_next_layer_uses_a_set():
 def test_lists_are_as_long_as_their_rule_can_need(arguments, page, token):
     """Of 6 pages of 8 tokens; and what is handed on keeps that shape."""
     spec = CacheSpec(1, 2, 4, 2, 16, PAGE, 6, jnp.float32)
-    for granularity, most in (("page", page), ("token", token)):
+    for granularity, maximum in (("page", page), ("token", token)):
         policy = jsparse.lychee_decode(((1, 1),), granularity=granularity, **arguments)
         stats = Stats(jnp.zeros((2, 2, 6 if granularity == "page" else 48)), jnp.zeros((2, 2)))
         view, state = StepView(kv_cache.init(spec)), policy.init(spec)
         handed = jax.eval_shape(lambda: policy.update(state, 0, stats, view))  # noqa: B023
         for held in (state, handed):
             assert [(x.shape, x.dtype) for x in held] == [
-                ((2, 2, most), jnp.int32),
+                ((2, 2, maximum), jnp.int32),
                 ((2, 2), jnp.int32),
             ]
         chosen, _, _ = policy.select(state, 0, jnp.zeros((2, 4, 16)), view)

@@ -41,7 +41,7 @@ def four_bits(k):
     return np.clip(np.round((k - zero) / scale), 0, 15) * scale + zero
 
 
-def fewest(weights, p):
+def num_needed(weights, p):
     """The indices of the fewest weights that sum to p of all."""
     order = np.argsort(-weights)
     share = np.cumsum(weights[order]) / weights.sum()
@@ -86,10 +86,10 @@ def expected(layer: OneLayer, base, prune):
                 mass = np.array(
                     [weights[[s for s in slots if s // size == page]].sum() for page in pages]
                 )
-                kept = {pages[i] for i in fewest(mass, P)}
+                kept = {pages[i] for i in num_needed(mass, P)}
                 left[b, head, [s for s in slots if s // size in kept]] = True
             else:
-                left[b, head, slots[list(fewest(weights[slots], P))]] = True
+                left[b, head, slots[list(num_needed(weights[slots], P))]] = True
         left[b, head, layer.length - 1] = True
     return left
 
@@ -193,11 +193,11 @@ def test_below_dense_below_everything_is_attended():
 
 
 @pytest.mark.parametrize(
-    ("device", "least", "most"),
+    ("device", "minimum", "maximum"),
     [("NVIDIA H200", 57_000, 61_000), ("NVIDIA H100 80GB HBM3", 35_100, 36_700)],
 )
 def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape(
-    device, least, most, monkeypatch
+    device, minimum, maximum, monkeypatch
 ):
     module = sys.modules[break_even.__module__]
     nbytes = module.BREAK_EVENS[device]
@@ -207,7 +207,7 @@ def test_the_measured_break_even_is_a_number_of_tokens_for_the_batch_and_shape(
         pool = jnp.zeros((batch * kv_heads, 16, head_dim), dtype)
         return break_even(LayerCache(pool, pool, jnp.zeros((batch, kv_heads), jnp.int32)))
 
-    assert least <= tokens(1, 8, 128, jnp.bfloat16) <= most  # what was measured
+    assert minimum <= tokens(1, 8, 128, jnp.bfloat16) <= maximum  # what was measured
     assert tokens(8, 8, 128, jnp.bfloat16) == tokens(1, 8, 128, jnp.bfloat16) // 8
     assert tokens(1, 2, 64, jnp.float32) == nbytes // (2 * 2 * 64 * 4)
 

@@ -77,7 +77,7 @@ def test_the_model_s_defaults_stand_for_none(params):
     assert second.sampling == SamplingParams(
         temperature=0, top_k=0, top_p=1.0, min_p=0.1, repetition_penalty=1.0, seed=3
     )
-    assert (first.ids, second.ids, second.most_tokens) == ([1, 2], [3], 1 + 128)
+    assert (first.ids, second.ids, second.max_length) == ([1, 2], [3], 1 + 128)
     assert [request.sampling.greedy for request in (first, second)] == [False, True]
 
 
@@ -106,11 +106,11 @@ def test_end_tokens_are_the_model_s_and_ones_own(params):
         requests(params, [[1]], SamplingParams(logit_bias={299: 1, 300: 1}), dense())
 
 
-def test_few_tokens_end_a_text_of_a_least_length(params):
+def test_few_tokens_end_a_text_of_a_minimum_length(params):
     """Two are the model's own."""
-    most = SamplingParams(stop_token_ids=range(20, 34), min_tokens=1)
-    assert len(requests(params, [[1]], most, dense())[0].ends) == 16
-    more = dataclasses.replace(most, stop_token_ids=range(20, 35))
+    maximum = SamplingParams(stop_token_ids=range(20, 34), min_tokens=1)
+    assert len(requests(params, [[1]], maximum, dense())[0].ends) == 16
+    more = dataclasses.replace(maximum, stop_token_ids=range(20, 35))
     said = "min_tokens=1: must be 0 where more than 16 tokens end the text; here 17 do"
     with pytest.raises(ValueError, match=f"^{said}$"):
         requests(params, [[1]], more, dense())

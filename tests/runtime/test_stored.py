@@ -291,7 +291,7 @@ def test_what_was_used_longest_ago_makes_room(store, monkeypatch):
     for nth, name in enumerate("abcd"):
         (store.folder / name).write_bytes(bytes(100))
         stored.os.utime(store.folder / name, (nth, nth))
-    monkeypatch.setattr(stored, "MOST_BYTES", 250)
+    monkeypatch.setattr(stored, "MAX_BYTES", 250)
     store._make_room()
     assert sorted(file.name for file in store.folder.iterdir()) == ["c", "d"]
 

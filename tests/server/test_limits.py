@@ -29,7 +29,7 @@ def url(service):
 def test_the_bytes_of_bodies_are_not_those_of_heads(url):
     with httpx.Client(base_url=url, timeout=60) as http:
         for _ in range(3):
-            padded = " " * connections.MOST_BYTES + '{"prompt": "w1", "max_tokens": 1}'
+            padded = " " * connections.MAX_BYTES + '{"prompt": "w1", "max_tokens": 1}'
             kind = {"Content-Type": "application/json"}
             got = http.post("/v1/completions", content=padded, headers=kind)
             assert got.status_code == 200, got.text

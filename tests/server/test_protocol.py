@@ -35,7 +35,7 @@ def refusal(path, body):
     try:
         parsed = parse(KINDS[path], json.dumps(body).encode())
         if isinstance(parsed, Sampled):
-            parsed.sampling(parsed.most or 16, None)
+            parsed.sampling(parsed.max_new_tokens or 16, None)
     except (ApiError, ValueError) as error:
         return as_api_error(error, {name: name for name in SAME}).body["error"]
     return None

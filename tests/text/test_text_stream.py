@@ -96,11 +96,14 @@ def test_stop_strings(pieces, stop, expected, text):
         (["ab", "ST"], ["STOP"], {"include_stop": True}, ["ab", "ST", ""], "abST"),
         (["a", "bc"], ["abcd", "bc"], {"include_stop": True}, ["a", "bc", ""], "abc"),
         (["abcd"], ["abc", "ab"], {"include_stop": True}, ["ab", ""], "ab"),
-        (["xab", "yab"], ["ab"], {"least": 1}, ["xab", "y", ""], "xaby"),
-        (["xa", "by"], ["ab"], {"least": 1}, ["x", "", ""], "x"),  # begun early, completed later
-        (["ab", "ab"], ["ab"], {"least": 2}, ["ab", "ab", ""], "abab"),
-        (["aa", "a"], ["aa"], {"least": 1}, ["a", "", ""], "a"),
-        (["ab", "xab"], ["ab"], {"least": 1, "include_stop": True}, ["ab", "xab", ""], "abxab"),
+        (["xab", "yab"], ["ab"], {"min_tokens": 1}, ["xab", "y", ""], "xaby"),
+        (["xa", "by"], ["ab"], {"min_tokens": 1}, ["x", "", ""], "x"),
+        (["ab", "ab"], ["ab"], {"min_tokens": 2}, ["ab", "ab", ""], "abab"),
+        (["aa", "a"], ["aa"], {"min_tokens": 1}, ["a", "", ""], "a"),
+        (
+            ["ab", "xab"], ["ab"], {"min_tokens": 1, "include_stop": True},
+            ["ab", "xab", ""], "abxab",
+        ),
     ],
 )  # fmt: skip
 def test_stop_strings_that_stay_or_come_too_early(pieces, stop, options, expected, text):
@@ -116,14 +119,14 @@ stops = st.lists(st.text("abé", min_size=1, max_size=4), max_size=3)
 @given(st.lists(letters, max_size=10), stops, st.booleans(), st.integers(0, 12))
 @example(["a", "a", "b"], ["ab", "aab"], False, 0)
 @example(["a", "é", "b"], ["aé", "éb"], True, 2)
-def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, least):
+def test_pieces_add_up_and_stop_where_they_should(words, stop, include_stop, min_tokens):
     ids = list("".join(words).encode())
-    options = {"include_stop": include_stop, "least": least}
+    options = {"include_stop": include_stop, "min_tokens": min_tokens}
     pieces, stream, taken = run(ByteTokenizer(), ids, stop, **options)
     assert "".join(pieces) == stream.text
     # the slow way: decode everything again after each id, and look for the first stop string
-    early = len(bytes(ids[:least]).decode("utf-8", errors="ignore"))
-    for n in range(least + 1, len(ids) + 1):
+    early = len(bytes(ids[:min_tokens]).decode("utf-8", errors="ignore"))
+    for n in range(min_tokens + 1, len(ids) + 1):
         text = bytes(ids[:n]).decode("utf-8", errors="ignore")
         ends = [
             (at, at + len(s)) for s in stop for at in range(len(text)) if text.startswith(s, at)

@@ -148,18 +148,18 @@ def test_keys_that_leave_no_room_are_drawn_anew():
     tokenizer, small = tokenizer_of("smollm2"), {"needles": 3, "words": 8, "asked": 3}
     with pytest.raises(ValueError, match="min_length=1: must be at least") as error:
         passkeys(tokenizer, TEXT, min_length=1, **small)
-    least = int(re.findall(r"\d+", str(error.value))[1])
+    minimum = int(re.findall(r"\d+", str(error.value))[1])
     roomy = rows(passkeys(tokenizer, TEXT, min_length=600, max_length=600, **small), 200)
     taken = [600 - sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in roomy]
-    assert abs(np.mean(taken) - (least - 0.5)) < 1.2  # least is rounded up
-    source = passkeys(tokenizer, TEXT, min_length=least, max_length=least, **small)
+    assert abs(np.mean(taken) - (minimum - 0.5)) < 1.2  # least is rounded up
+    source = passkeys(tokenizer, TEXT, min_length=minimum, max_length=minimum, **small)
     fillers = [sum(map(len, parts(tokenizer, context)[0])) for context, _, _ in rows(source, 20)]
     assert 0 <= min(fillers) < 4 < max(fillers) < 30
     with pytest.raises(
         ValueError,
-        match=f"min_length={least - 1}: must be at least {least}, which needles=3 of words=8",
+        match=f"min_length={minimum - 1}: must be at least {minimum}, which needles=3 of words=8",
     ):
-        passkeys(tokenizer, TEXT, min_length=least - 1, **small)
+        passkeys(tokenizer, TEXT, min_length=minimum - 1, **small)
 
 
 def test_a_short_text_is_a_circle():

@@ -208,10 +208,10 @@ def _compared(columns: list[Column], dense: list[Column], transform: Transform) 
     `pairs` is the fewest that one of the columns has.
     """
     pairs = [_paired(column, base) for column, base in zip(columns, dense, strict=True)]
-    fewest = min((len(ours) for ours, _ in pairs), default=0)
+    shortest = min((len(ours) for ours, _ in pairs), default=0)
     shifts = (
         [transform(np.mean(ours)) - transform(np.mean(theirs)) for ours, theirs in pairs]
-        if fewest
+        if shortest
         else []
     )
     return {
@@ -219,8 +219,8 @@ def _compared(columns: list[Column], dense: list[Column], transform: Transform) 
         if columns
         else None,
         "difference": float(np.mean(shifts)) if shifts else None,
-        "interval": _interval(pairs, transform) if fewest > 1 else None,
-        "pairs": fewest,
+        "interval": _interval(pairs, transform) if shortest > 1 else None,
+        "pairs": shortest,
     }
 
 

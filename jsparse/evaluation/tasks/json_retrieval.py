@@ -34,7 +34,7 @@ LAST = (
     *("King", "Lewis", "Miller", "Nelson", "Parker", "Quinn", "Reed", "Scott", "Turner", "Young"),
 )
 CITIES = ("Berlin", "Boston", "Cairo", "Dublin", "Lima", "London", "Madrid", "Paris", "Rome")
-MOST_RECORDS = 50_000  # no two names are the same, of which there are more than a million
+MAX_RECORDS = 50_000  # no two names are the same, of which there are more than a million
 PLAIN = re.compile("[a-z]{3,9}")
 REST = re.compile(r'\s*"?([^",}\]\n]*)')
 
@@ -66,7 +66,7 @@ def json_retrieval(name: str, files: Path | None) -> Task:
             {"depth": depth},
         )
 
-    return filled(name, make, least=2, most=MOST_RECORDS, score=score_rest)
+    return filled(name, make, min_size=2, max_size=MAX_RECORDS, score=score_rest)
 
 
 def score_rest(text: str, sample: Sample) -> float:

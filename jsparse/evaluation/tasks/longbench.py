@@ -19,7 +19,7 @@ from jsparse.evaluation.tasks import longbench_metrics as metrics
 from jsparse.evaluation.tasks.ruler_files import find_file
 from jsparse.evaluation.tasks.sample import Encode, Sample, Task, check_index, largest
 
-LEAST_PROMPT = 64  # tokens
+MIN_PROMPT = 64  # tokens
 
 
 class Dataset(NamedTuple):
@@ -253,9 +253,9 @@ def _task(name: str, dataset: Dataset, rows: list[dict[str, Any]]) -> Task:
     def sample(encode: Encode, length: int, index: int) -> Sample:
         check_index(name, index, len(rows))
         budget = length - dataset.max_new_tokens
-        if budget < LEAST_PROMPT:
+        if budget < MIN_PROMPT:
             raise ValueError(
-                f"length={length}: must be at least {dataset.max_new_tokens + LEAST_PROMPT} for "
+                f"length={length}: must be at least {dataset.max_new_tokens + MIN_PROMPT} for "
                 f"{name}"
             )
         row = rows[index]

@@ -140,7 +140,7 @@ class Niah:
                     )
             return ask(self.value, values, asked, context)
 
-        return filled(name, make, least=1)
+        return filled(name, make, min_size=1)
 
     def needle(self, key: str, value: str) -> str:
         """Returns the sentence that gives the key's value."""

@@ -36,7 +36,7 @@ def passkey(name: str, files: Path | None) -> Task:
         prompt = f"{INTRODUCTION}\n{text}\nWhat is the pass key?"
         return Sample(prompt, " The pass key is", (key,), 16, {"depth": depth})
 
-    return filled(name, make, least=1)
+    return filled(name, make, min_size=1)
 
 
 def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPTHS) -> Task:
@@ -58,7 +58,7 @@ def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPT
         )
         return ask("numbers", {key: [value]}, [key], context)._replace(meta={"depth": depth})
 
-    return filled(name, make, least=1)
+    return filled(name, make, min_size=1)
 
 
 TASKS: dict[str, Callable[[str, Path | None], Task]] = {"passkey": passkey, "niah_grid": niah_grid}

@@ -84,7 +84,7 @@ def vt(name: str, files: Path | None) -> Task:
         prompt, prefix, variables = _chain(rng, 5, size)
         return Sample(shown + prompt, prefix, tuple(variables), 30, {})
 
-    return filled(name, make, least=NUM_HOPS + 1)
+    return filled(name, make, min_size=NUM_HOPS + 1)
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def cwe(name: str, files: Path | None) -> Task:
             f"{shown}{CWE_PREFIX} {_numbered(found)}\n{prompt}", CWE_PREFIX, tuple(answers), 120, {}
         )
 
-    return filled(name, make, least=NUM_COMMON + 1, most=len(all_words()))
+    return filled(name, make, min_size=NUM_COMMON + 1, max_size=len(all_words()))
 
 
 def fwe(name: str, files: Path | None) -> Task:
@@ -146,7 +146,7 @@ def fwe(name: str, files: Path | None) -> Task:
         rng.shuffle(listed)
         return Sample(FWE.format(context=" ".join(listed)), FWE_PREFIX, tuple(words[1:4]), 50, {})
 
-    return filled(name, make, least=74)
+    return filled(name, make, min_size=74)
 
 
 TASKS: dict[str, Callable[[str, Path | None], Task]] = {

@@ -165,4 +165,4 @@ def qa(name: str, files: Path | None) -> Task:
         prompt = QA.format(context=context, query=asked.text)
         return Sample(prompt, QA_PREFIX, asked.answers, 32, {"documents": len(chosen)})
 
-    return filled(name, make, least=0, score=score_any, num_samples=len(questions))
+    return filled(name, make, min_size=0, score=score_any, num_samples=len(questions))

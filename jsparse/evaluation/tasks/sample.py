@@ -87,8 +87,8 @@ def filled(
     name: str,
     make: Make,
     *,
-    least: int,
-    most: int | None = None,
+    min_size: int,
+    max_size: int | None = None,
     score: Callable[[str, Sample], float] = score_all,
     num_samples: int | None = None,
 ) -> Task:
@@ -97,8 +97,8 @@ def filled(
     Args:
         name: the task's name.
         make: a function that makes a sample with that much filler.
-        least: the smallest size that `make` takes.
-        most: the largest size; None means any.
+        min_size: the smallest size that `make` takes.
+        max_size: the largest size; None means any.
         score: the scoring, as in `Task`.
         num_samples: the number of samples, as in `Task`.
     """
@@ -115,14 +115,14 @@ def filled(
             return count_tokens(encode, one) + one.max_new_tokens
 
         works = length
-        while (needed := cost(works, least)) > works:
+        while (needed := cost(works, min_size)) > works:
             works = needed
         if works > length:
             raise ValueError(
                 f"length={length}: must be at least {works} for sample {index} of {name}"
             )
-        size = largest(lambda size: cost(length, size), length, least, most)
-        if size == most:
+        size = largest(lambda size: cost(length, size), length, min_size, max_size)
+        if size == max_size:
             raise ValueError(
                 f"length={length}: must be less, {name} has words for {cost(length, size)} tokens "
                 "only"
@@ -148,22 +148,24 @@ def count_tokens(encode: Encode, sample: Sample) -> int:
     return len(encode(sample.prompt)) + len(encode(sample.prefix))
 
 
-def largest(cost: Callable[[int], int], budget: int, least: int, most: int | None = None) -> int:
-    """Returns the largest size from `least` to `most` that costs no more than the budget.
+def largest(
+    cost: Callable[[int], int], budget: int, min_size: int, max_size: int | None = None
+) -> int:
+    """Returns the largest size from `min_size` to `max_size` that costs no more than the budget.
 
     RULER bisects; this draws a straight line through the costs seen, which takes about four of
     them. Costs may grow unevenly, or fall back a little: the result then fits, and the next size
     does not.
 
     Args:
-        cost: the cost of a size. It must grow without bounds where `most` is None.
-        budget: the most that may be spent; `least` must fit.
-        least: the smallest size.
-        most: the largest size; None means any.
+        cost: the cost of a size. It must grow without bounds where `max_size` is None.
+        budget: the most that may be spent; `min_size` must fit.
+        min_size: the smallest size.
+        max_size: the largest size; None means any.
     """
-    fits, spent = least, cost(least)
-    fails = math.inf if most is None else most + 1
-    guess = least + max(least, 1)
+    fits, spent = min_size, cost(min_size)
+    fails = math.inf if max_size is None else max_size + 1
+    guess = min_size + max(min_size, 1)
     while fails - fits > 1:
         guess = int(min(max(guess, fits + 1), fails - 1))
         guessed = cost(guess)

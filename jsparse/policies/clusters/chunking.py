@@ -2,10 +2,10 @@
 
 The paper is arXiv 2603.08453; this is its section 4.3, whose classes are in table 4.
 
-A chunk has `least` to `most` tokens and ends at the best boundary that this leaves: behind a
-paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4), else at
-`most` (0). Of several boundaries of the best class the last is taken, which the paper leaves open.
-jsparse.model_facts.boundary_classes says which token makes which boundary.
+A chunk has `min_length` to `max_length` tokens and ends at the best boundary that this leaves:
+behind a paragraph or a bracket (class 1), a sentence or a line (2), a comma (3), at a blank (4),
+else at `max_length` (0). Of several boundaries of the best class the last is taken, which the paper
+leaves open. jsparse.model_facts.boundary_classes says which token makes which boundary.
 
 Where a chunk ends depends on where it starts, so the paper's loop is serial. Here the end of a
 chunk is found for every slot it could start at, and pointer doubling follows these links: the
@@ -64,53 +64,55 @@ def cut(
     ends: Rows,
     *,
     capacity: int,
-    least: int = 8,
-    most: int = 16,
+    min_length: int = 8,
+    max_length: int = 16,
 ) -> Chunks:
     """Cuts each row greedily from slot `first` on into the chunks that end by `ends`.
 
-    The classes of the first `most` slots from its start decide where a chunk ends, so those of the
-    slots before ends + most - least must be right. A chunk that would end later than `ends` is not
-    there.
+    The classes of the first `max_length` slots from its start decide where a chunk ends, so those
+    of the slots before ends + max_length - min_length must be right. A chunk that would end later
+    than `ends` is left out.
 
     No slot is lost for lack of capacity. Let u chunks be used and s be the next start, and call
-    most · (capacity - u) - (S - s) the slots to spare, at least 0 at first. A chunk of n tokens
-    costs most - n of them, so at most most - least. Where fewer are left, chunks are cut at `most`
-    and cost none. So there never are less than 0, and s ≥ S once all chunks are used. There never
-    are more either: a row that has to be cut at `most` is, to its end.
+    max_length · (capacity - u) - (S - s) the slots to spare, at least 0 at first. A chunk of n
+    tokens costs max_length - n of them, which is at most max_length - min_length. Where fewer are
+    left, chunks are cut at `max_length` and cost none. So there are never fewer than 0, and s ≥ S
+    once all chunks are used. There are never more either: a row that has to be cut at `max_length`
+    is, to its end.
 
     Args:
-        classes: of the boundary behind each slot; None cuts every chunk at `most`, and `least`
-            does not count.
+        classes: of the boundary behind each slot; None cuts every chunk at `max_length`, whatever
+            `min_length` is.
         first: at most S; the slots before it belong to no chunk.
         ends: the number of each row's slots that may belong to chunks, at most S.
-        capacity: the largest number of chunks of a row; most · capacity must be at least S - first.
-        least: the smallest number of tokens of a chunk.
-        most: the largest.
+        capacity: the largest number of chunks of a row; max_length · capacity must be at
+            least S - first.
+        min_length: the smallest number of tokens of a chunk.
+        max_length: the largest.
 
     Raises:
         ValueError: the sizes contradict each other.
     """
-    _check(classes, least, most)
+    _check(classes, min_length, max_length)
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: must be at least 1")
     begin = jnp.broadcast_to(jnp.asarray(first, jnp.int32), ends.shape)
     if classes is None:
-        return _up_to(ends, _every(most, begin, capacity))
+        return _up_to(ends, _every(max_length, begin, capacity))
     size = classes.shape[1]
-    if isinstance(first, int) and not 0 <= size - first <= most * capacity:
+    if isinstance(first, int) and not 0 <= size - first <= max_length * capacity:
         raise ValueError(
-            f"first={first}: must be from {max(size - most * capacity, 0)} to {size}, for "
-            f"{capacity} chunks of {most} tokens in {size} slots"
+            f"first={first}: must be from {max(size - max_length * capacity, 0)} to {size}, for "
+            f"{capacity} chunks of {max_length} tokens in {size} slots"
         )
-    if least == most:
-        return _up_to(ends, _every(most, begin, capacity))
-    starts = _followed(_next_starts(classes, least, most), begin, capacity + 1)
+    if min_length == max_length:
+        return _up_to(ends, _every(max_length, begin, capacity))
+    starts = _followed(_next_starts(classes, min_length, max_length), begin, capacity + 1)
     number = jnp.arange(capacity + 1, dtype=jnp.int32)
-    full = _must_be_full(starts, number, size, capacity, least, most)
+    full = _must_be_full(starts, number, size, capacity, min_length, max_length)
     turn = jnp.where(jnp.any(full, axis=1), jnp.argmax(full, axis=1), capacity)[:, None]
     at_turn = jnp.take_along_axis(starts, turn, axis=1)
-    starts = jnp.where(number <= turn, starts, at_turn + most * (number - turn))
+    starts = jnp.where(number <= turn, starts, at_turn + max_length * (number - turn))
     return _up_to(ends, starts)
 
 
@@ -119,30 +121,30 @@ def cut_on(
     chunks: Chunks,
     ends: Rows,
     *,
-    most_new: int,
-    least: int = 8,
-    most: int = 16,
+    max_new: int,
+    min_length: int = 8,
+    max_length: int = 16,
 ) -> Chunks:
-    """Adds up to `most_new` chunks to each row, those that `cut` would make next.
+    """Adds up to `max_new` chunks to each row, those that `cut` would make next.
 
-    Only the slots that these chunks could reach are read. Arguments are those of `cut`; most_new is
+    Only the slots that these chunks could reach are read. Arguments are those of `cut`; max_new is
     static and small.
     """
-    _check(classes, least, most)
-    if most_new < 1:
-        raise ValueError(f"most_new={most_new}: must be at least 1")
+    _check(classes, min_length, max_length)
+    if max_new < 1:
+        raise ValueError(f"max_new={max_new}: must be at least 1")
     starts, count = chunks
     capacity = starts.shape[1] - 1
     number = jnp.arange(capacity + 1, dtype=jnp.int32)
     begin = start = jnp.take_along_axis(starts, count[:, None], axis=1)[:, 0]
     behind = None
     if classes is not None:
-        behind = _next_starts(_window(classes, begin, most_new * most), least, most)
-    for _ in range(most_new):
-        end = start + most
+        behind = _next_starts(_window(classes, begin, max_new * max_length), min_length, max_length)
+    for _ in range(max_new):
+        end = start + max_length
         if classes is not None and behind is not None:
             free = begin + jnp.take_along_axis(behind, (start - begin)[:, None], axis=1)[:, 0]
-            full = _must_be_full(start, count, classes.shape[1], capacity, least, most)
+            full = _must_be_full(start, count, classes.shape[1], capacity, min_length, max_length)
             end = jnp.where(full, end, free)
         fits = (end <= ends) & (count < capacity)
         start = jnp.where(fits, end, start)
@@ -151,19 +153,24 @@ def cut_on(
     return Chunks(starts, count)
 
 
-def _check(classes: UInt8[Array, "B S"] | None, least: int, most: int) -> None:
-    if not 1 <= (most if classes is None else least) <= most:
-        raise ValueError(f"least={least}, most={most}: must be 1 <= least <= most")
+def _check(classes: UInt8[Array, "B S"] | None, min_length: int, max_length: int) -> None:
+    if not 1 <= (max_length if classes is None else min_length) <= max_length:
+        raise ValueError(
+            f"min_length={min_length}, max_length={max_length}: must be 1 <= min_length <= "
+            "max_length"
+        )
 
 
-def _next_starts(classes: UInt8[Array, "B S"], least: int, most: int) -> Int32[Array, "B S"]:
+def _next_starts(
+    classes: UInt8[Array, "B S"], min_length: int, max_length: int
+) -> Int32[Array, "B S"]:
     """Returns the slot behind a chunk that starts at each slot; past the row all is class 0."""
     size = classes.shape[1]
-    reach = size + most - 1
+    reach = size + max_length - 1
     ranks = jnp.where(classes == 0, 0, 5 - classes.astype(jnp.int32))
-    ranks = jnp.pad(ranks, ((0, 0), (0, most - 1)))
+    ranks = jnp.pad(ranks, ((0, 0), (0, max_length - 1)))
     ordered = ranks * reach + jnp.arange(reach, dtype=jnp.int32)  # by rank, then by slot
-    window = (ordered[:, offset : offset + size] for offset in range(least - 1, most))
+    window = (ordered[:, offset : offset + size] for offset in range(min_length - 1, max_length))
     return reduce(jnp.maximum, window) % reach + 1
 
 
@@ -183,11 +190,11 @@ def _must_be_full(
     used: Int32[Array, "..."],
     size: int,
     capacity: int,
-    least: int,
-    most: int,
+    min_length: int,
+    max_length: int,
 ) -> Bool[Array, "..."]:
-    """Returns whether a chunk must have `most` tokens, since the rest might not fit otherwise."""
-    return most * (capacity - used) < size - start + most - least
+    """Returns whether a chunk must have `max_length` tokens, or the rest might not fit."""
+    return max_length * (capacity - used) < size - start + max_length - min_length
 
 
 def _window(classes: UInt8[Array, "B S"], begin: Rows, length: int) -> UInt8[Array, "B length"]:
@@ -196,8 +203,8 @@ def _window(classes: UInt8[Array, "B S"], begin: Rows, length: int) -> UInt8[Arr
     return jnp.take_along_axis(classes, slots, axis=1, mode="fill", fill_value=0)
 
 
-def _every(most: int, begin: Rows, capacity: int) -> Int32[Array, "B starts"]:
-    return begin[:, None] + most * jnp.arange(capacity + 1, dtype=jnp.int32)
+def _every(max_length: int, begin: Rows, capacity: int) -> Int32[Array, "B starts"]:
+    return begin[:, None] + max_length * jnp.arange(capacity + 1, dtype=jnp.int32)
 
 
 def _up_to(ends: Rows, starts: Int32[Array, "B starts"]) -> Chunks:

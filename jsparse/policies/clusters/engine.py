@@ -65,15 +65,15 @@ class Settings(NamedTuple):
     @property
     def lengths(self) -> dict[str, int]:
         """Returns the fewest and the most tokens of a chunk, as `cut` takes them."""
-        return {"least": self.shortest, "most": self.longest}
+        return {"min_length": self.shortest, "max_length": self.longest}
 
     @property
-    def most_open(self) -> int:
+    def max_open(self) -> int:
         """Returns the most tokens that are ever open."""
         return self.recent + self.longest - 1 + self.period
 
     @property
-    def most_new(self) -> int:
+    def max_new(self) -> int:
         """Returns the most chunks that are cut at a time."""
         return (self.longest - 1 + self.period) // self.shortest
 
@@ -90,12 +90,12 @@ class Settings(NamedTuple):
 
 def require_budget(settings: Settings) -> None:
     """Raises ValueError if a budget does not hold what is always attended to, and one chunk."""
-    least = settings.sink + settings.most_open + settings.longest
-    if settings.budget < least:
+    minimum = settings.sink + settings.max_open + settings.longest
+    if settings.budget < minimum:
         raise ValueError(
-            f"budget={settings.budget}: must be at least {least}, for sink={settings.sink}, up to "
-            f"{settings.most_open} of the newest tokens, which are in no chunk yet, and a chunk of "
-            f"{settings.longest}"
+            f"budget={settings.budget}: must be at least {minimum}, for sink={settings.sink}, up "
+            f"to {settings.max_open} of the newest tokens, which are in no chunk yet, and a chunk "
+            f"of {settings.longest}"
         )
 
 
@@ -124,7 +124,7 @@ def cluster_policy(settings: Settings) -> Policy:
         services=Services(partial(maintain, settings), settings.period),
         needs=() if settings.classes is None else (settings.classes,),
         shares="keys",
-        reads=settings.most_open + 1,
+        reads=settings.max_open + 1,
     )
 
 
@@ -147,10 +147,10 @@ def prefill(settings: Settings, state: Index, layer: int, view: PrefillView) -> 
         first = length - view.valid
         state = marked(settings, state, view.tokens, first, view.valid, view.step)
         if view.last:
-            most = state.chunks.starts.shape[1] - 1
+            max_chunks = state.chunks.starts.shape[1] - 1
             ends = length - settings.recent
             at = min(settings.sink, held.capacity)
-            chunks = cut(classes(state), at, ends, capacity=most, **settings.lengths)
+            chunks = cut(classes(state), at, ends, capacity=max_chunks, **settings.lengths)
             state = state._replace(chunks=chunks)
     if not view.last:
         return state
@@ -208,9 +208,9 @@ def select(settings: Settings, state: Index, layer: int, q: Queries, view: StepV
 def maintain(settings: Settings, state: Index, view: StepView) -> tuple[Index, KVCache]:
     """Cuts the oldest open tokens into chunks, which join the clusters of each layer."""
     before, ends = state.chunks.count, view.layers[0].lengths[:, 0] - settings.recent
-    most_new = settings.most_new
-    chunks = cut_on(classes(state), state.chunks, ends, most_new=most_new, **settings.lengths)
-    layers = join(state.layers, view.layers, before, chunks, most_new, settings.form)
+    max_new = settings.max_new
+    chunks = cut_on(classes(state), state.chunks, ends, max_new=max_new, **settings.lengths)
+    layers = join(state.layers, view.layers, before, chunks, max_new, settings.form)
     return state._replace(chunks=chunks, layers=layers), view.cache
 
 

@@ -34,7 +34,7 @@ from jsparse.shapes import Rows
 
 Pooling = Literal["mean", "max"]
 ITERATIONS = 10
-MOST_UNITS = 64
+MAX_UNITS = 64
 
 
 class Form(NamedTuple):
@@ -79,14 +79,14 @@ def num_clusters(chunks: Any, form: Form) -> Any:
 
 
 def num_units(clusters: Rows) -> Rows:
-    """Returns the number of units of a number of clusters, ⌈√clusters⌉ as far as MOST_UNITS."""
-    squares = jnp.arange(MOST_UNITS, dtype=jnp.int32) ** 2
+    """Returns the number of units of a number of clusters, ⌈√clusters⌉ as far as MAX_UNITS."""
+    squares = jnp.arange(MAX_UNITS, dtype=jnp.int32) ** 2
     return jnp.sum(squares < clusters[..., None], -1, dtype=jnp.int32)
 
 
-def most_units(clusters: int) -> int:
+def max_units(clusters: int) -> int:
     """Returns what `num_units` is of a number that is known while tracing."""
-    return min(MOST_UNITS, math.isqrt(clusters - 1) + 1)
+    return min(MAX_UNITS, math.isqrt(clusters - 1) + 1)
 
 
 def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
@@ -95,7 +95,7 @@ def empty(spec: CacheSpec, chunks: int, form: Form) -> Clusters:
     fine = _no_groups(spec, clusters, chunks, form, in_bytes=form.in_bytes)
     if not form.units:
         return Clusters(fine, None, None)
-    units = most_units(clusters)
+    units = max_units(clusters)
     coarse = _no_groups(spec, units, clusters, form)
     return Clusters(fine, coarse, jnp.zeros((spec.batch, spec.num_kv_heads, units), jnp.int32))
 
@@ -134,9 +134,9 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
     lengths = jnp.diff(chunks.starts, axis=1)
     values = representatives(held, chunks.starts[:, :-1], lengths, chunks.count, form)
     clusters = num_clusters(chunks.count, form)
-    most = num_clusters(lengths.shape[1], form)
+    max_points = num_clusters(lengths.shape[1], form)
     starts = jnp.broadcast_to(
-        jnp.arange(most, dtype=jnp.int32) * form.cluster_size, (len(clusters), most)
+        jnp.arange(max_points, dtype=jnp.int32) * form.cluster_size, (len(clusters), max_points)
     )
     dtype = held.k.dtype
     fine = k_means(values, chunks.count, starts, clusters, dtype, form, in_bytes=form.in_bytes)
@@ -154,7 +154,7 @@ def _build(held: LayerCache, chunks: Chunks, form: Form) -> Clusters:
 def units_of(fine: Groups, clusters: Rows, dtype: Any, form: Form) -> Groups:
     """Groups the first `clusters` clusters of every row to units."""
     number = num_units(clusters)[:, None]
-    nth = jnp.arange(most_units(fine.size.shape[2]), dtype=jnp.int32)
+    nth = jnp.arange(max_units(fine.size.shape[2]), dtype=jnp.int32)
     starts = jnp.where(nth < number, nth * clusters[:, None] // jnp.maximum(number, 1), 0)
     points = centroids_of(fine)
     return k_means(points, clusters, starts, number[:, 0], dtype, form, fine.radius)
@@ -233,9 +233,9 @@ def k_means(
         radius: the points' own radii, which the groups' then take in.
         in_bytes: whether centroids are held in bytes in the end, around their mean.
     """
-    rows, heads, most, _ = points.shape
-    most_groups = starts.shape[1]
-    blocks = Blocks.of(most, rows * heads * most_groups)
+    rows, heads, max_points, _ = points.shape
+    max_groups = starts.shape[1]
+    blocks = Blocks.of(max_points, rows * heads * max_groups)
 
     def direction(i: Array, made: Array) -> Array:
         return blocks.put(made, unit_length(blocks.cut(points, i, 2)).astype(dtype), i)
@@ -243,7 +243,7 @@ def k_means(
     directions = blocks.run(number, direction, jnp.zeros(points.shape, dtype))
 
     def averaged(values: Array, of_point: Array) -> tuple[Array, Array]:
-        return group_means(values, of_point, number, groups, most_groups)
+        return group_means(values, of_point, number, groups, max_groups)
 
     def iterate(_: Array, made: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         centroid = made[0]
@@ -253,18 +253,20 @@ def k_means(
         return jnp.where(sizes[..., None] > 0, moved, centroid), of_point, sizes
 
     row, head = (i[..., None] for i in jnp.indices((rows, heads)))
-    there = (jnp.arange(most) < number[:, None])[:, None]
+    there = (jnp.arange(max_points) < number[:, None])[:, None]
     centroid = jnp.take_along_axis(directions, starts[:, None, :, None], axis=2)
-    if most_groups == most:
-        of_point = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (rows, heads, most))
+    if max_groups == max_points:
+        of_point = jnp.broadcast_to(
+            jnp.arange(max_points, dtype=jnp.int32), (rows, heads, max_points)
+        )
         sizes = jnp.broadcast_to(there, of_point.shape).astype(jnp.int32)
     else:
-        of_point = jnp.zeros((rows, heads, most), jnp.int32)
-        sizes = jnp.zeros((rows, heads, most_groups), jnp.int32)
+        of_point = jnp.zeros((rows, heads, max_points), jnp.int32)
+        sizes = jnp.zeros((rows, heads, max_groups), jnp.int32)
         made = centroid, of_point, sizes
         centroid, of_point, sizes = jax.lax.fori_loop(0, ITERATIONS, iterate, made)
     if not form.normalise:
-        raw = points if most_groups == most else averaged(points, of_point)[0]
+        raw = points if max_groups == max_points else averaged(points, of_point)[0]
         centroid = jnp.where(sizes[..., None] > 0, raw, centroid).astype(dtype)
     made = Groups(centroid, sizes, of_point, None)
     if in_bytes:

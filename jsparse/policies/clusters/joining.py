@@ -55,15 +55,15 @@ def join(
     caches: Sequence[LayerCache],
     before: Rows,
     chunks: Chunks,
-    most_new: int,
+    max_new: int,
     form: Form,
 ) -> tuple[Clusters, ...]:
-    """Adds to the indices the chunks behind the first `before` of each row, at most `most_new`.
+    """Adds to the indices the chunks behind the first `before` of each row, at most `max_new`.
 
     All chunks of one call choose their clusters before any centroid moves. What stands for them is
     computed for all layers at once, since so few chunks cost launches alone.
     """
-    nth = before[:, None] + jnp.arange(most_new, dtype=jnp.int32)
+    nth = before[:, None] + jnp.arange(max_new, dtype=jnp.int32)
     there = nth < chunks.count[:, None]
     at = jnp.where(there, nth, 0)
     first = jnp.take_along_axis(chunks.starts, at, axis=1)

@@ -14,7 +14,7 @@ from jsparse.pallas_kernels.point_groups import Groups
 from jsparse.policies.clusters.index import Clusters
 from jsparse.shapes import Lengths, Queries
 
-LEAST_UNITS = 8  # that are chosen
+MIN_UNITS = 8  # that are chosen
 PRODUCT_ERROR = 2.0**-14  # of a product of vectors of length 1, at the most
 
 
@@ -74,25 +74,25 @@ def unit_scores(coarse: Groups, q: Queries) -> Float32[Array, "B K U"]:
 def best_units(
     scores: Float32[Array, "B K U"], held: Int32[Array, "B K U"], tokens: int
 ) -> Bool[Array, "B K U"]:
-    """Marks the units of the greatest scores: LEAST_UNITS, and more until they hold `tokens`."""
+    """Marks the units of the greatest scores: MIN_UNITS, and more until they hold `tokens`."""
     nth = jnp.arange(scores.shape[-1])
     this, other = scores[..., :, None], scores[..., None, :]
     better = (other > this) | ((other == this) & (nth < nth[:, None]))
     rank = jnp.sum(better, -1)
     before = jnp.sum(jnp.where(better, held[..., None, :], 0), -1)
-    return (rank < LEAST_UNITS) | (before < tokens)
+    return (rank < MIN_UNITS) | (before < tokens)
 
 
 def units_that_reach(
-    scores: Float32[Array, "B K U"], coarse: Groups, q: Queries, least: Float32[Array, "B K"]
+    scores: Float32[Array, "B K U"], coarse: Groups, q: Queries, minimum: Float32[Array, "B K"]
 ) -> Bool[Array, "B K U"]:
-    """Marks the units of which a cluster may score `least` or more, by their own scores.
+    """Marks the units of which a cluster may score `minimum` or more, by their own scores.
 
     They have radii. By the triangle inequality no cluster of another unit scores as much, nor does
     a product that was rounded up.
     """
     assert coarse.radius is not None
-    q = q.astype(jnp.float32).reshape(*least.shape, -1, q.shape[-1])
+    q = q.astype(jnp.float32).reshape(*minimum.shape, -1, q.shape[-1])
     longest = jnp.max(jnp.linalg.norm(q, axis=-1), axis=-1, keepdims=True)
     farthest = jnp.linalg.norm(coarse.centroid.astype(jnp.float32), axis=-1) + coarse.radius
-    return scores + PRODUCT_ERROR * longest * farthest >= least[..., None]
+    return scores + PRODUCT_ERROR * longest * farthest >= minimum[..., None]

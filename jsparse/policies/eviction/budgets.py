@@ -15,20 +15,24 @@ from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.shapes import Lengths
 
-MOST = 2**30  # slots: counts are of int32
+MAX_SLOTS = 2**30  # slots: counts are of int32
 LOG_TEMPERATURES, STEPS = (-24.0, 12.0), 40
 
 
 class Bounds(NamedTuple):
     """Holds the least and the most competing slots of a head, and how many there are per head."""
 
-    least: int
-    most: int
+    min_count: int
+    max_count: int
     budget: int
+
+    def clip(self, counts: Lengths) -> Lengths:
+        """Returns counts of competing slots within these bounds."""
+        return jnp.clip(counts, self.min_count, self.max_count)
 
 
 class CountFn(Protocol):
-    """Return the number of slots to keep and the temperatures that stay for the next time.
+    """Returns the number of slots to keep and the temperatures that stay for the next time.
 
     `attention` returns the competing slots' shares of the window's attention, 0 for all others,
     and computes them only where it is called.
@@ -51,10 +55,10 @@ def competing_room(budget: int, protected: int) -> int:
         ValueError: it leaves none.
     """
     whole_number("budget", budget, 1)
-    if not protected < budget <= MOST:
+    if not protected < budget <= MAX_SLOTS:
         raise ValueError(
             f"budget={budget}: must be above {protected}, the number of protected slots, and at "
-            f"most {MOST}"
+            f"most {MAX_SLOTS}"
         )
     return budget - protected
 
@@ -78,7 +82,9 @@ def joint(bounds: Bounds) -> CountFn:
         heads, slots = scores.shape[1:]
         total = jnp.full(scores.shape[:1], heads * min(bounds.budget, slots), jnp.int32)
         ranked = jnp.where(competing, scores, -jnp.inf)
-        counts = shared_counts(ranked, total, least=bounds.least, most=bounds.most)
+        counts = shared_counts(
+            ranked, total, min_count=bounds.min_count, max_count=bounds.max_count
+        )
         return counts, temperatures
 
     return count
@@ -91,7 +97,7 @@ def n_star(bounds: Bounds, p: float) -> CountFn:
     """
 
     def count(scores, competing, temperatures, attention):
-        return jnp.clip(_fewest(attention(), p), bounds.least, bounds.most), temperatures
+        return bounds.clip(_num_needed(attention(), p)), temperatures
 
     return count
 
@@ -124,7 +130,7 @@ def calibrated(
         new = (temperatures == 0) & some
 
         def find() -> tuple[Array, Array]:
-            needed = _fewest(attention(), p)
+            needed = _num_needed(attention(), p)
             return jnp.where(new, temperature(found, competing, needed, p), temperatures), needed
 
         temperatures, needed = jax.lax.cond(
@@ -132,8 +138,8 @@ def calibrated(
         )
         weights = _softmax(found, competing, jnp.where(temperatures == 0, 1.0, temperatures))
         # at a temperature just found rounding, or slots that tie, could add to n*
-        counts = jnp.where(new, needed, _fewest(weights, p))
-        return jnp.clip(jnp.where(some, counts, 0), bounds.least, bounds.most), temperatures
+        counts = jnp.where(new, needed, _num_needed(weights, p))
+        return bounds.clip(jnp.where(some, counts, 0)), temperatures
 
     return count
 
@@ -151,7 +157,7 @@ def temperature(
     descent from T = 1 first arrives. Where no T does, as where more than `count` slots tie for the
     first place, it is an end of LOG_TEMPERATURES.
     """
-    now = _fewest(_softmax(logits, competing, jnp.ones_like(logits[..., 0])), p)
+    now = _num_needed(_softmax(logits, competing, jnp.ones_like(logits[..., 0])), p)
     best = jnp.sort(jnp.where(competing, logits, -jnp.inf), axis=-1, descending=True)
     colder = now > count
     # colder, until `count` slots carry p; or warmer, until one less no longer does
@@ -181,7 +187,7 @@ def _softmax(
     return weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
 
 
-def _fewest(weights: Float32[Array, "B K S"], p: float) -> Int32[Array, "B K"]:
+def _num_needed(weights: Float32[Array, "B K S"], p: float) -> Int32[Array, "B K"]:
     """Counts the fewest slots, heaviest first, that carry the share p of each head's weights."""
     slots = weights.shape[-1]
     return threshold_select(weights[:, :, None], TopP(p), capacity=slots, weights="raw").count

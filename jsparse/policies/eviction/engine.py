@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Float32, UInt8
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, cut_pages, replace_layer
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.eviction.budgets import MOST, CountFn
+from jsparse.policies.eviction.budgets import MAX_SLOTS, CountFn
 from jsparse.policies.eviction.merging import merged_slot, put_slot
 from jsparse.policies.eviction.window import as_ring, mean_query
-from jsparse.policy import Eviction, MostFn, Policy, PrefillView, Services, State, at_layer
+from jsparse.policy import Eviction, MaxLengthFn, Policy, PrefillView, Services, State, at_layer
 from jsparse.selection import (
     MAX_BITS_PAGE,
     Selection,
@@ -103,7 +103,7 @@ class Settings(NamedTuple):
     Attributes:
         score: scores slots.
         rule: says how many competing slots each head keeps.
-        most: the slots that a head can come to hold, as in Policy.
+        max_length: the slots that a head can come to hold, as in Policy.
         window: W, the number of newest queries that are kept for `score`.
         attention: what `rule` may look at as the window's attention; None if scores are that.
         kept: the most that `rule` returns.
@@ -119,10 +119,10 @@ class Settings(NamedTuple):
 
     score: ScoreFn
     rule: CountFn
-    most: MostFn
+    max_length: MaxLengthFn
     window: int
     attention: ScoreFn | None = None
-    kept: int = MOST
+    kept: int = MAX_SLOTS
     sink: int = 0
     recent: int | None = None
     period: int = 0
@@ -150,7 +150,7 @@ def evicting(settings: Settings) -> Policy:
         prefill=partial(prefill, settings),
         update=partial(update, settings),
         services=Services(partial(maintain, settings), settings.period),
-        eviction=Eviction(partial(after_prompt, settings), settings.most),
+        eviction=Eviction(partial(after_prompt, settings), settings.max_length),
         stats=lambda layer: "token_logits" if settings.tracking else None,
         window=settings.window,
         needs=("bias",) if settings.merge else (),
@@ -271,10 +271,10 @@ def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
     return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
 
 
-def best(scores: Float32[Array, "B K S"], wanted: Lengths, most: int) -> Selection:
-    """Lists the `wanted` ≤ `most` best slots of each head, as tokens; -inf is never chosen."""
+def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> Selection:
+    """Lists the `wanted` ≤ `max_length` best slots of each head, as tokens, never one of -inf."""
     scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
-    capacity = max(min(most, scores.shape[-1]), 1)
+    capacity = max(min(max_length, scores.shape[-1]), 1)
     return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
 
 

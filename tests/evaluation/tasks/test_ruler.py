@@ -229,7 +229,7 @@ def test_cwe_counts(length, common, uncommon, example):
             assert text is asked or len(counts) + 10 == example[2]
 
 
-def least_length(name):
+def min_length(name):
     with pytest.raises(ValueError, match="length=1: must be at least") as error:
         parse(name)[0].sample(words, 1, 0)
     return int(re.findall(r"at least (\d+)", str(error.value))[0])
@@ -244,7 +244,7 @@ def test_cwe_says_when_words_run_out():
 
 @pytest.mark.parametrize("length", [None, 300, 1024, 4096])
 def test_fwe_follows_zipfs_law(length):
-    length = length or least_length("fwe")
+    length = length or min_length("fwe")
     for sample in samples("fwe", length, 5):
         coded = sample.prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
         ranked = Counter(coded).most_common()

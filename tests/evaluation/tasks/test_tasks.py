@@ -46,8 +46,8 @@ def test_the_budget_is_used_and_kept(task, encode, length):
 def test_a_length_too_small_says_which_works(task, encode):
     with pytest.raises(ValueError, match=r"length=60: must be at least \d+ for sample 3") as error:
         task.sample(encode, 60, 3)
-    least = int(str(error.value).split("at least ")[1].split()[0])
-    assert spent(encode, task.sample(encode, least, 3)) <= least
+    min_size = int(str(error.value).split("at least ")[1].split()[0])
+    assert spent(encode, task.sample(encode, min_size, 3)) <= min_size
 
 
 def test_samples_depend_on_their_number_alone(task):
@@ -103,7 +103,7 @@ def test_scores_by_hand():
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 5), st.integers(0, 500)
 )
-def test_the_largest_size_fits_and_the_next_does_not(costs, least, spare):
+def test_the_largest_size_fits_and_the_next_does_not(costs, min_size, spare):
     """The costs are those of units, so that those of sizes grow unevenly.
 
     Past the last unit they grow by one each.
@@ -112,10 +112,10 @@ def test_the_largest_size_fits_and_the_next_does_not(costs, least, spare):
     def cost(size):
         return sum(costs[:size]) + max(size - len(costs), 0)
 
-    budget = cost(least) + spare
-    size = largest(cost, budget, least)
-    assert size >= least and cost(size) <= budget < cost(size + 1)
-    assert largest(cost, budget, least, least + 3) == min(size, least + 3)
+    budget = cost(min_size) + spare
+    size = largest(cost, budget, min_size)
+    assert size >= min_size and cost(size) <= budget < cost(size + 1)
+    assert largest(cost, budget, min_size, min_size + 3) == min(size, min_size + 3)
 
 
 def test_sizing_costs_little():
@@ -136,8 +136,10 @@ def test_words_that_run_out_are_an_error():
     with pytest.raises(
         ValueError, match="length=31: must be less, few has words for 30 tokens only"
     ):
-        filled("few", make, least=1, most=26).sample(words, 31, 0)
-    assert len(filled("few", make, least=1, most=26).sample(words, 29, 0).prompt.split()) == 25
+        filled("few", make, min_size=1, max_size=26).sample(words, 31, 0)
+    assert (
+        len(filled("few", make, min_size=1, max_size=26).sample(words, 29, 0).prompt.split()) == 25
+    )
 
 
 def test_names_become_tasks():

@@ -11,23 +11,23 @@ from jsparse.pallas_kernels.group_means.cases import CASES, Case
 
 pytestmark = pytest.mark.gpu
 LARGE = (
-    Case("large", batch=1, kv_heads=8, points=3277, most_groups=1639, head_dim=128),
-    Case("large_few_groups", batch=1, points=50_000, most_groups=64, head_dim=128),
-    Case("large_float32", batch=1, points=13108, most_groups=6554, head_dim=128, dtype="float32"),
+    Case("large", batch=1, kv_heads=8, points=3277, max_groups=1639, head_dim=128),
+    Case("large_few_groups", batch=1, points=50_000, max_groups=64, head_dim=128),
+    Case("large_float32", batch=1, points=13108, max_groups=6554, head_dim=128, dtype="float32"),
 )
 
 
-@partial(jax.jit, static_argnames=("most_groups", "implementation"))
-def averaged(*arrays, most_groups, implementation="triton"):
-    return group_means(*arrays, most_groups, implementation)
+@partial(jax.jit, static_argnames=("max_groups", "implementation"))
+def averaged(*arrays, max_groups, implementation="triton"):
+    return group_means(*arrays, max_groups, implementation)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
 def test_averages_as_the_reference_does(case, seed):
-    inputs, most = case.build(seed), case.most_groups
-    means, sizes = averaged(*inputs, most_groups=most)
-    wanted, counted = averaged(*inputs, most_groups=most, implementation="reference")
+    inputs, maximum = case.build(seed), case.max_groups
+    means, sizes = averaged(*inputs, max_groups=maximum)
+    wanted, counted = averaged(*inputs, max_groups=maximum, implementation="reference")
     np.testing.assert_array_equal(sizes, counted)
     if case.like == "whole":
         np.testing.assert_array_equal(means, wanted)
@@ -41,9 +41,9 @@ def test_averages_as_the_reference_does(case, seed):
 def test_a_row_alone_has_the_means_that_it_has_in_a_batch_and_two_runs_agree():
     case = Case("", points=700, dtype="float32", like="spread")
     inputs = case.build()
-    together = averaged(*inputs, most_groups=case.most_groups)
+    together = averaged(*inputs, max_groups=case.max_groups)
     for b in range(case.batch):
         jax.clear_caches()
-        alone = averaged(*(x[b : b + 1] for x in inputs), most_groups=case.most_groups)
+        alone = averaged(*(x[b : b + 1] for x in inputs), max_groups=case.max_groups)
         for one, all_rows in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one[0], all_rows[b])

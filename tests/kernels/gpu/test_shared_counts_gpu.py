@@ -11,7 +11,7 @@ from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.shared_counts.cases import CASES, LARGE
 
 pytestmark = pytest.mark.gpu
-run = jax.jit(shared_counts, static_argnames=("least", "most", "implementation"))
+run = jax.jit(shared_counts, static_argnames=("min_count", "max_count", "implementation"))
 by_kernel = partial(run, implementation="triton")
 
 

@@ -68,8 +68,8 @@ def test_the_same_call_lists_the_same(name):
 
 
 @partial(jax.jit, static_argnames=("a", "implementation", "capacity", "sink"))
-def marked(vertical, distance, lengths, a, least, most, implementation, *, capacity, sink):
-    rule, sizes = Kurtosis(a, least, most), {"capacity": capacity, "sink": sink}
+def marked(vertical, distance, lengths, a, min_count, max_count, implementation, *, capacity, sink):
+    rule, sizes = Kurtosis(a, min_count, max_count), {"capacity": capacity, "sink": sink}
     return table_candidates(
         vertical, distance, lengths, rule, implementation=implementation, **sizes
     )

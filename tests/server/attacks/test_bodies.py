@@ -49,13 +49,13 @@ def test_slow_bodies_keep_nobody_out(url, service):
 
 
 def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, monkeypatch):
-    monkeypatch.setattr(service_module, "LEAST_BODY", 2**17)
+    monkeypatch.setattr(service_module, "MIN_BODY", 2**17)
     monkeypatch.setattr(service_module, "LARGE_BODIES_HELD", 2**17)
-    most = 10**5
-    begun = post(COMPLETIONS, b" " * most, length=most + 10)
+    maximum = 10**5
+    begun = post(COMPLETIONS, b" " * maximum, length=maximum + 10)
     with crowd(url, 2) as peers:
         peers[0].sendall(begun)
-        assert soon(lambda: service._held == most)
+        assert soon(lambda: service._held == maximum)
         peers[1].sendall(begun)
         assert answer(peers[1])[0] == 429
         assert is_answered(url)
@@ -65,7 +65,7 @@ def test_large_bodies_that_never_end_keep_small_ones_out_never(url, service, mon
 @pytest.mark.parametrize("chunked", [False, True])
 def test_who_sends_too_much_reads_why(url, service, monkeypatch, chunked):
     """The answer comes long before the body ends, and nothing of it is lost."""
-    monkeypatch.setattr(service_module, "LEAST_BODY", 2**17)
+    monkeypatch.setattr(service_module, "MIN_BODY", 2**17)
     size = 2**26
     if chunked:
         head = post(COMPLETIONS, b"", **{"transfer-encoding": "chunked"})
@@ -101,7 +101,7 @@ def test_what_is_far_too_long_is_not_tokenised(url, service, monkeypatch, path, 
     def never(*_, **__):
         raise AssertionError("a text that is too long has been tokenised")
 
-    monkeypatch.setattr(service.texts.tokenizer, "most_characters_per_token", 20)
+    monkeypatch.setattr(service.texts.tokenizer, "max_characters_per_token", 20)
     monkeypatch.setattr(Tokenizer, "encode", never)
     got = httpx.post(f"{url}{path}", json=body, timeout=60)
     error = got.json()["error"]

@@ -51,7 +51,7 @@ def hurry(monkeypatch, seconds=0.3):
 
 @pytest.mark.parametrize(
     "lines",
-    [[b"x: " + b"a" * connections.MOST_BYTES], [b"x%d: y" % nth for nth in range(20000)]],
+    [[b"x: " + b"a" * connections.MAX_BYTES], [b"x%d: y" % nth for nth in range(20000)]],
     ids=["one long header", "many headers"],
 )
 def test_a_head_has_an_end(url, lines):
@@ -147,7 +147,7 @@ def test_a_connection_without_a_request_ends(url, monkeypatch, request_, status,
 
 
 def test_the_connection_that_has_waited_longest_makes_room(url, service, unhurried, monkeypatch):
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with connected(url) as busy:
         busy.sendall(post(COMPLETIONS, LONG))
         assert soon(lambda: service.live)
