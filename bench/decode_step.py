@@ -8,8 +8,8 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
     hf-compile          the same under torch.compile
     hf-cudagraphs       the same under torch.compile(mode="reduce-overhead")
 
-A policy's state is that after a prompt that filled the cache. replayed(…) around an expression
-replays counts of a trace; see bench.twilight_trace.
+A policy's state is that after a prompt that filled the cache. path.py:function names one of your
+own. replayed(…) around an expression replays counts of a trace; see bench.twilight_trace.
 
 A run of our step is long enough that its start on the host, which the device waits for, is less
 than a hundredth of it. The floor is (weights + the K and V that the policy attends to) / 4.4 TB/s,
@@ -173,7 +173,7 @@ def main() -> None:
         "--policy",
         nargs="+",
         default=["dense", "streaming(sink=4, recent=4092)"],
-        help="policy expressions",
+        help="policy expressions, or path.py:function for one of your own",
     )
     parser.add_argument(
         "--steps-per-program",

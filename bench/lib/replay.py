@@ -14,6 +14,7 @@ from jaxtyping import Array
 from bench.lib.environment import REPOSITORY
 from jsparse.cache import StepView
 from jsparse.policies import expressions
+from jsparse.policies.own_code import resolve
 from jsparse.policy import Policy, State
 
 TRACE = REPOSITORY / "bench/results/twilight_trace/cpu.json"
@@ -58,7 +59,12 @@ def spread_evenly(recorded: np.ndarray, seed: int, shape: tuple[int, ...]) -> np
 
 
 def parse(text: str, context: int) -> Policy:
-    """Parses a policy's expression; replayed(…) around it replays the counts of that context."""
-    if text.startswith("replayed(") and text.endswith(")"):
-        return replayed(expressions.parse(text[len("replayed(") : -1]), context)
-    return expressions.parse(text)
+    """Parses a policy's expression, or finds one of your own, named `path.py:function`.
+
+    replayed(…) around it replays the counts of that context.
+    """
+    replays = text.startswith("replayed(") and text.endswith(")")
+    inner = text[len("replayed(") : -1] if replays else text
+    resolve(inner)  # imports code of your own, whose policy the parser then knows by this text
+    policy = expressions.parse(inner)
+    return replayed(policy, context) if replays else policy

@@ -7,6 +7,7 @@ import pytest
 from tiny import random_prompts, tiny_params
 
 import jsparse
+from bench.lib.environment import REPOSITORY
 from bench.lib.replay import pages_kept, parse, spread_evenly
 from bench.twilight_speed import main, parts
 from bench.twilight_trace import counting
@@ -52,6 +53,13 @@ def test_replayed_policies_keep_no_more_than_they_did():
     assert plain is jsparse.all_pages()
     with pytest.raises(ValueError, match="must be an expression"):
         parse("replayed(all_pages()", 1024)
+
+
+def test_policies_of_your_own_are_found():
+    text = f"{REPOSITORY / 'examples/my_quest.py'}:my_quest(budget=64)"
+    own = parse(text, 1024)
+    assert own.name == text and own is parse(text, 1024)
+    assert parse(f"replayed({text})", 1024).name == f"replayed({text})"
 
 
 def test_times_are_parted_at_the_estimate_and_at_attention():
