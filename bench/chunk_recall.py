@@ -49,7 +49,7 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.head_replay import PAGE, Heads, replay
+from bench.lib.head_replay import PAGE, RecordedHeads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import from_file, recorded
@@ -60,7 +60,7 @@ from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.policies.clusters.engine import WIDER
 from jsparse.policies.clusters.search import best_units, unit_scores, units_that_reach
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, State, at_layer
@@ -98,7 +98,7 @@ def expressions(budget: int, *, fixed: bool) -> list[str]:
     ]
 
 
-class Found(NamedTuple):
+class ChunkMeasures(NamedTuple):
     """Measures of one policy, each a mean over heads, by step."""
 
     recall: Float32[Array, "steps"]
@@ -109,19 +109,19 @@ class Found(NamedTuple):
 @partial(jax.jit, static_argnames=("policy", "steps", "budget"))
 def found(
     policy: Policy,
-    heads: Heads,
+    heads: RecordedHeads,
     tokens: Int32[Array, "S"] | None,
     known: Mapping[str, Array] | None,
     steps: int,
     budget: int,
-) -> Found:
+) -> ChunkMeasures:
     """Measures what a policy chooses for the last `steps` queries; `known` are the constants."""
 
-    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> Found:
+    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> ChunkMeasures:
         true = jax.nn.softmax(attention_logits(q, held), axis=-1)
         attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
         top = top_k_mask(jnp.max(true, axis=2), budget)
-        return Found(
+        return ChunkMeasures(
             jnp.mean(jnp.sum(attended & top, -1) / jnp.sum(top, -1)),
             jnp.mean(jnp.sum(jnp.where(attended[:, :, None], true, 0.0), -1)),
             jnp.mean(jnp.sum(attended, -1)),
@@ -130,7 +130,7 @@ def found(
     return replay(policy, heads, steps, look, tokens=tokens, constants=known)
 
 
-class Reached(NamedTuple):
+class ReachCounts(NamedTuple):
     """Counts of units and clusters, each a mean over heads, by step."""
 
     units: Float32[Array, "steps"]
@@ -143,15 +143,15 @@ class Reached(NamedTuple):
 @partial(jax.jit, static_argnames=("policy", "steps", "budget"))
 def reached(
     policy: Policy,
-    heads: Heads,
+    heads: RecordedHeads,
     tokens: Int32[Array, "S"] | None,
     known: Mapping[str, Array] | None,
     steps: int,
     budget: int,
-) -> Reached:
+) -> ReachCounts:
     """Counts the units that bounds leave to an exact search, for the last `steps` queries."""
 
-    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> Reached:
+    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> ReachCounts:
         (index,), starts = state.layers, state.chunks.starts
         fine, coarse = index.fine, index.coarse
         attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
@@ -170,7 +170,7 @@ def reached(
         def part(of: Array, weights: Array) -> Array:
             return jnp.mean(jnp.sum(of * weights, -1) / jnp.sum(weights, -1))
 
-        return Reached(
+        return ReachCounts(
             jnp.mean(jnp.sum(there, -1)),
             *(part(of, weights) for of in (first, reach) for weights in (there, coarse.size)),
         )
@@ -178,20 +178,20 @@ def reached(
     return replay(policy, heads, steps, look, tokens=tokens, constants=known)
 
 
-class Source(NamedTuple):
+class HeadSource(NamedTuple):
     """Holds recorded heads; `tokens` is None where their text is not known."""
 
-    heads: Heads
+    heads: RecordedHeads
     tokens: Int32[Array, "S"] | None
 
 
 def measure(
     policies: Sequence[str],
-    sources: Sequence[Source],
+    sources: Sequence[HeadSource],
     steps: int,
     budget: int,
     params: Params | None = None,
-    measured: Callable[..., Found | Reached] = found,
+    measured: Callable[..., ChunkMeasures | ReachCounts] = found,
 ) -> list[dict[str, Any]]:
     """Returns a row per policy, its figures the mean over equally long sources.
 
@@ -207,7 +207,7 @@ def measure(
     return rows
 
 
-class Steady(NamedTuple):
+class ChoiceRecord(NamedTuple):
     """Holds one layer's record of its choices.
 
     Attributes:
@@ -225,21 +225,21 @@ class Steady(NamedTuple):
 def followed(base: Policy, steps: int) -> Policy:
     """Returns `base` with a Steady per layer in its state, which has room for `steps` steps."""
 
-    def init(spec: CacheSpec) -> tuple[Steady, ...]:
+    def init(spec: CacheSpec) -> tuple[ChoiceRecord, ...]:
         heads = spec.batch, spec.num_kv_heads
         never = jnp.full((*heads, spec.capacity), -BEFORE - 1, jnp.int32)
         none = jnp.full((steps, *heads), jnp.nan)
-        return (Steady(never, jnp.int32(0), none, none),) * spec.num_layers
+        return (ChoiceRecord(never, jnp.int32(0), none, none),) * spec.num_layers
 
-    def select(state: Paired, layer: int, q: Array, view: StepView):
+    def select(state: WrappedState, layer: int, q: Array, view: StepView):
         chosen, summary, inner = base.select(state.base, layer, q, view)
         own = compared(state.own[layer], chosen, view.layers[layer])
-        return chosen, summary, Paired(inner, at_layer(state.own, layer, own))
+        return chosen, summary, WrappedState(inner, at_layer(state.own, layer, own))
 
     return with_state(base, init, select=select)
 
 
-def compared(own: Steady, chosen: Selection, held: LayerCache) -> Steady:
+def compared(own: ChoiceRecord, chosen: Selection, held: LayerCache) -> ChoiceRecord:
     """Compares what a step chose with the steps before, and notes it."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     # what was not among the newest in any of the steps that hits looks at
@@ -253,7 +253,7 @@ def compared(own: Steady, chosen: Selection, held: LayerCache) -> Steady:
     if chosen.dense is not None:
         jaccard, hits = (jnp.where(chosen.dense, jnp.nan, x) for x in (jaccard, hits))
     first = own.step == 0
-    return Steady(
+    return ChoiceRecord(
         jnp.where(mask, own.step, own.last),
         own.step + 1,
         own.jaccard.at[own.step].set(jnp.where(first, jnp.nan, jaccard)),
@@ -329,7 +329,7 @@ def recalls(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
     window = args.steps + widest(fixed=False)
     for name, ids in texts(params, args.texts, args.prompts * args.length).items():
         cut = [ids[i * args.length : (i + 1) * args.length] for i in range(args.prompts)]
-        sources = [Source(recorded(params, one, window), jnp.asarray(one)) for one in cut]
+        sources = [HeadSource(recorded(params, one, window), jnp.asarray(one)) for one in cut]
         for budget in args.budget:
             policies = chosen(args, budget, fixed=False)
             for row in measure(policies, sources, args.steps, budget, params, measured):
@@ -341,10 +341,10 @@ def recalls(args: Namespace, params: Params, report: dict[str, Any]) -> Table:
         steps = min(args.steps, queries - widest(fixed=True))
         for budget in args.budget:
             policies = chosen(args, budget, fixed=True)
-            for row in measure(policies, [Source(heads, None)], steps, budget, None, measured):
+            for row in measure(policies, [HeadSource(heads, None)], steps, budget, None, measured):
                 rows.append({"text": args.keys.stem, "tokens": tokens, **row})
         write_report(args.json, report)
-    return table_of(rows, (Reached if args.bounds else Found)._fields)
+    return table_of(rows, (ReachCounts if args.bounds else ChunkMeasures)._fields)
 
 
 def follows(args: Namespace, params: Params, report: dict[str, Any]) -> Table:

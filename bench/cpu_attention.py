@@ -72,7 +72,7 @@ class Shape(NamedTuple):
 LLAMA, TINY = Shape(32, 8, 128), Shape(4, 2, 16)
 
 # What a contender does with a cache that holds the new token.
-Attend = Callable[[State, KVCache, Queries, Array, Array], tuple[Array, State]]
+ContenderFn = Callable[[State, KVCache, Queries, Array, Array], tuple[Array, State]]
 
 
 def keys_and_values(cache: KVCache) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
@@ -138,7 +138,7 @@ def by_policy(
     return out.o, policy.update(state, 0, out.stats, view)
 
 
-def contender(name: str, context: int, share: float) -> tuple[Attend, Policy | None]:
+def contender(name: str, context: int, share: float) -> tuple[ContenderFn, Policy | None]:
     """Returns what a contender does, and its policy if it has one."""
     if name == "full":
         return full, None
@@ -202,7 +202,7 @@ def take_in(policy: Policy, spec: CacheSpec, cache: KVCache, key: Array) -> Stat
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def step(
-    attend: Attend, cache: KVCache, state: State, q: Queries, k: Array, v: Array
+    attend: ContenderFn, cache: KVCache, state: State, q: Queries, k: Array, v: Array
 ) -> tuple[Array, KVCache, State]:
     """Writes a token's K and V and attends from it."""
     cache = append(cache, 0, k, v, cache.positions[:, None], jnp.ones_like(cache.positions))

@@ -53,7 +53,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
     from jsparse.runtime.sampling import greedy
-    from jsparse.runtime.session import Held, Session
+    from jsparse.runtime.session import PrefillResult, Session
 
     method = parse(policy, context)
     weights = random_weights(LLAMA_8B, jnp.bfloat16)
@@ -77,7 +77,7 @@ def jsparse_step(batch: int, context: int, policy: str, count: int) -> dict[str,
     state = state_after_prompt(method, spec, view)
     session = Session(params, method, spec, adopts=True, steps_per_program=count)
     logits = jnp.zeros((batch, LLAMA_8B.vocab_size), jnp.float32)
-    session.adopt(Held(logits, cache, state))
+    session.adopt(PrefillResult(logits, cache, state))
     del cache, view, state
     results = session.steps(greedy, (), limits=[context] * batch)
     next(results)

@@ -34,7 +34,7 @@ from bench.lib.llama_8b import LLAMA_8B, boundary_constants
 from bench.lib.subprocesses import write_report
 
 if TYPE_CHECKING:
-    from jsparse.benchmark.workload import Asked
+    from jsparse.benchmark.workload import WorkloadRequest
 
 TWILIGHT = "twilight(quest(budget=7680, bounds_dtype='uint8'), p=0.95)"
 POLICIES = ("dense", TWILIGHT)
@@ -130,10 +130,10 @@ class Bench:
 
 
 # what a part has measured, and what is to be run in static batches: requests and rows
-Measured = tuple[dict[str, Any], tuple[Any, int] | None]
+Measurement = tuple[dict[str, Any], tuple[Any, int] | None]
 
 
-def queued(bench: Bench, policy: str) -> Measured:
+def queued(bench: Bench, policy: str) -> Measurement:
     """Measures requests that all come at once, and of equal lengths.
 
     They come a second time, when the cache has their prompts: then all rows decode together.
@@ -146,12 +146,12 @@ def queued(bench: Bench, policy: str) -> Measured:
     return measured, (workload, min(rows, len(workload)))
 
 
-def queued_workload(bench: Bench) -> "list[Asked]":
+def queued_workload(bench: Bench) -> "list[WorkloadRequest]":
     """Returns long prompts of one length."""
     return bench.workload(num_prompts=bench.count(64), input_len=DOCUMENT, output_len=NEW)
 
 
-def document(bench: Bench, policy: str) -> Measured:
+def document(bench: Bench, policy: str) -> Measurement:
     """Measures many questions on one document, and fewer on a document each."""
     from jsparse.benchmark.throughput import measure
 
@@ -165,7 +165,7 @@ def document(bench: Bench, policy: str) -> Measured:
     return measured | {"apart": measure(engine, apart)}, None
 
 
-def ragged(bench: Bench, policy: str) -> Measured:
+def ragged(bench: Bench, policy: str) -> Measurement:
     """Measures answers of very different lengths."""
     from jsparse.benchmark.throughput import measure
 
@@ -173,14 +173,14 @@ def ragged(bench: Bench, policy: str) -> Measured:
     return measure(engine, workload), (workload, engine.sizes.num_slots)
 
 
-def ragged_workload(bench: Bench) -> "list[Asked]":
+def ragged_workload(bench: Bench) -> "list[WorkloadRequest]":
     """Returns prompts of one length, whose answers are short or long."""
     return bench.workload(
         num_prompts=bench.count(256), input_len=PROMPT, output_len=(NEW // 8, 8 * NEW), seed=1
     )
 
 
-def arrivals(bench: Bench, policy: str) -> Measured:
+def arrivals(bench: Bench, policy: str) -> Measurement:
     """Measures delays where requests come at random times."""
     from jsparse.benchmark.throughput import measure
 
@@ -189,7 +189,9 @@ def arrivals(bench: Bench, policy: str) -> Measured:
     return measure(engine, workload) | rates, None
 
 
-def arriving_workload(bench: Bench, engine: Any) -> "tuple[list[Asked], dict[str, float]]":
+def arriving_workload(
+    bench: Bench, engine: Any
+) -> "tuple[list[WorkloadRequest], dict[str, float]]":
     """Returns requests that keep an engine busy to 60 % with reading, and what was measured."""
     from jsparse.benchmark.throughput import measure
 
@@ -211,7 +213,7 @@ def arriving_workload(bench: Bench, engine: Any) -> "tuple[list[Asked], dict[str
     return workload, {"request_rate": rate, "alone_seconds": seconds}
 
 
-def beside(bench: Bench, policy: str) -> Measured:
+def beside(bench: Bench, policy: str) -> Measurement:
     """Measures short prompts that arrive while long ones are read."""
     from jsparse.benchmark.throughput import run
 
@@ -220,7 +222,7 @@ def beside(bench: Bench, policy: str) -> Measured:
     return first_tokens([out.metrics.time_to_first_token or 0.0 for out in outs]), None
 
 
-def beside_workload(bench: Bench) -> "list[Asked]":
+def beside_workload(bench: Bench) -> "list[WorkloadRequest]":
     """Returns two long prompts that come first, and short ones."""
     long = bench.workload(num_prompts=2, input_len=LONG - 1024, output_len=64)
     short = bench.workload(
@@ -240,7 +242,7 @@ def first_tokens(seconds: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def chunks(bench: Bench, policy: str) -> Measured:
+def chunks(bench: Bench, policy: str) -> Measurement:
     """Measures how fast one prompt is read in chunks of each size."""
     from jsparse.benchmark.throughput import measure
 
@@ -262,7 +264,7 @@ def chunks(bench: Bench, policy: str) -> Measured:
     return {"tokens_per_second": measured}, None
 
 
-def small(bench: Bench, policy: str) -> Measured:
+def small(bench: Bench, policy: str) -> Measurement:
     """Measures many rows of a small model, which the host bounds; once to warm up, then twice."""
     from bench.lib.smollm2 import SMOLLM2
     from jsparse.benchmark.throughput import measure
@@ -277,7 +279,7 @@ def small(bench: Bench, policy: str) -> Measured:
     return max(runs[1:], key=lambda each: each["seconds"]), None
 
 
-def start(bench: Bench, policy: str) -> Measured:
+def start(bench: Bench, policy: str) -> Measurement:
     """Measures how long an engine takes to be ready, and again from the compilation cache."""
     from jsparse.machine.folders import cache_folder
 
@@ -292,7 +294,7 @@ def start(bench: Bench, policy: str) -> Measured:
     return measured, None
 
 
-MEASURES: dict[str, Callable[[Bench, str], Measured]] = {
+MEASURES: dict[str, Callable[[Bench, str], Measurement]] = {
     "start": start,
     "queued": queued,
     "document": document,

@@ -38,8 +38,8 @@ from jsparse.builder import dense
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, fill, grow, read_heads
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import softmax_partial
-from jsparse.policies.combinators import Paired, with_state
-from jsparse.policies.eviction.engine import Evicting
+from jsparse.policies.combinators import WrappedState, with_state
+from jsparse.policies.eviction.engine import EvictionState
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, PrefillView, at_layer
@@ -73,7 +73,7 @@ def expressions(budget: int, metrics: Sequence[str], rules: Sequence[str]) -> li
     ]
 
 
-class Recorded(NamedTuple):
+class DenseRecord(NamedTuple):
     """Holds what every layer of a dense run asked and held, for B rows of one length.
 
     Attributes:
@@ -103,17 +103,17 @@ def recording(steps: int, prompt: int) -> Policy:
     def prefill(own, layer: int, view: PrefillView):
         return at_layer(own, layer, (view.q_window.astype(own[layer][0].dtype), own[layer][1]))
 
-    def select(state: Paired, layer: int, q: Array, view: StepView):
+    def select(state: WrappedState, layer: int, q: Array, view: StepView):
         chosen, summary, base = dense().select(state.base, layer, q, view)
         window, asked = state.own[layer]
         asked = asked.at[view.positions[0] - prompt].set(q.astype(asked.dtype))
-        return chosen, summary, Paired(base, at_layer(state.own, layer, (window, asked)))
+        return chosen, summary, WrappedState(base, at_layer(state.own, layer, (window, asked)))
 
     made = with_state(dense(), init, prefill=prefill, select=select)
     return made._replace(window=WINDOW, name="recording")
 
 
-def record(params: Params, prompts: Sequence[Sequence[int]], follow: np.ndarray) -> Recorded:
+def record(params: Params, prompts: Sequence[Sequence[int]], follow: np.ndarray) -> DenseRecord:
     """Reads prompts of one length, then takes in the tokens [B, steps] that follow each."""
     steps, prompt = follow.shape[1], len(prompts[0])
     spec = capacity.cache_spec(params, prompts, steps, None, 16)
@@ -125,7 +125,7 @@ def record(params: Params, prompts: Sequence[Sequence[int]], follow: np.ndarray)
         pass
     cache, state = session.held.cache, session.held.state
     windows, queries = zip(*state.own, strict=True)
-    return Recorded(session.spec, cache.layers, windows, queries, prompt)
+    return DenseRecord(session.spec, cache.layers, windows, queries, prompt)
 
 
 class Replay(NamedTuple):
@@ -212,7 +212,7 @@ def attend(q: Array, held: LayerCache) -> tuple[Float32[Array, "B N H"], Float32
     return o.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
-def unsolved(state: tuple[Evicting, ...]) -> tuple[Evicting, ...]:
+def unsolved(state: tuple[EvictionState, ...]) -> tuple[EvictionState, ...]:
     """Forgets the temperatures, so that the next compression solves for them anew."""
     return tuple(entry._replace(temperatures=_zeros(entry.temperatures)) for entry in state)
 
@@ -221,7 +221,7 @@ def _zeros(array: Array | None) -> Array | None:
     return None if array is None else jnp.zeros_like(array)
 
 
-def solved(state: tuple[Evicting, ...]) -> Float32[Array, "B K"]:
+def solved(state: tuple[EvictionState, ...]) -> Float32[Array, "B K"]:
     """Returns the temperatures of a layer, 0 where there are none."""
     (entry,) = state
     if entry.temperatures is not None:
@@ -230,7 +230,7 @@ def solved(state: tuple[Evicting, ...]) -> Float32[Array, "B K"]:
     return jnp.zeros(shape, jnp.float32)
 
 
-def measure(recorded: Recorded, expression: str) -> dict[str, Any]:
+def measure(recorded: DenseRecord, expression: str) -> dict[str, Any]:
     """Returns a policy's row of the report: means over all that a list has no axis of."""
     policy = parse(expression)
     per_layer = zip(recorded.layers, recorded.windows, recorded.queries, strict=True)

@@ -49,9 +49,9 @@ def layers_part(part: str, tiny: bool) -> list[dict[str, Any]]:
     from bench.lib.kernel_timing import LEAD_BYTES, lead
 
     on_gpu = jax.default_backend() == "gpu"
-    sizes = layers.Sizes()
+    sizes = layers.LayerSizes()
     if tiny:
-        sizes = layers.Sizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2)
+        sizes = layers.LayerSizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2)
     before = lead(LEAD_BYTES // (1000 if tiny else 1))
     settings, rate = (
         Settings(calls=40, repeats=3, runs=6),

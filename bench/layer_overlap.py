@@ -25,7 +25,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
-from jsparse.evaluation.inspection import Inspected, inspect_step
+from jsparse.evaluation.inspection import Inspection, inspect_step
 from jsparse.models.checkpoint import load
 
 LENGTH, PROMPTS = 2048, 8
@@ -60,7 +60,7 @@ def picked(weights: Float[np.ndarray, "T"], budget: int) -> Bool[np.ndarray, "T"
     return marks
 
 
-def results(steps: Sequence[Inspected], budget: int) -> dict[str, Any]:
+def results(steps: Sequence[Inspection], budget: int) -> dict[str, Any]:
     """Returns the means over steps, in the form of the report."""
     overlaps = {count: np.mean([step.overlap(count) for step in steps], axis=0) for count in COUNTS}
     shares = np.mean([covered(step.weights, budget, FIRST) for step in steps], axis=0)

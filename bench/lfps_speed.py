@@ -28,10 +28,10 @@ import jax.numpy as jnp
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.kernel_cases import HEAD_DIM, ROTATED_BYTES, Attention
+from bench.lib.kernel_cases import HEAD_DIM, ROTATED_BYTES, AttentionCase
 from bench.lib.kernel_programs import Contender, Job, cache
 from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
-from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
+from bench.lib.kernel_timing import LEAD_BYTES, TimedProgram, lead
 from bench.lib.llama_8b import state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.subprocesses import write_report
@@ -94,12 +94,12 @@ def contender(policy: Policy, spec: CacheSpec) -> Contender:
             kept[0], results = step(kept[0], caches, queries)
             return results
 
-        return Program(call, len(queries))
+        return TimedProgram(call, len(queries))
 
     return program
 
 
-def job(case: Attention) -> Job:
+def job(case: AttentionCase) -> Job:
     """Returns the job of all contenders on one shape; `bytes` are dense attention's."""
     spec = spec_of(case)
     copies = max(min(-(-COPIES * ROTATED_BYTES // case.pool_bytes), CALLS), 2)
@@ -183,7 +183,7 @@ def main() -> None:
     rate: Bandwidth = bandwidth(before, nbytes, settings, on_gpu=on_gpu)
     report["bandwidth"] = rate._asdict()
     for batch, context in shapes:
-        case = Attention(f"{batch} x {context}", batch, context, dense="all")
+        case = AttentionCase(f"{batch} x {context}", batch, context, dense="all")
         rows = [row | {"parts": parts(row)} for row in job_rows(job(case), before, rate, settings)]
         report["results"] += rows
         print(*map(line, rows), sep="\n", flush=True)

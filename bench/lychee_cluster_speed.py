@@ -44,10 +44,10 @@ from jaxtyping import Array
 from bench.lib.arguments import report_parser
 from bench.lib.cluster_search import search_job
 from bench.lib.environment import describe
-from bench.lib.kernel_cases import HEAD_DIM, ITEM_BYTES, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_cases import HEAD_DIM, ITEM_BYTES, KV_HEADS, ROTATED_BYTES, AttentionCase
 from bench.lib.kernel_programs import Contender, Job, lengths, random
 from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
-from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
+from bench.lib.kernel_timing import LEAD_BYTES, TimedProgram, lead
 from bench.lib.llama_8b import LLAMA_8B, boundary_constants, key_constants, state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.subprocesses import run_child, spread, write_report
@@ -133,12 +133,12 @@ def packing(policy: Policy, spec: CacheSpec) -> Contender:
             kept[0] = step(*kept[0], caches)
             return kept[0][1]
 
-        return Program(call, CALLS)
+        return TimedProgram(call, CALLS)
 
     return program
 
 
-def job(case: Attention, budget: int, note: Callable[[str, State], None]) -> Job:
+def job(case: AttentionCase, budget: int, note: Callable[[str, State], None]) -> Job:
     """Returns the job of all contenders on one shape; `bytes` are dense attention's.
 
     `note` gets the name and a state of every policy that has one.
@@ -200,7 +200,11 @@ def used_bytes(state: State) -> int:
 
 
 def compared(
-    rows: Sequence[dict[str, Any]], held: dict[str, int], case: Attention, budget: int, period: int
+    rows: Sequence[dict[str, Any]],
+    held: dict[str, int],
+    case: AttentionCase,
+    budget: int,
+    period: int,
 ) -> list[dict[str, Any]]:
     """Returns rows with their parts and, for policies, time and bytes next to dense attention's.
 
@@ -232,7 +236,7 @@ def line(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
 
 
 def operator_rows(
-    case: Attention, budget: int, before: Program, rate: Bandwidth, settings: Settings
+    case: AttentionCase, budget: int, before: TimedProgram, rate: Bandwidth, settings: Settings
 ) -> list[dict[str, Any]]:
     """Measures all contenders on one shape."""
     held: dict[str, int] = {}
@@ -245,7 +249,7 @@ def operator_rows(
 
 
 def search_rows(
-    batch: int, context: int, budget: int, before: Program, rate: Bandwidth, settings: Settings
+    batch: int, context: int, budget: int, before: TimedProgram, rate: Bandwidth, settings: Settings
 ) -> list[dict[str, Any]]:
     """Measures the search of one shape; `read_bytes` are what a contender must read."""
     job, read = search_job(batch, context, budget)
@@ -436,7 +440,7 @@ def main() -> None:
             text for text, shape in zip(args.cases, shapes, strict=True) if len(shape) != 2
         ]:
             parser.error(f"--cases {wrong[0]}: must be batch x context")
-    cases = [Attention(f"{b} x {c}", b, c, dense="all") for b, c in shapes]
+    cases = [AttentionCase(f"{b} x {c}", b, c, dense="all") for b, c in shapes]
     report: dict[str, Any] = {
         "benchmark": "lychee_cluster_speed",
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),

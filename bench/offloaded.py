@@ -126,7 +126,7 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     from jsparse import cache as kv_cache
     from jsparse.model_facts.constants import constants
     from jsparse.runtime.sampling import greedy
-    from jsparse.runtime.session import Held, Session
+    from jsparse.runtime.session import PrefillResult, Session
 
     policy = parse(expression, spec.capacity)
     view = kv_cache.StepView(cache, constants(params, policy))
@@ -134,9 +134,9 @@ def policy_step(params, spec, cache, host, expression: str) -> dict[str, Any]:
     session = Session(params, policy, spec, adopts=True, steps_per_program=1)
     logits = jnp.zeros((1, params.config.vocab_size), jnp.float32)
     if policy.offload is None:
-        session.adopt(Held(logits, jax.tree.map(jnp.copy, cache), state))
+        session.adopt(PrefillResult(logits, jax.tree.map(jnp.copy, cache), state))
     else:
-        session.adopt(Held(logits, cache, state), host.pages)
+        session.adopt(PrefillResult(logits, cache, state), host.pages)
     results = session.steps(greedy, (), limits=[WARM_UP + RUNS * CALLS + 2])
     next(results)
     last = []

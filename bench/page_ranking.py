@@ -35,7 +35,7 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.head_replay import PAGE, Heads
+from bench.lib.head_replay import PAGE, RecordedHeads
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.builder import builder, dense
@@ -49,7 +49,7 @@ WINDOW = 32
 LENGTHS, BUDGETS = (1024, 2048, 4096, 8176), (256, 1024)
 
 
-class Pages(NamedTuple):
+class HeadPages(NamedTuple):
     """Describes the pages of one head."""
 
     mid: Float32[Array, "M H"]
@@ -62,13 +62,13 @@ class Pages(NamedTuple):
     halves: Float32[Array, "2 M H"]
 
 
-def described(keys: Float32[Array, "S H"]) -> Pages:
+def described(keys: Float32[Array, "S H"]) -> HeadPages:
     """Returns the description of the pages of a head."""
     k = keys.reshape(-1, PAGE, keys.shape[-1])
     ordered = jnp.sort(k, axis=1)
     mean = jnp.mean(k, axis=1)
     _, reach, directions = jnp.linalg.svd(k - mean[:, None], full_matrices=False)
-    return Pages(
+    return HeadPages(
         (ordered[:, 0] + ordered[:, -1]) / 2,
         (ordered[:, -1] - ordered[:, 0]) / 2,
         (ordered[:, 1] + ordered[:, -2]) / 2,
@@ -80,42 +80,42 @@ def described(keys: Float32[Array, "S H"]) -> Pages:
     )
 
 
-def slack(c: float, q: Array, pages: Pages) -> Array:
+def slack(c: float, q: Array, pages: HeadPages) -> Array:
     """Returns Quest's scores with the half ranges times c."""
     return q @ pages.mid.T + c * (jnp.abs(q) @ pages.half.T)
 
 
-def root(c: float, q: Array, pages: Pages) -> Array:
+def root(c: float, q: Array, pages: HeadPages) -> Array:
     """Returns scores in which the channels' half ranges add up as independent errors do."""
     return q @ pages.mid.T + c * jnp.sqrt(q**2 @ (pages.half**2).T)
 
 
-def trimmed(c: float, q: Array, pages: Pages) -> Array:
+def trimmed(c: float, q: Array, pages: HeadPages) -> Array:
     """Returns Quest's scores without the extreme values of each channel."""
     return q @ pages.trimmed_mid.T + c * (jnp.abs(q) @ pages.trimmed_half.T)
 
 
-def spread(c: float, q: Array, pages: Pages) -> Array:
+def spread(c: float, q: Array, pages: HeadPages) -> Array:
     """Returns scores of the mean key and the channels' standard deviations."""
     return q @ pages.mean.T + c * (jnp.abs(q) @ pages.deviation.T)
 
 
-def variance(q: Array, pages: Pages) -> Array:
+def variance(q: Array, pages: HeadPages) -> Array:
     """Returns the logarithm of the mean weight of tokens drawn from a normal distribution."""
     return q @ pages.mean.T + q**2 @ (pages.deviation**2).T / 2
 
 
-def principal(c: float, q: Array, pages: Pages) -> Array:
+def principal(c: float, q: Array, pages: HeadPages) -> Array:
     """Returns scores of the mean key and the one direction in which keys vary most."""
     return q @ pages.mean.T + c * jnp.abs(q @ pages.principal.T)
 
 
-def halves(q: Array, pages: Pages) -> Array:
+def halves(q: Array, pages: HeadPages) -> Array:
     """Returns the greater score of the mean keys of both halves."""
     return jnp.maximum(q @ pages.halves[0].T, q @ pages.halves[1].T)
 
 
-SCORES: Mapping[str, Callable[[Array, Pages], Array]] = {
+SCORES: Mapping[str, Callable[[Array, HeadPages], Array]] = {
     **{f"slack {c}": partial(slack, c) for c in (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 1)},
     **{f"root {c}": partial(root, c) for c in (1, 1.5, 2)},
     "trimmed 0.6": partial(trimmed, 0.6),
@@ -126,7 +126,7 @@ SCORES: Mapping[str, Callable[[Array, Pages], Array]] = {
 }
 
 
-def by_group(score: Callable[[Array, Pages], Array], q: Array, pages: Pages, held: Array):
+def by_group(score: Callable[[Array, HeadPages], Array], q: Array, pages: HeadPages, held: Array):
     """Returns the scores of a group [W, M] by how its queries [W, G, H] are taken together."""
     each = score(q, pages)
     return {
@@ -137,10 +137,10 @@ def by_group(score: Callable[[Array, Pages], Array], q: Array, pages: Pages, hel
 
 
 @partial(jax.jit, static_argnames="budgets")
-def masses(heads: Heads, budgets: tuple[int, ...]) -> dict[str, dict[str, Array]]:
+def masses(heads: RecordedHeads, budgets: tuple[int, ...]) -> dict[str, dict[str, Array]]:
     """Returns the mean mass of each budget's pages by score and group."""
 
-    def one(head: Heads):
+    def one(head: RecordedHeads):
         keys, q = head.keys, head.queries * head.keys.shape[-1] ** -0.5
         now = keys.shape[0] - q.shape[0] + jnp.arange(q.shape[0])[:, None]
         seen = jnp.arange(keys.shape[0]) <= now
@@ -176,7 +176,7 @@ def recording(window: int) -> Policy:
     return dense()._replace(init=init, prefill=prefill, window=window)
 
 
-def recorded(params: Params, ids: Sequence[int], window: int = WINDOW) -> Heads:
+def recorded(params: Params, ids: Sequence[int], window: int = WINDOW) -> RecordedHeads:
     """Returns the keys and last queries of all layers' heads for one prompt of whole pages."""
     spec = cache_spec(params, [ids], 1, None, PAGE)
     session = Session(params, recording(window), spec)
@@ -185,16 +185,16 @@ def recorded(params: Params, ids: Sequence[int], window: int = WINDOW) -> Heads:
     keys = pools.reshape(-1, spec.capacity, spec.head_dim)[:, : len(ids)]
     q = jnp.stack(session.held.state)[:, 0]
     q = q.reshape(spec.num_layers, window, spec.num_kv_heads, -1, spec.head_dim).swapaxes(1, 2)
-    return Heads(keys, q.reshape(-1, *q.shape[2:]))
+    return RecordedHeads(keys, q.reshape(-1, *q.shape[2:]))
 
 
-def from_file(path: Path) -> Heads:
+def from_file(path: Path) -> RecordedHeads:
     """Returns the heads of a file of NumPy arrays, `keys` and `queries`."""
     with np.load(path) as arrays:
-        return Heads(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["queries"]))
+        return RecordedHeads(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["queries"]))
 
 
-def measure(sources: Sequence[Heads], budgets: Sequence[int]) -> list[dict]:
+def measure(sources: Sequence[RecordedHeads], budgets: Sequence[int]) -> list[dict]:
     """Returns a row per score, group and budget, its mass the mean over equally long sources."""
     tokens = sources[0].keys.shape[1]
     below = tuple(budget for budget in budgets if budget < tokens)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.head_replay import PAGE, Heads, replay
+from bench.lib.head_replay import PAGE, RecordedHeads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import recorded
@@ -39,7 +39,7 @@ from jsparse.cache import LayerCache
 from jsparse.models.checkpoint import load
 from jsparse.pallas_kernels.table_candidates import Kurtosis, table_candidates
 from jsparse.policies.expressions import parse
-from jsparse.policies.lfps import WINDOW, Past, wanted
+from jsparse.policies.lfps import WINDOW, History, wanted
 from jsparse.policies.lfps_variants import SINKS
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, State
@@ -51,7 +51,7 @@ RULE = "candidates='threshold', exact=True"
 FACTORS = (0.1, 0.2, 0.3, 0.4)  # of Table 4; the second is the paper's for most lengths
 
 
-class Form(NamedTuple):
+class MeasuredPolicy(NamedTuple):
     """A policy that is measured.
 
     Attributes:
@@ -63,7 +63,7 @@ class Form(NamedTuple):
     matched: bool = False
 
 
-def forms(budget: float, length: int) -> dict[str, Form]:
+def forms(budget: float, length: int) -> dict[str, MeasuredPolicy]:
     """Returns the policies for a budget; of the paper's rule, no candidate is cut off.
 
     Between LFPS with exact weights and the paper's form, one thing changes at a time: the penalty,
@@ -75,23 +75,26 @@ def forms(budget: float, length: int) -> dict[str, Form]:
     rule = f"{RULE}, wider={math.ceil(1 / budget)}"
     own = f"lfps(budget={budget}"
     return {
-        f"{own})": Form(),
-        f"{own}, aligned=False)": Form(),
-        f"{own}, penalty=0.5)": Form(),
-        f"{own}, exact=True)": Form(),
-        f"{own}, exact=True, aligned=False)": Form(),
-        f"{own}, exact=True, penalty=0.5)": Form(),
-        f"{own}, {rule}, a=0.2)": Form(0.2, matched=True),
-        **{f"{own}, {rule}, a={a}, penalty=0.5)": Form(a, matched=a == 0.2) for a in FACTORS},
-        f"{own}, {rule}, a=0.2, penalty=0.5, aligned=False)": Form(0.2, matched=True),
-        f"oracle_top_k(budget={tokens})": Form(),
-        f"quest(budget={pages})": Form(),
-        f"quest(budget={pages}, slack=1.0, group='max')": Form(),
-        f"streaming(sink=4, recent={tokens - 4})": Form(),
+        f"{own})": MeasuredPolicy(),
+        f"{own}, aligned=False)": MeasuredPolicy(),
+        f"{own}, penalty=0.5)": MeasuredPolicy(),
+        f"{own}, exact=True)": MeasuredPolicy(),
+        f"{own}, exact=True, aligned=False)": MeasuredPolicy(),
+        f"{own}, exact=True, penalty=0.5)": MeasuredPolicy(),
+        f"{own}, {rule}, a=0.2)": MeasuredPolicy(0.2, matched=True),
+        **{
+            f"{own}, {rule}, a={a}, penalty=0.5)": MeasuredPolicy(a, matched=a == 0.2)
+            for a in FACTORS
+        },
+        f"{own}, {rule}, a=0.2, penalty=0.5, aligned=False)": MeasuredPolicy(0.2, matched=True),
+        f"oracle_top_k(budget={tokens})": MeasuredPolicy(),
+        f"quest(budget={pages})": MeasuredPolicy(),
+        f"quest(budget={pages}, slack=1.0, group='max')": MeasuredPolicy(),
+        f"streaming(sink=4, recent={tokens - 4})": MeasuredPolicy(),
     }
 
 
-class Found(NamedTuple):
+class PolicyMeasures(NamedTuple):
     """Measures of one policy, each a mean over heads, by step."""
 
     mass: Float32[Array, "steps"]
@@ -102,11 +105,13 @@ class Found(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("policy", "steps", "budget", "a"))
-def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float | None) -> Found:
+def replayed(
+    policy: Policy, heads: RecordedHeads, steps: int, budget: float, a: float | None
+) -> PolicyMeasures:
     """Lets a policy choose for the last `steps` queries of heads, all in one layer of one row."""
     slots = heads.keys.shape[1]
 
-    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> Found:
+    def look(q: Array, held: LayerCache, chosen: Selection, state: State) -> PolicyMeasures:
         true = jax.nn.softmax(attention_logits(q, held), axis=-1)
         attended = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=PAGE)
         top = top_k_mask(jnp.max(true, axis=2), wanted(budget, held.lengths))
@@ -117,11 +122,11 @@ def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float |
             jnp.sum(attended & top, -1) / jnp.sum(top, -1),
             marks(state, held.lengths) / held.lengths,
         )
-        return Found(*map(jnp.mean, measures))
+        return PolicyMeasures(*map(jnp.mean, measures))
 
     def marks(state: State, lengths: Array) -> Array:
         """Returns how many slots the paper's rule marks, the sinks and the newest left out."""
-        if a is None or not isinstance(state, Past):
+        if a is None or not isinstance(state, History):
             return jnp.zeros(lengths.shape)
         rule = Kurtosis(a, jnp.zeros_like(lengths), jnp.full_like(lengths, slots))
         found = table_candidates(*state.tables[0], lengths, rule, capacity=slots, sink=SINKS)
@@ -130,7 +135,7 @@ def replayed(policy: Policy, heads: Heads, steps: int, budget: float, a: float |
     return replay(policy, heads, steps, look)
 
 
-def measure(sources: Sequence[Heads], steps: int, budget: float) -> list[dict[str, Any]]:
+def measure(sources: Sequence[RecordedHeads], steps: int, budget: float) -> list[dict[str, Any]]:
     """Returns a row per policy, its figures the mean over equally long sources."""
 
     def row(expression: str, budget: float, a: float | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import numpy as np
 
 COLUMNS, PANEL = 3, (4.4, 3.4)
 Panels = dict[str, Callable[[Any], Any]]
-Row = dict[str, Any]
+RowDict = dict[str, Any]
 
 
 def main() -> None:
@@ -43,35 +43,35 @@ def main() -> None:
             save(folder / name, heading(report), drawn)
 
 
-def options(row: Row) -> dict[str, str]:
+def options(row: RowDict) -> dict[str, str]:
     """Returns the metric, the budget rule and whether slots are merged, as the policy has them."""
     return dict(re.findall(r"(metric|budgets|merge)='?(\w+)", row["policy"]))
 
 
-def title(row: Row) -> str:
+def title(row: RowDict) -> str:
     """Returns the metric and the budget rule."""
     return "metric={metric}, budgets={budgets}".format(**options(row))
 
 
-def is_merged(row: Row) -> bool:
+def is_merged(row: RowDict) -> bool:
     """Tells whether the policy merges."""
     return options(row)["merge"] == "True"
 
 
-def pairs(report: dict[str, Any]) -> dict[str, list[Row]]:
+def pairs(report: dict[str, Any]) -> dict[str, list[RowDict]]:
     """Returns the rows of each metric and budget rule."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RowDict]] = {}
     for row in report["results"]:
         found.setdefault(title(row), []).append(row)
     return found
 
 
 def of_pairs(
-    report: dict[str, Any], labels: tuple[str, str], draw: Callable[[Any, Row, str, str], Any]
+    report: dict[str, Any], labels: tuple[str, str], draw: Callable[[Any, RowDict, str, str], Any]
 ) -> Panels:
     """Returns a panel for each pair, in which `draw` draws each row with a label and a colour."""
 
-    def panel(rows: list[Row]) -> Callable[[Any], Any]:
+    def panel(rows: list[RowDict]) -> Callable[[Any], Any]:
         def drawn(axis: Any) -> None:
             for row in rows:
                 merged = is_merged(row)
@@ -87,7 +87,7 @@ def of_pairs(
 def error(report: dict[str, Any]) -> Panels:
     """Draws the mean over a layer's heads, and all heads as dots."""
 
-    def draw(axis: Any, row: Row, label: str, color: str) -> None:
+    def draw(axis: Any, row: RowDict, label: str, color: str) -> None:
         heads = np.array(row["error_by_head"])
         axis.plot(heads.mean(1), color=color, label=f"{label}, mean {row['error']:.3f}")
         for head in heads.T:
@@ -105,7 +105,7 @@ def steps(report: dict[str, Any]) -> np.ndarray:
 def drift(report: dict[str, Any]) -> Panels:
     """Draws the mean difference and the mean absolute one."""
 
-    def draw(axis: Any, row: Row, label: str, color: str) -> None:
+    def draw(axis: Any, row: RowDict, label: str, color: str) -> None:
         at = steps(report)
         axis.plot(at, row["drift_by_step"], color=color, label=label)
         absolute = row["absolute_drift_by_step"]
@@ -117,7 +117,7 @@ def drift(report: dict[str, Any]) -> Panels:
 def kept(report: dict[str, Any]) -> Panels:
     """Draws the policies that merge; merging hardly changes which slots stay."""
 
-    def heads(row: Row) -> Callable[[Any], Any]:
+    def heads(row: RowDict) -> Callable[[Any], Any]:
         def drawn(axis: Any) -> None:
             image = axis.imshow(row["kept_by_head"][0], aspect="auto", interpolation="none")
             axis.figure.colorbar(image, ax=axis)
@@ -162,7 +162,7 @@ def memory(report: dict[str, Any]) -> Panels:
 def temperatures(report: dict[str, Any]) -> Panels:
     """Draws every head of the policies that calibrate and merge; none where none does."""
 
-    def of_heads(row: Row) -> Callable[[Any], Any]:
+    def of_heads(row: RowDict) -> Callable[[Any], Any]:
         def drawn(axis: Any) -> None:
             solved = np.array(row["temperatures_by_head"])
             axis.plot(solved.reshape(len(solved), -1), color="C0", linewidth=0.6, alpha=0.5)

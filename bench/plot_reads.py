@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from jsparse.evaluation.inspection import Inspected
+    from jsparse.evaluation.inspection import Inspection
 
 POLICIES = {
     "lychee_decode": "lychee_decode('smollm2', value=128, sink=4, recent=32)",
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"{name}: {shown.attended_fraction:.1%} of tokens, {shown.covered:.1%} of the weight")
 
 
-def draw(shown: "Inspected", expression: str, file: Path) -> None:
+def draw(shown: "Inspection", expression: str, file: Path) -> None:
     """Draws one step, in few colours so that the file is small."""
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -72,7 +72,7 @@ def draw(shown: "Inspected", expression: str, file: Path) -> None:
     small.save(file, optimize=True)
 
 
-def picture(shown: "Inspected") -> Any:
+def picture(shown: "Inspection") -> Any:
     """Returns the colours, [L * K, T, 3]: what is passed over is the fainter the less it weighs."""
     attended = shown.attended.reshape(-1, shown.attended.shape[-1])
     weights = shown.weights.reshape(attended.shape)

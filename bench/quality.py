@@ -58,7 +58,7 @@ from jsparse.evaluation.plan import plan
 from jsparse.evaluation.report.statistics import averages
 
 
-class Part(NamedTuple):
+class ReportPart(NamedTuple):
     """The work of one process, and the name of its report."""
 
     length: int
@@ -66,13 +66,15 @@ class Part(NamedTuple):
     name: str
 
 
-def parts(policies: Mapping[int, Sequence[str]], groups: int) -> list[Part]:
+def parts(policies: Mapping[int, Sequence[str]], groups: int) -> list[ReportPart]:
     """Deals the policies of every length out to the groups.
 
     Long lengths come first, since they take longest.
     """
     return [
-        Part(length, of_length[group::groups], f"{length}_{group}" if groups > 1 else f"{length}")
+        ReportPart(
+            length, of_length[group::groups], f"{length}_{group}" if groups > 1 else f"{length}"
+        )
         for length, of_length in sorted(policies.items(), reverse=True)
         for group in range(min(groups, len(of_length)))
     ]
@@ -96,7 +98,7 @@ def devices(gpus: int, processes: int) -> Queue[str]:
     return free
 
 
-def measure(args: argparse.Namespace, part: Part, free: Queue[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, part: ReportPart, free: Queue[str]) -> dict[str, Any]:
     """Returns the report of one part; with --resume a finished one is read.
 
     Raises:

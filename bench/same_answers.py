@@ -44,14 +44,14 @@ TASKS = "passkey,niah_single_1,vt,cwe,fwe"
 LENGTHS = (1024, 2048, 3072)
 NUM_NEW = 32
 
-Answer = dict[str, list[Any]]
+AnswerRecord = dict[str, list[Any]]
 """The ids and logprobs of the new tokens.
 
 Hugging Face's also has gaps (best logit less second best) and second_ids.
 """
 
 
-class Question(NamedTuple):
+class SampleQuestion(NamedTuple):
     """A task's sample, and the ids of its prompt and the beginning of its answer."""
 
     task: Task
@@ -61,17 +61,17 @@ class Question(NamedTuple):
     ids: list[int]
 
 
-def questions(tokenizer: Tokenizer, count: int) -> list[Question]:
+def questions(tokenizer: Tokenizer, count: int) -> list[SampleQuestion]:
     """Returns samples 0, 1, … of the tasks in turn, at the lengths in turn."""
     from jsparse.evaluation import tasks
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def question(task: Task, index: int) -> Question:
+    def question(task: Task, index: int) -> SampleQuestion:
         length = LENGTHS[index % len(LENGTHS)]
         sample = task.sample(encode, length, index)
-        return Question(
+        return SampleQuestion(
             task, length, index, sample, tokenizer.encode(sample.prompt + sample.prefix)
         )
 
@@ -79,7 +79,7 @@ def questions(tokenizer: Tokenizer, count: int) -> list[Question]:
     return [question(asked[number % len(asked)], number // len(asked)) for number in range(count)]
 
 
-def jsparse_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], Answer]]:
+def jsparse_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], AnswerRecord]]:
     """Loads the model in jsparse; returns (device, dtype of the weights, prompt -> answer)."""
     import jax
 
@@ -88,7 +88,7 @@ def jsparse_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], Answer
     params = jsparse.load(gguf, dtype="float32")
 
     @jax.default_matmul_precision("highest")
-    def answer(ids: list[int]) -> Answer:
+    def answer(ids: list[int]) -> AnswerRecord:
         out = jsparse.generate(
             params,
             ids,
@@ -103,7 +103,7 @@ def jsparse_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], Answer
     return jax.local_devices()[0].device_kind, str(params.dtype), answer
 
 
-def hf_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], Answer]]:
+def hf_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], AnswerRecord]]:
     """Loads the model in transformers; returns (device, dtype of the weights, prompt -> answer)."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -120,7 +120,7 @@ def hf_answerer(gguf: Path) -> tuple[str, str, Callable[[list[int]], Answer]]:
         do_sample=False, max_new_tokens=NUM_NEW, return_dict_in_generate=True, output_logits=True
     )
 
-    def answer(ids: list[int]) -> Answer:
+    def answer(ids: list[int]) -> AnswerRecord:
         prompt = torch.tensor([ids], device=model.device)
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt))
         logits, new_ids = torch.cat(out.logits), out.sequences[0, len(ids) :]
@@ -155,7 +155,7 @@ def answer_all(name: str, gguf: Path, prompts: list[list[int]]) -> dict[str, Any
     }
 
 
-def compare(mine: Answer, other: Answer) -> dict[str, Any]:
+def compare(mine: AnswerRecord, other: AnswerRecord) -> dict[str, Any]:
     """Compares the two answers to one prompt.
 
     Args:
@@ -179,7 +179,9 @@ def compare(mine: Answer, other: Answer) -> dict[str, Any]:
     }
 
 
-def row_of(question: Question, tokenizer: Tokenizer, answers: dict[str, Answer]) -> dict[str, Any]:
+def row_of(
+    question: SampleQuestion, tokenizer: Tokenizer, answers: dict[str, AnswerRecord]
+) -> dict[str, Any]:
     """Returns one prompt's row of the report; `answers` is by contender."""
     task, length, index, sample, ids = question
     texts = {name: tokenizer.decode(answer["ids"]) for name, answer in answers.items()}

@@ -46,7 +46,7 @@ from bench.lib.subprocesses import run_child, write_report
 
 if TYPE_CHECKING:
     import jsparse
-    from jsparse.benchmark.workload import Asked
+    from jsparse.benchmark.workload import WorkloadRequest
     from jsparse.models.checkpoint import Params
 
 PARTS = ("queued", "ragged", "arrivals", "beside")
@@ -80,7 +80,7 @@ def measured(bench: Bench, engine: "jsparse.AsyncEngine", address: str, part: st
     return row
 
 
-def others(workload: "Sequence[Asked]", vocab_size: int) -> "list[Asked]":
+def others(workload: "Sequence[WorkloadRequest]", vocab_size: int) -> "list[WorkloadRequest]":
     """Returns requests of the same lengths, of whose prompts nothing is in the cache."""
     return [
         dataclasses.replace(each, ids=[(token + 1) % vocab_size for token in each.ids])
@@ -88,7 +88,7 @@ def others(workload: "Sequence[Asked]", vocab_size: int) -> "list[Asked]":
     ]
 
 
-def over_http(address: str, workload: "Sequence[Asked]") -> dict[str, Any]:
+def over_http(address: str, workload: "Sequence[WorkloadRequest]") -> dict[str, Any]:
     """Sends requests from another process; returns what `jsparse bench serve` reports of them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.json"
@@ -103,13 +103,13 @@ def client(address: str, path: Path) -> dict[str, Any]:
 
     workload = json.loads(path.read_text())
 
-    async def drive() -> list[serve.Answer]:
+    async def drive() -> list[serve.RequestResult]:
         async with serve.client(address) as server:
             name, endpoint = await serve.first_model(server), serve.ENDPOINTS[0]
             options = {"ignore_eos": True, "options": {"temperature": 0}}
             bodies = [
                 serve.body_of(
-                    serve.Question(each["ids"], each["tokens"]), endpoint, name, **options
+                    serve.BenchRequest(each["ids"], each["tokens"]), endpoint, name, **options
                 )
                 for each in workload
             ]

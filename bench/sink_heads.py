@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from rich.console import Console
 from rich.table import Table
 
-from bench.eviction_error import Recorded, record
+from bench.eviction_error import DenseRecord, record
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
@@ -49,7 +49,7 @@ EPSILONS, TOP = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 0.02
 OUTPUTS = ("top_k", "sinks", "sinks_and_mean", "mean")
 
 
-class Seen(NamedTuple):
+class SinkMeasures(NamedTuple):
     """Holds what was measured in each step of one layer and row.
 
     Attributes:
@@ -69,12 +69,12 @@ def seen(
     last: Float[Array, "1 N H"],
     queries: Float[Array, "steps 1 N H"],
     prompt: int,
-) -> Seen:
+) -> SinkMeasures:
     """Measures a layer whose prompt ends with the query `last`, for the queries that follow it."""
     known = described(whole._replace(lengths=jnp.full_like(whole.lengths, prompt)), last)
     slots = jnp.arange(whole.capacity, dtype=jnp.int32)
 
-    def step(asked: tuple[Array, Array]) -> Seen:
+    def step(asked: tuple[Array, Array]) -> SinkMeasures:
         nth, q = asked
         held = whole._replace(lengths=jnp.full_like(whole.lengths, prompt + nth + 1))
         logits = attention_logits(q, held)
@@ -94,7 +94,7 @@ def seen(
         away = jnp.stack([o.reshape(full.shape) - full for o in outputs])
         errors = jnp.linalg.norm(away, axis=-1) / jnp.linalg.norm(full, axis=-1)
         within = [[near(heavy(newest, budget)) for budget in BUDGETS] for newest in NEWEST]
-        return Seen(jnp.array(within)[..., 0, :], sinks.log_rho[0], errors[:, 0])
+        return SinkMeasures(jnp.array(within)[..., 0, :], sinks.log_rho[0], errors[:, 0])
 
     return jax.lax.map(step, (jnp.arange(len(queries), dtype=jnp.int32), queries))
 
@@ -118,7 +118,7 @@ def near(marks: Bool[Array, "*rows S"]) -> Float32[Array, "distances *rows"]:
     return jnp.stack([jnp.sum(apart <= d, -1) / jnp.sum(marks, -1) for d in DISTANCES])
 
 
-def measure(recorded: Recorded) -> Seen:
+def measure(recorded: DenseRecord) -> SinkMeasures:
     """Returns what all layers of a recorded run saw, with an axis of layers before the steps."""
     layers = [
         jax.device_get(seen(layer, window[:, -1], queries, recorded.prompt))

@@ -23,7 +23,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.kernel_cases import CASES, hybrid
 from bench.lib.kernel_programs import Job, attention_job
-from bench.lib.kernel_timing import Program, lead, profile
+from bench.lib.kernel_timing import TimedProgram, lead, profile
 from bench.lib.subprocesses import write_report
 
 RUNS = 4
@@ -41,7 +41,7 @@ LISTED = ("4096 of 128K b1", "10% of 128K b8", "64..16K of 32K b32", "2% rows of
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedOp:
     """An op that takes a tiling.
 
     Attributes:
@@ -184,22 +184,22 @@ def _selections() -> list[Job]:
 
 
 OPS = {
-    "block_sparse_decode": Tuned("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
-    "hybrid": Tuned("mosaic", "tiles", _cuts, _hybrids, op="block_sparse_decode"),
-    "token_sparse_decode": Tuned(
+    "block_sparse_decode": TunedOp("mosaic", "tiles", _tiles, lambda: _attention(PAGED)),
+    "hybrid": TunedOp("mosaic", "tiles", _cuts, _hybrids, op="block_sparse_decode"),
+    "token_sparse_decode": TunedOp(
         "triton_gpu", "tiling", _rows, lambda: _attention(LISTED, lists="token")
     ),
-    "page_bounds": Tuned("triton_gpu", "tiling", _bounds, lambda: _others("page_bounds")),
-    "int4_scores": Tuned("triton_gpu", "tiling", _scores, lambda: _others("int4_scores")),
-    "row_gather": Tuned("triton_gpu", "tiling", _copies, lambda: _others("gather")),
-    "threshold_select": Tuned("triton_gpu", "tiling", _searches, _selections),
-    "compact_pages": Tuned(
+    "page_bounds": TunedOp("triton_gpu", "tiling", _bounds, lambda: _others("page_bounds")),
+    "int4_scores": TunedOp("triton_gpu", "tiling", _scores, lambda: _others("int4_scores")),
+    "row_gather": TunedOp("triton_gpu", "tiling", _copies, lambda: _others("gather")),
+    "threshold_select": TunedOp("triton_gpu", "tiling", _searches, _selections),
+    "compact_pages": TunedOp(
         "triton_gpu", "tiling", _strips, lambda: _others("compact_pages"), "move_rows"
     ),
 }
 
 
-def times(name: str, before: Program) -> dict[str, dict[str, float]]:
+def times(name: str, before: TimedProgram) -> dict[str, dict[str, float]]:
     """Returns microseconds by case and choice; a choice that cannot run a case has none there."""
     tuned = OPS[name]
     op = tuned.op or name

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import REPOSITORY, describe
-from bench.lib.head_replay import Heads
+from bench.lib.head_replay import RecordedHeads
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import PAGE, WINDOW, from_file, recorded
@@ -59,12 +59,12 @@ def rounded(k: Float[Array, "S H"], bits: int) -> Float32[Array, "S H"]:
 
 @partial(jax.jit, static_argnames=("bits", "framed"))
 def shares(
-    heads: Heads, frequencies: Float32[Array, "half"], *, bits: int, framed: bool
+    heads: RecordedHeads, frequencies: Float32[Array, "half"], *, bits: int, framed: bool
 ) -> dict[str, Float32[Array, "p heads W G"]]:
     """Returns the mass and the share of tokens by p, head, query and query head of the group."""
     positions = jnp.arange(heads.keys.shape[1], dtype=jnp.int32)
 
-    def one(head: Heads) -> dict[str, Array]:
+    def one(head: RecordedHeads) -> dict[str, Array]:
         (slots, dim), (window, group) = head.keys.shape, head.queries.shape[:2]
         q = head.queries.astype(jnp.float32)
         seen = positions <= (slots - window + jnp.arange(window))[:, None, None]
@@ -84,11 +84,11 @@ def shares(
         mass = jnp.sum(jnp.where(taken, jax.nn.softmax(true), 0.0), axis=-1)
         return {"mass": mass, "tokens": jnp.sum(taken, -1) / jnp.sum(seen, -1)}
 
-    found = jax.lax.map(one, Heads(heads.keys.astype(jnp.float32), heads.queries))
+    found = jax.lax.map(one, RecordedHeads(heads.keys.astype(jnp.float32), heads.queries))
     return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
 
 
-def measure(sources: Sequence[Heads], frequencies: np.ndarray) -> list[dict[str, Any]]:
+def measure(sources: Sequence[RecordedHeads], frequencies: np.ndarray) -> list[dict[str, Any]]:
     """Returns a row per number of bits, frame and p, over equally long sources."""
     rows, dim = [], sources[0].keys.shape[-1]
     for bits in BITS:

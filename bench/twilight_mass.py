@@ -33,7 +33,7 @@ from jsparse.cache import LayerCache, StepView
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policies.twilight import Prune, twilight
@@ -45,7 +45,7 @@ PRUNES: tuple[Prune, ...] = ("page_mass", "bits", "token")
 THRESHOLDS = (0.8, 0.9, 0.95, 0.99)
 
 
-class Seen(NamedTuple):
+class MassMeasures(NamedTuple):
     """Measures of one layer's selections, by step; K and N as in jsparse.shapes."""
 
     mass: Float32[Array, "steps B N"]
@@ -66,24 +66,26 @@ def watched(base: Policy, pruned: Policy, p: float, steps: int) -> Policy:
         heads, queries = (
             jnp.full((steps, spec.batch, n), jnp.nan) for n in (spec.num_kv_heads, spec.num_heads)
         )
-        seen = Seen(queries, queries, heads, heads, heads, heads)
+        seen = MassMeasures(queries, queries, heads, heads, heads, heads)
         return jnp.zeros(spec.num_layers, jnp.int32), (seen,) * spec.num_layers
 
-    def choose(state: Paired, layer: int, q: Array, view: StepView):
+    def choose(state: WrappedState, layer: int, q: Array, view: StepView):
         steps_of, records = state.own
         covered, *_ = base.select(state.base.base, layer, q, view)
         chosen, summary, inner = pruned.select(state.base, layer, q, view)
         if chosen.dense is not None:
-            return chosen, summary, Paired(inner, state.own)
+            return chosen, summary, WrappedState(inner, state.own)
         new = look(q, view.layers[layer], covered, chosen, p)
         record = jax.tree.map(lambda old, x: old.at[steps_of[layer]].set(x), records[layer], new)
         own = steps_of.at[layer].add(1), at_layer(records, layer, record)
-        return chosen, summary, Paired(inner, own)
+        return chosen, summary, WrappedState(inner, own)
 
     return with_state(pruned, init, select=choose)
 
 
-def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: float) -> Seen:
+def look(
+    q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: float
+) -> MassMeasures:
     """Measures one step with the exact weights."""
     logits = attention_logits(q, held)
     of_base, kept = (mask(selection, held) for selection in (covered, chosen))
@@ -97,7 +99,7 @@ def look(q: Array, held: LayerCache, covered: Selection, chosen: Selection, p: f
     wanted = mask(exact, held)
     attended, read = count_tokens(chosen, held.lengths, held.page_size)
     pages = kept.reshape(*kept.shape[:2], -1, held.page_size).any(-1).sum(-1)
-    return Seen(
+    return MassMeasures(
         jnp.exp(kept_lse - lse).reshape(q.shape[:2]),
         jnp.exp(kept_lse - base_lse).reshape(q.shape[:2]),
         jnp.sum(wanted & kept, -1) / jnp.maximum(jnp.sum(wanted, -1), 1),
@@ -127,7 +129,8 @@ def measure(
     for index, (prune, p) in enumerate(cases, 1):
         _, records = jax.device_get(forcing.last_state(index).own)
         seen = {
-            name: np.stack([getattr(record, name) for record in records]) for name in Seen._fields
+            name: np.stack([getattr(record, name) for record in records])
+            for name in MassMeasures._fields
         }
         means = {name: float(np.nanmean(x)) for name, x in seen.items()}
         of_base = seen["of_base"][np.isfinite(seen["of_base"])]

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, AttentionCase
 from bench.lib.kernel_programs import Contender, Job, cache
 from bench.lib.kernel_rows import Bandwidth, Settings, bandwidth, job_rows
-from bench.lib.kernel_timing import LEAD_BYTES, Program, lead
+from bench.lib.kernel_timing import LEAD_BYTES, TimedProgram, lead
 from bench.lib.llama_8b import key_constants, state_after_prompt
 from bench.lib.peers import numbers
 from bench.lib.replay import parse
@@ -81,7 +81,7 @@ def dense() -> Policy:
     return Policy(lambda selection, *_: (selection, None, selection), init=init, name="dense")
 
 
-def spec_of(case: Attention) -> CacheSpec:
+def spec_of(case: AttentionCase) -> CacheSpec:
     """Returns the spec of a cache of one layer."""
     return CacheSpec(
         1, case.batch, case.heads, KV_HEADS, HEAD_DIM, case.page, case.num_pages, jnp.bfloat16
@@ -119,12 +119,12 @@ def contender(
         sources = [
             (held._replace(constants=None), own) for held, own in zip(caches, states, strict=True)
         ]
-        return Program(lambda: run(sources, constants, queries), len(queries))
+        return TimedProgram(lambda: run(sources, constants, queries), len(queries))
 
     return program
 
 
-def job(case: Attention, names: Sequence[str] | None) -> Job:
+def job(case: AttentionCase, names: Sequence[str] | None) -> Job:
     """Returns the job of all contenders on one shape; `bytes` are dense attention's."""
     spec = spec_of(case)
     copies = min(-(-READ_SHARE * ROTATED_BYTES // case.pool_bytes), MAX_CACHES)
@@ -173,7 +173,7 @@ def parts(row: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(
-    cases: Sequence[Attention],
+    cases: Sequence[AttentionCase],
     names: Sequence[str] | None,
     path: Path | None,
     nbytes: int,
@@ -205,7 +205,7 @@ def measure(
     return report
 
 
-def peers(cases: Sequence[Attention]) -> list[dict[str, Any]]:
+def peers(cases: Sequence[AttentionCase]) -> list[dict[str, Any]]:
     """Returns PyTorch's times, or the error in their place."""
     shapes = [f"{case.heads}x{case.batch}x{case.context}" for case in cases]
     try:
@@ -262,7 +262,7 @@ def main() -> None:
             parser.error(
                 f"--cases {wrong[0]}: must be batch x context, the context a multiple of 64 tokens"
             )
-    cases = [Attention(f"{b} x {c}", b, c, dense="all") for b, c in shapes]
+    cases = [AttentionCase(f"{b} x {c}", b, c, dense="all") for b, c in shapes]
     nbytes = LEAD_BYTES // 1000 if args.tiny else LEAD_BYTES
     measure(cases, args.only, args.json, nbytes, allow_modified=args.allow_modified)
 

@@ -22,7 +22,7 @@ from bench.lib.text import text_tokens
 from jsparse.cache import StepView
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 
@@ -40,12 +40,12 @@ def counting(policy: Policy, steps: int) -> Policy:
         counts = jnp.full((spec.num_layers, steps, spec.batch, spec.num_kv_heads), -1, jnp.int32)
         return jnp.zeros(spec.num_layers, jnp.int32), counts
 
-    def select(state: Paired, layer: int, q: Array, view: StepView):
+    def select(state: WrappedState, layer: int, q: Array, view: StepView):
         nth, counts = state.own
         chosen, summary, inner = policy.select(state.base, layer, q, view)
         kept = chosen.count if chosen.dense is None else jnp.where(chosen.dense, -1, chosen.count)
         own = nth.at[layer].add(1), counts.at[layer, nth[layer]].set(kept)
-        return chosen, summary, Paired(inner, own)
+        return chosen, summary, WrappedState(inner, own)
 
     return with_state(policy, init, select=select)
 

@@ -11,7 +11,7 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_resumable
-from jsparse.runtime.host_reader import Generation, OnProgress, Streamer
+from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import SamplingParams, per_prompt, requests
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
@@ -76,7 +76,7 @@ class Conversation:
         messages: Sequence[Message],
         *,
         streamer: Streamer = lambda piece: None,
-        on_progress: OnProgress = lambda *_: None,
+        on_progress: OnChunk = lambda *_: None,
     ) -> Generation:
         """Answers the last message of the whole conversation so far.
 

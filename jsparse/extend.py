@@ -21,7 +21,7 @@ from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
 from jsparse.policy import (
@@ -74,7 +74,6 @@ __all__ = [
     "ListedLogits",
     "MaintainFn",
     "MaxLengthFn",
-    "Paired",
     "Policy",
     "PrefillFn",
     "PrefillView",
@@ -94,6 +93,7 @@ __all__ = [
     "TopK",
     "TopP",
     "UpdateFn",
+    "WrappedState",
     "at_layer",
     "below_one",
     "builder",

@@ -16,10 +16,10 @@ from jsparse.policy import AnyPolicy
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.host_reader import (
+    AnswerRow,
     Generation,
-    OnProgress,
+    OnChunk,
     Reader,
-    Row,
     Streamer,
     TokenStreamer,
     text_stream,
@@ -63,7 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     sampling: SamplingParams | Sequence[SamplingParams] | None
     max_length: int | None
     page_size: int
-    on_progress: OnProgress | None
+    on_progress: OnChunk | None
 
 
 @overload
@@ -101,7 +101,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     max_length: int | None = None,
     page_size: int = 16,
-    on_progress: OnProgress | None = None,
+    on_progress: OnChunk | None = None,
 ) -> Any:
     """Continues a prompt, or a batch of prompts.
 
@@ -184,7 +184,7 @@ def run(
     session: Session,
     asked: Sequence[Request],
     streamers: Sequence[Streamer],
-    report: OnProgress,
+    report: OnChunk,
     read: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
     """Reads the prompts of a session's next turn and decodes the answers.
@@ -214,7 +214,7 @@ def answers(
     session: Session,
     asked: Sequence[Request],
     streamers: Sequence[Streamer],
-    report: OnProgress,
+    report: OnChunk,
     began: float,
     questions: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
@@ -226,7 +226,7 @@ def answers(
     tokenizer = session.params.tokenizer
     turns = [()] * len(asked) if questions is None else questions
     rows = [
-        Row(request, text_stream(tokenizer, request.sampling), emit, len(turn))
+        AnswerRow(request, text_stream(tokenizer, request.sampling), emit, len(turn))
         for request, emit, turn in zip(asked, streamers, turns, strict=True)
     ]
     reader = Reader(rows, report, session.clock)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 
-class Refused(NamedTuple):
+class Refusal(NamedTuple):
     """Says why an option is not taken.
 
     Attributes:
@@ -36,131 +36,131 @@ _NO_CODE = "no code that comes with a checkpoint is ever run; must be False"
 _PADDING = "prompts need no padding; give a list of prompts of any lengths"
 _LORA = "adapters are not supported; merge them into the weights before loading"
 
-SAMPLING: Mapping[str, Refused] = {
-    "allowed_token_ids": Refused("must not be given; logit_bias favours up to 300 tokens"),
-    "bad_words": Refused("must be empty; logit_bias={id: -100} forbids a token", []),
-    "best_of": Refused("must be 1; use n, which returns all answers", 1),
-    "detokenize": Refused("must be True; answers have a text and token_ids", True),
-    "early_stopping": Refused(_BEAMS, False),
-    "extra_args": Refused("must not be given; policy holds what the policy takes"),
-    "guided_decoding": Refused(_STRUCTURE),
-    "length_penalty": Refused(_BEAMS, 1.0),
-    "logits_processors": Refused(_PROCESSORS, []),
-    "output_kind": Refused("must not be given; outputs hold everything so far"),
-    "prompt_logprobs": Refused(
+SAMPLING: Mapping[str, Refusal] = {
+    "allowed_token_ids": Refusal("must not be given; logit_bias favours up to 300 tokens"),
+    "bad_words": Refusal("must be empty; logit_bias={id: -100} forbids a token", []),
+    "best_of": Refusal("must be 1; use n, which returns all answers", 1),
+    "detokenize": Refusal("must be True; answers have a text and token_ids", True),
+    "early_stopping": Refusal(_BEAMS, False),
+    "extra_args": Refusal("must not be given; policy holds what the policy takes"),
+    "guided_decoding": Refusal(_STRUCTURE),
+    "length_penalty": Refusal(_BEAMS, 1.0),
+    "logits_processors": Refusal(_PROCESSORS, []),
+    "output_kind": Refusal("must not be given; outputs hold everything so far"),
+    "prompt_logprobs": Refusal(
         "log-probabilities of the prompt are not supported; jsparse.logits(params, ids) gives them"
     ),
-    "spaces_between_special_tokens": Refused("must be True", True),
-    "structured_outputs": Refused(_STRUCTURE),
-    "truncate_prompt_tokens": Refused("must not be given; cut the prompt's token ids"),
-    "use_beam_search": Refused(_BEAMS, False),
+    "spaces_between_special_tokens": Refusal("must be True", True),
+    "structured_outputs": Refusal(_STRUCTURE),
+    "truncate_prompt_tokens": Refusal("must not be given; cut the prompt's token ids"),
+    "use_beam_search": Refusal(_BEAMS, False),
 }
 """vLLM's names, for SamplingParams and for the server's requests."""
 
-GENERATE: Mapping[str, Refused] = {
-    "assistant_model": Refused("speculative decoding is not supported"),
-    "attention_mask": Refused(_PADDING),
-    "bad_words_ids": Refused("use sampling=SamplingParams(logit_bias={id: -100})"),
-    "cache_implementation": Refused("policy says what the cache keeps; max_length is its capacity"),
-    "early_stopping": Refused(_BEAMS, False),
-    "generation_config": Refused(
+GENERATE: Mapping[str, Refusal] = {
+    "assistant_model": Refusal("speculative decoding is not supported"),
+    "attention_mask": Refusal(_PADDING),
+    "bad_words_ids": Refusal("use sampling=SamplingParams(logit_bias={id: -100})"),
+    "cache_implementation": Refusal("policy says what the cache keeps; max_length is its capacity"),
+    "early_stopping": Refusal(_BEAMS, False),
+    "generation_config": Refusal(
         "give its options by name, or sampling=SamplingParams(…); the model's own holds by itself"
     ),
-    "input_ids": Refused("give token ids as the prompt, the second argument"),
-    "inputs": Refused("give text or token ids as the prompt, the second argument"),
-    "length_penalty": Refused(_BEAMS, 1.0),
-    "logits_processor": Refused(_PROCESSORS, []),
-    "n": Refused("must be 1; give the prompt n times, or SamplingParams(n=…) to jsparse.LLM", 1),
-    "no_repeat_ngram_size": Refused("must be 0; use repetition_penalty", 0),
-    "num_beams": Refused(f"must be 1: {_BEAMS}", 1),
-    "num_return_sequences": Refused(
+    "input_ids": Refusal("give token ids as the prompt, the second argument"),
+    "inputs": Refusal("give text or token ids as the prompt, the second argument"),
+    "length_penalty": Refusal(_BEAMS, 1.0),
+    "logits_processor": Refusal(_PROCESSORS, []),
+    "n": Refusal("must be 1; give the prompt n times, or SamplingParams(n=…) to jsparse.LLM", 1),
+    "no_repeat_ngram_size": Refusal("must be 0; use repetition_penalty", 0),
+    "num_beams": Refusal(f"must be 1: {_BEAMS}", 1),
+    "num_return_sequences": Refusal(
         "must be 1; give the prompt as often as you want answers, [prompt] * 4, or "
         "SamplingParams(n=4) to jsparse.LLM",
         1,
     ),
-    "output_attentions": Refused("use `jsparse inspect`, or out.stats.attended_fraction", False),
-    "output_logits": Refused("use logprobs=True, or jsparse.logits(params, ids)", False),
-    "output_scores": Refused("use logprobs=True", False),
-    "pad_token_id": Refused(_PADDING),
-    "past_key_values": Refused("use jsparse.Conversation, which keeps the cache between turns"),
-    "return_dict_in_generate": Refused(
+    "output_attentions": Refusal("use `jsparse inspect`, or out.stats.attended_fraction", False),
+    "output_logits": Refusal("use logprobs=True, or jsparse.logits(params, ids)", False),
+    "output_scores": Refusal("use logprobs=True", False),
+    "pad_token_id": Refusal(_PADDING),
+    "past_key_values": Refusal("use jsparse.Conversation, which keeps the cache between turns"),
+    "return_dict_in_generate": Refusal(
         "leave it out; what generate returns always has attributes", False
     ),
-    "stopping_criteria": Refused("use stop, eos_token_id or max_new_tokens", []),
-    "suppress_tokens": Refused("use sampling=SamplingParams(logit_bias={id: -100})", []),
-    "tokenizer": Refused("params has the tokenizer; jsparse.load(model, tokenizer=…) takes one"),
-    "use_cache": Refused("must be True; there is always a cache", True),
+    "stopping_criteria": Refusal("use stop, eos_token_id or max_new_tokens", []),
+    "suppress_tokens": Refusal("use sampling=SamplingParams(logit_bias={id: -100})", []),
+    "tokenizer": Refusal("params has the tokenizer; jsparse.load(model, tokenizer=…) takes one"),
+    "use_cache": Refusal("must be True; there is always a cache", True),
 }
 """Hugging Face's names, for `jsparse.generate` and Conversation."""
 
-LOAD: Mapping[str, Refused] = {
-    "attn_implementation": Refused("policy chooses the attention, in generate and LLM"),
-    "device_map": Refused(
+LOAD: Mapping[str, Refusal] = {
+    "attn_implementation": Refusal("policy chooses the attention, in generate and LLM"),
+    "device_map": Refusal(
         "a model lies on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
-    "load_in_4bit": Refused("weights are not quantised", False),
-    "load_in_8bit": Refused("weights are not quantised", False),
-    "low_cpu_mem_usage": Refused("tensors are always read one by one", True),
-    "quantization": Refused("weights are not quantised"),
-    "quantization_config": Refused("weights are not quantised"),
-    "token": Refused("log in with `hf auth login`, or set HF_TOKEN"),
-    "torch_dtype": Refused('use dtype, such as dtype="bfloat16"'),
-    "trust_remote_code": Refused(_NO_CODE, False),
+    "load_in_4bit": Refusal("weights are not quantised", False),
+    "load_in_8bit": Refusal("weights are not quantised", False),
+    "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
+    "quantization": Refusal("weights are not quantised"),
+    "quantization_config": Refusal("weights are not quantised"),
+    "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
+    "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),
+    "trust_remote_code": Refusal(_NO_CODE, False),
 }
 """Hugging Face's and vLLM's names, for `jsparse.load`."""
 
-ENGINE: Mapping[str, Refused] = {
+ENGINE: Mapping[str, Refusal] = {
     **LOAD,
-    "block_size": Refused("use page_size, the number of tokens per page"),
-    "cpu_offload_gb": Refused(
+    "block_size": Refusal("use page_size, the number of tokens per page"),
+    "cpu_offload_gb": Refusal(
         "an engine keeps all K and V on the device; jsparse.generate takes the policy offloaded(…)",
         0,
     ),
-    "enable_chunked_prefill": Refused("must be True; prompts are always read in chunks", True),
-    "enable_lora": Refused(_LORA, False),
-    "enforce_eager": Refused(
+    "enable_chunked_prefill": Refusal("must be True; prompts are always read in chunks", True),
+    "enable_lora": Refusal(_LORA, False),
+    "enforce_eager": Refusal(
         "programs are always compiled; prepare=False compiles each when it is first needed", False
     ),
-    "kv_cache_dtype": Refused("K and V have the dtype of the model", "auto"),
-    "load_format": Refused("the format is that of the model's files", "auto"),
-    "max_num_batched_tokens": Refused("use ladder, the sizes of prompt chunks"),
-    "pipeline_parallel_size": Refused("must be 1; an engine runs on one device", 1),
-    "speculative_config": Refused("speculative decoding is not supported"),
-    "swap_space": Refused("nothing is ever swapped; a request that was admitted stays", 0),
-    "tensor_parallel_size": Refused(
+    "kv_cache_dtype": Refusal("K and V have the dtype of the model", "auto"),
+    "load_format": Refusal("the format is that of the model's files", "auto"),
+    "max_num_batched_tokens": Refusal("use ladder, the sizes of prompt chunks"),
+    "pipeline_parallel_size": Refusal("must be 1; an engine runs on one device", 1),
+    "speculative_config": Refusal("speculative decoding is not supported"),
+    "swap_space": Refusal("nothing is ever swapped; a request that was admitted stays", 0),
+    "tensor_parallel_size": Refusal(
         "must be 1; an engine runs on one device: start one server per GPU, with "
         "CUDA_VISIBLE_DEVICES",
         1,
     ),
-    "tokenizer_mode": Refused("tokenizers are always fast ones", "auto"),
+    "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),
 }
 """vLLM's names, for LLM and AsyncEngine."""
 
-ANSWER: Mapping[str, Refused] = {
-    "lora_request": Refused(_LORA),
-    "priority": Refused("requests have no priority"),
-    "prompt_token_ids": Refused("give token ids as the prompts"),
+ANSWER: Mapping[str, Refusal] = {
+    "lora_request": Refusal(_LORA),
+    "priority": Refusal("requests have no priority"),
+    "prompt_token_ids": Refusal("give token ids as the prompts"),
 }
 """vLLM's names, for `LLM.generate`."""
 
-CHAT: Mapping[str, Refused] = {
+CHAT: Mapping[str, Refusal] = {
     **ANSWER,
-    "add_generation_prompt": Refused(
+    "add_generation_prompt": Refusal(
         "must be True: a chat is always answered; generate() continues a text", True
     ),
-    "chat_template": Refused(
+    "chat_template": Refusal(
         "the model's own template is used; jsparse.load(model, tokenizer=…) takes another"
     ),
-    "chat_template_content_format": Refused("content is text", "auto"),
-    "chat_template_kwargs": Refused("the model's own template is used as it is"),
-    "continue_final_message": Refused("must be False; generate() continues a text", False),
-    "tools": Refused("tools are not supported"),
+    "chat_template_content_format": Refusal("content is text", "auto"),
+    "chat_template_kwargs": Refusal("the model's own template is used as it is"),
+    "continue_final_message": Refusal("must be False; generate() continues a text", False),
+    "tools": Refusal("tools are not supported"),
 }
 """vLLM's names, for `LLM.chat`."""
 
 
 def takes[**P, R](
-    refused: Mapping[str, Refused], /, *, more: Callable[..., Any] | None = None
+    refused: Mapping[str, Refusal], /, *, more: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Lets a function refuse options that it lacks, by name and with what to use instead.
 

@@ -41,7 +41,7 @@ from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
 
 State = Any
 Shares = Literal["pages", "keys"]
-Service = Literal["correct", "maintain"]
+ServiceKind = Literal["correct", "maintain"]
 
 
 class PrefillView(NamedTuple):
@@ -145,9 +145,9 @@ class Services(NamedTuple):
     correct_every: int = 0
 
     @property
-    def every(self) -> dict[Service, int]:
+    def every(self) -> dict[ServiceKind, int]:
         """The tokens between two runs of each service that there is, in the order of running."""
-        both: dict[Service, int] = {"correct": self.correct_every, "maintain": self.period}
+        both: dict[ServiceKind, int] = {"correct": self.correct_every, "maintain": self.period}
         return {name: tokens for name, tokens in both.items() if tokens}
 
 

@@ -61,7 +61,7 @@ class _Info(NamedTuple):
     offset: int
 
 
-class _Tensor(NamedTuple):
+class _GGUFTensor(NamedTuple):
     """Holds a tensor's place in the file."""
 
     kind: GGMLQuantizationType
@@ -126,7 +126,7 @@ class _Header:
         self._path, self._data, self._size = path, data, len(data)
         self._at = 0
 
-    def parse(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    def parse(self) -> tuple[dict[str, Any], dict[str, _GGUFTensor]]:
         """Returns the metadata and the tensors of the file."""
         if (magic := bytes(self._data[:4])) != b"GGUF":
             raise self._error(f"begins with {magic!r}: must begin with b'GGUF'")
@@ -220,10 +220,10 @@ class _Header:
             )
         return _Info(name, GGMLQuantizationType(kind), shape, offset)
 
-    def _place(self, infos: list[_Info], alignment: int) -> dict[str, _Tensor]:
+    def _place(self, infos: list[_Info], alignment: int) -> dict[str, _GGUFTensor]:
         """Places each tensor, checking that it is inside the file and overlaps no other."""
         data_start = -(-self._at // alignment) * alignment
-        tensors: dict[str, _Tensor] = {}
+        tensors: dict[str, _GGUFTensor] = {}
         for name, kind, shape, offset in infos:
             block, block_bytes = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // block * block_bytes
@@ -238,7 +238,7 @@ class _Header:
                 raise self._error(
                     f"has {self._size} bytes, but {name!r} ends at {end}: truncated or damaged"
                 )
-            tensors[name] = _Tensor(kind, shape, data_start + offset, nbytes)
+            tensors[name] = _GGUFTensor(kind, shape, data_start + offset, nbytes)
         end, last = data_start, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
             if tensor.start < end:

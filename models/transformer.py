@@ -21,7 +21,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_scale, rope_table
 
 Weights = dict[str, Any]
-Attend = Callable[
+AttendFn = Callable[
     [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
     Float[Array, "B T N H"],
 ]
@@ -34,7 +34,7 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
         c = self.config
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         qkv = nn.Dense(shape[2] * shape[3], use_bias=c.qkv_bias, param_dtype=x.dtype, name="qkv")(
@@ -58,7 +58,7 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], table, attend: Attend) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], table, attend: AttendFn) -> Float[Array, "B T D"]:
         c = self.config
         normed = RMSNorm(c.rms_norm_eps, name="attention_norm")(x)
         x = x + Attention(c, self.layer, name="attention")(normed, table, attend)
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
             self.lm_head = self.param("lm_head", init, (c.hidden_size, c.vocab_size), self.dtype)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
         x = self.embed[tokens]
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
             )
         return jnp.einsum("...d,dv->...v", hidden, self.lm_head, preferred_element_type=jnp.float32)
 
-    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend):
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: AttendFn):
         """Returns logits(hidden(…)), a full pass."""
         return self.logits(self.hidden(tokens, positions, attend))
 
@@ -113,7 +113,7 @@ def hidden_states(
     weights: Weights,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    attend: Attend,
+    attend: AttendFn,
 ) -> Float[Array, "B T D"]:
     """Calls `Decoder.hidden` as a pure function of the weights."""
     return cast(Array, decoder.apply(weights, tokens, positions, attend, method="hidden"))

@@ -5,11 +5,11 @@ import inspect
 import pytest
 
 from jsparse import SamplingParams, names
-from jsparse.names import Refused, takes
+from jsparse.names import Refusal, takes
 
 pytestmark = pytest.mark.pure
 
-WORDS = {"eager": Refused("programs are compiled", False), "beams": Refused("must be 1", 1)}
+WORDS = {"eager": Refusal("programs are compiled", False), "beams": Refusal("must be 1", 1)}
 
 
 def engine(params, *, seats: int = 4, share: float = 0.9):

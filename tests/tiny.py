@@ -21,7 +21,7 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import Policy
 from jsparse.runtime import capacity, prefill, sampling
 from jsparse.runtime.owners import clear_rows
-from jsparse.runtime.reading import Held, first_logits
+from jsparse.runtime.reading import PrefillResult, first_logits
 from jsparse.runtime.session import Session
 
 
@@ -122,7 +122,7 @@ def pooled_logits(
             )
     session = Session(params, policy, spec, steps_per_program=1)
     logits = first_logits(params.decoder, params.weights, carry.last_hidden)
-    session.adopt(Held(logits, carry.cache, carry.state))
+    session.adopt(PrefillResult(logits, carry.cache, carry.state))
     made = forced_logits(session, forced)
     assert not session.held.cache.overflow.any()
     return made

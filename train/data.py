@@ -14,10 +14,10 @@ from jaxtyping import Bool, Int32
 
 from jsparse.models.tokenizer import Tokenizer
 
-Ids = Int32[np.ndarray, " n"]
+TokenIds = Int32[np.ndarray, " n"]
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Holds what a step of training takes.
 
     Attributes:
@@ -39,8 +39,8 @@ class TrainingSample(NamedTuple):
     It has the ids of context and target, and says which of the target's tokens are scored.
     """
 
-    context: Ids
-    target: Ids
+    context: TokenIds
+    target: TokenIds
     scored: Bool[np.ndarray, " n"]
 
 
@@ -60,7 +60,7 @@ class Source:
     buckets: tuple[int, ...]
     settings: dict[str, Any]
 
-    def batch(self, step: int, size: int) -> Batch:
+    def batch(self, step: int, size: int) -> TrainingBatch:
         """Returns the batch of a step, with B = size rows.
 
         S is the smallest bucket that holds the longest context.
@@ -73,7 +73,7 @@ class Source:
         contexts, targets, scored = zip(*self.draw(step, size), strict=True)
         lengths = np.array([len(ids) for ids in contexts], np.int32)
         width = next(bucket for bucket in self.buckets if bucket >= lengths.max())
-        return Batch(
+        return TrainingBatch(
             _padded(contexts, width),
             lengths,
             _padded(targets, self.target_tokens),
@@ -116,7 +116,7 @@ def widths(buckets: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-def continued(tokenizer: Tokenizer, text: str) -> Ids:
+def continued(tokenizer: Tokenizer, text: str) -> TokenIds:
     """Returns the ids of `text` as it follows a word.
 
     They have no special tokens, nor a space that is put before a whole text.

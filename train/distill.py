@@ -28,7 +28,7 @@ from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logit
 from jsparse.runtime import prefill
 from jsparse.shapes import Rows, Tokens
 from jsparse.threshold import top_k_mask
-from jsparse.train.data import Batch
+from jsparse.train.data import TrainingBatch
 
 Match = Literal["logits", "hidden"]
 Sets = Literal["handed_on", "refreshed"]
@@ -54,7 +54,9 @@ class TeacherCache(NamedTuple):
     scored: Bool[Array, "B T"]
 
 
-def teacher_cache(decoder: Decoder, weights: Weights, batch: Batch, match: Match) -> TeacherCache:
+def teacher_cache(
+    decoder: Decoder, weights: Weights, batch: TrainingBatch, match: Match
+) -> TeacherCache:
     """Reads the context and lets the dense model predict."""
     context, length, target, scored = map(jnp.asarray, batch)
     held = length - 1

@@ -36,7 +36,7 @@ class LagrangianState(NamedTuple):
     optimiser: optax.OptState
 
 
-class Progress(NamedTuple):
+class StepReport(NamedTuple):
     """Reports one step, by seed.
 
     Attributes:
@@ -142,7 +142,7 @@ def step(
     keys: Key[Array, "seeds"],
     distance: Callable[[Float32[Array, "L K"]], Array],
     nth: int | Array = 0,
-) -> tuple[LagrangianState, Progress]:
+) -> tuple[LagrangianState, StepReport]:
     """Takes one step of all seeds.
 
     Args:
@@ -168,7 +168,7 @@ def step(
     updates, optimiser = problem.optimiser.update(gradients, state.optimiser, learned)
     moved: Any = optax.apply_updates(learned, updates)
     gates = problem.gates.project(moved["gates"])
-    return LagrangianState(gates, moved["multiplier"], optimiser), Progress(
+    return LagrangianState(gates, moved["multiplier"], optimiser), StepReport(
         far, active, state.multiplier
     )
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.train.data import Ids, Source, TrainingSample, check_at_least, continued, widths
+from jsparse.train.data import Source, TokenIds, TrainingSample, check_at_least, continued, widths
 
 ALPHABET = (
     *(
@@ -58,21 +58,21 @@ class _Pieces(NamedTuple):
     The pieces about a pass key stand at its number less 1.
     """
 
-    introduction: Ids
-    filler: Ids
-    words: list[Ids]  # " alpha"
-    opening: list[Ids]  # "\nPass key 3 is:"
-    closing: Ids
-    asking: Ids
-    name: list[Ids]  # " pass key 3"
-    joint: Ids
-    prompt: Ids  # the end of the context
-    first: list[Ids]  # " Pass key 3:", in the answer
-    later: list[Ids]  # the same after other pass keys, on a line of its own
+    introduction: TokenIds
+    filler: TokenIds
+    words: list[TokenIds]  # " alpha"
+    opening: list[TokenIds]  # "\nPass key 3 is:"
+    closing: TokenIds
+    asking: TokenIds
+    name: list[TokenIds]  # " pass key 3"
+    joint: TokenIds
+    prompt: TokenIds  # the end of the context
+    first: list[TokenIds]  # " Pass key 3:", in the answer
+    later: list[TokenIds]  # the same after other pass keys, on a line of its own
 
 
 def _tokenized(tokenizer: Tokenizer, text: str, needles: int) -> _Pieces:
-    def numbered(form: str) -> list[Ids]:
+    def numbered(form: str) -> list[TokenIds]:
         return [continued(tokenizer, form.format(number)) for number in range(1, needles + 1)]
 
     return _Pieces(
@@ -90,12 +90,14 @@ def _tokenized(tokenizer: Tokenizer, text: str, needles: int) -> _Pieces:
     )
 
 
-def _question(pieces: _Pieces, chosen: Sequence[int]) -> Ids:
+def _question(pieces: _Pieces, chosen: Sequence[int]) -> TokenIds:
     named = [piece for number in chosen for piece in (pieces.joint, pieces.name[number])]
     return np.concatenate([pieces.asking, *named[1:], pieces.prompt])
 
 
-def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Ids, np.ndarray]:
+def _answer(
+    pieces: _Pieces, keys: list[TokenIds], chosen: Sequence[int]
+) -> tuple[TokenIds, np.ndarray]:
     """Returns the target, and which of its tokens are words of keys."""
     headings = [pieces.first[chosen[0]], *(pieces.later[number] for number in chosen[1:])]
     spans = [
@@ -109,8 +111,8 @@ def _answer(pieces: _Pieces, keys: list[Ids], chosen: Sequence[int]) -> tuple[Id
 
 
 def _context(
-    pieces: _Pieces, rng: np.random.Generator, keys: list[Ids], question: Ids, length: int
-) -> Ids:
+    pieces: _Pieces, rng: np.random.Generator, keys: list[TokenIds], question: TokenIds, length: int
+) -> TokenIds:
     """Puts the keys in random order at depths of their own, in as much filler as fits.
 
     The context has `length` tokens, or more where there is no room for filler.
@@ -127,7 +129,7 @@ def _context(
     return np.concatenate([pieces.introduction, before, *hidden, question])
 
 
-def _longest(pieces: Sequence[Ids], count: int = 1) -> int:
+def _longest(pieces: Sequence[TokenIds], count: int = 1) -> int:
     """Returns the most tokens that `count` different pieces can have."""
     return sum(sorted(map(len, pieces), reverse=True)[:count])
 

@@ -205,7 +205,7 @@ class Trainer:
 
     def _stepped(
         self, weights: Any, state: LagrangianState, nth: Array, given: distill.TeacherCache
-    ) -> tuple[LagrangianState, lagrangian.Progress]:
+    ) -> tuple[LagrangianState, lagrangian.StepReport]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(self._seeds, nth)
         return lagrangian.step(
             self.problem,

@@ -18,7 +18,7 @@ import numpy as np
 from bench.lib.kernel_cases import HEAD_DIM, ITEM_BYTES, KV_HEADS, ROTATED_BYTES
 from bench.lib.kernel_ops import compaction
 from bench.lib.kernel_programs import Contender, Job, random
-from bench.lib.kernel_timing import Program
+from bench.lib.kernel_timing import TimedProgram
 from bench.lib.replay import lengths_kept, spread_evenly
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode, mosaic, schedule
@@ -35,7 +35,7 @@ ROW = 2 * HEAD_DIM * ITEM_BYTES  # bytes of K and V of a slot
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """Holds the sizes of a policy's layer.
 
     Attributes:
@@ -68,14 +68,14 @@ class Sizes:
         return f"hard_kv({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
-def replayed_lengths(batch: int, layer: int, sizes: Sizes) -> np.ndarray:
+def replayed_lengths(batch: int, layer: int, sizes: LayerSizes) -> np.ndarray:
     """Returns lengths of a layer's heads [B, K] as they were on SmolLM2, within `sizes`."""
     shape = (batch, KV_HEADS)
-    lengths = spread_evenly(lengths_kept(), layer, shape) * sizes.cap // Sizes.cap
+    lengths = spread_evenly(lengths_kept(), layer, shape) * sizes.cap // LayerSizes.cap
     return np.clip(lengths, sizes.floor, sizes.cap).astype(np.int32)
 
 
-def mixed_lengths(batch: int, seed: int, sizes: Sizes) -> np.ndarray:
+def mixed_lengths(batch: int, seed: int, sizes: LayerSizes) -> np.ndarray:
     """Returns lengths [B, K] at equal steps from the least to the most that heads hold."""
     steps = np.linspace(sizes.floor, sizes.max_slots, batch * KV_HEADS).round().astype(np.int32)
     return np.random.default_rng(seed).permutation(steps).reshape(batch, KV_HEADS)
@@ -107,10 +107,10 @@ def over_layers(op: Callable[..., Any]) -> Contender:
             results.append(out)
         return results
 
-    return lambda layers, sets: Program(lambda: run(layers, sets), len(sets))
+    return lambda layers, sets: TimedProgram(lambda: run(layers, sets), len(sets))
 
 
-def attention_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
+def attention_jobs(batch: int, sizes: LayerSizes, *, on_gpu: bool) -> list[Job]:
     """Returns the jobs of attention over heads of mixed length, with bias and without.
 
     On a GPU, tilings other than the kernel's own are timed too.
@@ -149,7 +149,7 @@ def attention_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
     ]
 
 
-def dense_job(batch: int, sizes: Sizes) -> Job:
+def dense_job(batch: int, sizes: LayerSizes) -> Job:
     """Returns the job of dense attention over the prompt."""
     full = np.full((batch, KV_HEADS), sizes.prompt, np.int32)
 
@@ -177,13 +177,13 @@ def queries(batch: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (batch, HEADS, HEAD_DIM), jnp.bfloat16)
 
 
-def ring(batch: int, seed: int, sizes: Sizes) -> jax.Array:
+def ring(batch: int, seed: int, sizes: LayerSizes) -> jax.Array:
     """Returns random queries of a window."""
     shape = (batch, sizes.window, HEADS, HEAD_DIM)
     return jax.random.normal(jax.random.key(100 + seed), shape, jnp.bfloat16)
 
 
-def compression_jobs(batch: int, sizes: Sizes) -> list[Job]:
+def compression_jobs(batch: int, sizes: LayerSizes) -> list[Job]:
     """Returns the jobs of whole compressions; their times and bytes are those of all layers."""
     worst = np.full((batch, KV_HEADS), sizes.max_slots, np.int32)
     # heads lose a period of slots, on average where they share them; or those of a trace gain and
@@ -220,7 +220,7 @@ def compression_jobs(batch: int, sizes: Sizes) -> list[Job]:
     return jobs
 
 
-def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender:
+def compressing(expression: str, lengths: np.ndarray, sizes: LayerSizes) -> Contender:
     """Returns a maker of programs that compress layers of these lengths, again and again."""
     policy, batch = parse(expression), lengths.shape[0]
     no_row = jnp.zeros(batch, jnp.bool_)
@@ -237,7 +237,7 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
             [layer.lengths for layer in cache.layers],
         )
 
-    def start(_, __) -> Program:
+    def start(_, __) -> TimedProgram:
         layers = tuple(
             pools(batch, sizes.capacity, i, bias="bias" in policy.fields)._replace(lengths=None)
             for i in range(sizes.layers)
@@ -256,19 +256,19 @@ def compressing(expression: str, lengths: np.ndarray, sizes: Sizes) -> Contender
             held[0], held[1], out = run(held[0], held[1], given, positions)
             return out
 
-        return Program(step, 1)
+        return TimedProgram(step, 1)
 
     return start
 
 
-def part_jobs(batch: int, sizes: Sizes, *, on_gpu: bool) -> list[Job]:
+def part_jobs(batch: int, sizes: LayerSizes, *, on_gpu: bool) -> list[Job]:
     """Returns the jobs of a compression's parts, each alone."""
     slots = sizes.max_slots
     scored = batch * KV_HEADS * slots
     # one layer is enough where it is larger than a cache
     copies = 4 if on_gpu else 1
     first, room = sizes.sink, sizes.cap - sizes.sink - sizes.window
-    bounds = rules.Bounds(sizes.floor, room, room)
+    bounds = rules.CountBounds(sizes.floor, room, room)
 
     def competing(layer):
         at = jnp.arange(layer.capacity, dtype=jnp.int32)

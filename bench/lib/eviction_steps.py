@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lib.eviction_layers import Sizes, replayed_lengths
+from bench.lib.eviction_layers import LayerSizes, replayed_lengths
 from bench.lib.kernel_programs import random
 from bench.lib.llama_8b import LLAMA_8B
 from bench.lib.subprocesses import spread
@@ -27,7 +27,7 @@ from jsparse.models.transformer import random_weights
 from jsparse.policies.expressions import parse
 from jsparse.policy import Policy
 from jsparse.runtime.sampling import greedy
-from jsparse.runtime.session import Held, Session
+from jsparse.runtime.session import PrefillResult, Session
 
 PAGE = 16
 
@@ -44,7 +44,7 @@ class Scale:
     """
 
     model: ModelConfig = LLAMA_8B
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: LayerSizes = field(default_factory=LayerSizes)
     count: int = 8
     runs: int = 5
 
@@ -64,7 +64,9 @@ def model_of(scale: Scale) -> Params:
     return Params(weights, scale.model, None, {}, "llama-3.1-8b")
 
 
-def filled(spec: CacheSpec, policy: Policy, lengths: Sequence[np.ndarray], position: int) -> Held:
+def filled(
+    spec: CacheSpec, policy: Policy, lengths: Sequence[np.ndarray], position: int
+) -> PrefillResult:
     """Returns a cache of random K and V, a layer's heads of these lengths, and a state."""
     shape = (spec.pages, spec.page_size, spec.head_dim)
     layers = tuple(
@@ -79,7 +81,9 @@ def filled(spec: CacheSpec, policy: Policy, lengths: Sequence[np.ndarray], posit
     positions = jnp.full(spec.batch, position, jnp.int32)
     cache = KVCache(layers, positions, jnp.zeros(spec.batch, jnp.bool_))
     # only the shape of the logits matters: one token follows from them
-    return Held(jnp.zeros((spec.batch, 1)), cache, jax.jit(policy.init, static_argnums=0)(spec))
+    return PrefillResult(
+        jnp.zeros((spec.batch, 1)), cache, jax.jit(policy.init, static_argnums=0)(spec)
+    )
 
 
 def keeping_lengths(policy: Policy, lengths: Sequence[np.ndarray]) -> Policy:
@@ -123,7 +127,7 @@ def lengths_after(expression: str, scale: Scale, batch: int) -> list[np.ndarray]
     ]
 
 
-def periods(session: Session, scale: Scale, held: Held, runs: int) -> dict[str, Any]:
+def periods(session: Session, scale: Scale, held: PrefillResult, runs: int) -> dict[str, Any]:
     """Times steps from `held` on, by periods of the policy.
 
     Returns:
@@ -304,4 +308,4 @@ def tiny() -> Scale:
         max_position_embeddings=4096,
         rope_theta=10000.0,
     )
-    return Scale(model, Sizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2), count=4, runs=2)
+    return Scale(model, LayerSizes(192, 128, 48, 16, 8, 4, prompt=256, layers=2), count=4, runs=2)

@@ -16,7 +16,7 @@ from jsparse.selection import Selection
 PAGE = 16
 
 
-class Heads(NamedTuple):
+class RecordedHeads(NamedTuple):
     """Holds the keys of KV heads, and the last queries of each one's group, after RoPE."""
 
     keys: Float32[Array, "heads S H"]
@@ -29,7 +29,7 @@ Look = Callable[[Array, LayerCache, Selection, State], Any]
 
 def replay(
     policy: Policy,
-    heads: Heads,
+    heads: RecordedHeads,
     steps: int,
     look: Look,
     *,

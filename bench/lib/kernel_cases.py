@@ -20,7 +20,7 @@ SPARSE_HEADS = (4, 6, 7, 8)
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCase:
     """One case of attention; letters are those of jsparse.shapes.
 
     Attributes:
@@ -128,7 +128,7 @@ class Attention:
         return min(max(-(-ROTATED_BYTES // self.bytes), 4), 32)
 
 
-def shrunk(case: Attention) -> Attention:
+def shrunk(case: AttentionCase) -> AttentionCase:
     """Returns the case in a size for a CPU."""
     shrink = max(case.context // 256, 1)
     capacity = None if case.capacity is None else max(case.capacity // shrink, 1)
@@ -144,31 +144,31 @@ def shrunk(case: Attention) -> Attention:
 
 _TENTH = 131072 // 10
 CASES = (
-    Attention("dense 128K b1", 1, 131072, dense="all"),
-    Attention("dense 128K b8", 8, 131072, dense="all"),
-    Attention("10% of 128K b1", 1, 131072, _TENTH, small=True),
-    Attention("10% of 128K b8", 8, 131072, _TENTH),
-    Attention("10% of 128K b1 P32", 1, 131072, _TENTH, page=32),
-    Attention("10% of 128K b8 P32", 8, 131072, _TENTH, page=32),
-    Attention("10% of 128K b1 P64", 1, 131072, _TENTH, page=64),
-    Attention("10% of 128K b8 P64", 8, 131072, _TENTH, page=64),
-    Attention("10% b8, token bits", 8, 131072, _TENTH, bits=True),
-    Attention("10% b8, page_mass", 8, 131072, _TENTH, stats="page_mass"),
-    Attention("10% b8, token_logits", 8, 131072, _TENTH, stats="token_logits"),
-    Attention("10% b8, bias", 8, 131072, _TENTH, bias=True),
-    Attention("4096 of 128K b1", 1, 131072, 4096, small=True),
-    Attention("4096 of 128K b8", 8, 131072, 4096),
-    Attention("hybrid: half dense b8", 8, 131072, _TENTH, dense="alternate"),
-    Attention("64..16K of 32K b32", 32, 32768, 16384, min_tokens=64),
-    Attention("1 dense 128K, 255 x 64", 32, 131072, 64, dense="one"),
-    Attention("2% rows of 30K b64", 64, 30000, 600, lists="token"),
-    Attention("1168 rows of 128K b1", 1, 131072, 1168, lists="token"),
-    Attention("2621 rows of 128K b1", 1, 131072, 2621, lists="token"),
-    Attention("5242 rows of 128K b1", 1, 131072, 5242, lists="token"),
+    AttentionCase("dense 128K b1", 1, 131072, dense="all"),
+    AttentionCase("dense 128K b8", 8, 131072, dense="all"),
+    AttentionCase("10% of 128K b1", 1, 131072, _TENTH, small=True),
+    AttentionCase("10% of 128K b8", 8, 131072, _TENTH),
+    AttentionCase("10% of 128K b1 P32", 1, 131072, _TENTH, page=32),
+    AttentionCase("10% of 128K b8 P32", 8, 131072, _TENTH, page=32),
+    AttentionCase("10% of 128K b1 P64", 1, 131072, _TENTH, page=64),
+    AttentionCase("10% of 128K b8 P64", 8, 131072, _TENTH, page=64),
+    AttentionCase("10% b8, token bits", 8, 131072, _TENTH, bits=True),
+    AttentionCase("10% b8, page_mass", 8, 131072, _TENTH, stats="page_mass"),
+    AttentionCase("10% b8, token_logits", 8, 131072, _TENTH, stats="token_logits"),
+    AttentionCase("10% b8, bias", 8, 131072, _TENTH, bias=True),
+    AttentionCase("4096 of 128K b1", 1, 131072, 4096, small=True),
+    AttentionCase("4096 of 128K b8", 8, 131072, 4096),
+    AttentionCase("hybrid: half dense b8", 8, 131072, _TENTH, dense="alternate"),
+    AttentionCase("64..16K of 32K b32", 32, 32768, 16384, min_tokens=64),
+    AttentionCase("1 dense 128K, 255 x 64", 32, 131072, 64, dense="one"),
+    AttentionCase("2% rows of 30K b64", 64, 30000, 600, lists="token"),
+    AttentionCase("1168 rows of 128K b1", 1, 131072, 1168, lists="token"),
+    AttentionCase("2621 rows of 128K b1", 1, 131072, 2621, lists="token"),
+    AttentionCase("5242 rows of 128K b1", 1, 131072, 5242, lists="token"),
 )
 
 
-def grid(limit: int) -> list[Attention]:
+def grid(limit: int) -> list[AttentionCase]:
     """Returns dense and each fraction, for shapes whose K and V fit into `limit` bytes."""
     shapes = [(32, batch, context) for batch in BATCHES for context in CONTEXTS]
     shapes += [(64, 8, context) for context in CONTEXTS]
@@ -181,7 +181,7 @@ def grid(limit: int) -> list[Attention]:
     return [case for case in cases if case.pool_bytes <= limit]
 
 
-def hybrid(limit: int) -> list[Attention]:
+def hybrid(limit: int) -> list[AttentionCase]:
     """Returns the cases of LycheeDecode's Figure 5: some of a row's KV heads sparse, or none.
 
     Cases are ordered by shape, as in the grid. A sparse head lists a tenth of the context, as in
@@ -199,19 +199,19 @@ def hybrid(limit: int) -> list[Attention]:
     return [case for case in cases if case.pool_bytes <= limit]
 
 
-GRIDS: Mapping[str, Callable[[int], list[Attention]]] = {"grid": grid, "hybrid": hybrid}
+GRIDS: Mapping[str, Callable[[int], list[AttentionCase]]] = {"grid": grid, "hybrid": hybrid}
 
 
-def _of_shape(name: str, heads: int, batch: int, context: int) -> Attention:
+def _of_shape(name: str, heads: int, batch: int, context: int) -> AttentionCase:
     """Returns the base of a shape's cases, which share one program.
 
     Lists have room for half the pages, and every head has the flag that says whether it is dense.
     """
-    return Attention(
-        name, batch, context, heads=heads, capacity=context // Attention.page // 2, flags=True
+    return AttentionCase(
+        name, batch, context, heads=heads, capacity=context // AttentionCase.page // 2, flags=True
     )
 
 
-def dense_shapes(cases: Sequence[Attention]) -> list[tuple[int, int, int]]:
+def dense_shapes(cases: Sequence[AttentionCase]) -> list[tuple[int, int, int]]:
     """Returns each (heads, batch, context) once."""
     return list(dict.fromkeys((case.heads, case.batch, case.context) for case in cases))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, ROTATED_BYTES, AttentionCase
 from bench.lib.kernel_programs import Job, in_turn, random
-from bench.lib.kernel_timing import Program
+from bench.lib.kernel_timing import TimedProgram
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
@@ -109,7 +109,7 @@ def _int4(
 ) -> Job:
     pages = context // PAGE
     rows = (batch * KV_HEADS * pages, PAGE)
-    listed = Attention("", batch, context, context // 4)
+    listed = AttentionCase("", batch, context, context // 4)
 
     def build():
         packed = jax.random.bits(jax.random.key(0), (*rows, HEAD_DIM // 2), jnp.uint8)
@@ -268,7 +268,7 @@ def _gather(name: str, where: str, wanted: int, pages: int, max_calls: int) -> J
 def compaction(name: str, batch: int, context: int, kept: int) -> Job:
     """Returns the job of compact_pages on heads of `context` slots that keep `kept`."""
     heads = (batch, KV_HEADS)
-    listed = Attention("", batch, context, kept, lists="token")
+    listed = AttentionCase("", batch, context, kept, lists="token")
 
     def build():
         shape = (batch * KV_HEADS * context // PAGE, PAGE, HEAD_DIM)
@@ -284,14 +284,14 @@ def compaction(name: str, batch: int, context: int, kept: int) -> Job:
             layer = compact_pages(layer, keep, implementation=name)._replace(lengths=full)
         return layer
 
-    def start(layer: LayerCache, keeps: list[Any]) -> Program:
+    def start(layer: LayerCache, keeps: list[Any]) -> TimedProgram:
         held = [jax.tree.map(jnp.copy, layer)]
 
         def step():
             held[0] = run(held[0], keeps)
             return held[0]
 
-        return Program(step, len(keeps))
+        return TimedProgram(step, len(keeps))
 
     moved = int((listed.ids(0) != np.arange(kept)).sum())
     size = 2 * 2 * 2 * HEAD_DIM * moved  # K and V, read and written, two bytes each

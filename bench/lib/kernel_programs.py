@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
-from bench.lib.kernel_timing import Program
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, AttentionCase
+from bench.lib.kernel_timing import TimedProgram
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
-Contender = Callable[[Any, list[Any]], Program]
+Contender = Callable[[Any, list[Any]], TimedProgram]
 PARTS = 64  # equal parts of a pool: quickly made, and attention reads every one
 
 
@@ -42,7 +42,7 @@ class Job:
     build: Callable[[], tuple[Any, list[Any]]]
     contenders: Mapping[str, Contender]
     crosses: str = "memory"
-    attention: Attention | None = None
+    attention: AttentionCase | None = None
 
 
 def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
@@ -57,7 +57,7 @@ def in_turn(op: Callable[[Any, Any], Any]) -> Contender:
             results.append(out)
         return results
 
-    return lambda fixed, sets: Program(lambda: run(fixed, sets), len(sets))
+    return lambda fixed, sets: TimedProgram(lambda: run(fixed, sets), len(sets))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -68,19 +68,19 @@ def random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.
     return jnp.broadcast_to(part, (parts, *part.shape)).reshape(shape)
 
 
-def cache(case: Attention) -> LayerCache:
+def cache(case: AttentionCase) -> LayerCache:
     """Returns a full cache."""
     shape = (case.pairs * case.num_pages, case.page, HEAD_DIM)
     bias = jnp.zeros(shape[:2]) if case.bias else None
     return LayerCache(random(0, shape), random(1, shape), lengths(case), bias=bias)
 
 
-def lengths(case: Attention) -> jax.Array:
+def lengths(case: AttentionCase) -> jax.Array:
     """Returns the lengths of all heads."""
     return jnp.full((case.batch, KV_HEADS), case.context, jnp.int32)
 
 
-def inputs(case: Attention, seed: int) -> tuple[jax.Array, jax.Array, Selection]:
+def inputs(case: AttentionCase, seed: int) -> tuple[jax.Array, jax.Array, Selection]:
     """Returns the inputs of one call: queries, lengths and selection."""
     heads = (case.batch, KV_HEADS)
     ids, dense = case.ids(seed).reshape(*heads, -1), case.dense_heads(seed).reshape(heads)
@@ -100,7 +100,7 @@ def inputs(case: Attention, seed: int) -> tuple[jax.Array, jax.Array, Selection]
     return q, lengths(case), selection
 
 
-def attention_op(case: Attention, implementation: str | None):
+def attention_op(case: AttentionCase, implementation: str | None):
     """Returns the op for the case's lists, as `in_turn` takes it."""
     op = block_sparse_decode if case.lists == "page" else token_sparse_decode
 
@@ -117,7 +117,7 @@ def attention_op(case: Attention, implementation: str | None):
     return attend
 
 
-def attention_job(case: Attention, *, on_gpu: bool, max_calls: int) -> Job:
+def attention_job(case: AttentionCase, *, on_gpu: bool, max_calls: int) -> Job:
     """Returns the job of a case; on a CPU the reference replaces the kernel."""
     kernel = {"page": "mosaic", "token": "triton"}[case.lists]
     names = [kernel] * on_gpu + ["reference"] * (case.small or not on_gpu)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, Attention
+from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, AttentionCase
 from bench.lib.kernel_programs import Contender, Job, attention_op, cache, in_turn, inputs, random
-from bench.lib.kernel_timing import Program, profile, wall
+from bench.lib.kernel_timing import TimedProgram, profile, wall
 from bench.lib.llama_8b import READ_BANDWIDTH
 
 BUS_PAGES = 65536  # 268 MB
@@ -39,7 +39,7 @@ class Bandwidth(NamedTuple):
     bus: float
 
 
-def bandwidth(before: Program, nbytes: int, settings: Settings, *, on_gpu: bool) -> Bandwidth:
+def bandwidth(before: TimedProgram, nbytes: int, settings: Settings, *, on_gpu: bool) -> Bandwidth:
     """Measures the bandwidths, that of the memory with `before`, which reads `nbytes` of it."""
     (found,) = profile([], before, settings.runs)
     memory = (
@@ -54,7 +54,7 @@ def bandwidth(before: Program, nbytes: int, settings: Settings, *, on_gpu: bool)
         SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host")
     )
     far = jax.device_put(random(0, (BUS_PAGES, 16, HEAD_DIM)), there)
-    copy = Program(lambda: jax.device_put(far, here), 1)
+    copy = TimedProgram(lambda: jax.device_put(far, here), 1)
     return Bandwidth(
         memory, far.nbytes / wall(copy, settings.calls, settings.repeats)["median"] * 1e6
     )
@@ -73,7 +73,7 @@ def warm(job: Job) -> None:
             continue
 
 
-def warm_grid(cases: Sequence[Attention], contender: Contender) -> None:
+def warm_grid(cases: Sequence[AttentionCase], contender: Contender) -> None:
     """Compiles one case of each of the grid's shapes; the others share its program."""
     for case in {tuple(_shape(case).values()): case for case in reversed(cases)}.values():
         try:
@@ -83,7 +83,7 @@ def warm_grid(cases: Sequence[Attention], contender: Contender) -> None:
 
 
 def job_rows(
-    job: Job, before: Program, rate: Bandwidth, settings: Settings
+    job: Job, before: TimedProgram, rate: Bandwidth, settings: Settings
 ) -> list[dict[str, Any]]:
     """Returns a row for each contender: its times, or the reason why there are none."""
     made, programs = job.build(), {}
@@ -103,9 +103,9 @@ def job_rows(
 
 
 def grid_rows(
-    cases: Sequence[Attention],
+    cases: Sequence[AttentionCase],
     contender: Contender,
-    before: Program,
+    before: TimedProgram,
     rate: Bandwidth,
     settings: Settings,
 ) -> Iterator[dict[str, Any]]:
@@ -136,16 +136,18 @@ def grid_rows(
 
 def grid_contender(implementation: str) -> Contender:
     """Returns the contender that runs all cases of the grid."""
-    return in_turn(attention_op(Attention("", 1, 16), implementation))
+    return in_turn(attention_op(AttentionCase("", 1, 16), implementation))
 
 
-def _shape(case: Attention | None) -> dict[str, int]:
+def _shape(case: AttentionCase | None) -> dict[str, int]:
     return (
         {} if case is None else {"heads": case.heads, "batch": case.batch, "context": case.context}
     )
 
 
-def _profiles(programs: Sequence[Program], before: Program, runs: int) -> list[dict[str, Any]]:
+def _profiles(
+    programs: Sequence[TimedProgram], before: TimedProgram, runs: int
+) -> list[dict[str, Any]]:
     try:
         return profile(programs, before, runs)[1:]
     except Exception as error:

@@ -28,7 +28,7 @@ LONGEST = 0.3  # seconds that one measurement may take
 PAUSE_SECONDS, PAUSE_US = 0.04, 15e3  # between programs; the least pause seen in a trace
 
 
-class Program(NamedTuple):
+class TimedProgram(NamedTuple):
     """A program: `run` dispatches `calls` calls and returns their results without waiting."""
 
     run: Callable[[], Any]
@@ -47,15 +47,15 @@ class Event(NamedTuple):
         return self.start + self.duration
 
 
-def lead(nbytes: int = LEAD_BYTES) -> Program:
+def lead(nbytes: int = LEAD_BYTES) -> TimedProgram:
     """Returns a program that reads that many bytes once."""
     x = jnp.ones(nbytes // 2, jnp.bfloat16)
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
     jax.block_until_ready(total(x))
-    return Program(lambda: total(x), 1)
+    return TimedProgram(lambda: total(x), 1)
 
 
-def wall(program: Program, calls: int, repeats: int) -> dict[str, float]:
+def wall(program: TimedProgram, calls: int, repeats: int) -> dict[str, float]:
     """Returns the microseconds per call on the host's clock, over `repeats` measurements.
 
     Each measurement waits once, after `calls` calls or as many as fit into LONGEST.
@@ -74,7 +74,9 @@ def wall(program: Program, calls: int, repeats: int) -> dict[str, float]:
     return spread(times)
 
 
-def profile(programs: Sequence[Program], before: Program, repeats: int) -> list[dict[str, Any]]:
+def profile(
+    programs: Sequence[TimedProgram], before: TimedProgram, repeats: int
+) -> list[dict[str, Any]]:
     """Profiles programs that have run before; see `summary`.
 
     Returns:

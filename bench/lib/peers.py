@@ -32,7 +32,14 @@ from typing import Any
 import numpy as np
 
 from bench.lib.environment import REPOSITORY
-from bench.lib.kernel_cases import CASES, HEAD_DIM, KV_HEADS, ROTATED_BYTES, Attention, dense_shapes
+from bench.lib.kernel_cases import (
+    CASES,
+    HEAD_DIM,
+    KV_HEADS,
+    ROTATED_BYTES,
+    AttentionCase,
+    dense_shapes,
+)
 from bench.lib.subprocesses import run_child, spread
 
 PEERS = ("torch", "flashinfer")
@@ -83,7 +90,7 @@ def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator
     backends = {"torch FA2": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
     new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     for heads, batch, context in shapes:
-        of_shape = Attention("", batch, context, dense="all")
+        of_shape = AttentionCase("", batch, context, dense="all")
         copies = -(-ROTATED_BYTES // of_shape.pool_bytes)
         shape = (batch, KV_HEADS, context, HEAD_DIM)
         q, pools = new(batch, heads, 1, HEAD_DIM), [(new(shape), new(shape)) for _ in range(copies)]
@@ -96,7 +103,7 @@ def torch_rows(shapes: Sequence[tuple[int, int, int]], repeats: int) -> Iterator
         torch.cuda.empty_cache()
 
 
-def flashinfer_rows(cases: Sequence[Attention], repeats: int) -> Iterator[dict[str, Any]]:
+def flashinfer_rows(cases: Sequence[AttentionCase], repeats: int) -> Iterator[dict[str, Any]]:
     """Yields each case that FlashInfer can run: no token bits, no bias, no report."""
     import torch
 
@@ -120,7 +127,7 @@ def flashinfer_rows(cases: Sequence[Attention], repeats: int) -> Iterator[dict[s
 
 
 def _time_flashinfer(
-    case: Attention, workspace, q, pool, tensor_cores: bool, repeats: int
+    case: AttentionCase, workspace, q, pool, tensor_cores: bool, repeats: int
 ) -> dict[str, Any]:
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -149,7 +156,7 @@ def _time_flashinfer(
 
 
 def _requests(
-    case: Attention, seed: int, requests: int
+    case: AttentionCase, seed: int, requests: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the ends of the requests' pages, the pages, and the tokens in each last page.
 
@@ -234,9 +241,10 @@ def numbers(shape: str) -> list[int]:
     return [int(number) for number in shape.split("x")]
 
 
-def _of_shapes(shapes: Sequence[str]) -> list[Attention]:
+def _of_shapes(shapes: Sequence[str]) -> list[AttentionCase]:
     return [
-        Attention("", batch, context, heads=heads) for heads, batch, context in map(numbers, shapes)
+        AttentionCase("", batch, context, heads=heads)
+        for heads, batch, context in map(numbers, shapes)
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jsparse.benchmark.serve import Answer
+from jsparse.benchmark.serve import RequestResult
 
 GOALS = ("ttft", "tpot", "e2el")
 """The delays that a goodput may bound."""
@@ -32,7 +32,7 @@ DETAILS = (
 
 
 def figures(
-    answers: Sequence[Answer],
+    answers: Sequence[RequestResult],
     *,
     percentiles: Sequence[float] = (99,),
     goodput: Mapping[str, float] | None = None,
@@ -100,29 +100,29 @@ def figures(
     }
 
 
-def _ttft(answer: Answer) -> float:
+def _ttft(answer: RequestResult) -> float:
     return answer.times[0] - answer.sent
 
 
-def _e2el(answer: Answer) -> float:
+def _e2el(answer: RequestResult) -> float:
     return answer.ended - answer.sent
 
 
-def _tpot(answer: Answer) -> float:
+def _tpot(answer: RequestResult) -> float:
     """Returns the time per token behind the first; 0 if there is none."""
     return (_e2el(answer) - _ttft(answer)) / max(answer.output_tokens - 1, 1)
 
 
-def _gaps(answer: Answer) -> list[float]:
+def _gaps(answer: RequestResult) -> list[float]:
     return [after - before for before, after in pairwise(answer.times)]
 
 
-def _keeps(answer: Answer, goodput: Mapping[str, float]) -> bool:
+def _keeps(answer: RequestResult, goodput: Mapping[str, float]) -> bool:
     took = {"ttft": _ttft, "tpot": _tpot, "e2el": _e2el}
     return all(1e3 * took[name](answer) <= maximum for name, maximum in goodput.items())
 
 
-def _busiest_second(done: Sequence[Answer]) -> float:
+def _busiest_second(done: Sequence[RequestResult]) -> float:
     """Returns the most tokens in one second, counted from when the first request was sent.
 
     The tokens of an answer are spread evenly over its pieces.
@@ -136,7 +136,7 @@ def _busiest_second(done: Sequence[Answer]) -> float:
     return max(seconds.values(), default=0.0)
 
 
-def _max_concurrency(done: Sequence[Answer]) -> int:
+def _max_concurrency(done: Sequence[RequestResult]) -> int:
     """Returns the most requests under way; one that ends makes room for one sent just then."""
     events = sorted([(answer.sent, 1) for answer in done] + [(answer.ended, -1) for answer in done])
     return int(max(np.cumsum([change for _, change in events]), default=0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jsparse.benchmark.serve import Question
+from jsparse.benchmark.serve import BenchRequest
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.tokenizer import Tokenizer
 
@@ -50,13 +50,13 @@ def words_below(vocab_size: int) -> Words:
 
 
 def drawn_with(
-    tokenizer: Tokenizer, draw: Callable[[Words], list[Question]], as_text: bool
-) -> list[Question]:
+    tokenizer: Tokenizer, draw: Callable[[Words], list[BenchRequest]], as_text: bool
+) -> list[BenchRequest]:
     """Returns what `draw` makes of a tokenizer's words, as text if a chat is to take it."""
     drawn = draw(words_of(tokenizer))
     if not as_text:
         return drawn
-    return [Question(tokenizer.decode(each.prompt), each.tokens) for each in drawn]
+    return [BenchRequest(tokenizer.decode(each.prompt), each.tokens) for each in drawn]
 
 
 def random_questions(
@@ -68,7 +68,7 @@ def random_questions(
     output_len: int,
     range_ratio: float,
     prefix_len: int,
-) -> list[Question]:
+) -> list[BenchRequest]:
     """Returns random prompts; lengths are uniform within `range_ratio` of those given.
 
     All prompts begin with the same `prefix_len` tokens, which `input_len` does not count.
@@ -83,7 +83,8 @@ def random_questions(
     inputs = _around(rng, "--random-input-len", input_len, range_ratio, count)
     outputs = _around(rng, "--random-output-len", output_len, range_ratio, count)
     return [
-        Question(prefix + words(rng, own), new) for own, new in zip(inputs, outputs, strict=True)
+        BenchRequest(prefix + words(rng, own), new)
+        for own, new in zip(inputs, outputs, strict=True)
     ]
 
 
@@ -96,7 +97,7 @@ def prefix_questions(
     prefix_len: int,
     suffix_len: int,
     output_len: int,
-) -> list[Question]:
+) -> list[BenchRequest]:
     """Returns prompts, in random order, of which as many begin with each of a few prefixes.
 
     Raises:
@@ -108,10 +109,10 @@ def prefix_questions(
     whole_number("--prefix-repetition-output-len", output_len, 1)
     prefixes = [words(rng, prefix_len) for _ in range(num_prefixes)]
     whose = rng.permutation(np.arange(count) % num_prefixes)
-    return [Question(prefixes[nth] + words(rng, suffix_len), output_len) for nth in whose]
+    return [BenchRequest(prefixes[nth] + words(rng, suffix_len), output_len) for nth in whose]
 
 
-def questions_of(path: Path, count: int | None, output_len: int) -> list[Question]:
+def questions_of(path: Path, count: int | None, output_len: int) -> list[BenchRequest]:
     """Reads prompts, one JSON object per line: {"prompt": …, "output_tokens": …}.
 
     Args:
@@ -135,7 +136,7 @@ def questions_of(path: Path, count: int | None, output_len: int) -> list[Questio
     return [_question(f"{path}:{nth}", line, output_len) for nth, line in rows[:count]]
 
 
-def _question(where: str, line: str, output_len: int) -> Question:
+def _question(where: str, line: str, output_len: int) -> BenchRequest:
     try:
         row: Any = json.loads(line)
     except ValueError as error:
@@ -146,7 +147,7 @@ def _question(where: str, line: str, output_len: int) -> Question:
     tokens = row.get("output_tokens")
     tokens = output_len if tokens is None else tokens
     whole_number(f"{where}: output_tokens", tokens, 1)
-    return Question(prompt, tokens)
+    return BenchRequest(prompt, tokens)
 
 
 def _around(

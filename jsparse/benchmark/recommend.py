@@ -19,7 +19,7 @@ from jsparse import __version__
 from jsparse.benchmark.steps import time_steps
 from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
-from jsparse.evaluation.store import Cell, Entry, Store
+from jsparse.evaluation.store import Cell, Entry, ResultStore
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.folders import cache_folder
 from jsparse.models.checkpoint import Params
@@ -33,10 +33,10 @@ NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to ta
 # a step must be this much faster than dense attention's to be worth a difference in the text
 MIN_GAIN = 1.02
 PAGE_SIZE, MIN_LENGTH = 16, 512
-OnProgress = Callable[[str, int, int], Any]
+OnPart = Callable[[str, int, int], Any]
 
 
-class Wanted(NamedTuple):
+class Requirements(NamedTuple):
     """Says what to measure, and how close to dense attention is close enough.
 
     Attributes:
@@ -94,7 +94,7 @@ def _whole_pages(tokens: int) -> int:
     return max(tokens // PAGE_SIZE, 2) * PAGE_SIZE
 
 
-def checked(wanted: Wanted, longest: int) -> Wanted:
+def checked(wanted: Requirements, longest: int) -> Requirements:
     """Returns what is wanted, with canonical names, once each and without dense attention.
 
     Raises:
@@ -118,9 +118,9 @@ def checked(wanted: Wanted, longest: int) -> Wanted:
 
 def recommend(
     params: Params,
-    wanted: Wanted,
+    wanted: Requirements,
     *,
-    report: OnProgress = lambda *_: None,
+    report: OnPart = lambda *_: None,
     tell: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
     """Measures the candidates and ranks them.
@@ -195,7 +195,7 @@ def choice(measured: Mapping[str, Any]) -> Choice:
     )
 
 
-def ranked(entries: Sequence[Entry], wanted: Wanted) -> list[dict[str, Any]]:
+def ranked(entries: Sequence[Entry], wanted: Requirements) -> list[dict[str, Any]]:
     """Returns a dict for dense attention and each candidate, the ones to take first.
 
     Keys: policy; ms (per step); over_dense; kl and agreement, the means over the texts; found and
@@ -248,7 +248,7 @@ def _found(values: Mapping[tuple[str, str], Mapping[int, Any]], policy: str) -> 
     return {"found": found, "lost": lost, "of": of}
 
 
-def _verdict(row: Mapping[str, Any], wanted: Wanted) -> str:
+def _verdict(row: Mapping[str, Any], wanted: Requirements) -> str:
     """Returns why a policy is not to be taken, or ""."""
     if row["policy"] == DENSE:
         return ""
@@ -270,13 +270,13 @@ def _verdict(row: Mapping[str, Any], wanted: Wanted) -> str:
     return ""
 
 
-def _with(store: Store, wanted: Wanted, verdict: str) -> list[str]:
+def _with(store: ResultStore, wanted: Requirements, verdict: str) -> list[str]:
     """Returns the policies of which this is said, the fastest first."""
     rows = ranked(store.entries, wanted)
     return [row["policy"] for row in rows if row["verdict"] == verdict]
 
 
-def _store(params: Params, wanted: Wanted) -> Store:
+def _store(params: Params, wanted: Requirements) -> ResultStore:
     """Returns the journal of this run, with what an interrupted one has measured."""
     settings = wanted._asdict() | {
         "model": known_as(wanted.model),
@@ -289,10 +289,10 @@ def _store(params: Params, wanted: Wanted) -> Store:
     path = cache_folder() / "recommend" / f"{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # of a run that ended: what is asked for again is measured again
-    return Store(path, settings, resume=True)
+    return ResultStore(path, settings, resume=True)
 
 
-def _time(params: Params, wanted: Wanted, policy: str, store: Store) -> None:
+def _time(params: Params, wanted: Requirements, policy: str, store: ResultStore) -> None:
     """Times a policy's steps, unless the journal has them, and notes why it cannot run."""
     cells = [Cell(policy, task, wanted.context) for task in (STEPS, REFUSED)]
     if not all(store.missing(cell, 1) for cell in cells):
@@ -308,7 +308,9 @@ def _time(params: Params, wanted: Wanted, policy: str, store: Store) -> None:
         store.add([Entry(**cells[0]._asdict(), index=0, values=of_step, meta={})])
 
 
-def _compare(params: Params, wanted: Wanted, group: Plan, store: Store, report: OnProgress) -> None:
+def _compare(
+    params: Params, wanted: Requirements, group: Plan, store: ResultStore, report: OnPart
+) -> None:
     """Compares policies with dense attention; what one of them refuses does not touch others."""
 
     def update(now: Progress) -> None:
@@ -325,22 +327,22 @@ def _compare(params: Params, wanted: Wanted, group: Plan, store: Store, report: 
             _compare(params, wanted, group._replace(policies=(DENSE, policy)), store, report)
 
 
-def _refusal(policy: str, wanted: Wanted, error: ValueError) -> Entry:
+def _refusal(policy: str, wanted: Requirements, error: ValueError) -> Entry:
     cell = Cell(policy, REFUSED, wanted.context)
     return Entry(**cell._asdict(), index=0, values={}, meta={"reason": str(error)})
 
 
-def _rows(wanted: Wanted) -> int:
+def _rows(wanted: Requirements) -> int:
     """Returns the texts per batch: several where that costs little memory."""
     return min(4 if wanted.context <= 2**13 else 1, wanted.samples)
 
 
-def _plan(wanted: Wanted, policies: Sequence[str], names: Sequence[str], length: int) -> Plan:
+def _plan(wanted: Requirements, policies: Sequence[str], names: Sequence[str], length: int) -> Plan:
     sizes = {"batch": _rows(wanted), "steps": min(wanted.steps, length - 2)}
     return plan(policies, names, [length], wanted.samples, **sizes)
 
 
-def _longest(params: Params, wanted: Wanted) -> int:
+def _longest(params: Params, wanted: Requirements) -> int:
     """Returns the greatest length of texts up to the context of which the memory holds two batches.
 
     Raises:
@@ -356,7 +358,7 @@ def _longest(params: Params, wanted: Wanted) -> int:
     return length
 
 
-def _fits(params: Params, wanted: Wanted, policies: Sequence[str], length: int) -> bool:
+def _fits(params: Params, wanted: Requirements, policies: Sequence[str], length: int) -> bool:
     """Returns whether prompts read for all these policies fit, beside a copy for one to decode."""
     spec = capacity.cache_spec(params, [[]] * _rows(wanted), length, None, PAGE_SIZE)
     bundled = bundle(tuple(map(parse, policies)))
@@ -364,7 +366,7 @@ def _fits(params: Params, wanted: Wanted, policies: Sequence[str], length: int) 
 
 
 def _groups(
-    params: Params, wanted: Wanted, policies: Sequence[str], length: int
+    params: Params, wanted: Requirements, policies: Sequence[str], length: int
 ) -> Iterator[list[str]]:
     """Yields the policies in groups that fit in memory together, to read each prompt once for."""
     group: list[str] = []
@@ -377,7 +379,9 @@ def _groups(
         yield group
 
 
-def _outlook(params: Params, wanted: Wanted, length: int, of_one: float, of_batch: float) -> str:
+def _outlook(
+    params: Params, wanted: Requirements, length: int, of_one: float, of_batch: float
+) -> str:
     """Says what will be measured, and about how long that takes.
 
     `of_one` are the seconds that dense steps took, compiling among them, `of_batch` those of one

@@ -24,7 +24,7 @@ class ServerError(OSError):
 
 
 @dataclass(frozen=True)
-class Question:
+class BenchRequest:
     """Holds one request: its prompt, as text or token ids, and the most tokens of its answer."""
 
     prompt: str | list[int]
@@ -32,7 +32,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class RequestResult:
     """Records what came of one request; times are in seconds of one clock.
 
     Attributes:
@@ -88,13 +88,13 @@ async def first_model(server: httpx.AsyncClient) -> str:
         raise ServerError(f"{server.base_url} lists no model at /v1/models") from None
 
 
-async def ask(server: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any]) -> Answer:
+async def ask(server: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any]) -> RequestResult:
     """Sends one request and reads its answer; whatever goes wrong is in the answer's `error`.
 
     `body` is what `body_of` makes.
     """
     clock = asyncio.get_running_loop().time
-    answer = Answer(sent=clock())
+    answer = RequestResult(sent=clock())
     try:
         async with server.stream("POST", endpoint, json=body) as response:
             if response.status_code != 200:
@@ -111,7 +111,12 @@ async def ask(server: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any])
 
 
 def body_of(
-    question: Question, endpoint: str, model: str, *, ignore_eos: bool, options: Mapping[str, Any]
+    question: BenchRequest,
+    endpoint: str,
+    model: str,
+    *,
+    ignore_eos: bool,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the body of a request; `options` are further fields, such as temperature."""
     body: dict[str, Any] = {"model": model, "max_tokens": question.tokens, "stream": True}
@@ -132,8 +137,8 @@ async def drive(
     arrivals: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
-) -> list[Answer]:
+    on_answer: Callable[[RequestResult], None] = lambda answer: None,
+) -> list[RequestResult]:
     """Sends each request when it is due, and returns the answers in the order of the requests.
 
     Args:
@@ -148,7 +153,7 @@ async def drive(
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began = loop.time()
 
-    async def one(body: Mapping[str, Any], due: float) -> Answer:
+    async def one(body: Mapping[str, Any], due: float) -> RequestResult:
         await asyncio.sleep(max(due - loop.time(), 0.0))
         async with places:
             answer = await ask(server, endpoint, body)
@@ -169,7 +174,7 @@ async def measure(
     num_warmups: int = 0,
     max_concurrency: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Answer]:
+) -> list[RequestResult]:
     """Sends the first `num_warmups` requests and waits for their answers, then drives them all.
 
     `on_progress` is called with the number of answers that are complete, and that of all.
@@ -216,7 +221,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def _read(
-    events: AsyncIterator[dict[str, Any]], answer: Answer, clock: Callable[[], float]
+    events: AsyncIterator[dict[str, Any]], answer: RequestResult, clock: Callable[[], float]
 ) -> None:
     """Reads the events of one answer into it.
 

@@ -31,7 +31,7 @@ from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import STEPS_PER_PROGRAM, admit
 from jsparse.runtime.sampling import greedy
-from jsparse.runtime.session import Held, Session, StepResult
+from jsparse.runtime.session import PrefillResult, Session, StepResult
 
 PAGE_SIZE = 16
 # steps per iteration: on a GPU enough that starting the first is lost in them
@@ -271,7 +271,7 @@ def _session(params: Params, run: _Run) -> Session:
     # where K and V go to the host, they do so when the session adopts them
     state = state_after_prompt(policy._replace(offload=None), spec, view, vocab_size)
     session = Session(params, policy, spec, adopts=True)
-    session.adopt(Held(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
+    session.adopt(PrefillResult(jnp.zeros((spec.batch, vocab_size), jnp.float32), cache, state))
     return session
 
 

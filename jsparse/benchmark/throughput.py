@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jsparse.benchmark.workload import Asked
+from jsparse.benchmark.workload import WorkloadRequest
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.runtime.request import SamplingParams, requests
@@ -19,7 +19,7 @@ from jsparse.runtime.request import SamplingParams, requests
 PERCENTILES = (50, 90, 99)
 
 
-def run(engine: Engine, workload: Sequence[Asked]) -> list[RequestOutput]:
+def run(engine: Engine, workload: Sequence[WorkloadRequest]) -> list[RequestOutput]:
     """Serves a workload, each request when its time has come; outputs in the order of requests.
 
     The engine's clock must be `time.perf_counter`.
@@ -52,7 +52,7 @@ def run(engine: Engine, workload: Sequence[Asked]) -> list[RequestOutput]:
     return [done[f"{nth}"] for nth in range(len(workload))]
 
 
-def measure(engine: Engine, workload: Sequence[Asked]) -> dict[str, Any]:
+def measure(engine: Engine, workload: Sequence[WorkloadRequest]) -> dict[str, Any]:
     """Serves a workload and returns its rates and delays, with the units in their names.
 
     TTFT is the time from a request's arrival to its first token, ITL that between its tokens as the

@@ -9,7 +9,7 @@ from jsparse.hyper_parameters import whole_number
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkloadRequest:
     """Holds one request of a workload.
 
     Attributes:
@@ -32,7 +32,7 @@ def random_workload(
     shared_prefix: int = 0,
     request_rate: float | None = None,
     seed: int = 0,
-) -> list[Asked]:
+) -> list[WorkloadRequest]:
     """Returns requests with random prompts.
 
     Args:
@@ -56,7 +56,7 @@ def random_workload(
     outputs = _log_uniform(rng, "output_len", output_len, num_prompts)
     times = arrivals(rng, num_prompts, math.inf if request_rate is None else request_rate)
     return [
-        Asked(prefix + rng.integers(vocab_size, size=own).tolist(), new, arrival)
+        WorkloadRequest(prefix + rng.integers(vocab_size, size=own).tolist(), new, arrival)
         for own, new, arrival in zip(inputs, outputs, times, strict=True)
     ]
 

@@ -18,13 +18,13 @@ from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
 from jsparse.cli.info import info, policies
 from jsparse.cli.inspect import inspect
-from jsparse.cli.options import Command, Group
+from jsparse.cli.options import Command, CommandGroup
 from jsparse.cli.recommend import recommend
 from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """Prints the library's refusals as one line on standard error.
 
     Other exceptions keep their traceback.

@@ -13,8 +13,8 @@ from typer import Option
 from jsparse.cli.bench_serve import serve
 from jsparse.cli.options import (
     Command,
+    CommandGroup,
     DtypeOption,
-    Group,
     ModelOption,
     PolicyListOption,
     PolicyOption,
@@ -24,7 +24,7 @@ from jsparse.cli.options import (
 )
 from jsparse.text.signatures import short_name
 
-bench = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False)
+bench = typer.Typer(cls=CommandGroup, no_args_is_help=True, add_completion=False)
 LENGTH = "a number, or MIN:MAX to draw from log-uniformly"
 
 

@@ -20,7 +20,7 @@ from jsparse.cli.options import takes_model
 from jsparse.machine.extras import install
 
 if TYPE_CHECKING:
-    from jsparse.benchmark.serve import Answer
+    from jsparse.benchmark.serve import RequestResult
 
 RANDOM_PROMPTS = 100
 SHOWN_ERRORS = 10
@@ -198,7 +198,7 @@ def serve(
     options = {} if temperature is None else {"temperature": temperature}
     bars = Bars()
 
-    async def run() -> "tuple[str, list[Answer]]":
+    async def run() -> "tuple[str, list[RequestResult]]":
         async with client(address, api_key=api_key, timeout=timeout) as server:
             name = model or await first_model(server)
             if dataset_path is not None:
@@ -306,7 +306,7 @@ def _print(result: dict[str, Any], percentiles: Sequence[float]) -> None:
     console.print(delays)
 
 
-def _print_failures(answers: "Sequence[Answer]") -> None:
+def _print_failures(answers: "Sequence[RequestResult]") -> None:
     errors = Counter(answer.error for answer in answers if answer.error)
     console = Console(stderr=True, highlight=False)
     for error, count in errors.most_common(SHOWN_ERRORS):

@@ -158,7 +158,7 @@ def carry_out(
     from tempfile import TemporaryDirectory
 
     from jsparse.evaluation.plan import run
-    from jsparse.evaluation.store import Store
+    from jsparse.evaluation.store import ResultStore
     from jsparse.models.checkpoint import load
 
     bars = Bars()
@@ -177,7 +177,7 @@ def carry_out(
         "versions": environment["versions"],
     }
     with TemporaryDirectory() as folder, _shown_progress() as report:
-        store = Store(out or Path(folder) / "report.json", settings, resume=resume)
+        store = ResultStore(out or Path(folder) / "report.json", settings, resume=resume)
         run(params, wanted, store, report)
         return store.finish(environment)
 

@@ -15,7 +15,7 @@ from jsparse.cli.options import DtypeOption, ModelOption, PolicyOption, Revision
 from jsparse.text.signatures import short_name
 
 if TYPE_CHECKING:
-    from jsparse.evaluation.inspection import Inspected
+    from jsparse.evaluation.inspection import Inspection
 
 # of nothing, and of more and more of what a cell stands for
 SHADES = " ░▒▓█"
@@ -74,7 +74,7 @@ def inspect(
         show_overlap(shares, overlap)
 
 
-def show(shown: "Inspected", layer: int | None) -> None:
+def show(shown: "Inspection", layer: int | None) -> None:
     """Prints a heat map, a row per layer, or per head of one layer, whose text follows."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     of_rows = shown.attended.mean(axis=1) if layer is None else shown.attended[layer]
@@ -106,7 +106,7 @@ def show(shown: "Inspected", layer: int | None) -> None:
 
 
 def show_overlap(shares: np.ndarray, count: int) -> None:
-    """Prints the shares of Inspected.overlap, a row per pair of layers and a column per KV head."""
+    """Prints the shares of Inspection.overlap: a row per pair of layers, a column per KV head."""
     table = Table(
         "layers",
         *(f"head {head}" for head in range(shares.shape[1])),
@@ -125,7 +125,7 @@ def show_overlap(shares: np.ndarray, count: int) -> None:
     console.print(table)
 
 
-def _show_text(console: Console, shown: "Inspected", layer: int) -> None:
+def _show_text(console: Console, shown: "Inspection", layer: int) -> None:
     """Prints the text; what more heads attend to stands out more."""
     shares = shown.attended[layer].mean(axis=0)
     text = Text()

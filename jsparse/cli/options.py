@@ -187,7 +187,7 @@ class Command(_PlainFlags, TyperCommand):
     """A command."""
 
 
-class Group(_PlainFlags, TyperGroup):
+class CommandGroup(_PlainFlags, TyperGroup):
     """A group of commands."""
 
 

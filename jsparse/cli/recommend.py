@@ -78,7 +78,7 @@ def recommend(
     """
     import jax
 
-    from jsparse.benchmark.recommend import Wanted, candidates, checked
+    from jsparse.benchmark.recommend import Requirements, candidates, checked
     from jsparse.benchmark.recommend import recommend as measure
     from jsparse.models.checkpoint import load, read_config
     from jsparse.policies.own_code import resolve
@@ -88,7 +88,7 @@ def recommend(
     tokens = min(usual, longest) if context is None else context
     named = [resolve(text).name for text in policy or []]
     tried = (*named, *(() if only else candidates(tokens)))
-    wanted = Wanted(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
+    wanted = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
     checked(wanted, longest)
     bars = Bars()
     try:

@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from jsparse.engine.core import Engine, Served
+from jsparse.engine.core import Engine, RequestState
 from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
 from jsparse.models.checkpoint import Params, given_params
@@ -37,7 +37,7 @@ class _Listener:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.news = asyncio.Event()
-        self.served: Served | None = None
+        self.served: RequestState | None = None
         self.error: BaseException | None = None
         self.aborted = False
 
@@ -126,7 +126,7 @@ class AsyncEngine:
         prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-    ) -> AsyncGenerator[Served]:
+    ) -> AsyncGenerator[RequestState]:
         """Does what `generate` does, and leaves it to the caller when to ask for an output.
 
         The request is yielded as soon as it has been taken in, and whenever there is more of it.
@@ -253,7 +253,7 @@ class AsyncEngine:
             self.engine.abort(name)
             del self._listeners[name]
 
-    def _spread(self, news: list[Served]) -> None:
+    def _spread(self, news: list[RequestState]) -> None:
         """Wakes the coroutines whose requests have new tokens."""
         heard = []
         for served in news:

@@ -16,7 +16,7 @@ import numpy as np
 
 
 @dataclass(eq=False)
-class Block:
+class CacheBlock:
     """Holds the groups of one block of tokens, and the number of requests that hold them.
 
     Attributes:
@@ -44,9 +44,9 @@ class BlockPool:
         """Prepares a pool of `num_groups` groups, of which the last is scratch."""
         self.size = num_groups - 1
         self._free = list(range(self.size - 1, -1, -1))
-        self._blocks: dict[bytes, Block] = {}
+        self._blocks: dict[bytes, CacheBlock] = {}
         # blocks that nobody holds; the first goes first
-        self._idle: OrderedDict[bytes, Block] = OrderedDict()
+        self._idle: OrderedDict[bytes, CacheBlock] = OrderedDict()
         self._idle_groups = 0
 
     @property
@@ -92,7 +92,7 @@ class BlockPool:
         """Returns the groups in those of these blocks that nobody holds."""
         return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
-    def hold(self, keys: Sequence[bytes]) -> list[Block]:
+    def hold(self, keys: Sequence[bytes]) -> list[CacheBlock]:
         """Returns the blocks of these keys, each held once more."""
         blocks = [self._blocks[key] for key in keys]
         for block in blocks:
@@ -102,7 +102,7 @@ class BlockPool:
             block.holders += 1
         return blocks
 
-    def share(self, key: bytes, groups: Sequence[int]) -> Block:
+    def share(self, key: bytes, groups: Sequence[int]) -> CacheBlock:
         """Makes a block of groups that one request has held alone, and now holds as a block.
 
         Raises:
@@ -110,10 +110,10 @@ class BlockPool:
         """
         if key in self._blocks:
             raise ValueError(f"key={key!r}: must be of no block in the pool")
-        block = self._blocks[key] = Block(key, tuple(groups), holders=1)
+        block = self._blocks[key] = CacheBlock(key, tuple(groups), holders=1)
         return block
 
-    def drop(self, blocks: Sequence[Block]) -> None:
+    def drop(self, blocks: Sequence[CacheBlock]) -> None:
         """Lets go of blocks in the order of their tokens; the last of them will be given up first.
 
         A block is of no use without those before it.

@@ -12,9 +12,9 @@ import jax
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
-from jsparse.engine.outputs import Growing, RequestMetrics, RequestOutput
+from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
 from jsparse.engine.programs import Programs
-from jsparse.engine.runner import Flight, Runner
+from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Answer, Rules, Scheduler
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params, require_params
@@ -43,14 +43,14 @@ class Counters:
 
 
 @dataclass(eq=False)
-class Served:
+class RequestState:
     """Holds a request and its answers."""
 
     request_id: str
     prompt: str | None
     ids: list[int]
     answers: list[Answer]
-    growing: list[Growing]
+    growing: list[AnswerBuilder]
     metrics: RequestMetrics
     policy: str
 
@@ -171,10 +171,10 @@ class Engine:
         self.programs = Programs(spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             self.programs.prepare()
-        self._live: dict[int, tuple[Served, Answer, Growing]] = {}
-        self._requests: dict[str, Served] = {}
+        self._live: dict[int, tuple[RequestState, Answer, AnswerBuilder]] = {}
+        self._requests: dict[str, RequestState] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
-        self._flying: deque[Flight] = deque()
+        self._flying: deque[PendingResults] = deque()
         self._max_waiting, self.counters = max_waiting, Counters()
         self.error: BaseException | None = None
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
@@ -218,7 +218,7 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         arrived: float | None = None,
-    ) -> Served:
+    ) -> RequestState:
         """Adds a request and returns it.
 
         Args:
@@ -238,7 +238,7 @@ class Engine:
             raise ValueError(f"request_id={request_id!r}: must not be that of a live request")
         now = self._clock() if arrived is None else arrived
         ran = policy_of(self.policy, request.sampling.policy)
-        served = Served(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
+        served = RequestState(request_id, prompt, request.ids, [], [], RequestMetrics(now), ran)
         for index in range(request.sampling.n):
             # each answer draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
@@ -250,14 +250,16 @@ class Engine:
                 self._log.asked(answer.number, own)
             served.answers.append(answer)
             keep = self._layer_stats is True
-            served.growing.append(Growing(own, index, self.params.tokenizer, keep_layers=keep))
+            served.growing.append(
+                AnswerBuilder(own, index, self.params.tokenizer, keep_layers=keep)
+            )
         self._requests[request_id] = served
         for answer, growing in zip(served.answers, served.growing, strict=True):
             self._live[answer.number] = served, answer, growing
             self.scheduler.add(answer)
         return served
 
-    def abort(self, request_id: str) -> Served | None:
+    def abort(self, request_id: str) -> RequestState | None:
         """Ends a request in whatever phase; returns it, or None if it has ended already."""
         served = self._requests.get(request_id)
         if served is None:
@@ -268,7 +270,7 @@ class Engine:
         self._forget(served)
         return served
 
-    def step(self) -> list[Served]:
+    def step(self) -> list[RequestState]:
         """Dispatches the next plan and reads results that have had time to arrive.
 
         Returns:
@@ -293,7 +295,7 @@ class Engine:
         """Waits for running programs: a process that exits during one is aborted."""
         self._runner.settle()
 
-    def _step(self) -> list[Served]:
+    def _step(self) -> list[RequestState]:
         begun, plan, planned = self._clock(), self.scheduler.plan(), self._clock()
         if not plan.empty:
             if self._log is not None:
@@ -307,7 +309,7 @@ class Engine:
             self.counters.row_steps += sum(row.steps for row in plan.rows)
             self._flying += self._runner.run(plan)
         dispatched = self._clock()
-        heard: dict[int, Served] = {}
+        heard: dict[int, RequestState] = {}
         lag = 0 if plan.empty or not self._flying else max(LAG, self._flying[-1].steps)
         while self._flying and (
             sum(flight.steps for flight in self._flying) > lag or self._flying[0].packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,7 +321,7 @@ class Engine:
         self.counters.results_seconds += self._clock() - dispatched
         return list(heard.values())
 
-    def _take(self, flight: Flight) -> list[Served]:
+    def _take(self, flight: PendingResults) -> list[RequestState]:
         """Reads one program's results; returns the requests that they are for."""
         results, now, heard = self._runner.results(flight), self._clock(), []
         for number, tokens in results:
@@ -340,7 +342,7 @@ class Engine:
                     self._forget(served)
         return heard
 
-    def _forget(self, served: Served) -> None:
+    def _forget(self, served: RequestState) -> None:
         self._requests.pop(served.request_id, None)
         for answer in served.answers:
             self._live.pop(answer.number, None)

@@ -135,7 +135,7 @@ class RequestOutput:
     policy: str
 
 
-class Growing:
+class AnswerBuilder:
     """Collects one answer, which ends at end tokens, stop strings and its number of tokens.
 
     Text is made when it is asked for, and for stop strings after every token. One thread may `take`

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jsparse.engine.outputs import Growing
-from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.engine.outputs import AnswerBuilder
+from jsparse.engine.scheduler import Chunk, Decode, StepPlan
 from jsparse.runtime.request import Request, SamplingParams
 
 
@@ -36,11 +36,11 @@ class PlanLog:
             stream=request.stream,
         )
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         """Writes a plan."""
         self._write(ended=plan.ended, chunk=plan.chunk, steps=plan.steps, rows=plan.rows)
 
-    def answered(self, number: int, growing: Growing) -> None:
+    def answered(self, number: int, growing: AnswerBuilder) -> None:
         """Writes an answer that has ended."""
         self._write(got=number, tokens=growing.token_ids, logprobs=growing.logprobs)
 
@@ -49,22 +49,22 @@ class PlanLog:
             file.write(json.dumps(line) + "\n")
 
 
-class Recorded(NamedTuple):
+class Recording(NamedTuple):
     """Holds a log that has been read: requests, and what they got, by the answers' numbers."""
 
     engine: dict[str, Any]
     requests: dict[int, Request]
-    plans: list[Plan]
+    plans: list[StepPlan]
     got: dict[int, tuple[list[int], list[float]]]
 
 
-def read(file: str | os.PathLike[str]) -> Recorded:
+def read(file: str | os.PathLike[str]) -> Recording:
     """Reads a log.
 
     Raises:
         ValueError: it is not one.
     """
-    recorded = Recorded({}, {}, [], {})
+    recorded = Recording({}, {}, [], {})
     # what follows the last line break was being written when the process ended
     for nth, text in enumerate(Path(file).read_text(encoding="utf-8").split("\n")[:-1]):
         try:
@@ -76,7 +76,7 @@ def read(file: str | os.PathLike[str]) -> Recorded:
     return recorded
 
 
-def _take(recorded: Recorded, line: dict[str, Any]) -> None:
+def _take(recorded: Recording, line: dict[str, Any]) -> None:
     if "engine" in line:
         recorded.engine.update(line["engine"])
     elif "answer" in line:
@@ -89,4 +89,4 @@ def _take(recorded: Recorded, line: dict[str, Any]) -> None:
     else:
         chunk = None if line["chunk"] is None else Chunk(*line["chunk"])
         rows = [Decode(*row) for row in line["rows"]]
-        recorded.plans.append(Plan(line["ended"], chunk, line["steps"], rows))
+        recorded.plans.append(StepPlan(line["ended"], chunk, line["steps"], rows))

@@ -21,12 +21,12 @@ from jsparse.engine.packing import Packed, pack
 from jsparse.engine.setup import EngineSpec
 from jsparse.model_facts.constants import constants
 from jsparse.models.transformer import Weights, to_logits
-from jsparse.policy import Service
+from jsparse.policy import ServiceKind
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
-from jsparse.runtime.program_set import ProgramSet, Wanted
+from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.request import OFF, Request, SamplingParams
 from jsparse.runtime.rows import (
     Batch,
@@ -41,8 +41,8 @@ from jsparse.runtime.shared_pages import SharedPages, empty_pages
 
 # How tokens are chosen: all rows take the likeliest; each by its own options; and with the
 # likeliest tokens beside the chosen one.
-Choice = Literal["greedy", "sampled", "top"]
-CHOICES: dict[Choice, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
+SamplingMode = Literal["greedy", "sampled", "top"]
+CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
 # All rows of an engine, whether or not they hold requests.
 Slots = Batch[SharedPages]
@@ -89,36 +89,36 @@ class Programs(ProgramSet):
         super().__init__(programs, fixed, self._shapes_of)
 
     def expect_answer(
-        self, start: int, end: int, new_tokens: int, slot: int, choice: Choice
+        self, start: int, end: int, new_tokens: int, slot: int, choice: SamplingMode
     ) -> None:
         """Begins to compile what a request runs that is alone.
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
         """
         wanted = [
-            Wanted.of("read", size, last=last) for size, last in self._sizes.chunks(start, end)
+            ProgramKey.of("read", size, last=last) for size, last in self._sizes.chunks(start, end)
         ]
-        wanted.append(Wanted.of("join", choice=choice))
+        wanted.append(ProgramKey.of("join", choice=choice))
         if new_tokens > 1:
             rows = self._sizes.rows_for(slot)
             count = self._sizes.steps if new_tokens > self._sizes.steps else 1
-            wanted.append(Wanted.of("decode", rows, count=count, choice=choice))
+            wanted.append(ProgramKey.of("decode", rows, count=count, choice=choice))
         self.expect(wanted)
 
-    def prepare(self, choices: Iterable[Choice] = ("greedy", "sampled")) -> None:
+    def prepare(self, choices: Iterable[SamplingMode] = ("greedy", "sampled")) -> None:
         """Compiles all programs that requests of these kinds need, several at a time."""
-        wanted = [Wanted.of("start"), Wanted.of("begin")]
+        wanted = [ProgramKey.of("start"), ProgramKey.of("begin")]
         full = {size for _, size in self._sizes.ladder}
         for size in full | set(self._sizes.tails):
             for last in (True, False) if size in full else (True,):
-                wanted.append(Wanted.of("read", size, last=last))
+                wanted.append(ProgramKey.of("read", size, last=last))
             if self._policy.shares == "keys" and size in full:
-                wanted.append(Wanted.of("replay", size))
+                wanted.append(ProgramKey.of("replay", size))
         for choice in choices:
-            wanted.append(Wanted.of("join", choice=choice))
+            wanted.append(ProgramKey.of("join", choice=choice))
             for rows, count in product(self._sizes.rows, sorted({1, self._sizes.steps})):
-                wanted.append(Wanted.of("decode", rows, count=count, choice=choice))
-        wanted += [Wanted.of("service", service=name) for name in self._policy.services.every]
+                wanted.append(ProgramKey.of("decode", rows, count=count, choice=choice))
+        wanted += [ProgramKey.of("service", service=name) for name in self._policy.services.every]
         self.compile(wanted, logger)
 
     def made_from(self) -> tuple[Any, ...]:
@@ -240,7 +240,7 @@ class Programs(ProgramSet):
         sampling: RowSampling,
         knobs: dict[str, Array],
         *,
-        choice: Choice,
+        choice: SamplingMode,
         weights: Weights,
     ) -> tuple[Slots, Packed]:
         """Puts a prompt that has been read into a slot, and chooses its first token."""
@@ -267,7 +267,7 @@ class Programs(ProgramSet):
         counts: Int32[Array, "n"],
         *,
         count: int,
-        choice: Choice,
+        choice: SamplingMode,
         weights: Weights,
         beside: ReadOnly,
     ) -> tuple[Slots, Packed]:
@@ -285,7 +285,7 @@ class Programs(ProgramSet):
         batch: Slots,
         slot: Int32[Array, ""],
         *,
-        service: Service,
+        service: ServiceKind,
         weights: Weights,
         beside: ReadOnly,
     ) -> Slots:
@@ -295,7 +295,7 @@ class Programs(ProgramSet):
             slot[None],
         )
 
-    def _kept(self, choice: Choice) -> Any:
+    def _kept(self, choice: SamplingMode) -> Any:
         """Returns what makes of a step what the host wants to know."""
         wanted = {"layer_stats": self._made_for.layer_stats, "top": choice == "top"}
         return partial(pack, num_layers=self._spec.num_layers, **wanted)

@@ -3,10 +3,10 @@
 import os
 
 from jsparse.engine import plan_log, setup
-from jsparse.engine.outputs import Growing
+from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Runner
-from jsparse.engine.scheduler import Sizes
+from jsparse.engine.scheduler import EngineSizes
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.admission import admit
@@ -32,7 +32,7 @@ def replay(
         )
     ladder = tuple(map(tuple, engine["sizes"]["ladder"]))
     lists = {name: tuple(engine["sizes"][name]) for name in ("tails", "rows")}
-    sizes = Sizes(**engine["sizes"] | {"ladder": ladder} | lists)
+    sizes = EngineSizes(**engine["sizes"] | {"ladder": ladder} | lists)
     rows = setup.cache_spec(
         params,
         max_num_seqs=sizes.num_slots,
@@ -52,7 +52,8 @@ def replay(
     spec = setup.EngineSpec(params, policy, cache, sizes, knobs, engine["layer_stats"])
     runner = Runner(spec, Programs(spec), recorded.requests.__getitem__)
     growing = {
-        nth: Growing(request, 0, params.tokenizer) for nth, request in recorded.requests.items()
+        nth: AnswerBuilder(request, 0, params.tokenizer)
+        for nth, request in recorded.requests.items()
     }
     for plan in recorded.plans:
         for flight in runner.run(plan):

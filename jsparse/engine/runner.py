@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jsparse.engine.packing import TokenResult, unpack
-from jsparse.engine.programs import CHOICES, Choice, OpenPrompt, Programs, Slots, neutral
-from jsparse.engine.scheduler import Chunk, Decode, Plan
+from jsparse.engine.programs import CHOICES, OpenPrompt, Programs, SamplingMode, Slots, neutral
+from jsparse.engine.scheduler import Chunk, Decode, StepPlan
 from jsparse.engine.setup import EngineSpec
 from jsparse.runtime.pauses import due
 from jsparse.runtime.prefill import settle
@@ -17,7 +17,7 @@ from jsparse.runtime.request import Request, knob_row
 from jsparse.runtime.sampling import RowSampling, row_sampling
 
 
-class Flight(NamedTuple):
+class PendingResults(NamedTuple):
     """Holds the results of one program, on their way to the host.
 
     Attributes:
@@ -31,7 +31,7 @@ class Flight(NamedTuple):
     steps: int = 1
 
 
-def choice_of(request: Request) -> Choice:
+def choice_of(request: Request) -> SamplingMode:
     """Returns the cheapest way of choosing that gives a request what it asks for."""
     if request.sampling.logprobs:
         return "top"
@@ -51,7 +51,7 @@ class Runner:
         self._batch: Slots = programs.run("start")
         self._prompts: dict[int, OpenPrompt] = {}
 
-    def run(self, plan: Plan) -> list[Flight]:
+    def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns what will come of it."""
         flights = []
         for number in plan.ended:
@@ -68,7 +68,7 @@ class Runner:
             flight.packed.copy_to_host_async()
         return flights
 
-    def results(self, flight: Flight) -> list[tuple[int, list[TokenResult]]]:
+    def results(self, flight: PendingResults) -> list[tuple[int, list[TokenResult]]]:
         """Returns each answer that a program decoded for, with its tokens, once they are there."""
         packed = np.asarray(flight.packed)
         return [
@@ -91,7 +91,7 @@ class Runner:
             *(chunk.slot, choice_of(request)),
         )
 
-    def _read(self, chunk: Chunk) -> list[Flight]:
+    def _read(self, chunk: Chunk) -> list[PendingResults]:
         request = self._request_of(chunk.answer)
         if chunk.fresh:
             self._prompts[chunk.answer] = self._programs.run("begin")
@@ -108,7 +108,7 @@ class Runner:
         )
         if not chunk.last:
             self._prompts[chunk.answer] = prompt
-            return [Flight(done, [])]
+            return [PendingResults(done, [])]
         choice = choice_of(request)
         self._batch, packed = self._programs.run(
             *("join", self._batch, prompt, np.int32(chunk.slot), groups),
@@ -117,9 +117,9 @@ class Runner:
             knob_row(request, self._spec.knobs),
             choice=choice,
         )
-        return [Flight(packed, [(chunk.answer, 0, 1)])]
+        return [PendingResults(packed, [(chunk.answer, 0, 1)])]
 
-    def _decode(self, steps: int, rows: list[Decode]) -> Flight:
+    def _decode(self, steps: int, rows: list[Decode]) -> PendingResults:
         counts = np.zeros(self._spec.sizes.rows_for(max(row.slot for row in rows)), np.int32)
         for row in rows:
             counts[row.slot] = row.steps
@@ -130,7 +130,7 @@ class Runner:
             count=steps,
             choice=max(wanted, key=[*CHOICES].index),
         )
-        return Flight(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
+        return PendingResults(packed, [(row.answer, row.slot, row.steps) for row in rows], steps)
 
     def _service(self, rows: list[Decode]) -> None:
         """Corrects and maintains the rows that are due, one by one."""

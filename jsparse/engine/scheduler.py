@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from jsparse.engine.blocks import Block, BlockPool, block_keys
+from jsparse.engine.blocks import BlockPool, CacheBlock, block_keys
 from jsparse.runtime.pauses import next_steps, until_due
 
 # A request that has waited a second counts as this many tokens shorter: about what an 8B model
@@ -20,7 +20,7 @@ TOKENS_PER_SECOND = 20_000
 MAX_READING = 4
 
 
-class Sizes(NamedTuple):
+class EngineSizes(NamedTuple):
     """Holds the static sizes of an engine.
 
     Attributes:
@@ -134,7 +134,7 @@ class Answer:
     cached: int = 0
     sent: int = 0
     stopped: bool = False
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[CacheBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 
     @property
@@ -184,7 +184,7 @@ class Decode(NamedTuple):
     age: int
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """Says what the device does next: a chunk, then one program of `steps` decode steps.
 
     `ended` are the answers whose prompts were partly read and will not be read on.
@@ -204,7 +204,7 @@ class Plan(NamedTuple):
 class Scheduler:
     """Holds all answers that have not ended, by phase (those that wait as a heap), and plans."""
 
-    def __init__(self, sizes: Sizes, rules: Rules) -> None:
+    def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
         """Prepares a scheduler without requests."""
         self.sizes, self.rules = sizes, rules
         self.pool = BlockPool(sizes.num_groups)
@@ -251,7 +251,7 @@ class Scheduler:
         """Stops an answer in any phase; the next plan lets go of it."""
         answer.stopped = self._some_stopped = True
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Returns what to do next, as if it were done at once: plans run in their order."""
         ended = self._let_go()
         self._admit()
@@ -263,7 +263,7 @@ class Scheduler:
             if count > 0:
                 answer.sent += count
                 rows.append(Decode(answer.number, answer.slot, count, answer.sent - 1))
-        return Plan(ended, chunk, steps if rows else 0, rows)
+        return StepPlan(ended, chunk, steps if rows else 0, rows)
 
     def _let_go(self) -> list[int]:
         """Frees what answers held that have been stopped or have all their tokens planned.

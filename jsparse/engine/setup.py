@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from jsparse.cache import CacheSpec
-from jsparse.engine.scheduler import Sizes
+from jsparse.engine.scheduler import EngineSizes
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
@@ -38,7 +38,7 @@ class EngineSpec(NamedTuple):
     params: Params
     policy: Policy
     cache: CacheSpec
-    sizes: Sizes
+    sizes: EngineSizes
     knobs: tuple[str, ...]
     layer_stats: bool
 
@@ -48,7 +48,7 @@ class EngineSpec(NamedTuple):
         return self.params.config.vocab_size
 
 
-def pooled(rows: CacheSpec, sizes: Sizes) -> CacheSpec:
+def pooled(rows: CacheSpec, sizes: EngineSizes) -> CacheSpec:
     """Returns the sizes of these rows over a pool of the engine's groups of pages."""
     return rows._replace(pool_pages=sizes.num_groups * rows.num_kv_heads)
 
@@ -85,7 +85,7 @@ def sizes_of(
     decode_rows: Sequence[int] | None,
     ladder: Sequence[tuple[int, int]] | None,
     max_model_len: int | None,
-) -> Sizes:
+) -> EngineSizes:
     """Returns an engine's sizes; `Engine` says what None means.
 
     Raises:
@@ -99,7 +99,7 @@ def sizes_of(
         raise ValueError(f"ladder={ladder!r}: must be (position, size) pairs") from None
     block = min(BLOCK_TOKENS, min(size for _, size in rungs))
     _require_ladder(rungs, block, spec.page_size)
-    return Sizes(
+    return EngineSizes(
         num_slots=spec.batch,
         max_model_len=max_model_len or spec.capacity,
         page_size=spec.page_size,

@@ -20,7 +20,7 @@ from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select.reference import pooled
 from jsparse.partials import Summary, merge, softmax_partial
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, at_layer, selected
@@ -74,7 +74,7 @@ class AttentionMetrics(NamedTuple):
     steps: Int32[np.ndarray, "L"]
 
 
-class Sums(NamedTuple):
+class MetricSums(NamedTuple):
     """Holds one layer's sums over the steps so far, and their number in each row."""
 
     heads: HeadMetrics
@@ -94,24 +94,24 @@ def measured(policy: Policy | str, top_k: int = 0) -> Policy:
     require_policy("policy", base)
     require_stays("policy", base, "since dense attention over what is left is no yardstick")
 
-    def init(spec: CacheSpec) -> tuple[Sums, ...]:
+    def init(spec: CacheSpec) -> tuple[MetricSums, ...]:
         def zeros() -> Float32[Array, "B K"]:
             return jnp.zeros((spec.batch, spec.num_kv_heads), jnp.float32)
 
-        def layer() -> Sums:
+        def layer() -> MetricSums:
             heads = HeadMetrics(*(zeros() for _ in HeadMetrics._fields))
-            return Sums(heads, jnp.zeros(spec.batch, jnp.int32))
+            return MetricSums(heads, jnp.zeros(spec.batch, jnp.int32))
 
         return tuple(layer() for _ in range(spec.num_layers))
 
-    def select(state: Paired, layer: int, q: Queries, view: StepView):
+    def select(state: WrappedState, layer: int, q: Queries, view: StepView):
         made = base.select(state.base, layer, q, view)
         chosen, summary, inner = selected(base, state.base, made)
         heads, steps = state.own[layer]
         attended = dense_rows(base, layer, chosen, summary, view)
         new = _head_metrics(q, view.layers[layer], view.positions, *attended, top_k)
-        added = Sums(jax.tree.map(jnp.add, heads, new), steps + 1)
-        return chosen, summary, Paired(inner, at_layer(state.own, layer, added))
+        added = MetricSums(jax.tree.map(jnp.add, heads, new), steps + 1)
+        return chosen, summary, WrappedState(inner, at_layer(state.own, layer, added))
 
     return with_state(base, init, select=select)._replace(reads=None)
 
@@ -135,7 +135,7 @@ def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
 
 def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
     state = forcing.shared.held.state[index]
-    if not isinstance(state, Paired) or not any(isinstance(x, Sums) for x in state.own):
+    if not isinstance(state, WrappedState) or not any(isinstance(x, MetricSums) for x in state.own):
         raise ValueError(
             f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)"
         )

@@ -24,7 +24,7 @@ COLUMNS = {
 MEASURES = (*COLUMNS, "attention")
 PAGE_SIZE = 16
 Values = tuple[dict[str, float], dict[str, Any]]
-Measured = list[list[Values]]
+SampleValues = list[list[Values]]
 """[policy][sample] -> values and meta of an entry of one task."""
 
 
@@ -64,7 +64,7 @@ class Comparison:
         self._windows = windows(text, length, steps) if name == "ppl" else None
         self.samples = None if self._windows is None else len(self._windows[0])
 
-    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
         """Returns the means over each sample's steps, for each task.
 
         Where there are more than STEP_BLOCK steps, their meta has the means of every block, too.
@@ -114,7 +114,7 @@ class Comparison:
         return list(self._text[start : start + self.length - self._steps - 1])
 
 
-class Answers:
+class GreedyAnswers:
     """Scores what policies answer, greedily.
 
     For a chat model the length includes the chat's template, unlike in RULER itself. A task that is
@@ -142,7 +142,7 @@ class Answers:
         self.length = self._longest() if length is None else length
         self._room = self.length - len(self._ids(Sample("", "", (), 0, {})))
 
-    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[Measured]:
+    def __call__(self, policies: Sequence[str], indices: Sequence[int]) -> list[SampleValues]:
         """Returns scores and attended shares of the one task, with the answers in meta."""
         samples = [self._task.sample(self._encode, self._room, index) for index in indices]
         filled = _filled(samples, self._batch)
@@ -219,7 +219,7 @@ def blocks(found: Closeness, policy: int, row: int) -> dict[str, Any]:
     }
 
 
-def _beside(forcing: Forcing, found: Closeness) -> Measured:
+def _beside(forcing: Forcing, found: Closeness) -> SampleValues:
     """Returns the means of the yardsticks, without values where there is none."""
     made = yardsticks(forcing, found)
     return [

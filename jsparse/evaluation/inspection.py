@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jsparse.cache import CacheSpec, StepView, slot_positions
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import AnyPolicy, Policy, at_layer, resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.host_reader import OnProgress
+from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
 from jsparse.selection import token_mask
@@ -28,7 +28,7 @@ from jsparse.shapes import Queries, Rows
 from jsparse.text import prompts
 
 
-class Inspected(NamedTuple):
+class Inspection(NamedTuple):
     """Holds what one decode step attended to; T tokens are in the cache, the newest included.
 
     Attributes:
@@ -126,7 +126,7 @@ def recorded(base: Policy) -> Policy:
             for _ in range(spec.num_layers)
         )
 
-    def select(state: Paired, layer: int, q: Queries, view: StepView):
+    def select(state: WrappedState, layer: int, q: Queries, view: StepView):
         chosen, summary, inner = base.select(state.base, layer, q, view)
         held, old = view.layers[layer], state.own[layer]
         mask = token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
@@ -137,7 +137,7 @@ def recorded(base: Policy) -> Policy:
         record = Record(
             _placed(mask, at, old.attended), _placed(weights, at, old.weights), view.positions
         )
-        return chosen, summary, Paired(inner, at_layer(state.own, layer, record))
+        return chosen, summary, WrappedState(inner, at_layer(state.own, layer, record))
 
     wrapped = with_state(
         base, init, select=select, needs=("slot_positions",) if base.evicts else ()
@@ -158,8 +158,8 @@ def inspect_step(
     *,
     step: int = 1,
     page_size: int = 16,
-    on_progress: OnProgress | None = None,
-) -> Inspected:
+    on_progress: OnChunk | None = None,
+) -> Inspection:
     """Reads a prompt, decodes greedily, and returns what one step attended to.
 
     Args:
@@ -198,7 +198,7 @@ def inspect_step(
     for layer in fell_back:
         attended[layer], weights[layer] = True, 0
     *tokens, following = _texts(params, [*ids, made[-1]])
-    return Inspected(
+    return Inspection(
         *(params.name, runs.name, tokens, len(rows[0]), following),
         *(attended, weights, fell_back, runs.evicts),
     )

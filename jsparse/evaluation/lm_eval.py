@@ -47,7 +47,7 @@ from jsparse.text.prompts import tokenizer_of
 
 _log = logging.getLogger(__name__)
 
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+TokenizedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """A request's texts (None for a window of a text), and the ids of context and continuation."""
 
 
@@ -242,7 +242,7 @@ class JSparseLM(TemplateLM):
         return sums
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[TokenizedPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Computes log-likelihoods of continuations, and whether dense greedy decoding gives them.
 
@@ -291,7 +291,7 @@ class JSparseLM(TemplateLM):
         values, greedy = jax.device_get(_log_likelihoods(logits, tokens[:, 1:], scored))
         return list(zip(values.tolist(), greedy.tolist(), strict=True))
 
-    def _windows(self, text: str) -> list[Scored]:
+    def _windows(self, text: str) -> list[TokenizedPair]:
         """Cuts a text into disjoint windows; each token is in the continuation of one."""
         ids = self.tok_encode(text, add_special_tokens=False)
         windows = get_rolling_token_windows(

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from jsparse.builder import dense
 from jsparse.evaluation import tasks, texts
-from jsparse.evaluation.evaluators import MEASURES, Answers, Comparison, Measured
-from jsparse.evaluation.store import Cell, Entry, Store
+from jsparse.evaluation.evaluators import MEASURES, Comparison, GreedyAnswers, SampleValues
+from jsparse.evaluation.store import Cell, Entry, ResultStore
 from jsparse.evaluation.tasks.questions import MAX_NEW_TOKENS
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.text.prompts import tokenizer_of
 
-OnProgress = Callable[["Progress"], Any]
+OnSample = Callable[["Progress"], Any]
 
 
 class Plan(NamedTuple):
@@ -76,7 +76,7 @@ def plan(
     return made
 
 
-def run(params: Params, plan: Plan, store: Store, report: OnProgress = lambda _: None) -> None:
+def run(params: Params, plan: Plan, store: ResultStore, report: OnSample = lambda _: None) -> None:
     """Measures what the store lacks, batch by batch; each finished batch is on disk.
 
     Args:
@@ -125,7 +125,7 @@ class Part(NamedTuple):
     tasks: tuple[str, ...]
     length: int
     samples: int
-    measure: Callable[[Sequence[str], Sequence[int]], list[Measured]]
+    measure: Callable[[Sequence[str], Sequence[int]], list[SampleValues]]
 
 
 class Progress(NamedTuple):
@@ -153,7 +153,7 @@ def _parts(params: Params, plan: Plan) -> Iterator[Part]:
         yield Part(measure.tasks, measure.length, samples, measure)
 
 
-def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Answers]:
+def _measures(params: Params, plan: Plan) -> Iterator[Comparison | GreedyAnswers]:
     tokenizer = tokenizer_of(params, "the evaluation")
     built = {
         name: tasks.parse(name, plan.files, plan.max_new_tokens)[0]
@@ -172,4 +172,4 @@ def _measures(params: Params, plan: Plan) -> Iterator[Comparison | Answers]:
                 yield Comparison(params, name, length, text, plan.steps, plan.batch, plan.yardstick)
         else:
             for length in (None,) if built[name].open_ended else plan.lengths:
-                yield Answers(params, tokenizer, built[name], length, plan.batch, plan.chat)
+                yield GreedyAnswers(params, tokenizer, built[name], length, plan.batch, plan.chat)

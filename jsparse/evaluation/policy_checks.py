@@ -23,10 +23,10 @@ from jsparse.evaluation.policy_trial import (
     PIECE,
     STEPS,
     VOCAB,
-    Chosen,
-    Decoded,
-    Held,
+    LayerSelection,
     Trial,
+    TrialResult,
+    TrialRows,
     random_model,
     random_prompts,
     traces,
@@ -39,7 +39,7 @@ from jsparse.runtime.owners import owners
 CLOSE = 1e-4  # differences over the largest logit that rounding may make
 
 
-class Rule(NamedTuple):
+class ContractRule(NamedTuple):
     """Is one rule of the contract.
 
     Attributes:
@@ -61,58 +61,58 @@ class Finding(NamedTuple):
     `told` is what was seen, or why it was not asked.
     """
 
-    rule: Rule
+    rule: ContractRule
     kept: bool | None
     told: str = ""
 
 
 RULES = (
-    Rule(
+    ContractRule(
         "types",
         "the state keeps its shapes and types",
         "The state is a tree of arrays of fixed shapes and dtypes, which every hook returns.",
         "Give the arrays of init a dtype, and cast what a hook writes: new.astype(old.dtype).",
     ),
-    Rule(
+    ContractRule(
         "runs",
         "hooks can be traced and return what they must",
         "select returns (Selection, Summary or None, state) and the other hooks the state, and "
         "none branches on values.",
         "Branch on layers and shapes alone, and choose between values with jnp.where.",
     ),
-    Rule(
+    ContractRule(
         "owners",
         "every array of the state belongs to rows or to pages",
         "Every array of the state has an axis of spec.batch or one of spec.pages, not both.",
         "Give it an axis of spec.batch, or of spec.pages where it lies beside K; never compute the "
         "number of pages from the batch.",
     ),
-    Rule(
+    ContractRule(
         "selections",
         "selections list what heads hold, in order",
         "The first `count` ids are distinct, ascend and are of slots that hold a token, and the "
         "rest are 0.",
         "Make the list with threshold_select, from_page_mask or from_token_mask.",
     ),
-    Rule(
+    ContractRule(
         "finite",
         "results are finite",
         "What a policy computes is finite, also where a row or a page holds nothing.",
         "Mask with jnp.where before you divide or take a logarithm, and mask slots behind lengths.",
     ),
-    Rule(
+    ContractRule(
         "rows",
         "rows do not depend on each other",
         "Rows are treated apart: what becomes of one does not depend on the others.",
         "Reduce over heads, pages and tokens of one row, never over the axis of the batch.",
     ),
-    Rule(
+    ContractRule(
         "alone",
         "a row alone gives what it gives in a batch",
         "Nothing depends on how many rows the batch has.",
         "Take no budget, size or threshold from the batch's size.",
     ),
-    Rule(
+    ContractRule(
         "pieces",
         "a prompt gives the same however it is read",
         "The state after the prompt does not depend on how chunks cut it, nor on what lies behind "
@@ -120,27 +120,27 @@ RULES = (
         "Take in the first view.valid tokens at their positions, and build what needs the whole "
         "prompt where view.last is true, from nothing.",
     ),
-    Rule(
+    ContractRule(
         "pool",
         "a shared pool of used pages gives the same",
         "In a shared pool pages lie anywhere and come back with what their last owner wrote.",
         "Find pages by the block table, as read_pages does, and let a page's first token replace "
         "what is there.",
     ),
-    Rule(
+    ContractRule(
         "inactive",
         "a row that sits out a step changes nothing",
         "A policy that writes page arrays skips inactive rows itself.",
         "Take in taking_part(view, tokens) tokens of each row, or build the state with sidecar.",
     ),
-    Rule(
+    ContractRule(
         "retrace",
         "nothing is traced again from step to step",
         "A decode step is compiled once, for all prompts of a size.",
         "Give the arrays of init a dtype, such as jnp.zeros(shape, jnp.float32), and decide no "
         "shape by what a step has seen.",
     ),
-    Rule(
+    ContractRule(
         "budget",
         "with a budget for all tokens it is dense",
         "With a budget of all tokens a method equals dense attention.",
@@ -150,7 +150,7 @@ RULES = (
 NAMES = tuple(rule.name for rule in RULES)
 
 
-class Checked(NamedTuple):
+class CheckResult(NamedTuple):
     """Holds what was found of each rule.
 
     `leaves_out` is whether the policy left out any token: a rule that dense attention keeps says
@@ -166,11 +166,11 @@ class Checked(NamedTuple):
         return [finding.rule.name for finding in self.findings if finding.kept is False]
 
 
-class _Broken(Exception):
+class _Violation(Exception):
     """Says what was seen that a rule forbids."""
 
 
-class _NotAsked(Exception):
+class _Skip(Exception):
     """Says why a rule was not checked."""
 
 
@@ -180,7 +180,7 @@ def check(
     *,
     params: Params | None = None,
     rules: Sequence[str] = NAMES,
-) -> Checked:
+) -> CheckResult:
     """Checks that a policy keeps the rules of these names.
 
     Args:
@@ -194,7 +194,7 @@ def check(
     """
     checks = _Checks(params or random_model(), policy, full)
     findings = [checks.finding(rule) for rule in RULES if rule.name in rules]
-    return Checked(findings, checks.leaves_out)
+    return CheckResult(findings, checks.leaves_out)
 
 
 class _Checks:
@@ -210,16 +210,16 @@ class _Checks:
         admit(params, self.policy, spec)
         self._spec, self._traced = spec, 0
 
-    def finding(self, rule: Rule) -> Finding:
+    def finding(self, rule: ContractRule) -> Finding:
         """Checks one rule."""
         look: Callable[[], None] = getattr(self, f"_{rule.name}")
         try:
             if rule.name not in ("types", "runs", "owners") and self._failure:
-                raise _NotAsked("the policy does not run")
+                raise _Skip("the policy does not run")
             look()
-        except _Broken as broken:
+        except _Violation as broken:
             return Finding(rule, False, str(broken))
-        except _NotAsked as reason:
+        except _Skip as reason:
             return Finding(rule, None, str(reason))
         except Exception as error:  # whatever the policy's code raises
             return Finding(rule, False, _told(error))
@@ -253,14 +253,14 @@ class _Checks:
         """What a hook does to the state's types, or what else it raises when it is traced."""
         try:
             self._trace_watched()
-        except _Broken as broken:
+        except _Violation as broken:
             return str(broken)
         except Exception as error:  # whatever the policy's code raises
             return error
         return None
 
     @cached_property
-    def _base(self) -> Decoded:
+    def _base(self) -> TrialResult:
         """Two rows, read at once; notes how many programs its last steps traced."""
         every = max((n for n in self.policy.services.every.values() if n < STEPS), default=0)
         trial, first = self._trial, every + 1
@@ -272,7 +272,7 @@ class _Checks:
         return whole
 
     @cached_property
-    def _others(self) -> Decoded:
+    def _others(self) -> TrialResult:
         """The second row in the first's place, beside another one."""
         (other,) = random_prompts([LENGTHS[0] - 3], seed=3)
         before = traces()
@@ -282,9 +282,9 @@ class _Checks:
 
     def _types(self) -> None:
         if isinstance(self._changes, Exception):
-            raise _NotAsked("the policy does not run")
+            raise _Skip("the policy does not run")
         if self._changes:
-            raise _Broken(self._changes)
+            raise _Violation(self._changes)
 
     def _trace_watched(self) -> None:
         """Traces a prompt of two chunks, a step and the services, and look at each hook's types."""
@@ -294,7 +294,7 @@ class _Checks:
             carry = watched.begin(self._spec)
             carry = watched.read(carry, [ids[:PAGE] for ids in self._prompts], PAGE // 2)
             # what evicts after the prompt runs outside of jit: the step takes the cache as it is
-            _, _, held = watched.step(Held(carry.cache, carry.state), self._forced[:, 0])
+            _, _, held = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
             view = StepView(held.cache, watched.beside.constants)
             return watched.policy.services.maintain(held.state, view)
 
@@ -302,7 +302,7 @@ class _Checks:
 
     def _runs(self) -> None:
         if isinstance(self._changes, str):
-            raise _NotAsked("the state changes its types")
+            raise _Skip("the state changes its types")
         if self._failure:
             raise self._failure
 
@@ -310,11 +310,11 @@ class _Checks:
         try:
             owners(self.policy, self._spec)
         except ValueError as error:
-            raise _Broken(str(error).partition(": ")[2]) from None
+            raise _Violation(str(error).partition(": ")[2]) from None
 
     def _selections(self) -> None:
         if not self._base.chosen:
-            raise _NotAsked("short rows are dense under this policy")
+            raise _Skip("short rows are dense under this policy")
         for nth, (selection, lengths) in enumerate(self._base.chosen):
             self._look_at(nth, selection, np.asarray(lengths))
 
@@ -324,23 +324,25 @@ class _Checks:
         layers = self._params.config.num_layers
         where = f"in step {nth // layers + 1}, layer {nth % layers}"
         if count.shape != lengths.shape or (count < 0).any() or (count > ids.shape[-1]).any():
-            raise _Broken(f"count is {count.tolist()} for ids{list(ids.shape)} {where}")
+            raise _Violation(f"count is {count.tolist()} for ids{list(ids.shape)} {where}")
         for at in np.ndindex(count.shape):
             listed, used = ids[at][: count[at]], -(-int(lengths[at]) // unit)
             rising = (np.diff(listed) > 0).all()
             if not rising or not ((listed >= 0) & (listed < used)).all():
-                raise _Broken(
+                raise _Violation(
                     f"row {at[0]}, head {at[1]} lists {listed.tolist()} of {used} "
                     f"{selection.granularity}s {where}"
                 )
             if ids[at][count[at] :].any():
-                raise _Broken(f"ids behind count are {ids[at].tolist()}, {count[at]} valid {where}")
+                raise _Violation(
+                    f"ids behind count are {ids[at].tolist()}, {count[at]} valid {where}"
+                )
 
     def _finite(self) -> None:
         bad = ~np.isfinite(self._base.logits).all(axis=-1)
         if bad.any():
             step, row = np.argwhere(bad)[0]
-            raise _Broken(f"logits of row {row} are not finite in step {step + 1}")
+            raise _Violation(f"logits of row {row} are not finite in step {step + 1}")
 
     def _rows(self) -> None:
         self._same("beside another row", self._others.logits[:, 0], self._base.logits[:, 1])
@@ -355,13 +357,13 @@ class _Checks:
 
     def _pool(self) -> None:
         if not self._owned:
-            raise _NotAsked("the state's arrays have no owners")
+            raise _Skip("the state's arrays have no owners")
         made = self._trial.run_in_a_used_pool(self._prompts, self._forced)
         self._same("in a shared pool", made.logits, self._base.logits)
 
     def _inactive(self) -> None:
         if not self._owned:
-            raise _NotAsked("the state's arrays have no owners")
+            raise _Skip("the state's arrays have no owners")
         held, tokens = self._base.held, self._forced[:, 0]
         logits, _, after = self._trial.step(held, tokens, [True, False])
         together, *_ = self._trial.step(held, tokens)
@@ -369,10 +371,10 @@ class _Checks:
             self._of_row(held, 1), self._of_row(after, 1), strict=True
         ):
             if not np.array_equal(was, now, equal_nan=True):
-                raise _Broken(f"{name} of the inactive row changed")
+                raise _Violation(f"{name} of the inactive row changed")
         self._same("beside an inactive row", logits[:1], together[:1])
 
-    def _of_row(self, held: Held, row: int) -> list[tuple[str, np.ndarray]]:
+    def _of_row(self, held: TrialRows, row: int) -> list[tuple[str, np.ndarray]]:
         """Names and returns the arrays of a row, with its pages if each row has its own."""
         cache, state = held
         spec = spec_of(cache, self._params.config.num_heads)
@@ -396,16 +398,18 @@ class _Checks:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             if getattr(leaf, "weak_type", False):
                 name = jax.tree_util.keystr(path)
-                raise _Broken(f"init gives state{name} no dtype of its own, which hooks then do")
+                raise _Violation(f"init gives state{name} no dtype of its own, which hooks then do")
         assert self._others
         if self._traced:
-            raise _Broken(f"{self._traced} more programs for steps and prompts of the same sizes")
+            raise _Violation(
+                f"{self._traced} more programs for steps and prompts of the same sizes"
+            )
 
     def _budget(self) -> None:
         if self._full is None:
-            raise _NotAsked("it takes no budget in tokens")
+            raise _Skip("it takes no budget in tokens")
         if self.policy.evicts:
-            raise _NotAsked("it drops tokens, which more than a budget may decide")
+            raise _Skip("it drops tokens, which more than a budget may decide")
         made = Trial(self._params, self._full, owned=self._owned).run(self._prompts, self._forced)
         exact = Trial(self._params, dense()).run(self._prompts, self._forced)
         self._same("with a budget for all", made.logits, exact.logits, "dense attention")
@@ -414,18 +418,18 @@ class _Checks:
         made, known = np.asarray(made, np.float64), np.asarray(known, np.float64)
         off = np.abs(made - known).max() / np.abs(known).max()
         if not off <= CLOSE:
-            raise _Broken(f"logits {how} differ from {than} by {off:.1g} of the largest")
+            raise _Violation(f"logits {how} differ from {than} by {off:.1g} of the largest")
 
     @property
     def leaves_out(self) -> bool | None:
         """Whether some step left out a token that is held; None where nothing tells."""
-        made: Decoded | None = self.__dict__.get("_base")
+        made: TrialResult | None = self.__dict__.get("_base")
         if made is None or not made.chosen or self.policy.evicts:
             return None
         return any(map(_leaves_out, made.chosen))
 
 
-def _leaves_out(chosen: Chosen) -> bool:
+def _leaves_out(chosen: LayerSelection) -> bool:
     """Returns whether some head attends to less than it holds."""
     selection, lengths = chosen
     unit = PAGE if selection.granularity == "page" else 1
@@ -449,7 +453,7 @@ def _watched(policy: Policy) -> Policy:
                 part = made[2 if name == "select" else 0] if len(made) > 1 else made
             was, now = _types_of(state), _types_of(part)
             if was != now:
-                raise _Broken(f"{name} turns {_difference(was, now)}")
+                raise _Violation(f"{name} turns {_difference(was, now)}")
             return made
 
         return watched

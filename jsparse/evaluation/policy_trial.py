@@ -34,26 +34,26 @@ PAGE, VOCAB, CHUNK, PIECE = 8, 300, 32, 13
 LENGTHS, STEPS = (29, 9), 12  # of the prompts, of which the second ends in a page's first slot
 
 
-class Held(NamedTuple):
+class TrialRows(NamedTuple):
     """Holds rows between two steps."""
 
     cache: KVCache
     state: State
 
 
-class Chosen(NamedTuple):
+class LayerSelection(NamedTuple):
     """Holds what one step selected in one layer, whose heads hold so many tokens."""
 
     selection: Selection
     lengths: Lengths
 
 
-class Decoded(NamedTuple):
+class TrialResult(NamedTuple):
     """Holds the logits of all steps, what each selected in each layer, and what is held then."""
 
     logits: Float32[np.ndarray, "steps B V"]
-    chosen: list[Chosen]
-    held: Held
+    chosen: list[LayerSelection]
+    held: TrialRows
 
 
 @cache
@@ -111,13 +111,13 @@ class Trial:
         dtype = jnp.dtype(self.params.dtype)
         return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
 
-    def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> Decoded:
+    def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> TrialResult:
         """Reads prompts `piece` tokens at a time, and decode the tokens forced[B, steps]."""
         spec = self.spec(len(prompts))
         carry = self.read(self.begin(spec), prompts, piece)
         return self.decode(self.after_prompt(spec, carry), forced)
 
-    def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> Decoded:
+    def run_in_a_used_pool(self, prompts: list[list[int]], forced: np.ndarray) -> TrialResult:
         """Does so in a pool of pages in scrambled order, which other rows have used before."""
         pages = sum(-(-(length + forced.shape[1]) // PAGE) for length in LENGTHS)
         spec = self.spec(len(prompts), self.params.config.num_kv_heads * pages + 1)
@@ -147,24 +147,24 @@ class Trial:
             )
         return carry
 
-    def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> Held:
+    def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> TrialRows:
         """Lets the policy evict what it drops of the prompts."""
         limits = [STEPS + 1] * spec.batch
         read = carry.cache, carry.state
-        return Held(*room.after_prompt(self.policy, spec, *read, self.beside, limits))
+        return TrialRows(*room.after_prompt(self.policy, spec, *read, self.beside, limits))
 
     def step(
-        self, held: Held, tokens: np.ndarray, active: Sequence[bool] | None = None
-    ) -> tuple[Float32[Array, "B V"], list[Chosen], Held]:
+        self, held: TrialRows, tokens: np.ndarray, active: Sequence[bool] | None = None
+    ) -> tuple[Float32[Array, "B V"], list[LayerSelection], TrialRows]:
         """Decodes one token of each row that is active."""
         some = np.array(active or [True] * len(tokens)) if self.owned else None
         logits, chosen, *after = _step(
             *(self.params.decoder, self.policy, self.params.weights, tokens, *held),
             *(self.beside, some),
         )
-        return logits, chosen, Held(*after)
+        return logits, chosen, TrialRows(*after)
 
-    def decode(self, held: Held, forced: np.ndarray) -> Decoded:
+    def decode(self, held: TrialRows, forced: np.ndarray) -> TrialResult:
         """Decodes the tokens forced[B, steps], and do what the policy does between steps."""
         services = self.policy.services
         recent = np.zeros((len(forced), services.correct_every), np.int32)
@@ -176,13 +176,13 @@ class Trial:
             recent = np.concatenate([recent, tokens[:, None]], axis=1)[:, 1:]
             for name in due(services.every, nth):
                 held = self._serviced(name, held, recent)
-        return Decoded(np.stack(found), chosen, held)
+        return TrialResult(np.stack(found), chosen, held)
 
-    def _serviced(self, name: str, held: Held, recent: np.ndarray) -> Held:
+    def _serviced(self, name: str, held: TrialRows, recent: np.ndarray) -> TrialRows:
         if name == "correct":
             model = self.params.decoder, self.policy, self.params.weights
-            return Held(*_correct(*model, recent, *held, self.beside))
-        return Held(*_maintain(self.policy, *held, self.beside))
+            return TrialRows(*_correct(*model, recent, *held, self.beside))
+        return TrialRows(*_maintain(self.policy, *held, self.beside))
 
 
 def traces() -> int:
@@ -212,14 +212,14 @@ def _step(
     state: State,
     beside: ReadOnly,
     active: Bool[Array, "B"] | None,
-) -> tuple[Float32[Array, "B V"], list[Chosen], KVCache, State]:
+) -> tuple[Float32[Array, "B V"], list[LayerSelection], KVCache, State]:
     """Runs `decode_step`, and return what was selected, too, where no row can be short."""
     chosen = []
 
     def select(state: State, layer: int, q: Queries, view: StepView):
         made = policy.select(state, layer, q, view)
         if policy.dense_below is never_dense and isinstance(made, tuple):
-            chosen.append(Chosen(made[0], view.layers[layer].lengths))
+            chosen.append(LayerSelection(made[0], view.layers[layer].lengths))
         return made
 
     watched = policy._replace(select=select)

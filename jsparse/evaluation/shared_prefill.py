@@ -23,13 +23,13 @@ from jsparse.policy import AnyPolicy, Policy, PrefillView, State
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
-from jsparse.runtime.host_reader import Generation, OnProgress
+from jsparse.runtime.host_reader import Generation, OnChunk
 from jsparse.runtime.request import OFF, requests
-from jsparse.runtime.session import Held, Session
+from jsparse.runtime.session import PrefillResult, Session
 from jsparse.text import prompts
 
 
-class Shared(NamedTuple):
+class SharedPrefill(NamedTuple):
     """Holds prompts that were read for several policies.
 
     Attributes:
@@ -45,18 +45,18 @@ class Shared(NamedTuple):
     spec: CacheSpec
     names: tuple[str, ...]
     policies: tuple[Policy, ...]
-    held: Held
+    held: PrefillResult
 
     def session(self, index: int) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates what it reads."""
         policy = self.policies[index]
         cache, state = _with_fields(self.held.cache, policy.needs), self.held.state[index]
         session = Session(self.params, policy, self.spec, adopts=True)
-        own = Held(self.held.logits, cache, state)
+        own = PrefillResult(self.held.logits, cache, state)
         session.adopt(jax.tree.map(jnp.copy, own))
         return session
 
-    def beside(self, policy: Policy) -> "Shared":
+    def beside(self, policy: Policy) -> "SharedPrefill":
         """Returns the same prompts as if read for another policy, which must not keep a state.
 
         Raises:
@@ -86,8 +86,8 @@ def prime(
     policies: tuple[AnyPolicy, ...],
     rows: list[list[int]],
     spec: CacheSpec,
-    report: OnProgress,
-) -> Shared:
+    report: OnChunk,
+) -> SharedPrefill:
     """Reads the prompts once for all policies, with all rows in one batch.
 
     Raises:
@@ -99,7 +99,7 @@ def prime(
     session = Session(params, bundle(running), spec)
     with capacity.exhaustion(spec):
         session.read(rows, report)
-    return Shared(params, spec, tuple(map(str, policies)), running, session.held)
+    return SharedPrefill(params, spec, tuple(map(str, policies)), running, session.held)
 
 
 @functools.cache
@@ -138,7 +138,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     max_length: int | None = None,
     page_size: int = 16,
-    on_progress: OnProgress | None = None,
+    on_progress: OnChunk | None = None,
     questions: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Generation]]:
     """Runs `jsparse.generate` greedily for several policies, and reads the prompts once.

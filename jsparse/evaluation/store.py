@@ -47,7 +47,7 @@ class Entry(TypedDict):
 Key = tuple[Cell, int]
 
 
-class Store:
+class ResultStore:
     """Stores a run's entries: a killed run loses none that `add` returned from, and repeats none.
 
     One process at a time may write a run.
@@ -61,7 +61,7 @@ class Store:
 
     Raises:
         ValueError: `path` already exists; its journal does, and `resume` is False or the settings
-            differ; or the journal was not written by a `Store`.
+            differ; or the journal was not written by a `ResultStore`.
     """
 
     def __init__(

@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.builder import dense
-from jsparse.evaluation.shared_prefill import Shared, as_policies, prime
+from jsparse.evaluation.shared_prefill import SharedPrefill, as_policies, prime
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy, Policy, State
 from jsparse.runtime import capacity
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.host_reader import OnProgress
+from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.sampling import ChooseFn, forced, greedy
 from jsparse.runtime.session import Session
 from jsparse.shapes import Rows
@@ -50,10 +50,10 @@ class Forcing(NamedTuple):
         report: the callback for progress.
     """
 
-    shared: Shared
+    shared: SharedPrefill
     reference: list[ForcedStep]
     tokens: Int32[Array, "n B"]
-    report: OnProgress
+    report: OnChunk
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
         """Iterates over the steps of policy `index` of `shared`, dispatched as they are asked for.
@@ -99,7 +99,7 @@ def force(
     continuation: Any = None,
     max_length: int | None = None,
     page_size: int = 16,
-    on_progress: OnProgress | None = None,
+    on_progress: OnChunk | None = None,
 ) -> Forcing:
     """Reads the prompts for dense() and all policies, and lets dense attention continue them.
 

@@ -25,7 +25,7 @@ from jsparse.selection import Selection, everything
 from jsparse.shapes import Ids, Lengths, Queries
 
 
-class Fetched(NamedTuple):
+class Prefetch(NamedTuple):
     """Holds what a layer's selection needs of host memory, before its newest tokens exist.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fetched(NamedTuple):
 
 
 def attention(
-    op: Callable[..., AttentionOut], offload: Offload | None, fetched: Fetched | None
+    op: Callable[..., AttentionOut], offload: Offload | None, fetched: Prefetch | None
 ) -> Callable[..., AttentionOut]:
     """Returns an attention op like `op` that takes layers with K and V in host memory, too."""
     reads = None if offload is None else offload.reads
@@ -55,7 +55,7 @@ def attend(
     stats: StatsKind | None,
     dtype,
     reads: str | None = None,
-    fetched: Fetched | None = None,
+    fetched: Prefetch | None = None,
 ) -> AttentionOut:
     """Attends as `op` does; `reads` is that of `Offload`, `fetched` what `fetch` returned."""
     options = {"stats": stats, "dtype": dtype}
@@ -87,7 +87,7 @@ def _way(reads: str | None, selection: Selection) -> str:
 
 def fetch_ahead(
     policy: Policy, layer: int, q: Queries, view: StepView, state: State
-) -> Fetched | None:
+) -> Prefetch | None:
     """Fetches what a layer will attend to while the layer above runs, if the policy says so.
 
     On a GPU the rows are fetched by a stream of their own, which XLA lets run beside what does not
@@ -115,7 +115,7 @@ def beside(*args, **kwargs) -> Array:
     return run(*args)
 
 
-def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Fetched:
+def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather) -> Prefetch:
     """Fetches what a selection lists from host memory; the tail is read when attention runs."""
     ids, number = _with_newest(layer, _sparse(selection))
 
@@ -124,7 +124,7 @@ def fetch(layer: LayerCache, selection: Selection, gather: GatherFn = row_gather
         assert found is not None
         return found
 
-    return Fetched(selection, *map(from_host, pools(layer)))
+    return Prefetch(selection, *map(from_host, pools(layer)))
 
 
 def _sparse(selection: Selection) -> Selection:
@@ -135,7 +135,7 @@ def _sparse(selection: Selection) -> Selection:
 
 
 def compacted(
-    layer: LayerCache, selection: Selection, fetched: Fetched | None = None
+    layer: LayerCache, selection: Selection, fetched: Prefetch | None = None
 ) -> tuple[LayerCache, Selection, Int32[Array, "B K entries"]]:
     """Returns what a selection lists as a layer of its own, which holds nothing else.
 

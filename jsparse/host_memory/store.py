@@ -33,7 +33,7 @@ HostLayers = tuple[HostPages, ...]
 
 
 @runtime_checkable
-class Store(Protocol):
+class KVStore(Protocol):
     """Keeps the K and V of one cache.
 
     Attributes:
@@ -96,7 +96,7 @@ class Store(Protocol):
         ...
 
 
-def store_of(policy: Policy, spec: CacheSpec) -> Store:
+def store_of(policy: Policy, spec: CacheSpec) -> KVStore:
     """Returns the store that a policy asks for."""
     return OnDevice(policy, spec) if policy.offload is None else OnHost(policy, spec)
 

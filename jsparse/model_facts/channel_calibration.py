@@ -30,13 +30,13 @@ from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime.capacity import cache_spec
-from jsparse.runtime.host_reader import OnProgress
+from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
 
 
 def calibrate_channels(
-    params: Params, prompt: Any, *, on_progress: OnProgress | None = None
+    params: Params, prompt: Any, *, on_progress: OnChunk | None = None
 ) -> Ranking:
     """Ranks the channels of every KV head on a text.
 

@@ -27,7 +27,7 @@ from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy
-from jsparse.runtime.prefill import OnProgress, flash
+from jsparse.runtime.prefill import OnChunk, flash
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants
@@ -42,7 +42,7 @@ _tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDic
 
 
 def constants(
-    params: Params, policy: Policy, report: OnProgress = lambda *_: None
+    params: Params, policy: Policy, report: OnChunk = lambda *_: None
 ) -> dict[str, Array] | None:
     """Returns the constants of the model that a policy needs, and makes those that can be made.
 
@@ -74,7 +74,7 @@ def require_constants(params: Params, policy: Policy) -> None:
             )
 
 
-def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[str, Array]:
+def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str, Array]:
     """Finds the mean key and the scales of every layer and KV head.
 
     One dense pass reads random tokens, the same for all models of a vocabulary, since the constant
@@ -89,7 +89,7 @@ def key_constants(params: Params, report: OnProgress = lambda *_: None) -> dict[
     return made._asdict()
 
 
-MAKERS: dict[str, Callable[[Params, OnProgress], dict[str, Array]]] = dict.fromkeys(
+MAKERS: dict[str, Callable[[Params, OnChunk], dict[str, Array]]] = dict.fromkeys(
     KEY_CONSTANTS, key_constants
 )
 
@@ -177,7 +177,7 @@ def _made_classes(params: Params) -> tuple[UInt8[Array, "V 2"], str]:
 
 
 def _found_or_made(
-    params: Params, make: Callable[[Params, OnProgress], dict[str, Array]], report: OnProgress
+    params: Params, make: Callable[[Params, OnChunk], dict[str, Array]], report: OnChunk
 ) -> dict[str, Array]:
     """Returns what `make` makes, from disk if it is there."""
     path = cache_folder() / make.__name__ / f"{fingerprint(params)}.safetensors"

@@ -11,7 +11,7 @@ from math import inf
 
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, whole_number
-from jsparse.policies.eviction.budgets import MAX_SLOTS, Bounds, competing_room, joint
+from jsparse.policies.eviction.budgets import MAX_SLOTS, CountBounds, competing_room, joint
 from jsparse.policies.eviction.engine import Settings, evicting
 from jsparse.policies.snapkv import Pooling, pooled_attention
 from jsparse.policy import Policy
@@ -42,7 +42,7 @@ def ada_kv(
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 1 <= cap < inf:
         raise ValueError(f"cap={cap!r}: must be a finite number of at least 1")
     largest = min(int(cap * budget), MAX_SLOTS)
-    bounds = Bounds(int(floor * room), largest - window, room)
+    bounds = CountBounds(int(floor * room), largest - window, room)
     settings = Settings(
         pooled_attention(pool, pooling),
         joint(bounds),

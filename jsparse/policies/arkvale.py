@@ -24,7 +24,7 @@ from jsparse.policies.sidecars import sidecar
 from jsparse.policy import Policy, State
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
-Rank = Literal["bound", "centroid"]
+BallRank = Literal["bound", "centroid"]
 
 
 class Balls(NamedTuple):
@@ -35,7 +35,7 @@ class Balls(NamedTuple):
 
 
 @builder
-def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
+def arkvale(budget: int = 1024, rank: BallRank = "bound") -> Policy:
     """Attends to `budget` tokens, in the pages whose balls allow the greatest logits.
 
     These are budget // P pages, always including the newest, which is still being filled.
@@ -45,7 +45,7 @@ def arkvale(budget: int = 1024, rank: Rank = "bound") -> Policy:
         rank: "bound" ranks pages by q·c + |q|·r, "centroid" by q·c.
     """
     whole_number("budget", budget, 1)
-    one_of("rank", rank, get_args(Rank))
+    one_of("rank", rank, get_args(BallRank))
 
     def select(state: State, layer: int, q: Queries, view: StepView):
         held = view.layers[layer]

@@ -29,7 +29,7 @@ BREAK_EVENS = {"NVIDIA H100 80GB HBM3": 165e6, "NVIDIA H200": 400e6}
 logger = logging.getLogger("jsparse.auto")
 
 
-class Chosen(NamedTuple):
+class AutoChoice(NamedTuple):
     """Holds the policy that `auto` stands for, why, and whether anybody has measured that."""
 
     policy: Policy
@@ -56,7 +56,7 @@ def auto() -> StandIn:
     return StandIn(for_spec)
 
 
-def choose(spec: CacheSpec) -> Chosen:
+def choose(spec: CacheSpec) -> AutoChoice:
     """Returns the policy that `auto` stands for with a cache of these sizes, and why.
 
     Raises:
@@ -67,14 +67,14 @@ def choose(spec: CacheSpec) -> Chosen:
     device = jax.local_devices()[0].device_kind
     found = choices.find(spec, device)
     if found is not None:
-        return Chosen(parse(found.policy), str(found))
+        return AutoChoice(parse(found.policy), str(found))
     minimum = BREAK_EVENS.get(device)
     if minimum is None:
         reason = f"nobody has measured this model and size on this device ({device})"
-        return Chosen(dense(), reason, measured=False)
+        return AutoChoice(dense(), reason, measured=False)
     if layer_bytes(spec) < minimum:
-        return Chosen(dense(), f"as fast as others at this size on this device ({device})")
-    return Chosen(CHOICE, f"faster than dense attention at this size on this device ({device})")
+        return AutoChoice(dense(), f"as fast as others at this size on this device ({device})")
+    return AutoChoice(CHOICE, f"faster than dense attention at this size on this device ({device})")
 
 
 def layer_bytes(spec: CacheSpec) -> int:

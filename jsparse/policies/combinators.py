@@ -32,7 +32,7 @@ from jsparse.shapes import HeadFlags
 Hook = Callable[..., Any]  # of a policy, which takes a state first
 
 
-class Paired(NamedTuple):
+class WrappedState(NamedTuple):
     """Holds the state of a wrapped policy and the wrapper's own."""
 
     base: State
@@ -51,8 +51,8 @@ def with_state(
 ) -> Policy:
     """Gives a policy a second state, the wrapper's own; its hooks still see theirs alone.
 
-    The state becomes Paired(base, own). `prefill` and `append` get and return the own state, after
-    the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
+    The state becomes WrappedState(base, own). `prefill` and `append` get and return the own state,
+    after the base's hooks have run. `select` gets and returns both, and calls `base.select` itself.
     `shares` says what of the own state other requests may use; the policy shares the lesser of that
     and what the base shares. `needs` is what the wrapper needs beside the base.
     """
@@ -75,21 +75,23 @@ def with_state(
     )
 
 
-def _both(of_base: InitFn, own: InitFn, spec: CacheSpec) -> Paired:
-    return Paired(of_base(spec), own(spec))
+def _both(of_base: InitFn, own: InitFn, spec: CacheSpec) -> WrappedState:
+    return WrappedState(of_base(spec), own(spec))
 
 
-def _taken_in(of_base: Hook, own: Hook | None, state: Paired, *arguments: Any) -> Paired:
+def _taken_in(
+    of_base: Hook, own: Hook | None, state: WrappedState, *arguments: Any
+) -> WrappedState:
     base = of_base(state.base, *arguments)
-    return Paired(base, own(state.own, *arguments) if own else state.own)
+    return WrappedState(base, own(state.own, *arguments) if own else state.own)
 
 
-def _selected(of_base: SelectFn, state: Paired, *arguments: Any):
+def _selected(of_base: SelectFn, state: WrappedState, *arguments: Any):
     chosen, summary, base = of_base(state.base, *arguments)
     return chosen, summary, state._replace(base=base)
 
 
-def _reworked(of_base: Hook, state: Paired, *arguments: Any):
+def _reworked(of_base: Hook, state: WrappedState, *arguments: Any):
     base, cache = of_base(state.base, *arguments)
     return state._replace(base=base), cache
 

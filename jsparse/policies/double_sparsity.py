@@ -38,14 +38,14 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.pallas_kernels.threshold_select.api import Granularity as ListedAs
+from jsparse.pallas_kernels.threshold_select.api import OutputGranularity
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import Sidecar, framed_sidecar
 from jsparse.policy import Policy, PrefillView, State, at_layer
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
-LISTED_AS: dict[str, ListedAs] = {"token": "token", "page": "page_mass"}
+LISTED_AS: dict[str, OutputGranularity] = {"token": "token", "page": "page_mass"}
 FAN = 16
 WINDOW = 32  # last queries of the prompt that rank channels
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 from jsparse.builder import builder
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
+from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, Settings, Tracking, evicting
 from jsparse.policy import Policy
 
@@ -35,7 +35,7 @@ def h2o(budget: int = 1024, window: int = 32, period: int = 128) -> Policy:
     room = competing_room(budget, recent)
     settings = Settings(
         accumulated,
-        uniform(Bounds(0, room, room)),
+        uniform(CountBounds(0, room, room)),
         kept=room,
         max_length=lambda prompt_tokens, new_tokens: min(
             prompt_tokens + new_tokens, budget + period

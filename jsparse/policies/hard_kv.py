@@ -140,7 +140,7 @@ def _tell(window: int) -> None:
 
 def _rooms(
     budget: int, floor: int, cap: int, newest: int, sink: int, merge: bool, budgets: Budgets
-) -> rules.Bounds:
+) -> rules.CountBounds:
     """Returns what floor, cap and budget leave for the slots that compete.
 
     Raises:
@@ -162,4 +162,4 @@ def _rooms(
     if budgets == "joint" and not floor <= budget <= cap:
         raise ValueError(f"budget={budget}: must be from floor={floor} to cap={cap}")
     protected = newest + sink + merge
-    return rules.Bounds(*(max(value - protected, 0) for value in (floor, cap, budget)))
+    return rules.CountBounds(*(max(value - protected, 0) for value in (floor, cap, budget)))

@@ -39,8 +39,8 @@ from jsparse.policies.lfps_variants import (
     SINKS,
     Bypass,
     Candidates,
-    Exact,
-    Prompt,
+    ExactSettings,
+    PromptSummary,
     bypassing,
     chosen_exactly,
     described,
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
     decay: float
     penalty: float
     late: int
-    exact: Exact | None
+    exact: ExactSettings | None
     bypass: Bypass
 
 
@@ -88,7 +88,7 @@ class Tables(NamedTuple):
     distance: BFloat16[Array, "B K S"]
 
 
-class Past(NamedTuple):
+class History(NamedTuple):
     """Holds the state; rows own all of it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Past(NamedTuple):
 
     tables: tuple[Tables, ...]
     born: Rows
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptSummary, ...]
 
 
 @builder
@@ -162,7 +162,7 @@ def lfps(
         decay,
         penalty,
         0 if aligned else 1,
-        Exact(candidates, a, floor, wider) if exact else None,
+        ExactSettings(candidates, a, floor, wider) if exact else None,
         bypass,
     )
     period = max(int(math.log(MAX_SCALE) / -math.log(decay)), 1)
@@ -181,17 +181,17 @@ def lfps(
     )
 
 
-def init(settings: Settings, spec: CacheSpec) -> Past:
+def init(settings: Settings, spec: CacheSpec) -> History:
     """Returns empty tables."""
     slots, layers = (spec.batch, spec.num_kv_heads, spec.capacity), range(spec.num_layers)
-    return Past(
+    return History(
         tuple(Tables(*(jnp.zeros(slots, jnp.bfloat16) for _ in range(2))) for _ in layers),
         jnp.zeros(spec.batch, jnp.int32),
         tuple(no_prompt(spec) for _ in layers) if settings.bypass else (),
     )
 
 
-def prefill(settings: Settings, state: Past, layer: int, view: PrefillView) -> Past:
+def prefill(settings: Settings, state: History, layer: int, view: PrefillView) -> History:
     """Builds a layer's tables when the prompt ends."""
     if not view.last:
         return state
@@ -199,10 +199,10 @@ def prefill(settings: Settings, state: Past, layer: int, view: PrefillView) -> P
     tables = first_tables(settings, held, view.q_window, view.window_valid)
     if settings.bypass:
         prompts = at_layer(prompts, layer, described(held, view.q_window[:, -1]))
-    return Past(at_layer(state.tables, layer, tables), held.lengths[:, 0], prompts)
+    return History(at_layer(state.tables, layer, tables), held.lengths[:, 0], prompts)
 
 
-def select(settings: Settings, state: Past, layer: int, q: Queries, view: StepView):
+def select(settings: Settings, state: History, layer: int, q: Queries, view: StepView):
     """Lists the k tokens of largest max(Φ(i), Ψ(t - i)), sinks and newest among them."""
     held, tables = view.layers[layer], state.tables[layer]
     maximum = share_of(settings.budget, held.capacity)
@@ -220,8 +220,12 @@ def select(settings: Settings, state: Past, layer: int, q: Queries, view: StepVi
 
 
 def update(
-    settings: Settings, state: Past, layer: int, stats: Stats | ListedLogits | None, view: StepView
-) -> Past:
+    settings: Settings,
+    state: History,
+    layer: int,
+    stats: Stats | ListedLogits | None,
+    view: StepView,
+) -> History:
     """Puts down the weights of attended tokens: Φ(i) ← r · Φ(i) + w(i), Ψ(t - i) likewise."""
     assert isinstance(stats, ListedLogits)
     age = view.positions - state.born + 1
@@ -236,7 +240,7 @@ def update(
     return state._replace(tables=at_layer(state.tables, layer, Tables(*tables)))
 
 
-def maintain(settings: Settings, state: Past, view: StepView) -> tuple[Past, KVCache]:
+def maintain(settings: Settings, state: History, view: StepView) -> tuple[History, KVCache]:
     """Brings the tables back to their true values."""
     left = settings.decay ** (view.positions - state.born).astype(jnp.float32)
 

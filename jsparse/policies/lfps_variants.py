@@ -28,7 +28,7 @@ BYPASS_ABOVE, LOCAL = 0.85, 6  # ε, and the newest tokens that ρ looks at
 MAX_CANDIDATES = 2**31 - 1  # of a head
 
 
-class Exact(NamedTuple):
+class ExactSettings(NamedTuple):
     """Holds the hyper-parameters of `lfps` that say which candidates exact weights choose among."""
 
     candidates: Candidates
@@ -37,7 +37,7 @@ class Exact(NamedTuple):
     wider: int
 
 
-class Prompt(NamedTuple):
+class PromptSummary(NamedTuple):
     """Holds what a layer's bypass knows of the prompt, the sinks left out.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 
 
 def chosen_exactly(
-    exact: Exact,
+    exact: ExactSettings,
     q: Queries,
     held: LayerCache,
     tables: tuple[Array, Array],
@@ -99,10 +99,10 @@ def heaviest(
     return replace(best, ids=ids, logits=jnp.take_along_axis(logits, best.ids[:, :, None], axis=3))
 
 
-def no_prompt(spec: CacheSpec) -> Prompt:
+def no_prompt(spec: CacheSpec) -> PromptSummary:
     """Returns what a layer's bypass knows before there is a prompt."""
     heads = spec.batch, spec.num_kv_heads
-    return Prompt(
+    return PromptSummary(
         jnp.zeros(heads, jnp.int32),
         jnp.zeros((*heads, spec.head_dim), jnp.float32),
         jnp.zeros((*heads, spec.head_dim), jnp.float32),
@@ -110,7 +110,7 @@ def no_prompt(spec: CacheSpec) -> Prompt:
     )
 
 
-def described(held: LayerCache, last: Queries) -> Prompt:
+def described(held: LayerCache, last: Queries) -> PromptSummary:
     """Returns what the bypass keeps of a prompt whose last query is `last`."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     counted = (slots >= SINKS) & (slots < held.lengths[..., None])
@@ -129,7 +129,7 @@ def described(held: LayerCache, last: Queries) -> Prompt:
     variance = jnp.sum(jnp.where(inside, (logits - centre) ** 2, 0.0), -1) / some
     norm = jnp.sum(jnp.square(last.astype(jnp.float32)), -1)
     spread = variance.reshape(norm.shape) / jnp.where(norm > 0, norm, 1.0)
-    return Prompt(number, mean(keys), mean(values), spread)
+    return PromptSummary(number, mean(keys), mean(values), spread)
 
 
 class SinkAttention(NamedTuple):
@@ -147,7 +147,7 @@ class SinkAttention(NamedTuple):
     rest: Float32[Array, "B K G"]
 
 
-def sink_attention(q: Queries, held: LayerCache, prompt: Prompt) -> SinkAttention:
+def sink_attention(q: Queries, held: LayerCache, prompt: PromptSummary) -> SinkAttention:
     """Returns how query heads attend to the sinks (equations 5 and 6, in logarithms)."""
     lengths = held.lengths[..., None]
     nth = jnp.arange(SINKS, dtype=jnp.int32) + 0 * lengths
@@ -172,7 +172,7 @@ def sink_attention(q: Queries, held: LayerCache, prompt: Prompt) -> SinkAttentio
 
 
 def bypassed(
-    q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
+    q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[HeadFlags, Summary]:
     """Returns the KV heads that bypass, and what they return.
 
@@ -192,7 +192,7 @@ def bypassed(
 
 
 def bypassing(
-    chosen: Selection, q: Queries, held: LayerCache, prompt: Prompt, *, alone: bool
+    chosen: Selection, q: Queries, held: LayerCache, prompt: PromptSummary, *, alone: bool
 ) -> tuple[Selection, Summary]:
     """Takes from heads that bypass what was chosen for them; `alone` as in `bypassed`."""
     passed, summary = bypassed(q, held, prompt, alone=alone)

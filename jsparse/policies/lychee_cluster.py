@@ -28,10 +28,10 @@ from typing import Literal, get_args
 from jsparse.builder import builder
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.policies.clusters.engine import Classes, Settings, cluster_policy, require_budget
-from jsparse.policies.clusters.index import Form, Pooling
+from jsparse.policies.clusters.index import CentroidPooling, Form
 from jsparse.policy import Policy
 
-Cut = Literal["structure", "fixed"]
+Chunking = Literal["structure", "fixed"]
 Rank = Literal["centroid", "bound"]
 CentroidDtype = Literal["int8"]
 CLASSES: dict[str | None, Classes | None] = {
@@ -44,11 +44,11 @@ CLASSES: dict[str | None, Classes | None] = {
 @builder
 def lychee_cluster(
     budget: int = 1024,
-    chunks: Cut | None = None,
+    chunks: Chunking | None = None,
     rank: Rank = "centroid",
     levels: Literal[1, 2] = 1,
     cluster_size: int = 2,
-    pooling: Pooling = "mean",
+    pooling: CentroidPooling = "mean",
     normalise: bool = True,
     sink: int = 16,
     recent: int = 112,
@@ -85,7 +85,7 @@ def lychee_cluster(
     """
     one_of("chunks", chunks, CLASSES)
     one_of("rank", rank, get_args(Rank))
-    one_of("pooling", pooling, get_args(Pooling))
+    one_of("pooling", pooling, get_args(CentroidPooling))
     one_of("centroid_dtype", centroid_dtype, (None, *get_args(CentroidDtype)))
     if type(levels) is not int or levels not in (1, 2):
         raise ValueError(f"levels={levels!r}: must be 1 or 2")

@@ -33,9 +33,9 @@ from jsparse.policies.picks import pick
 from jsparse.policy import Policy, Services, State, knob
 from jsparse.selection import Granularity, Selection
 
-Rule = Literal["top_k", "top_p", "threshold", "ratio"]
+PickRule = Literal["top_k", "top_p", "threshold", "ratio"]
 # the default value of each rule, and the check that a value must pass
-RULES: dict[Rule, tuple[int | float, Callable[[str, Any], None]]] = {
+RULES: dict[PickRule, tuple[int | float, Callable[[str, Any], None]]] = {
     "top_k": (4096, partial(whole_number, minimum=1)),
     "top_p": (0.99, fraction),
     "threshold": (1e-3, below_one),
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     retrieval: Bool[np.ndarray, "L K"]
     gates: Any
     value: int | float
-    rule: Rule
+    rule: PickRule
     granularity: Granularity
     sink: int
     recent: int
@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 def lychee_decode(
     gates,
     value: int | float | None = None,
-    rule: Rule = "top_k",
+    rule: PickRule = "top_k",
     granularity: Granularity = "page",
     correct_every: int = 0,
     sink: int = 4,
@@ -98,7 +98,7 @@ def lychee_decode(
             the heaviest of them. "top_p" and "threshold" pick by their rule, and both are added.
             0 and 0 are the paper's.
     """
-    one_of("rule", rule, get_args(Rule))
+    one_of("rule", rule, get_args(PickRule))
     one_of("granularity", granularity, get_args(Granularity))
     number = RULES[rule][0] if value is None else value
     check_value(rule, "value", number)
@@ -122,7 +122,7 @@ def lychee_decode(
     )
 
 
-def check_value(rule: Rule, name: str, value: Any) -> None:
+def check_value(rule: PickRule, name: str, value: Any) -> None:
     """Raises ValueError unless a rule can take this value."""
     try:
         RULES[rule][1](name, value)

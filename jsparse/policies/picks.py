@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.pallas_kernels.threshold_select.api import Rule, Weights
+from jsparse.pallas_kernels.threshold_select.api import Rule, WeightKind
 from jsparse.selection import Granularity, Selection, union, window
 from jsparse.shapes import Lengths
 
@@ -25,7 +25,7 @@ def pick(
     capacity: int,
     granularity: Granularity,
     unit: int,
-    weights: Weights = "softmax",
+    weights: WeightKind = "softmax",
 ) -> Selection:
     """Picks units by a rule, those of the first `sink` and last `recent` slots among them.
 

@@ -35,7 +35,7 @@ from jsparse.policy import Policy, State
 from jsparse.shapes import Queries
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}
-Group = Literal["mean", "max"]
+GroupQueries = Literal["mean", "max"]
 
 
 class Settings(NamedTuple):
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
     budget: int
     bounds_dtype: str | None
     slack: float
-    group: Group
+    group: GroupQueries
 
     @property
     def framed(self) -> bool:
@@ -57,7 +57,7 @@ def quest(
     budget: int = 1024,
     bounds_dtype: str | None = None,
     slack: float = 0.5,
-    group: Group = "mean",
+    group: GroupQueries = "mean",
 ) -> Policy:
     """Attends to `budget` tokens, in the pages whose key bounds allow the greatest logits.
 
@@ -77,7 +77,7 @@ def quest(
     one_of("bounds_dtype", bounds_dtype, FORMS)
     if isinstance(slack, bool) or not isinstance(slack, int | float) or not 0 <= slack <= 1:
         raise ValueError(f"slack={slack!r}: must be a number from 0 to 1")
-    one_of("group", group, get_args(Group))
+    one_of("group", group, get_args(GroupQueries))
     settings = Settings(budget, bounds_dtype, slack, group)
     build = framed_sidecar if settings.framed else sidecar
     kept = build(partial(key_bounds.init, form=FORMS[bounds_dtype]), taken_in)

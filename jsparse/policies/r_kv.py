@@ -15,7 +15,7 @@ from jsparse.builder import builder
 from jsparse.cache import LayerCache, read_heads
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
-from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
+from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, Settings, evicting
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
@@ -44,7 +44,7 @@ def r_kv(
     fraction("importance", importance)
     settings = Settings(
         important_and_rare(importance),
-        uniform(Bounds(0, room, room)),
+        uniform(CountBounds(0, room, room)),
         kept=room,
         max_length=lambda prompt_tokens, new_tokens: min(
             prompt_tokens + new_tokens, budget + period

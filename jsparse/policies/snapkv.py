@@ -14,8 +14,8 @@ from typing import Literal, get_args
 
 from jsparse.builder import builder
 from jsparse.hyper_parameters import one_of, whole_number
-from jsparse.pallas_kernels.window_attention import Over, window_attention
-from jsparse.policies.eviction.budgets import Bounds, competing_room, uniform
+from jsparse.pallas_kernels.window_attention import NormaliseOver, window_attention
+from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
 from jsparse.policies.eviction.engine import LayerView, ScoreFn, Settings, evicting
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
@@ -40,7 +40,7 @@ def snapkv(
     room = competing_room(budget, window)
     settings = Settings(
         pooled_attention(pool, pooling),
-        uniform(Bounds(0, room, room)),
+        uniform(CountBounds(0, room, room)),
         kept=room,
         max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens, budget) + new_tokens,
         window=window,
@@ -48,7 +48,7 @@ def snapkv(
     return evicting(settings)
 
 
-def pooled_attention(pool: int, pooling: Pooling, over: Over = "held") -> ScoreFn:
+def pooled_attention(pool: int, pooling: Pooling, over: NormaliseOver = "held") -> ScoreFn:
     """Scores slots by the window's attention, smoothed over neighbours.
 
     `over` says which slots a query's weights add up to 1 over, as in `window_attention`.

@@ -29,7 +29,7 @@ from jsparse.pallas_kernels.int4_append import int4_append
 from jsparse.pallas_kernels.int4_keys import Int4Keys
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
-from jsparse.policies.combinators import Paired, with_state
+from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.sidecars import framed_sidecar
 from jsparse.policy import Policy, knob, without_knob
 from jsparse.selection import MAX_BITS_PAGE, Selection, paged
@@ -107,7 +107,7 @@ def empty_copy(settings: Settings, spec: CacheSpec) -> Int4Keys:
     return int4_keys.init(spec)
 
 
-def select(settings: Settings, state: Paired, layer: int, q: Queries, view: StepView):
+def select(settings: Settings, state: WrappedState, layer: int, q: Queries, view: StepView):
     """Prunes what the base selects."""
     chosen, summary, of_base = settings.base.select(state.base, layer, q, without_knob(view, "p"))
     if summary is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory.store import Store, store_of
+from jsparse.host_memory.store import KVStore, store_of
 from jsparse.hyper_parameters import whole_number
 from jsparse.model_facts.constants import require_constants
 from jsparse.models.checkpoint import Params
@@ -23,7 +23,7 @@ from jsparse.runtime.owners import owners
 STEPS_PER_PROGRAM = 8
 
 
-class Admitted(NamedTuple):
+class Admission(NamedTuple):
     """Says what may run.
 
     Attributes:
@@ -33,7 +33,7 @@ class Admitted(NamedTuple):
     """
 
     policy: Policy
-    store: Store
+    store: KVStore
     max_steps: int
 
 
@@ -47,7 +47,7 @@ def admit(
     per_request: Sequence[str] = (),
     steps_per_program: int | None = None,
     allocates: bool = True,
-) -> Admitted:
+) -> Admission:
     """Returns what runs, if a policy can run with these sizes; nothing is allocated.
 
     Args:
@@ -89,7 +89,7 @@ def admit(
     if allocates:
         capacity.require_fit(spec, policy)
     on_gpu = jax.default_backend() == "gpu"
-    return Admitted(policy, store, steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1))
+    return Admission(policy, store, steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1))
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jsparse.machine.folders import cache_folder
-from jsparse.runtime.stored import Store, settings
+from jsparse.runtime.stored import ProgramStore, settings
 
 # What a GPU runs as a graph: XLA's default and, after it, loops and branches. Where a trip count or
 # a condition is computed on the device, the host would otherwise wait for it in the middle of a
@@ -26,7 +26,7 @@ COMPILER_OPTIONS = {
 COMPILERS = 4
 
 _traced = 0
-_store: Store | None = None
+_store: ProgramStore | None = None
 # jax's settings in other threads, as they were when someone looked last
 _elsewhere: tuple[Any, ...] = ()
 _compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="jsparse-compile")
@@ -223,6 +223,6 @@ def keep_compilations() -> None:
     global _store
     if jax.config.jax_compilation_cache_dir is not None or jax.config.jax_disable_jit:
         return
-    _store = Store(cache_folder() / "programs")
+    _store = ProgramStore(cache_folder() / "programs")
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

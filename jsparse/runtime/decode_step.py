@@ -23,7 +23,7 @@ from jsparse.cache import (
     without_host,
 )
 from jsparse.host_memory import attention as host_attention
-from jsparse.host_memory.attention import Fetched, fetch_ahead
+from jsparse.host_memory.attention import Prefetch, fetch_ahead
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
@@ -119,7 +119,7 @@ def attend_layer(
     q: Queries,
     view: StepView,
     state: State,
-    fetched: Fetched | None = None,
+    fetched: Prefetch | None = None,
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
     """Selects and attends in one layer.
 

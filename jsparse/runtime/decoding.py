@@ -12,10 +12,10 @@ from jsparse.cache import CacheSpec, KVCache, ReadOnly
 from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
 from jsparse.policy import State
-from jsparse.runtime.admission import Admitted
+from jsparse.runtime.admission import Admission
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.pauses import due, next_steps, until_due
-from jsparse.runtime.reading import Held
+from jsparse.runtime.reading import PrefillResult
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, serviced
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.shapes import Rows
@@ -63,7 +63,7 @@ class Decoding:
     def __init__(
         self,
         params: Params,
-        admitted: Admitted,
+        admitted: Admission,
         choose: ChooseFn,
         keep: Callable[[Step], StepResult],
         constants: Mapping[str, Array] | None,
@@ -80,7 +80,7 @@ class Decoding:
         """Whether no row wants more tokens."""
         return self.done >= max(self._limits)
 
-    def begin(self, held: Held, given: Any, knobs: dict[str, Array] | None) -> StepResult:
+    def begin(self, held: PrefillResult, given: Any, knobs: dict[str, Array] | None) -> StepResult:
         """Chooses the tokens that follow the prompts.
 
         `given` is donated now; the cache and state of `held` are by the first `advance`.

@@ -26,7 +26,7 @@ KNOWN = frozenset({PACKAGE, "jax", "jaxlib", "numpy", "flax", "optax"}) | sys.st
 SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Unknown(Exception):
+class NoFingerprint(Exception):
     """Says that a value has no fingerprint."""
 
 
@@ -115,7 +115,7 @@ def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
         fields = [field.name for field in dataclasses.fields(value) if field.name != "parent"]
         yield from _all([(name, getattr(value, name)) for name in fields], seen)
     else:
-        raise Unknown(f"{kind.__module__}.{kind.__qualname__}")
+        raise NoFingerprint(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _all(values: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ def _known(value: Any) -> bytes:
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     name = getattr(value, "__qualname__", value.__name__)
     if str(module).partition(".")[0] not in KNOWN:
-        raise Unknown(f"{module}.{name}")
+        raise NoFingerprint(f"{module}.{name}")
     return f"{module}.{name}".encode()
 
 

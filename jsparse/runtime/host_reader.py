@@ -15,7 +15,7 @@ import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.decoding import StepResult
-from jsparse.runtime.prefill import OnProgress
+from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.request import Request, SamplingParams
 from jsparse.text.stream import TextStream
 
@@ -99,7 +99,7 @@ class Generation:
 
 
 @dataclass
-class Row:
+class AnswerRow:
     """Collects one prompt's growing output on the host.
 
     The first `given` tokens of its steps were not chosen but given, and are no output.
@@ -149,8 +149,8 @@ class Reader:
 
     def __init__(
         self,
-        rows: list[Row],
-        report: OnProgress = lambda *_: None,
+        rows: list[AnswerRow],
+        report: OnChunk = lambda *_: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepares to read the steps of these rows; `clock` times them, in seconds."""
@@ -209,7 +209,7 @@ class Reader:
         """
         return [self._generation(row, began, policy) for row in self.rows]
 
-    def _generation(self, row: Row, began: float, policy: str) -> Generation:
+    def _generation(self, row: AnswerRow, began: float, policy: str) -> Generation:
         times = self._times
         made = sum(max(len(row.ids) - 1, 0) for row in self.rows)
         stats = GenerationStats(

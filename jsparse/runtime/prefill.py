@@ -27,7 +27,7 @@ from jsparse.cache import (
     without_host,
 )
 from jsparse.host_memory.pool import whole
-from jsparse.host_memory.store import Store
+from jsparse.host_memory.store import KVStore
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.partials import merge
 from jsparse.policy import Policy, PrefillView, State, kept
@@ -37,7 +37,7 @@ from jsparse.shapes import ChunkKV, ChunkQueries, Rows, Tokens
 # Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
 # that size squared; without it the scores are stored.
 FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
-OnProgress = Callable[[str, int, int], Any]
+OnChunk = Callable[[str, int, int], Any]
 
 
 class PrefillCarry(NamedTuple):
@@ -76,8 +76,8 @@ def read_prompts(
     carry: PrefillCarry,
     *,
     beside: ReadOnly = NOTHING,
-    store: Store | None = None,
-    report: OnProgress = lambda *_: None,
+    store: KVStore | None = None,
+    report: OnChunk = lambda *_: None,
     within: bool = False,
 ) -> PrefillCarry:
     """Reads the first `lengths[b]` tokens of each row, chunk by chunk, all rows side by side.

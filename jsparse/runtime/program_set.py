@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jsparse.runtime.compilation import Program
 
 
-class Wanted(NamedTuple):
+class ProgramKey(NamedTuple):
     """Names a program: what it does, the size that tells its shapes apart, its static arguments."""
 
     name: str
@@ -17,7 +17,7 @@ class Wanted(NamedTuple):
     static: frozenset[tuple[str, Any]] = frozenset()
 
     @classmethod
-    def of(cls, name: str, size: int = 0, **static: Any) -> "Wanted":
+    def of(cls, name: str, size: int = 0, **static: Any) -> "ProgramKey":
         """Names the program that `ProgramSet.run` runs when it is given these."""
         return cls(name, size, frozenset(static.items()))
 
@@ -46,7 +46,7 @@ class ProgramSet:
         """
         self._programs, self._arguments = programs, arguments
         self._fixed = {name: made.among(fixed) for name, made in programs.items()}
-        self._made: dict[Wanted, Future[Callable[..., Any]]] = {}
+        self._made: dict[ProgramKey, Future[Callable[..., Any]]] = {}
         self.seconds = 0.0
 
     @property
@@ -61,7 +61,7 @@ class ProgramSet:
 
     def run(self, name: str, *arrays: Any, size: int = 0, **static: Any) -> Any:
         """Runs a program, which is compiled if it has not been; `size` tells shapes apart."""
-        wanted = Wanted.of(name, size, **static)
+        wanted = ProgramKey.of(name, size, **static)
         job = self._made.get(wanted)
         if job is None or not job.done():
             began = time.perf_counter()
@@ -71,7 +71,7 @@ class ProgramSet:
             self.seconds += time.perf_counter() - began
         return job.result()(*arrays, **self._fixed[name])
 
-    def expect(self, wanted: Iterable[Wanted]) -> None:
+    def expect(self, wanted: Iterable[ProgramKey]) -> None:
         """Begins to compile programs that have not been, several at a time, and returns at once."""
         for each in wanted:
             if each not in self._made:
@@ -79,7 +79,7 @@ class ProgramSet:
                 fixed = self._fixed[each.name] | dict(each.static)
                 self._made[each] = self._programs[each.name].ahead(*arrays, **fixed)
 
-    def compile(self, wanted: Iterable[Wanted], logger: logging.Logger) -> None:
+    def compile(self, wanted: Iterable[ProgramKey], logger: logging.Logger) -> None:
         """Compiles programs, and waits for them; who interrupts does not wait for the rest."""
         new = [each for each in wanted if each not in self._made]
         self.expect(new)

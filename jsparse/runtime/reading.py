@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
-from jsparse.host_memory.store import Store
+from jsparse.host_memory.store import KVStore
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
@@ -19,13 +19,13 @@ from jsparse.policy import Policy, State
 from jsparse.runtime import prefill
 from jsparse.runtime.compilation import program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
-from jsparse.runtime.prefill import OnProgress, PrefillCarry
+from jsparse.runtime.prefill import OnChunk, PrefillCarry
 from jsparse.shapes import Rows
 
 first_logits = program(to_logits, static_argnames=("decoder",))
 
 
-class Held(NamedTuple):
+class PrefillResult(NamedTuple):
     """Holds the logits that follow the prompts, the cache and the policy's state."""
 
     logits: Float32[Array, "B V"]
@@ -57,7 +57,7 @@ class Reading:
     """
 
     def __init__(
-        self, params: Params, policy: Policy, spec: CacheSpec, store: Store, *, resumable: bool
+        self, params: Params, policy: Policy, spec: CacheSpec, store: KVStore, *, resumable: bool
     ) -> None:
         """Prepares to read."""
         self._params, self._policy, self._spec, self._store = params, policy, spec, store
@@ -86,8 +86,8 @@ class Reading:
         return Prompts(tokens, lengths)
 
     def read(
-        self, prompts: Prompts, before: tuple[Held, PromptEnd] | None, report: OnProgress
-    ) -> tuple[Held, PromptEnd | None]:
+        self, prompts: Prompts, before: tuple[PrefillResult, PromptEnd] | None, report: OnChunk
+    ) -> tuple[PrefillResult, PromptEnd | None]:
         """Reads prompts into an empty cache, or after the end of those `before`, which is donated.
 
         Returns what is held then, and what a further turn starts from.
@@ -107,7 +107,7 @@ class Reading:
             start = 0 if before is None else before[1].positions
             end = PromptEnd(start + prompts.lengths, carry.last_hidden, carry.windows, own)
         logits = first_logits(decoder, weights, carry.last_hidden)
-        return Held(logits, carry.cache, carry.state), end
+        return PrefillResult(logits, carry.cache, carry.state), end
 
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first prompts."""
@@ -115,7 +115,7 @@ class Reading:
         empty = self._store.begin(prefill.chunk_tokens(decoder, self._spec.batch))
         return prefill.start(decoder, self._policy, *empty)
 
-    def _resume(self, held: Held, end: PromptEnd) -> PrefillCarry:
+    def _resume(self, held: PrefillResult, end: PromptEnd) -> PrefillCarry:
         """Returns the carry of a further turn: rows are cut back to the end of the last prompt."""
         cache = self._store.after_cut(cut_back(held.cache, jnp.asarray(end.positions)))
         state = with_row_arrays(self._policy, self._spec, held.state, end.rows)

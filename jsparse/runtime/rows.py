@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.policy import Policy, Service, State, maintained
+from jsparse.policy import Policy, ServiceKind, State, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step
@@ -150,7 +150,7 @@ def maintain(
 
 
 def serviced[Memory: (KVCache, SharedPages)](
-    service: Service,
+    service: ServiceKind,
     decoder: Decoder,
     policy: Policy,
     weights: Weights,
@@ -176,7 +176,7 @@ def serviced[Memory: (KVCache, SharedPages)](
 
 
 def serviced_rows[Memory: (KVCache, SharedPages)](
-    service: Service,
+    service: ServiceKind,
     decoder: Decoder,
     policy: Policy,
     spec: CacheSpec,

@@ -19,7 +19,7 @@ from jsparse.runtime.request import MAX_BIASES, MAX_END_IDS, Request
 from jsparse.shapes import Rows
 from jsparse.threshold import top_k_mask, top_p_mask
 
-Chosen = tuple[Rows, Float32[Array, "B"], Any]
+NextTokens = tuple[Rows, Float32[Array, "B"], Any]
 # one number for all rows, or one per row where rows began at different times
 Nth = Int32[Array, ""] | Int32[Array, "B"]
 # the rows that take part; None is all
@@ -43,7 +43,7 @@ class ChooseFn(Protocol):
         logits: Float32[Array, "B V"],
         active: Active,
         /,
-    ) -> Chosen: ...
+    ) -> NextTokens: ...
 
 
 class RowSampling(NamedTuple):
@@ -138,7 +138,9 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     return RowSampling(**made)
 
 
-def greedy(given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None) -> Chosen:
+def greedy(
+    given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
+) -> NextTokens:
     """Takes the likeliest token of each row; what it carries does not change."""
     tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     return tokens, _logprobs(logits, tokens), given
@@ -146,7 +148,7 @@ def greedy(given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active =
 
 def forced(
     given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
-) -> Chosen:
+) -> NextTokens:
     """Takes the tokens of a table, whatever the logits; it carries the table."""
     tokens = given[nth]
     return tokens, _logprobs(logits, tokens), given
@@ -154,7 +156,7 @@ def forced(
 
 def forced_then_greedy(
     given: Int32[Array, "n B"], nth: Nth, logits: Float32[Array, "B V"], active: Active = None
-) -> Chosen:
+) -> NextTokens:
     """Takes the tokens of a table, and where that has -1 or ends the likeliest; it carries it."""
     wanted = given.at[nth].get(mode="fill", fill_value=-1)
     tokens = jnp.where(wanted < 0, jnp.argmax(logits, -1).astype(jnp.int32), wanted)
@@ -163,7 +165,7 @@ def forced_then_greedy(
 
 def sampled(
     given: RowSampling, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
-) -> Chosen:
+) -> NextTokens:
     """Samples the next token of each row with the row's own options.
 
     A row draws from its own seed and stream, folded with the token's number, so that its choice

@@ -26,8 +26,8 @@ from jsparse.runtime import prefill, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.decoding import Decoding, StepResult, with_logits, without_logits
-from jsparse.runtime.prefill import OnProgress, settle
-from jsparse.runtime.reading import Held, PromptEnd, Reading
+from jsparse.runtime.prefill import OnChunk, settle
+from jsparse.runtime.reading import PrefillResult, PromptEnd, Reading
 from jsparse.runtime.sampling import ChooseFn
 
 
@@ -38,14 +38,14 @@ class Fresh(NamedTuple):
 class Ready(NamedTuple):
     """A session that has read prompts and not decoded since; `end` is None if it reads no more."""
 
-    held: Held
+    held: PrefillResult
     end: PromptEnd | None
 
 
 class Decoded(NamedTuple):
     """A session that has decoded since it read."""
 
-    held: Held
+    held: PrefillResult
     end: PromptEnd | None
 
 
@@ -110,7 +110,7 @@ class Session:
         self._expected: Future[Any] | None = None
 
     @property
-    def held(self) -> Held:
+    def held(self) -> PrefillResult:
         """What the session holds now; steps take it away while they run.
 
         Raises:
@@ -129,7 +129,7 @@ class Session:
         """Returns a time in seconds that stands still while steps are compiled."""
         return time.perf_counter() - self.compiling
 
-    def read(self, rows: Sequence[Sequence[int]], report: OnProgress = lambda *_: None) -> None:
+    def read(self, rows: Sequence[Sequence[int]], report: OnChunk = lambda *_: None) -> None:
         """Reads the prompts, densely.
 
         Called again, it reads a further turn: rows are cut back to the end of the last prompt, and
@@ -153,7 +153,7 @@ class Session:
         *,
         limits: Sequence[int],
         knobs: dict[str, Array] | None = None,
-        report: OnProgress = lambda *_: None,
+        report: OnChunk = lambda *_: None,
     ) -> None:
         """Begins to compile the program that `steps` will run with these arguments.
 
@@ -164,7 +164,7 @@ class Session:
         decoding = self._decoding(choose, limits, known)
         self._expected = decoding.expect(self.spec, given, knobs)
 
-    def adopt(self, held: Held, pages: HostLayers | None = None) -> None:
+    def adopt(self, held: PrefillResult, pages: HostLayers | None = None) -> None:
         """Takes over prompts that were read elsewhere for this policy, with K and V on the device.
 
         They go where the session's store keeps them; `pages` are those in host memory, if they have
@@ -210,7 +210,7 @@ class Session:
         self._stage = Busy(stage.end)  # donated
         beside = ReadOnly(known, knobs)
         cache, state = room.after_prompt(policy, spec, held.cache, held.state, beside, limits)
-        result = decoding.begin(Held(held.logits, cache, state), given, knobs)
+        result = decoding.begin(PrefillResult(held.logits, cache, state), given, knobs)
         try:
             yield result
             while not decoding.finished:
@@ -220,7 +220,9 @@ class Session:
             settle(batch, self.store.pages)
             # a program that failed may have taken what it was given
             if not any(array.is_deleted() for array in jax.tree.leaves(batch)):
-                self._stage = Decoded(Held(held.logits, batch.cache, batch.state), stage.end)
+                self._stage = Decoded(
+                    PrefillResult(held.logits, batch.cache, batch.state), stage.end
+                )
 
     def _ready(self, limits: Sequence[int]) -> Ready:
         """Returns what has been read.

@@ -39,7 +39,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "triton", "jax-triton")
 UNRELATED = ("cache", "_log_", "logging", "traceback", "tracer", "mock", "timeout")
 
 
-class Store:
+class ProgramStore:
     """Holds programs in a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Store:
         """
         try:
             return fingerprint.of(environment(), function, static, str(shapes))
-        except fingerprint.Unknown as unknown:
+        except fingerprint.NoFingerprint as unknown:
             logger.debug("%s is not stored: nothing is known of %s", function, unknown)
             return None
 

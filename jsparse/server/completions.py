@@ -17,7 +17,7 @@ from jsparse.server.protocol import (
     ChatRequest,
     CompletionRequest,
 )
-from jsparse.server.service import Asked, Service, all_of, usage
+from jsparse.server.service import PromptStream, Service, all_of, usage
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 
 # the fields of requests, by what the engine's errors call them
@@ -29,7 +29,7 @@ CHAT_NAMES = NAMES | {
 
 
 @dataclass
-class Answers:
+class ResponseWriter:
     """Shows the answers to a request's prompts as clients expect them.
 
     Subclasses say how a choice looks.
@@ -43,7 +43,7 @@ class Answers:
 
     service: Service
     request: Any
-    asked: list[Asked]
+    asked: list[PromptStream]
     texts: list[str]
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -139,7 +139,7 @@ class Answers:
         }
 
 
-class Completions(Answers):
+class Completions(ResponseWriter):
     """Shows answers as /v1/completions does."""
 
     whole_kind = piece_kind = "text_completion"
@@ -155,7 +155,7 @@ class Completions(Answers):
         return {"text": echoed + answer.text, "logprobs": logprobs}
 
 
-class Chats(Answers):
+class Chats(ResponseWriter):
     """Shows answers as /v1/chat/completions does."""
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
@@ -190,7 +190,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     return await _answered(answers, http)
 
 
-async def _complete(service: Service, request: CompletionRequest) -> Answers:
+async def _complete(service: Service, request: CompletionRequest) -> ResponseWriter:
     names = service.knobs | COMPLETION_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
@@ -208,7 +208,7 @@ async def _complete(service: Service, request: CompletionRequest) -> Answers:
     return Completions(service, request, asked, texts)
 
 
-async def _chat(service: Service, request: ChatRequest) -> Answers:
+async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     names = service.knobs | CHAT_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
@@ -221,7 +221,7 @@ async def _chat(service: Service, request: ChatRequest) -> Answers:
     return Chats(service, request, asked, [])
 
 
-async def _answered(answers: Answers, http: HttpRequest) -> Response:
+async def _answered(answers: ResponseWriter, http: HttpRequest) -> Response:
     if answers.request.stream:
         return EventStream(answers.events(), answers.close)
     try:

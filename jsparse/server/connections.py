@@ -75,7 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._unwatch()
             self._move()
             super().on_headers_complete()
-            self.cycle.transport = _Answered(self)  # pyright: ignore[reportAttributeAccessIssue]
+            self.cycle.transport = _AnswerTransport(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_body(self, body: bytes) -> None:
         """Takes in a piece of the body, which is bounded where it is read."""
@@ -171,7 +171,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
 
-class _Answered:
+class _AnswerTransport:
     """The transport of a connection as an answer writes to it."""
 
     def __init__(self, connection: BoundedConnection) -> None:

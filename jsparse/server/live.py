@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jsparse.server.metrics import kv_cache_usage
-from jsparse.server.service import Asked, Service
+from jsparse.server.service import PromptStream, Service
 
 INTERVAL = 0.5
 # speed is averaged over this many seconds
@@ -95,7 +95,7 @@ class Live:
         return np.mean(known, axis=0).tolist() if known else None
 
 
-def _phase(asked: Asked) -> str:
+def _phase(asked: PromptStream) -> str:
     """Returns waiting, reading, decoding or ended: how far the last of the answers is."""
     phases = [answer.phase for answer in asked.served.answers]
     return min(phases, key=lambda phase: phase.value).name.lower()

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from jsparse.engine.core import Engine, Served
+from jsparse.engine.core import Engine, RequestState
 from jsparse.server.metrics import kv_cache_usage
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def show(level: str) -> None:
     own.propagate = False
 
 
-def of_request(served: Served) -> str:
+def of_request(served: RequestState) -> str:
     """Returns the line about a request that has ended, or that its client has left."""
     metrics = served.metrics
     times = list(metrics.token_times)
@@ -45,7 +45,7 @@ def of_request(served: Served) -> str:
     return f"{served.request_id}: {', '.join(parts)}, {'/'.join(ends)}"
 
 
-class Seen(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """Holds what an engine had done at a time, in seconds."""
 
     time: float
@@ -53,12 +53,12 @@ class Seen(NamedTuple):
     new: int
 
 
-def seen(engine: Engine) -> Seen:
+def seen(engine: Engine) -> EngineSnapshot:
     """Returns what the engine has done by now."""
-    return Seen(time.monotonic(), engine.counters.read_tokens, engine.counters.new_tokens)
+    return EngineSnapshot(time.monotonic(), engine.counters.read_tokens, engine.counters.new_tokens)
 
 
-def of_speed(engine: Engine, before: Seen, now: Seen) -> str:
+def of_speed(engine: Engine, before: EngineSnapshot, now: EngineSnapshot) -> str:
     """Returns the line about what the engine has done between two times, or "" for nothing."""
     scheduler = engine.scheduler
     running = len(scheduler.reading) + len(scheduler.decoding)
@@ -75,7 +75,7 @@ def of_speed(engine: Engine, before: Seen, now: Seen) -> str:
 
 async def tell_speed(service: "Service") -> None:
     """Logs how fast the engine is, every ten seconds in which it has done something."""
-    before: Seen | None = None
+    before: EngineSnapshot | None = None
     while True:
         await asyncio.sleep(EVERY_SECONDS)
         if service.engine is None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from jsparse.engine.core import Engine, Served
+from jsparse.engine.core import Engine, RequestState
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
@@ -60,7 +60,7 @@ class Metrics:
         """Returns everything in Prometheus' format."""
         return generate_latest(self._registry)
 
-    def begun(self, served: Served) -> None:
+    def begun(self, served: RequestState) -> None:
         """Counts a request that has its first token."""
         metrics = served.metrics
         self._prompt.inc(len(served.ids))
@@ -70,7 +70,7 @@ class Metrics:
         if metrics.scheduled is not None:
             self._queue.observe(metrics.scheduled - metrics.arrived)
 
-    def left(self, served: Served) -> None:
+    def left(self, served: RequestState) -> None:
         """Counts a request that has ended, or whose client has left."""
         times = list(served.metrics.token_times)
         for growing in served.growing:

@@ -157,7 +157,7 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class Sampled(_Body):
+class GenerationRequest(_Body):
     """Holds what both kinds of requests have in common."""
 
     model: str | None = None
@@ -217,7 +217,7 @@ class Sampled(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(GenerationRequest):
     """Asks to continue prompts."""
 
     prompt: Prompt
@@ -239,7 +239,7 @@ class CompletionRequest(Sampled):
         return self
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """Holds one message of a chat."""
 
     role: Annotated[
@@ -252,13 +252,15 @@ class Message(_Body):
 
 
 # a malformed element ends the check: a body may have a million of them
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+ChatMessages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(GenerationRequest):
     """Asks to answer a chat."""
 
-    messages: Messages
+    messages: ChatMessages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -288,7 +290,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -305,7 +307,7 @@ class DetokenizeRequest(_Body):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)]
 
 
-def chat_of(messages: list[Message]) -> list[dict[str, str]]:
+def chat_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
     """Returns messages as templates take them."""
     return [{"role": each.role, "content": each.content} for each in messages]
 

@@ -1,4 +1,4 @@
-"""Defines Service, what a server holds, and Asked, one prompt on its way through the engine."""
+"""Defines Service, a server's state, and PromptStream, one prompt on its way through the engine."""
 
 import asyncio
 import secrets
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
-from jsparse.engine.core import Served
+from jsparse.engine.core import RequestState
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.runtime.request import SamplingParams
 from jsparse.server import log
@@ -87,7 +87,7 @@ class Service:
         """Prepares a service without an engine."""
         self.options, self.draining = options, False
         self.engine: AsyncEngine | None = None
-        self.live: dict[str, Asked] = {}
+        self.live: dict[str, PromptStream] = {}
         self.created = int(time.time())
         self.inside = self._arriving = self._held = 0
 
@@ -233,7 +233,7 @@ class Service:
 
     async def ask(
         self, kind: str, rows: Sequence[list[int]], options: Sequence[SamplingParams]
-    ) -> "list[Asked]":
+    ) -> "list[PromptStream]":
         """Hands prompts to the engine; returns when it has all of them.
 
         Raises:
@@ -248,7 +248,7 @@ class Service:
             raise ValueError(f"{asked} asks for {wanted} answers: must be at most {maximum}")
         name = f"{kind}-{secrets.token_hex(12)}"
         made = [
-            Asked(self, f"{name}-{nth}" if nth else name, ids, own)
+            PromptStream(self, f"{name}-{nth}" if nth else name, ids, own)
             for nth, (ids, own) in enumerate(zip(rows, options, strict=True))
         ]
         try:
@@ -260,7 +260,7 @@ class Service:
         return made
 
 
-class Asked:
+class PromptStream:
     """Holds one prompt that the engine works on, until it is closed.
 
     Attributes:
@@ -268,7 +268,7 @@ class Asked:
         served: what the engine knows of it.
     """
 
-    served: Served
+    served: RequestState
 
     def __init__(
         self, service: Service, name: str, ids: list[int], options: SamplingParams
@@ -307,7 +307,7 @@ class Asked:
             log.logger.info(log.of_request(self.served))
         await self._news.aclose()
 
-    async def _followed(self) -> AsyncGenerator[Served]:
+    async def _followed(self) -> AsyncGenerator[RequestState]:
         if self.served.finished:
             yield self.served
             return
@@ -315,7 +315,7 @@ class Asked:
             self._count_beginning(served)
             yield served
 
-    def _count_beginning(self, served: Served) -> None:
+    def _count_beginning(self, served: RequestState) -> None:
         if served.metrics.token_times and not self._begun:
             self._begun = True
             self._service.metrics.begun(served)

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from jsparse.engine.core import Served
+from jsparse.engine.core import RequestState
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
 from jsparse.models.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class Texts:
         pool = self._of_short if size <= SHORT else self._encoders
         return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
-    async def output(self, served: Served, *, new: bool) -> RequestOutput:
+    async def output(self, served: RequestState, *, new: bool) -> RequestOutput:
         """Returns a request's output, or what is `new` in it."""
         return await self.made(partial(served.output, new=new))
 

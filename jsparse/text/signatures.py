@@ -26,7 +26,7 @@ class Signature(NamedTuple):
     summary: str
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """Has a policy's name: a Policy, which this module does not import."""
 
     @property
@@ -46,7 +46,7 @@ def registered() -> Mapping[str, Signature]:
     return {name: _signature(homes[name], name) for name in _names(registry)}
 
 
-def short_name(policy: Named | str) -> str:
+def short_name(policy: HasName | str) -> str:
     """Returns a policy's name without the arguments that have their default values, for readers.
 
     The result is an expression of the same policy; its budget always shows. Results that are stored

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, M, Problem
-from jsparse.pallas_kernels.block_sparse_decode.refs import Global, Shared
+from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs
 from jsparse.pallas_kernels.block_sparse_decode.registers import LOG2_E, operations
 
 NOTHING = -1e30  # the running maximum before any token; finite, so that differences are no NaN
@@ -15,8 +15,8 @@ NOTHING = -1e30  # the running maximum before any token; finite, so that differe
 
 def consume(
     p: Problem,
-    g: Global,
-    s: Shared,
+    g: GlobalRefs,
+    s: SharedRefs,
 ) -> None:
     """Attends to the tiles that arrive, run by run, until a run has no splits."""
     stages, tokens, width = p.tiles.stages, p.tiles.tokens, min(p.page_size, WORD)

@@ -7,7 +7,7 @@ from jax import lax
 
 from jsparse.pallas_kernels.block_sparse_decode.heads import Head
 from jsparse.pallas_kernels.block_sparse_decode.problem import WORD, Problem
-from jsparse.pallas_kernels.block_sparse_decode.refs import Global
+from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs
 
 
 class Entries(NamedTuple):
@@ -17,7 +17,7 @@ class Entries(NamedTuple):
     """
 
     p: Problem
-    g: Global
+    g: GlobalRefs
     h: Any  # index of the head, row · K + KV head
     head: Head
 

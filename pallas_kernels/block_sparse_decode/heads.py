@@ -10,7 +10,7 @@ from jax import lax
 
 from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
-from jsparse.pallas_kernels.block_sparse_decode.refs import Global
+from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs
 
 
 class Head(NamedTuple):
@@ -24,7 +24,7 @@ class Head(NamedTuple):
     count: Any  # pages that it lists
 
 
-def load_head(p: Problem, g: Global, h) -> Head:
+def load_head(p: Problem, g: GlobalRefs, h) -> Head:
     """Loads head h, or the last one where h is beyond it."""
     h = jnp.minimum(h, p.pairs - 1)
     length, count = g.lengths[h], g.count[h]
@@ -34,7 +34,7 @@ def load_head(p: Problem, g: Global, h) -> Head:
     return Head(schedule.num_splits(tiles, p.tiles), tiles, dense, last, length, count)
 
 
-def next_with_tiles(p: Problem, g: Global, h, base, head: Head, ahead: Head):
+def next_with_tiles(p: Problem, g: GlobalRefs, h, base, head: Head, ahead: Head):
     """Finds the first head from h on that has any tiles.
 
     `base` tiles are before h, `head` is h, `ahead` the one after it. The result is the same four of
@@ -50,7 +50,7 @@ def next_with_tiles(p: Problem, g: Global, h, base, head: Head, ahead: Head):
     )
 
 
-def lacks_newest(p: Problem, g: Global, h, head: Head):
+def lacks_newest(p: Problem, g: GlobalRefs, h, head: Head):
     """Returns whether a list lacks the newest token's page; most lists end with it, or before."""
     if not p.capacity:
         return jnp.bool_(False)
@@ -60,7 +60,7 @@ def lacks_newest(p: Problem, g: Global, h, head: Head):
     return sparse & lax.cond(search, lambda: _not_found(p, g, h, head), lambda: head.last < newest)
 
 
-def _not_found(p: Problem, g: Global, h, head: Head):
+def _not_found(p: Problem, g: GlobalRefs, h, head: Head):
     """Searches a list that ends past what its head holds for the newest token's page."""
     newest = lax.div(head.length - 1, p.page_size)
 

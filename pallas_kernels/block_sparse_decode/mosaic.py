@@ -24,7 +24,7 @@ from jsparse.pallas_kernels.block_sparse_decode import schedule
 from jsparse.pallas_kernels.block_sparse_decode.consumer import consume
 from jsparse.pallas_kernels.block_sparse_decode.problem import Problem
 from jsparse.pallas_kernels.block_sparse_decode.producer import produce
-from jsparse.pallas_kernels.block_sparse_decode.refs import Global, Shared, shared_types
+from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs, shared_types
 from jsparse.pallas_kernels.block_sparse_decode.schedule import Tiles
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.place_logits.api import place_logits
@@ -117,7 +117,7 @@ def _kernel(problem: Problem):
         out.append(jax.ShapeDtypeStruct((p.pairs, p.max_tiles * t.tokens), jnp.float32))
 
     def body(*refs, **scratch):
-        g, s = Global.of(p, refs), Shared(**scratch)
+        g, s = GlobalRefs.of(p, refs), SharedRefs(**scratch)
 
         # two teams, each of 128 threads at 208 and 128 at 40, take 63,488 of 65,536 registers
         @pl.when(lax.axis_index("warpgroup") < t.teams)

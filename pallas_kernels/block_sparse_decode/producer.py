@@ -17,7 +17,7 @@ from jsparse.pallas_kernels.block_sparse_decode.heads import (
     next_with_tiles,
 )
 from jsparse.pallas_kernels.block_sparse_decode.problem import WARPS, Problem
-from jsparse.pallas_kernels.block_sparse_decode.refs import Global, Shared
+from jsparse.pallas_kernels.block_sparse_decode.refs import GlobalRefs, SharedRefs
 from jsparse.pallas_kernels.block_sparse_decode.registers import operations
 
 AHEAD = 2  # tiles whose entries are loaded before they are copied
@@ -25,8 +25,8 @@ AHEAD = 2  # tiles whose entries are loaded before they are copied
 
 def produce(
     p: Problem,
-    g: Global,
-    s: Shared,
+    g: GlobalRefs,
+    s: SharedRefs,
 ) -> None:
     """Finds the team's splits and sends their tiles: pages by TMA, and a bit per attended token.
 
@@ -94,7 +94,7 @@ def produce(
     _drain(p, s, team, n, sent)
 
 
-def _announce(p: Problem, g: Global, s: Shared, team, n, *values) -> None:
+def _announce(p: Problem, g: GlobalRefs, s: SharedRefs, team, n, *values) -> None:
     """Writes the nth run for the consumer and sends its queries."""
     slot = team * p.runs + lax.rem(n, p.runs)
 
@@ -110,7 +110,7 @@ def _announce(p: Problem, g: Global, s: Shared, team, n, *values) -> None:
     plgpu.copy_gmem_to_smem(queries, window, s.q_full.at[slot])
 
 
-def _drain(p: Problem, s: Shared, team, n, sent) -> None:
+def _drain(p: Problem, s: SharedRefs, team, n, sent) -> None:
     """Waits until the consumer has used everything that n runs sent."""
     if p.runs == 2:  # with one slot, announcing the end has already waited for the last run
 
@@ -128,7 +128,7 @@ def _drain(p: Problem, s: Shared, team, n, sent) -> None:
                     _wait_for_room(p, free, team, sent + i)
 
 
-def _share_out(p: Problem, g: Global, s: Shared, team) -> None:
+def _share_out(p: Problem, g: GlobalRefs, s: SharedRefs, team) -> None:
     """Finds where each team's share of the tiles begins and ends, and in which head.
 
     The first team does it for all teams of the block.
@@ -177,7 +177,7 @@ def _duties(p: Problem, warp):
     return mine, warp < n, warp >= 0 if n >= WARPS else (warp >= n) & (warp < 2 * n)
 
 
-def _send_tiles(p: Problem, s: Shared, team, warp, pages, missing, sent, t0, t1, found) -> None:
+def _send_tiles(p: Problem, s: SharedRefs, team, warp, pages, missing, sent, t0, t1, found) -> None:
     """Sends one warp's part of tiles t0 to t1 of a head; `found` are the entries of tile t0."""
     stages, n = p.tiles.stages, p.pages_a_tile
     mine, copies_k, copies_v = _duties(p, warp)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jsparse.pallas_kernels.block_sparse_decode.problem import BIAS_ROW, M, Problem
 
 
-class Global(NamedTuple):
+class GlobalRefs(NamedTuple):
     """Holds refs in global memory; None for arrays that the launch lacks."""
 
     q: Any  # [windows, rows, H]
@@ -29,7 +29,7 @@ class Global(NamedTuple):
     logits: Any  # [pairs, slots]
 
     @classmethod
-    def of(cls, p: Problem, refs: tuple[Any, ...]) -> "Global":
+    def of(cls, p: Problem, refs: tuple[Any, ...]) -> "GlobalRefs":
         """Names the launch's refs, which come in the order of the fields."""
         optional = {
             "dense": p.has_dense,
@@ -43,7 +43,7 @@ class Global(NamedTuple):
         return cls(**dict.fromkeys(cls._fields) | dict(zip(there, refs, strict=True)))
 
 
-class Shared(NamedTuple):
+class SharedRefs(NamedTuple):
     """Holds shared memory and barriers of a block.
 
     The producer fills what the consumer frees; a *_full of a copy also counts its bytes. Runs and
@@ -74,7 +74,7 @@ class Shared(NamedTuple):
 
 
 def shared_types(p: Problem) -> dict[str, Any]:
-    """Returns the types of what `Shared` holds, by name."""
+    """Returns the types of what `SharedRefs` holds, by name."""
     t = p.tiles
     # tiles of 8 rows by one swizzle, of 128 or 64 bytes: elements have 2 bytes
     lane = 64 if p.head_dim % 64 == 0 and t.tokens % 64 == 0 else 32

@@ -30,14 +30,14 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Narrow(Case):
+class NarrowCase(Case):
     """Describes a call with queries and 4-bit keys of the first `channels` channels of K."""
 
     channels: int = 16
 
 
 @dataclass(frozen=True)
-class Kept(Case):
+class FrameCase(Case):
     """Describes a call whose 4-bit keys lie in a frame, or have channels of each head's own.
 
     Attributes:
@@ -51,7 +51,7 @@ class Kept(Case):
 
 def options(case: Case, seed: int = 0) -> dict[str, Any]:
     """Returns the keyword arguments `frame` and `channels` of int4_scores and int4_append."""
-    kept = case if isinstance(case, Kept) else Kept("", framed=False)
+    kept = case if isinstance(case, FrameCase) else FrameCase("", framed=False)
     return {
         "frame": frame_for(case, seed) if kept.framed else None,
         "channels": None if kept.chosen is None else _channels(kept, seed),
@@ -89,8 +89,8 @@ def build(case: Case, seed: int = 0) -> Inputs:
     """
     q, layer, selection = case.build(seed)
     given = None if case.dense == "all" else selection
-    if not isinstance(case, Kept):
-        channels = case.channels if isinstance(case, Narrow) else case.head_dim
+    if not isinstance(case, FrameCase):
+        channels = case.channels if isinstance(case, NarrowCase) else case.head_dim
         keys = _quantised(layer.k, channels)
         return Inputs(jax.device_put(np.asarray(q)[..., :channels]), layer, keys, given)
     kept = options(case, seed)
@@ -104,7 +104,7 @@ def _quantised(k: Float[Array, "F P H"], channels: int) -> Int4Keys:
     return Int4Keys(*quantise(k[..., :channels]))
 
 
-def _channels(case: Kept, seed: int) -> Int32[Array, "B K r"]:
+def _channels(case: FrameCase, seed: int) -> Int32[Array, "B K r"]:
     """Chooses ascending channels for each row and head."""
     rng = np.random.default_rng(seed)
     heads = (case.batch, case.kv_heads)
@@ -122,7 +122,7 @@ def _moved(layer: LayerCache, frame: KeyFrame) -> LayerCache:
 
 
 @partial(jax.jit, static_argnames="case")
-def _appended(case: Kept, layer: LayerCache, **kept: Any) -> Int4Keys:
+def _appended(case: FrameCase, layer: LayerCache, **kept: Any) -> Int4Keys:
     """Returns the 4-bit copy of all slots; pages that no head has hold JUNK."""
     junk = jnp.full((*layer.k.shape[:2], case.chosen or case.head_dim), JUNK)
     return int4_append(
@@ -142,7 +142,7 @@ def _every(layer: LayerCache, count: int) -> Int32[Array, "B K n"]:
 
 
 _whole = partial(Case, dense="all", listed="none", capacity=0)
-_kept = partial(Kept, dense="all", listed="none", capacity=0)
+_kept = partial(FrameCase, dense="all", listed="none", capacity=0)
 
 CASES = (
     _whole("whole"),
@@ -156,8 +156,8 @@ CASES = (
     _whole("whole_group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),
     _whole("whole_tiny_pages", page_size=2, num_pages=5),
     _whole("whole_bfloat16", dtype="bfloat16", head_dim=128),
-    Narrow("whole_16_of_64_channels", dense="all", listed="none", capacity=0, sm_scale=0.125),
-    Narrow(
+    NarrowCase("whole_16_of_64_channels", dense="all", listed="none", capacity=0, sm_scale=0.125),
+    NarrowCase(
         "8_of_128_channels",
         head_dim=128,
         channels=8,
@@ -190,11 +190,11 @@ CASES = (
     _kept("whole_in_frame_bfloat16", head_dim=128, num_pages=21, dtype="bfloat16"),
     _kept("whole_in_frame_16_channels", num_pages=21, chosen=16, table="scrambled"),
     _kept("whole_16_channels_without_frame", num_pages=21, chosen=16, framed=False),
-    Kept("in_frame", num_pages=21),
-    Kept("in_frame_head_dim_40", head_dim=40, group=3, page_size=8, num_pages=41),
-    Kept("in_frame_pages_of_64_listed", page_size=64, listed="all", table="scrambled"),
-    Kept("in_frame_bits", bits=True, num_pages=23, table="scrambled", dtype="bfloat16"),
-    Kept(
+    FrameCase("in_frame", num_pages=21),
+    FrameCase("in_frame_head_dim_40", head_dim=40, group=3, page_size=8, num_pages=41),
+    FrameCase("in_frame_pages_of_64_listed", page_size=64, listed="all", table="scrambled"),
+    FrameCase("in_frame_bits", bits=True, num_pages=23, table="scrambled", dtype="bfloat16"),
+    FrameCase(
         "in_frame_32_channels",
         head_dim=128,
         group=7,
@@ -204,5 +204,5 @@ CASES = (
         bits=True,
         table="scrambled",
     ),
-    Kept("8_channels_without_frame", chosen=8, framed=False, num_pages=21, table="scrambled"),
+    FrameCase("8_channels_without_frame", chosen=8, framed=False, num_pages=21, table="scrambled"),
 )

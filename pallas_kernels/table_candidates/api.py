@@ -5,7 +5,7 @@ from jaxtyping import Array, BFloat16
 from jsparse.pallas_kernels.attention_tables import check_tables
 from jsparse.pallas_kernels.dispatch import Backend, many_heads, no_triton, run
 from jsparse.pallas_kernels.table_candidates import reference
-from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
+from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, Kurtosis
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 
@@ -18,7 +18,7 @@ def _triton():
     return triton_gpu.table_candidates
 
 
-def _refusal(vertical, distance, lengths, rule: Rule, **_) -> str | None:
+def _refusal(vertical, distance, lengths, rule: CandidateRule, **_) -> str | None:
     if isinstance(rule, Best) and vertical.shape[2] >= MAX_SLOTS:
         return f"takes fewer than {MAX_SLOTS} slots under the rule Best, not {vertical.shape[2]}"
     return many_heads(lengths.size) or no_triton()
@@ -34,7 +34,7 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: Rule,
+    rule: CandidateRule,
     *,
     capacity: int,
     sink: int,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsparse.pallas_kernels.table_candidates.rules import Best, Kurtosis, Rule
+from jsparse.pallas_kernels.table_candidates.rules import Best, CandidateRule, Kurtosis
 
 type Like = Literal[
     "past", "signed", "ties", "constant", "zeros", "large", "striped", "flat", "gap"
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     vertical: jnp.ndarray
     distance: jnp.ndarray
     lengths: jnp.ndarray
-    rule: Rule
+    rule: CandidateRule
     kwargs: dict[str, int]
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16
 
 from jsparse.pallas_kernels.table_candidates import reference
-from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
+from jsparse.pallas_kernels.table_candidates.rules import CandidateRule, Kurtosis
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -38,7 +38,7 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: Rule,
+    rule: CandidateRule,
     *,
     capacity: int,
     sink: int,

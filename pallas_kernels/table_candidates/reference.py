@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, UInt16
 
-from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
+from jsparse.pallas_kernels.table_candidates.rules import CandidateRule, Kurtosis
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
 from jsparse.threshold import top_k_ids
@@ -21,7 +21,7 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: Rule,
+    rule: CandidateRule,
     *,
     capacity: int,
     sink: int,

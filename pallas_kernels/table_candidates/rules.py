@@ -33,4 +33,4 @@ class Kurtosis(NamedTuple):
     max_count: Lengths
 
 
-Rule = Best | Kurtosis
+CandidateRule = Best | Kurtosis

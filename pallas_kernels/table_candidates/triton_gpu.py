@@ -25,7 +25,7 @@ import triton.language as tl
 from jaxtyping import Array, BFloat16
 
 from jsparse.pallas_kernels.table_candidates import kurtosis_triton
-from jsparse.pallas_kernels.table_candidates.rules import Kurtosis, Rule
+from jsparse.pallas_kernels.table_candidates.rules import CandidateRule, Kurtosis
 from jsparse.pallas_kernels.triton_meeting import max_programs, meet
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths
@@ -57,7 +57,7 @@ def table_candidates(
     vertical: BFloat16[Array, "B K S"],
     distance: BFloat16[Array, "B K S"],
     lengths: Lengths,
-    rule: Rule,
+    rule: CandidateRule,
     *,
     capacity: int,
     sink: int,

@@ -47,9 +47,9 @@ class Budget(NamedTuple):
 
 
 Rule = TopK | TopP | Threshold | Budget
-Granularity = Literal["token", "page", "page_mass", "bits", "touched"]
-Weights = Literal["softmax", "raw"]
-Group = Literal["union", "max"]
+OutputGranularity = Literal["token", "page", "page_mass", "bits", "touched"]
+WeightKind = Literal["softmax", "raw"]
+GroupMerge = Literal["union", "max"]
 
 
 def threshold_select(
@@ -57,10 +57,10 @@ def threshold_select(
     rule: Rule,
     *,
     capacity: int,
-    granularity: Granularity = "token",
+    granularity: OutputGranularity = "token",
     page_size: int | None = None,
-    weights: Weights = "softmax",
-    group: Group = "union",
+    weights: WeightKind = "softmax",
+    group: GroupMerge = "union",
     lengths: Lengths | None = None,
     names: Int32[Array, "B K m"] | None = None,
     implementation: str | None = None,
@@ -153,9 +153,9 @@ BACKENDS = (
 
 def _check_options(granularity: str, weights: str, group: str, capacity: int) -> None:
     for name, value, kinds in (
-        ("granularity", granularity, Granularity),
-        ("weights", weights, Weights),
-        ("group", group, Group),
+        ("granularity", granularity, OutputGranularity),
+        ("weights", weights, WeightKind),
+        ("group", group, GroupMerge),
     ):
         if value not in get_args(kinds):
             raise ValueError(f"{name}={value!r}: must be one of {list(get_args(kinds))}")

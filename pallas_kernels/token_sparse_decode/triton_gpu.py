@@ -45,7 +45,7 @@ class TokenTiling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Holds the static parameters of one launch.
 
     Attributes:
@@ -120,7 +120,7 @@ def token_sparse_decode(
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     rows = group + by_slot
     ring, pools = tiers(layer)
-    plan = Plan(
+    plan = LaunchPlan(
         block=tiling.block,
         unit_blocks=tiling.unit_blocks,
         max_units=tiling.max_units,

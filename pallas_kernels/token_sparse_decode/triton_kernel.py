@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from jsparse.pallas_kernels.token_sparse_decode.triton_lists import (
-    Head,
-    Heads,
+    HeadArrays,
+    HeadScalars,
     count_entries,
     find,
     unit_size,
@@ -24,7 +24,7 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, places
 
 
-class Given(NamedTuple):
+class LogitInputs(NamedTuple):
     """Holds what logits are made of beside K; arrays that the call lacks are None."""
 
     q: Any  # [B, N, H]
@@ -40,7 +40,7 @@ class Axes(NamedTuple):
     offset: Any  # [block], of entries
 
 
-class Sums(NamedTuple):
+class UnitSums(NamedTuple):
     """Holds what a unit adds up over its blocks."""
 
     top: Any  # [rows], the largest logit
@@ -79,7 +79,7 @@ def attend_kernel(
     plan: tl.constexpr,
 ):
     """Computes the partial (o, lse) of every unit, and store what is reported."""
-    heads = Heads(
+    heads = HeadArrays(
         lengths_ptr,
         count_ptr,
         dense_ptr if plan.has_dense else None,
@@ -97,7 +97,7 @@ def attend_kernel(
         own_v_ptr if plan.resident else None,
         own_first_ptr if plan.resident else None,
     )
-    given = Given(
+    given = LogitInputs(
         q_ptr,
         bias_ptr if plan.has_bias else None,
         known_ptr if plan.known else None,
@@ -121,7 +121,7 @@ def attend_kernel(
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
         entries, listed = count_entries(heads, pair, pair < pairs)
         newest = tl.load(lengths_ptr + pair) - 1
-        head = Head(pair, entries, listed, newest, pair.to(tl.int64) * (capacity + 1))
+        head = HeadScalars(pair, entries, listed, newest, pair.to(tl.int64) * (capacity + 1))
         sums = attend(heads, pools, given, report, axes, head, split, plan)
         part = (pair.to(tl.int64) * splits + split) * (plan.group + plan.mean)
         store_part(sums, axes, o_ptr, lse_ptr, part, plan)
@@ -136,7 +136,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
     first = split * size
     slot, at, valid = find(heads, head, first + offset, plan)
     q = queries(given, axes, head, plan)
-    sums = Sums(
+    sums = UnitSums(
         tl.full([plan.rows], float("-inf"), tl.float32),
         tl.full([plan.rows], 0.0, tl.float32),
         tl.full([plan.rows, plan.cols], 0.0, tl.float32),
@@ -194,7 +194,7 @@ def add_block(sums, logits, valid, v, plan: tl.constexpr):
     shrink = tl.exp(sums.top - base)
     total = sums.total * shrink + tl.sum(weights, 1)
     o = tl.dot(weights.to(v.dtype), v, sums.o * shrink[:, None], input_precision=plan.precision)
-    return Sums(higher, total, o)
+    return UnitSums(higher, total, o)
 
 
 @triton.jit

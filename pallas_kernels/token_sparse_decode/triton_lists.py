@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-class Heads(NamedTuple):
+class HeadArrays(NamedTuple):
     """Holds what a launch knows of all heads; arrays that the call lacks are None."""
 
     lengths: Any  # [B, K]
@@ -22,7 +22,7 @@ class Heads(NamedTuple):
     pages: Any  # of a head
 
 
-class Head(NamedTuple):
+class HeadScalars(NamedTuple):
     """Holds scalars of one head."""
 
     pair: Any  # row · K + KV head

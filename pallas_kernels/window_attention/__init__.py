@@ -1,5 +1,5 @@
 """Measures what the newest queries attend to: see `api.window_attention`."""
 
-from jsparse.pallas_kernels.window_attention.api import Over, window_attention
+from jsparse.pallas_kernels.window_attention.api import NormaliseOver, window_attention
 
-__all__ = ["Over", "window_attention"]
+__all__ = ["NormaliseOver", "window_attention"]

@@ -10,8 +10,8 @@ from jsparse.pallas_kernels.dispatch import Backend, no_triton, run
 from jsparse.pallas_kernels.window_attention import reference
 from jsparse.shapes import Rows
 
-Group = Literal["mean", "max"]
-Over = Literal["competing", "held"]
+GroupReduction = Literal["mean", "max"]
+NormaliseOver = Literal["competing", "held"]
 
 
 def _load_triton():
@@ -38,8 +38,8 @@ def window_attention(
     layer: LayerCache,
     competing: Bool[Array, "B K S"],
     *,
-    group: Group = "mean",
-    over: Over = "competing",
+    group: GroupReduction = "mean",
+    over: NormaliseOver = "competing",
     implementation: str | None = None,
 ) -> Float32[Array, "B K S"]:
     """Returns each competing slot's mean share of a window's attention; 0 for all others.
@@ -82,10 +82,10 @@ def window_attention(
         )
     if positions.shape != heads[:1]:
         raise ValueError(f"positions.shape={positions.shape}: must be {heads[:1]}")
-    if group not in get_args(Group):
-        raise ValueError(f"group={group!r}: must be one of {list(get_args(Group))}")
-    if over not in get_args(Over):
-        raise ValueError(f"over={over!r}: must be one of {list(get_args(Over))}")
+    if group not in get_args(GroupReduction):
+        raise ValueError(f"group={group!r}: must be one of {list(get_args(GroupReduction))}")
+    if over not in get_args(NormaliseOver):
+        raise ValueError(f"over={over!r}: must be one of {list(get_args(NormaliseOver))}")
     return run(
         "window_attention",
         implementation,

@@ -17,7 +17,15 @@ from bench.lib.environment import REPOSITORY
 from bench.lib.kernel_cases import CASES, dense_shapes, grid, hybrid, shrunk
 from bench.lib.kernel_programs import inputs
 from bench.lib.kernel_table import lines
-from bench.lib.kernel_timing import Event, Program, lead, profile, read_trace, segments, summary
+from bench.lib.kernel_timing import (
+    Event,
+    TimedProgram,
+    lead,
+    profile,
+    read_trace,
+    segments,
+    summary,
+)
 from jsparse.selection import read_tokens
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
@@ -234,7 +242,7 @@ def test_without_a_gpu_a_profile_is_empty():
 
 
 def test_a_program_is_told_from_the_others_by_the_pause_before_it(monkeypatch):
-    before, program = lead(1000), Program(lambda: jax.numpy.ones(3), 2)
+    before, program = lead(1000), TimedProgram(lambda: jax.numpy.ones(3), 2)
     runs = [
         [500],
         [500, 500],

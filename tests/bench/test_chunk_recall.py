@@ -14,15 +14,15 @@ from bench.chunk_recall import (
     BEFORE,
     NEWEST,
     SINK,
-    Source,
-    Steady,
+    ChoiceRecord,
+    HeadSource,
     compared,
     follow,
     measure,
     reached,
     texts,
 )
-from bench.lib.head_replay import Heads
+from bench.lib.head_replay import RecordedHeads
 from jsparse.cache import LayerCache
 from jsparse.selection import Selection
 
@@ -31,8 +31,8 @@ TOKENS, STEPS, GROUP, DIM = 64, 4, 2, 8
 
 def random_source():
     rng = np.random.default_rng(0)
-    return Source(
-        Heads(
+    return HeadSource(
+        RecordedHeads(
             jax.device_put(rng.normal(size=(2, TOKENS, DIM))),
             jax.device_put(3 * rng.normal(size=(2, STEPS, GROUP, DIM))),
         ),
@@ -93,7 +93,10 @@ def test_choices_are_compared_with_those_before():
     held = LayerCache(pool, pool, np.full((1, 1), length, np.int32))
     none = np.full((len(sets), 1, 1), np.nan, np.float32)
     never = np.full((1, 1, held.capacity), -BEFORE - 1, np.int32)
-    own, step = Steady(*map(jax.device_put, (never, np.int32(0), none, none))), jax.jit(compared)
+    own, step = (
+        ChoiceRecord(*map(jax.device_put, (never, np.int32(0), none, none))),
+        jax.jit(compared),
+    )
     for slots in sets:
         listed = sorted({0, *slots, length - 2})
         ids = np.zeros((1, 1, 6), np.int32)  # one size, or each length is a program
@@ -117,7 +120,7 @@ def test_dense_heads_choose_nothing_that_could_be_compared():
         np.ones((1, 1), bool),
     )
     dense = Selection(*map(jax.device_put, (ids, count)), dense=jax.device_put(marks))
-    own = Steady(*map(jax.device_put, begun))
+    own = ChoiceRecord(*map(jax.device_put, begun))
     assert np.isnan(jax.jit(compared)(own, dense, held).jaccard).all()
 
 

@@ -7,7 +7,7 @@ from tiny import random_prompts, tiny_params
 
 from bench.eviction_speed import line, main, throughput
 from bench.eviction_trace import record
-from bench.lib.eviction_layers import Sizes, mixed_lengths, per_layer, replayed_lengths
+from bench.lib.eviction_layers import LayerSizes, mixed_lengths, per_layer, replayed_lengths
 from bench.lib.eviction_steps import filled, keeping_lengths, lengths_after, spec_of, tiny
 from bench.lib.replay import lengths_kept
 from jsparse.policies.expressions import parse
@@ -26,16 +26,18 @@ def test_the_trace_shares_out_the_default_budget():
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_replayed_lengths_have_the_traces_mean(batch):
-    dealt = replayed_lengths(batch, 3, Sizes())
+    dealt = replayed_lengths(batch, 3, LayerSizes())
     assert set(dealt.flat) <= set(lengths_kept().flat)
     assert dealt.mean() == pytest.approx(1024, rel=0.1)
-    assert (dealt != replayed_lengths(batch, 4, Sizes())).any()
+    assert (dealt != replayed_lengths(batch, 4, LayerSizes())).any()
 
 
 def test_mixed_lengths_reach_from_the_floor_to_what_a_head_can_hold():
-    dealt = mixed_lengths(8, 0, Sizes())
+    dealt = mixed_lengths(8, 0, LayerSizes())
     assert (dealt.min(), dealt.max()) == (512, 2176)
-    np.testing.assert_array_equal(np.sort(dealt.flat), np.sort(mixed_lengths(8, 1, Sizes()).flat))
+    np.testing.assert_array_equal(
+        np.sort(dealt.flat), np.sort(mixed_lengths(8, 1, LayerSizes()).flat)
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from tiny import random_prompts, tiny_params
 
 from bench import layer_overlap
 from bench.layer_overlap import covered, tables_of
-from jsparse.evaluation.inspection import Inspected
+from jsparse.evaluation.inspection import Inspection
 
 
 def test_covered_is_what_a_model_that_follows_the_layers_finds():
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch, capsys):
 
 def test_a_mean_over_steps():
     steps = [
-        Inspected("m", "dense()", ["x"] * 300, 299, "x", weights > 0, weights, ())
+        Inspection("m", "dense()", ["x"] * 300, 299, "x", weights > 0, weights, ())
         for seed in (0, 1)
         for weights in [np.random.default_rng(seed).dirichlet(np.ones(300), (4, 2)).astype("f4")]
     ]

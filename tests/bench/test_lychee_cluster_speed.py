@@ -9,7 +9,7 @@ import pytest
 
 from bench import lychee_cluster_speed
 from bench.lib.cluster_search import clusters_of, made, read_bytes
-from bench.lib.kernel_cases import Attention
+from bench.lib.kernel_cases import AttentionCase
 from bench.lib.llama_8b import LLAMA_8B, boundary_constants
 from bench.lychee_cluster_speed import (
     clustered,
@@ -54,7 +54,7 @@ def test_bytes_that_are_used_end_at_the_last_that_is_not_0():
 
 
 def test_times_are_set_beside_bytes():
-    case, budget = Attention("x", 1, 4096, dense="all"), 256
+    case, budget = AttentionCase("x", 1, 4096, dense="all"), 256
     rows = [
         {"contender": name, "us": {"median": us}}
         for name, us in (("dense", 100.0), ("lychee_cluster", 18.0), ("packing", 32.0))

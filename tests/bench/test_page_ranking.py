@@ -10,7 +10,7 @@ import pytest
 from tiny import random_prompts, tiny_params
 
 from bench import page_ranking
-from bench.lib.head_replay import PAGE, Heads
+from bench.lib.head_replay import PAGE, RecordedHeads
 from bench.page_ranking import SCORES, WINDOW, described, measure, recorded
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.page_bounds.cases import CASES, build
@@ -18,7 +18,7 @@ from jsparse.pallas_kernels.page_bounds.cases import CASES, build
 
 def random_heads(heads=3, tokens=160, group=4, head_dim=8):
     rng = np.random.default_rng(0)
-    return Heads(
+    return RecordedHeads(
         rng.normal(size=(heads, tokens, head_dim)).astype(np.float32),
         rng.normal(size=(heads, WINDOW, group, head_dim)).astype(np.float32),
     )
@@ -51,7 +51,7 @@ def test_the_mass_is_that_of_the_newest_page_and_the_best_ranked():
     keys[0, 20, 0] = 50
     q = np.zeros(heads.queries.shape, np.float32)
     q[..., 0] = 1
-    rows = measure([Heads(*map(jax.device_put, (keys, q)))], [PAGE, 2 * PAGE])
+    rows = measure([RecordedHeads(*map(jax.device_put, (keys, q)))], [PAGE, 2 * PAGE])
     held = np.arange(keys.shape[1] - WINDOW, keys.shape[1]) + 1
     peak = np.exp(50 * keys.shape[-1] ** -0.5)
     newest = np.mean(((held - 1) % PAGE + 1) / (held - 1 + peak))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bench.lib.head_replay import Heads
+from bench.lib.head_replay import RecordedHeads
 from bench.past_attention import forms, measure, replayed, table_of
 from jsparse.policies.expressions import parse
 
@@ -14,7 +14,7 @@ TOKENS, STEPS, WINDOW, GROUP, DIM = 64, 6, 32, 2, 8
 
 def random_heads(heads=2):
     rng = np.random.default_rng(0)
-    return Heads(
+    return RecordedHeads(
         rng.normal(size=(heads, TOKENS, DIM)).astype(np.float32),
         (3 * rng.normal(size=(heads, WINDOW + STEPS, GROUP, DIM))).astype(np.float32),
     )

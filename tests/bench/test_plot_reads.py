@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from bench import plot_reads
-from jsparse.evaluation.inspection import Inspected
+from jsparse.evaluation.inspection import Inspection
 from jsparse.policies.expressions import parse
 
 
-def made_up() -> Inspected:
+def made_up() -> Inspection:
     attended = np.zeros((2, 3, 5), bool)
     attended[0, 1, 2] = True
     weights = np.zeros((2, 3, 5), np.float32)
     weights[0, 1, 2], weights[1, 2, 4] = 0.5, 0.5
-    return Inspected("made-up", "dense()", list("abcde"), 4, "f", attended, weights, ())
+    return Inspection("made-up", "dense()", list("abcde"), 4, "f", attended, weights, ())
 
 
 def test_what_is_attended_to_and_what_is_passed_over_differ():

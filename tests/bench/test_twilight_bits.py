@@ -8,7 +8,7 @@ import pytest
 from tiny import random_prompts, tiny_params
 
 from bench import twilight_bits
-from bench.lib.head_replay import Heads
+from bench.lib.head_replay import RecordedHeads
 from bench.twilight_bits import rounded, shares
 
 
@@ -28,7 +28,7 @@ def test_masses_are_those_of_a_slow_model(framed):
     keys = rng.normal(size=(2, 160, 16)).astype("f4")
     keys[..., 7] += 3
     queries = 2 * rng.normal(size=(2, 3, 2, 16)).astype("f4")
-    found = shares(Heads(keys, queries), frequencies, bits=8, framed=framed)
+    found = shares(RecordedHeads(keys, queries), frequencies, bits=8, framed=framed)
     for nth, p in enumerate(twilight_bits.THRESHOLDS):
         for head in range(2):
             for w in range(3):
@@ -48,7 +48,7 @@ def test_a_run_writes_a_report(monkeypatch, tmp_path):
     monkeypatch.setattr(twilight_bits, "load", lambda name: params)
     monkeypatch.setattr(twilight_bits, "text_tokens", lambda params: random_prompts((96,))[0])
     monkeypatch.setattr(twilight_bits, "BITS", (4,))
-    small = Heads(np.ones((1, 64, 8), "f4"), np.ones((1, 32, 2, 8), "f4"))
+    small = RecordedHeads(np.ones((1, 64, 8), "f4"), np.ones((1, 32, 2, 8), "f4"))
     monkeypatch.setattr(twilight_bits, "from_file", lambda path: small)
     monkeypatch.setattr(
         sys, "argv", ["twilight_bits", "--length", "96", "--prompts", "1", "--json", str(path)]

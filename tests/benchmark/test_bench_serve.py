@@ -21,7 +21,7 @@ from jsparse.benchmark.questions import (
     words_below,
     words_of,
 )
-from jsparse.benchmark.serve import Question
+from jsparse.benchmark.serve import BenchRequest
 from jsparse.benchmark.workload import arrivals
 from jsparse.cli.app import app
 
@@ -87,8 +87,8 @@ def test_a_tokenizer_draws_text_alone():
 def test_prompts_of_a_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": "b", "output_tokens": 7, "more": 1}\n')
-    assert questions_of(file, None, 5) == [Question("a", 5), Question("b", 7)]
-    assert questions_of(file, 1, 5) == [Question("a", 5)]
+    assert questions_of(file, None, 5) == [BenchRequest("a", 5), BenchRequest("b", 7)]
+    assert questions_of(file, 1, 5) == [BenchRequest("a", 5)]
     with pytest.raises(ValueError, match=r"--num-prompts 3: .* has 2 prompts"):
         questions_of(file, 3, 5)
     for line, message in {

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jsparse.benchmark import recommend as module
-from jsparse.benchmark.recommend import Wanted, candidates, checked, choice, ranked, recommend
+from jsparse.benchmark.recommend import Requirements, candidates, checked, choice, ranked, recommend
 from jsparse.cli.app import app
 from jsparse.evaluation.store import Entry
 from jsparse.models.checkpoint import load
@@ -20,7 +20,7 @@ from jsparse.runtime import capacity
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf")
 NEAR, FAR = "streaming(sink=4, recent=240)", "streaming(sink=4, recent=8)"
 SLOW, SLOWER = "streaming(sink=8, recent=8)", "streaming(sink=4, recent=300)"
-WANTED = Wanted("m", 512, 1, (NEAR, FAR, SLOW))
+WANTED = Requirements("m", 512, 1, (NEAR, FAR, SLOW))
 
 
 def entry(policy, task, index=0, **values):
@@ -88,7 +88,7 @@ def test_exact_takes_no_other_token():
 def test_the_candidates_fit_the_context(context):
     names = [parse(text).name for text in candidates(context)]
     assert len(set(names)) == len(names) >= 5
-    assert checked(Wanted("m", context, 1, tuple(names)), context).policies == tuple(names)
+    assert checked(Requirements("m", context, 1, tuple(names)), context).policies == tuple(names)
     assert f"budget={max(context // 8 // 16, 2) * 16}," in " ".join(names)
 
 
@@ -151,7 +151,7 @@ def model():
 def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
     model, times, closeness, monkeypatch
 ):
-    wanted = Wanted(MODEL, 512, 1, (FAR, NEAR, SLOW), samples=4)
+    wanted = Requirements(MODEL, 512, 1, (FAR, NEAR, SLOW), samples=4)
     compare, said = module._compare, []
 
     def interrupted(*_):
@@ -179,7 +179,7 @@ def test_an_interrupted_run_goes_on_and_what_cannot_run_says_why(
 
 def test_what_refuses_to_be_compared_keeps_nobody_else_from_it(model, times, closeness):
     del closeness[FAR]
-    found = recommend(model, Wanted(MODEL, 512, 1, (FAR, NEAR), samples=4))
+    found = recommend(model, Requirements(MODEL, 512, 1, (FAR, NEAR), samples=4))
     assert [(row["policy"], row["verdict"]) for row in found["rows"]] == [
         (NEAR, ""),
         ("dense()", ""),
@@ -193,7 +193,7 @@ def asked(*options):
 
 def test_only_the_fastest_near_ones_are_asked_for_pass_keys(model, times, closeness):
     closeness[FAR] = {"lost": (1,)}
-    wanted = Wanted(MODEL, 512, 1, (SLOWER, FAR, NEAR), samples=4)
+    wanted = Requirements(MODEL, 512, 1, (SLOWER, FAR, NEAR), samples=4)
     rows = recommend(model, wanted)["rows"]
     assert [(row["policy"], row["verdict"], row["found"]["passkey"]) for row in rows] == [
         (NEAR, "", 4),
@@ -227,7 +227,7 @@ def test_scripts_read_json_and_the_exit_code(times, closeness):
 
 @pytest.mark.slow
 def test_closeness_is_measured(model, times):
-    found = recommend(model, Wanted(MODEL, 512, 1, (FAR,), kl=1e9, samples=2, steps=4))
+    found = recommend(model, Requirements(MODEL, 512, 1, (FAR,), kl=1e9, samples=2, steps=4))
     dense, far = (next(r for r in found["rows"] if r["policy"] == p) for p in ("dense()", FAR))
     assert (dense["kl"], dense["agreement"], dense["of"]) == (0, 1, 2)
     assert (far["ms"], far["over_dense"], far["of"]) == (4, 2.5, 2)

@@ -13,12 +13,12 @@ import pytest
 
 from jsparse.benchmark import serve
 from jsparse.benchmark.latency import DETAILS, figures
-from jsparse.benchmark.serve import Answer, Question, ask, body_of, drive
+from jsparse.benchmark.serve import BenchRequest, RequestResult, ask, body_of, drive
 
 pytestmark = pytest.mark.pure
 
 COMPLETIONS, CHAT = serve.ENDPOINTS
-BODY = body_of(Question("hi", 3), COMPLETIONS, "tiny", ignore_eos=True, options={})
+BODY = body_of(BenchRequest("hi", 3), COMPLETIONS, "tiny", ignore_eos=True, options={})
 DONE = "[DONE]"
 
 
@@ -87,7 +87,7 @@ def answered(*pieces, prompt=4, new=None):
 
 
 def done(sent, *times, new=None, prompt=10, due=None, ended=None):
-    return Answer(
+    return RequestResult(
         due=sent if due is None else due,
         sent=sent,
         times=list(times),
@@ -102,7 +102,7 @@ def test_figures_of_given_times():
     answers = [
         done(1.0, 1.5, 1.75, 2.0, 2.25),
         done(2.0, 4.0, 5.0, new=9, prompt=30),
-        Answer(due=2.5, sent=2.5, ended=11.0, error="HTTP 500: broken"),
+        RequestResult(due=2.5, sent=2.5, ended=11.0, error="HTTP 500: broken"),
         done(3.0, 3.25, new=1, prompt=2),
     ]
     made = figures(answers, percentiles=(50, 99.9), goodput={"ttft": 500, "tpot": 250})
@@ -141,7 +141,7 @@ def test_one_that_ends_makes_room_for_one_sent_just_then():
 
 
 def test_of_nothing_complete_there_is_no_figure():
-    made = figures([Answer(error="x", ended=2.0)], goodput={"ttft": 1}, queued=True)
+    made = figures([RequestResult(error="x", ended=2.0)], goodput={"ttft": 1}, queued=True)
     assert (made["completed"], made["failed"]) == (0, 1)
     assert made["request_throughput"] == made["request_goodput"] == 0
     assert made["mean_ttft_ms"] is None
@@ -266,7 +266,7 @@ def test_a_body_has_what_was_asked_for():
         "prompt": "hi",
         "ignore_eos": True,
     }
-    chat = body_of(Question("hi", 3), CHAT, "m", ignore_eos=False, options={"temperature": 0.5})
+    chat = body_of(BenchRequest("hi", 3), CHAT, "m", ignore_eos=False, options={"temperature": 0.5})
     assert chat["messages"] == [{"role": "user", "content": "hi"}]
     assert chat["temperature"] == 0.5
     assert "prompt" not in chat and "ignore_eos" not in chat

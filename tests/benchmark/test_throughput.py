@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import jsparse
 from jsparse.benchmark.throughput import measure, run
-from jsparse.benchmark.workload import Asked, random_workload
+from jsparse.benchmark.workload import WorkloadRequest, random_workload
 from jsparse.cli.app import app
 from jsparse.engine import core
 from jsparse.engine.core import Engine
@@ -74,7 +74,11 @@ def test_counts_add_up():
 
 def test_requests_come_when_they_are_due_and_outputs_keep_their_order():
     engine = tiny_llm(params=tiny_params(num_layers=1), steps_per_program=2).engine
-    workload = [Asked([1, 2, 3], 2, arrival=0.3), Asked([4, 5], 4), Asked([6], 3, arrival=0.1)]
+    workload = [
+        WorkloadRequest([1, 2, 3], 2, arrival=0.3),
+        WorkloadRequest([4, 5], 4),
+        WorkloadRequest([6], 3, arrival=0.1),
+    ]
     outs = run(engine, workload)
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 4, 3]
     times = [out.metrics.arrived for out in outs]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jsparse.cli.app import app
 from jsparse.evaluation import policy_checks
-from jsparse.evaluation.policy_checks import RULES, Checked, Finding
+from jsparse.evaluation.policy_checks import RULES, CheckResult, Finding
 
 BROKEN = Path(__file__).parents[1] / "evaluation" / "broken_policies.py"
 
@@ -64,7 +64,7 @@ def asked(monkeypatch):
 
     def check(policy, full):
         calls.append((str(policy), full and str(full)))
-        return Checked([Finding(rule, True) for rule in RULES], leaves_out=False)
+        return CheckResult([Finding(rule, True) for rule in RULES], leaves_out=False)
 
     monkeypatch.setattr(policy_checks, "check", check)
     return calls

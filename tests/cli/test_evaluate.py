@@ -122,7 +122,7 @@ def test_lines_estimate_after_the_first_batch_of_what_takes_long(capsys, monkeyp
 def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole.json", tmp_path / "killed.json"
     assert run(*common, "--tasks", "kl", "--json", whole).exit_code == 0
-    add, batches = store.Store.add, []
+    add, batches = store.ResultStore.add, []
 
     def dies(store, entries):
         if batches:
@@ -131,7 +131,7 @@ def test_goes_on_where_it_was(common, tmp_path, monkeypatch):
         add(store, entries)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.Store, "add", dies)
+        patched.setattr(store.ResultStore, "add", dies)
         assert run(*common, "--tasks", "kl", "--json", killed).exit_code == 130
     refused = run(*common, "--tasks", "kl", "--json", killed)
     assert (refused.exit_code, "--resume" in refused.stderr) == (2, True)

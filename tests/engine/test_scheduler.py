@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jsparse.engine.scheduler import MAX_READING, Answer, Phase, Rules, Scheduler, Sizes
+from jsparse.engine.scheduler import MAX_READING, Answer, EngineSizes, Phase, Rules, Scheduler
 
 pytestmark = pytest.mark.pure
 
-SIZES = Sizes(
+SIZES = EngineSizes(
     num_slots=6,
     max_model_len=64,
     page_size=4,

@@ -10,7 +10,7 @@ from programs import shared
 from tiny import random_prompts, tiny_params
 
 import jsparse
-from jsparse.evaluation.inspection import Inspected, inspect_step
+from jsparse.evaluation.inspection import Inspection, inspect_step
 from jsparse.evaluation.report.inspect_page import page
 
 (PROMPT,) = random_prompts([30])
@@ -18,7 +18,7 @@ WINDOW = "streaming(sink=2, recent=3)"
 
 
 @shared
-def inspected(policy, **options) -> Inspected:
+def inspected(policy, **options) -> Inspection:
     return inspect_step(tiny_params(num_layers=2), policy, PROMPT, page_size=8, **options)
 
 

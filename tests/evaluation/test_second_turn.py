@@ -115,7 +115,7 @@ def test_the_evaluation_feeds_the_question_after_the_context(monkeypatch):
     monkeypatch.setattr(evaluators, "generate", record)
     for chat in (False, True):
         task = parse("passkey_turn2")[0]
-        answers = evaluators.Answers(params, tokenizer, task, 512, 2, chat)
+        answers = evaluators.GreedyAnswers(params, tokenizer, task, 512, 2, chat)
         with pytest.raises(InterruptedError):
             answers(["dense()"], [0, 1])
         (whole,) = parse("passkey")

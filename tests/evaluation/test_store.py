@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from made_up_report import DENSE, entry
 
-from jsparse.evaluation.store import Cell, Store
+from jsparse.evaluation.store import Cell, ResultStore
 
 pytestmark = pytest.mark.pure
 
@@ -67,7 +67,7 @@ def path(tmp_path):
 
 
 with TemporaryDirectory() as folder:
-    undisturbed = Store(f"{folder}/out.json", SETTINGS)
+    undisturbed = ResultStore(f"{folder}/out.json", SETTINGS)
     go_on(undisturbed)
     DATA = undisturbed.journal.read_bytes()
 HEADER = DATA.index(b"\n") + 1
@@ -85,13 +85,13 @@ def killed_run(cut):
 def check_resumed_after(cut):
     with killed_run(cut) as path:
         kept = DATA[:cut].count(b"\n") - 1
-        resumed = Store(path, SETTINGS, resume=True)
+        resumed = ResultStore(path, SETTINGS, resume=True)
         assert [e["index"] for e in resumed.entries] == [0, 1, 2, 0, 1, 2][:kept]
         assert resumed.journal.read_bytes() == DATA[: DATA[:cut].rindex(b"\n") + 1]
         go_on(resumed)
         assert taken(resumed) == WHOLE
         assert resumed.journal.read_bytes() == DATA, "the journal of an undisturbed run"
-        assert taken(Store(path, SETTINGS, resume=True)) == WHOLE
+        assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
 def test_killed_at_every_byte_of_the_last_two_lines():
@@ -114,7 +114,7 @@ def test_a_journal_without_whole_settings_is_refused(cut):
         killed_run(cut) as path,
         pytest.raises(ValueError, match="does not begin with a run's settings"),
     ):
-        Store(path, SETTINGS, resume=True)
+        ResultStore(path, SETTINGS, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_journal_without_whole_settings_is_refused(cut):
 def test_a_file_of_something_else_is_refused(path, header):
     path.with_suffix(".partial.jsonl").write_bytes(header)
     with pytest.raises(ValueError, match="does not begin with a run's settings"):
-        Store(path, SETTINGS, resume=True)
+        ResultStore(path, SETTINGS, resume=True)
 
 
 UNFIT = [
@@ -136,16 +136,16 @@ UNFIT = [
     "line", [b"{}", b"[]", b"3", b"", b"{", b"\0" * 40, b'{"score": NaN}', *UNFIT]
 )
 def test_a_broken_line_inside_is_named(path, line):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     store.add([measure(CELLS[0], 0)])
     with open(store.journal, "ab") as file:
         file.write(line + b"\n")
     with pytest.raises(ValueError, match=r"out\.partial\.jsonl, line 3: "):
-        Store(path, SETTINGS, resume=True)
+        ResultStore(path, SETTINGS, resume=True)
 
 
 def test_missing_says_what_is_left(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     store.add([measure(CELLS[0], 1), measure(CELLS[1], 4)])
     assert store.missing(CELLS[0]) == [0, 2]
     assert store.missing(CELLS[1]) == [0, 1, 2]
@@ -155,55 +155,55 @@ def test_missing_says_what_is_left(path):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_other_settings_are_refused_by_name_and_values(path, resume):
-    Store(path, SETTINGS)
+    ResultStore(path, SETTINGS)
     with pytest.raises(ValueError, match="other settings: samples is 3 there and 5 now$"):
-        Store(path, SETTINGS | {"samples": 5}, resume=resume)
+        ResultStore(path, SETTINGS | {"samples": 5}, resume=resume)
     with pytest.raises(
         ValueError,
         match=r"dtype is None there and 'float32' now; lengths is \[64\] there and \[65\]",
     ):
-        Store(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=resume)
+        ResultStore(path, SETTINGS | {"dtype": "float32", "lengths": (65,)}, resume=resume)
 
 
 def test_settings_are_compared_as_json(path):
-    Store(path, SETTINGS)
+    ResultStore(path, SETTINGS)
     assert (
-        Store(path, SETTINGS | {"lengths": (64,)}, resume=True).settings
-        == Store(path, SETTINGS, resume=True).settings
+        ResultStore(path, SETTINGS | {"lengths": (64,)}, resume=True).settings
+        == ResultStore(path, SETTINGS, resume=True).settings
     )
 
 
 def test_an_unfinished_run_is_not_begun_anew_unasked(path):
-    go_on(Store(path, SETTINGS))
+    go_on(ResultStore(path, SETTINGS))
     with pytest.raises(ValueError, match="holds an unfinished run: must be resumed"):
-        Store(path, SETTINGS)
-    assert taken(Store(path, SETTINGS, resume=True)) == WHOLE
+        ResultStore(path, SETTINGS)
+    assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_finished_run_is_not_overwritten(path, resume):
-    Store(path, SETTINGS).finish({})
+    ResultStore(path, SETTINGS).finish({})
     with pytest.raises(ValueError, match=r"out\.json already exists"):
-        Store(path, SETTINGS, resume=resume)
+        ResultStore(path, SETTINGS, resume=resume)
 
 
 def test_resume_of_nothing_begins(path):
-    assert Store(path, SETTINGS, resume=True).entries == []
+    assert ResultStore(path, SETTINGS, resume=True).entries == []
 
 
 def test_doubled_entries_count_once(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     go_on(store)
     lines = store.journal.read_bytes()
     store.add([measure(CELLS[0], 0), measure(CELLS[0], 0)])
     assert store.journal.read_bytes() == lines
     with open(store.journal, "ab") as file:
         file.write(lines.split(b"\n")[2] + b"\n")
-    assert taken(Store(path, SETTINGS, resume=True)) == WHOLE
+    assert taken(ResultStore(path, SETTINGS, resume=True)) == WHOLE
 
 
 def test_doubled_entries_must_agree(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     first, other = entry(*CELLS[0], 0, score=1), entry(*CELLS[0], 0, score=0)
     fresh = measure(CELLS[0], 1)
     for batch in ([first, other], [fresh, first, other]):
@@ -218,12 +218,12 @@ def test_doubled_entries_must_agree(path):
     with open(store.journal, "a") as file:
         file.write(json.dumps(other) + "\n")
     with pytest.raises(ValueError, match="must be measured once"):
-        Store(path, SETTINGS, resume=True)
+        ResultStore(path, SETTINGS, resume=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan")])
 def test_what_is_not_finite_is_refused(path, value):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     with pytest.raises(ValueError, match=r"kl=.* in sample 2 of a: must be finite"):
         store.add([entry(*CELLS[0], 2, score=1, kl=value)])
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -232,7 +232,7 @@ def test_what_is_not_finite_is_refused(path, value):
 
 
 def test_keys_are_checked(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     lacking = measure(CELLS[0], 0)
     del lacking["meta"]
     for wrong in (lacking, measure(CELLS[0], 0) | {"scores": {}}):
@@ -244,11 +244,11 @@ def test_keys_are_checked(path):
 
 
 def test_numbers_of_numpy_are_taken(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     store.add(
         [entry(*CELLS[0], 0, score=np.float32(0.5), agreement=np.bool_(True), kl=np.array(0.25))]
     )
-    assert Store(path, SETTINGS, resume=True).entries[0]["values"] == {
+    assert ResultStore(path, SETTINGS, resume=True).entries[0]["values"] == {
         "score": 0.5,
         "agreement": 1.0,
         "kl": 0.25,
@@ -256,7 +256,7 @@ def test_numbers_of_numpy_are_taken(path):
 
 
 def test_finish_leaves_one_file_with_everything(path):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     go_on(store)
     report = store.finish({"python": "3"})
     assert [file.name for file in path.parent.iterdir()] == ["out.json"]
@@ -273,19 +273,19 @@ def test_finish_leaves_one_file_with_everything(path):
 
 
 def test_a_kill_while_finishing_leaves_the_journal_or_the_whole_result(path, monkeypatch):
-    store = Store(path, SETTINGS)
+    store = ResultStore(path, SETTINGS)
     go_on(store)
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             store.finish({})
     assert not path.exists()
-    resumed = Store(path, SETTINGS, resume=True)
+    resumed = ResultStore(path, SETTINGS, resume=True)
     assert taken(resumed) == WHOLE
     journal = resumed.journal.read_bytes()
     resumed.finish({})
     resumed.journal.write_bytes(journal)  # as if killed before it was removed
-    again = Store(path, SETTINGS, resume=True)
+    again = ResultStore(path, SETTINGS, resume=True)
     assert [again.missing(cell) for cell in CELLS] == [[], []]
     again.finish({})
     assert [file.name for file in path.parent.iterdir()] == ["out.json"]

@@ -21,7 +21,7 @@ from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, init, quantis
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import (
     CASES,
-    Kept,
+    FrameCase,
     build,
     frame_for,
     options,
@@ -287,7 +287,7 @@ def test_codes_are_rounded_the_same_jitted_or_not(jit):
 )
 def test_appends_what_slow_numpy_does(kind, table, page_size, count):
     """Tokens lie in up to three spans; some of their slots lie outside of the head."""
-    case = Kept(
+    case = FrameCase(
         "",
         kv_heads=3,
         head_dim=40,

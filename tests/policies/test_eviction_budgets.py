@@ -7,9 +7,9 @@ import pytest
 import slow_eviction as slow
 
 from jsparse.policies.eviction import budgets
-from jsparse.policies.eviction.budgets import Bounds
+from jsparse.policies.eviction.budgets import CountBounds
 
-SLOTS, WIDE = 200, Bounds(0, 10**6, 0)
+SLOTS, WIDE = 200, CountBounds(0, 10**6, 0)
 # of heads: nearly flat, plain, peaked
 SHARPNESS = (0.3, 1.5, 4.0)
 UNKNOWN = np.zeros((1, 3), np.float32)
@@ -217,7 +217,7 @@ def test_counts_stay_between_floor_and_cap(rule):
     more = {"joint": (), "n_star": (0.9,), "calibrated": (0.9, jnp.log)}[rule]
     counts, wild = (
         counted(getattr(budgets, rule)(bounds, *more), scores, competing)[0][0]
-        for bounds in (Bounds(20, 60, 45), WIDE._replace(budget=45))
+        for bounds in (CountBounds(20, 60, 45), WIDE._replace(budget=45))
     )
     assert wild.min() < 20
     assert wild.max() > 60
@@ -230,4 +230,4 @@ def test_negative_scores_have_their_ranks():
     """R-KV's scores may be negative: among them the greatest are shared out first."""
     scores = np.array([[[-1.0, 3.0, 1.0, -2.0]]], np.float32)
     competing = np.ones(scores.shape, bool)
-    assert counted(budgets.joint(Bounds(0, 4, 3)), scores, competing)[0].item() == 3
+    assert counted(budgets.joint(CountBounds(0, 4, 3)), scores, competing)[0].item() == 3

@@ -18,7 +18,7 @@ from jsparse.cache import CacheSpec, StepView
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
-from jsparse.policies.lfps import Past, Tables
+from jsparse.policies.lfps import History, Tables
 from jsparse.policy import PrefillView
 from jsparse.runtime.decode_step import attend_layer
 
@@ -487,7 +487,7 @@ def test_tables_that_take_nothing_in_do_not_vanish():
     policy = parse("lfps(budget=0.5)")
     entries = jnp.asarray(np.linspace(0, 2.0**-18, 16), jnp.bfloat16).reshape(1, 1, 16)
     view: Any = SimpleNamespace(positions=jnp.full(1, 100, jnp.int32), cache=None)
-    state = Past((Tables(entries, entries),), jnp.zeros(1, jnp.int32), ())
+    state = History((Tables(entries, entries),), jnp.zeros(1, jnp.int32), ())
     for _ in range(40):
         state, _ = policy.services.maintain(state._replace(born=view.positions - 100), view)
     assert (np.diff(np.asarray(state.tables[0].vertical.astype(jnp.float32))[0, 0]) > 0).all()

@@ -234,7 +234,7 @@ def test_jit_equals_eager(expression):
     spec = spec_of(p, 1, page_size=PAGE, num_pages=MAX_LENGTH // PAGE)
     made = session.Session(p, policy, spec, steps_per_program=1)
     copied = jax.tree.map(jnp.copy, (cache, state))
-    made.adopt(session.Held(jnp.zeros((1, VOCAB)), *copied))
+    made.adopt(session.PrefillResult(jnp.zeros((1, VOCAB)), *copied))
     _, jitted = forced_logits(made, FORCED[:1, :2])
     tokens = jnp.asarray(FORCED[:1, 0])
     if policy.eviction is not None and policy.eviction.after_prompt is not None:

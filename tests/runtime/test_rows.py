@@ -29,7 +29,7 @@ GROUPS = 13  # of one page per head; too few for all requests at once, so that p
 TOYS = (page_bound(), inherit(), bypass(), shrink(), even_ids(), echo())
 
 
-class Asked(NamedTuple):
+class Ask(NamedTuple):
     """One request: when it comes, its prompt, and how many tokens it wants."""
 
     born: int
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 REQUESTS = tuple(
     map(
-        Asked,
+        Ask,
         (0, 0, 1, 4, 6, 9, 10),
         random_prompts((9, 16, 3, 14, 7, 16, 5), seed=5),
         (14, 5, 21, 9, 17, 6, 11),
@@ -163,7 +163,7 @@ def test_a_request_gives_in_a_crowd_the_tokens_of_generate(policy):
 
 
 PREFIX, *SUFFIXES = random_prompts((CHUNK, 7, 5), seed=6)
-OWNER, SHARER = (Asked(0, PREFIX + suffix, 8) for suffix in SUFFIXES)
+OWNER, SHARER = (Ask(0, PREFIX + suffix, 8) for suffix in SUFFIXES)
 
 
 def logits_beside(policy, owner, sharer, *, shared):

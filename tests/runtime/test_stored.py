@@ -22,7 +22,7 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import compilation, fingerprint, prefill, stored
 from jsparse.runtime import rows as driver
 from jsparse.runtime.compilation import Program
-from jsparse.runtime.stored import Store
+from jsparse.runtime.stored import ProgramStore
 
 # whoever checks functions' arguments puts code around them that is not jsparse's
 plain = pytest.mark.skipif(
@@ -48,7 +48,7 @@ print(fingerprint.of(sorted(fingerprint.of_modules().items())))
 """
 
 
-class Watched(Store):
+class Watched(ProgramStore):
     """Counts what it has stored and found."""
 
     def __init__(self, folder):
@@ -131,11 +131,11 @@ def test_values_that_differ_have_different_fingerprints(one, other):
 
 
 def test_code_that_is_not_ours_has_no_fingerprint():
-    with pytest.raises(fingerprint.Unknown, match="test_stored"):
+    with pytest.raises(fingerprint.NoFingerprint, match="test_stored"):
         fingerprint.of(scaled(2))
-    with pytest.raises(fingerprint.Unknown):
+    with pytest.raises(fingerprint.NoFingerprint):
         fingerprint.of(dense()._replace(init=lambda spec: ()))
-    with pytest.raises(fingerprint.Unknown):
+    with pytest.raises(fingerprint.NoFingerprint):
         fingerprint.of(object())
 
 

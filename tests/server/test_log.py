@@ -45,7 +45,7 @@ def an_engine(running=0, waiting=0, read=0, new=0):
 
 
 def test_speed_is_told_while_there_is_something_to_do():
-    before, now = log.Seen(1.0, 10, 20), log.Seen(3.0, 30, 21)
+    before, now = log.EngineSnapshot(1.0, 10, 20), log.EngineSnapshot(3.0, 30, 21)
     assert log.of_speed(an_engine(running=2, waiting=1), before, now) == (
         "10.0 prompt tokens/s, 0.5 new tokens/s, 2 running, 1 waiting, KV cache 25.0% in use"
     )

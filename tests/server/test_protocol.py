@@ -15,7 +15,7 @@ from jsparse.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampled,
+    GenerationRequest,
     TokenizeRequest,
     parse,
 )
@@ -34,7 +34,7 @@ def refusal(path, body):
     """Returns the error that clients see, or None if the schema takes the body."""
     try:
         parsed = parse(KINDS[path], json.dumps(body).encode())
-        if isinstance(parsed, Sampled):
+        if isinstance(parsed, GenerationRequest):
             parsed.sampling(parsed.max_new_tokens or 16, None)
     except (ApiError, ValueError) as error:
         return as_api_error(error, {name: name for name in SAME}).body["error"]

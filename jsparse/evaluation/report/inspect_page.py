@@ -4,14 +4,14 @@ import base64
 
 import numpy as np
 
-from jsparse.evaluation.inspection import Inspected
+from jsparse.evaluation.inspection import Inspection
 from jsparse.evaluation.report.pages import fill
 from jsparse.text.signatures import short_name
 
 ATTENDED, LEVELS = 128, 127
 
 
-def page(shown: Inspected) -> str:
+def page(shown: Inspection) -> str:
     """Returns the page, which needs nothing but itself.
 
     A cell is a byte: its highest bit says whether a head attends to a token, the others hold the

@@ -36,7 +36,7 @@ INK = (
     "@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e3 } }</style>"
 )
 
-Draw = Callable[[Any], Any]
+DrawFn = Callable[[Any], Any]
 
 
 class Point(NamedTuple):
@@ -98,7 +98,7 @@ def pictures(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
-def _quality_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
+def _quality_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
     families = list(dict.fromkeys(family(cell["policy"]) for cell in report["cells"]))
     lengths = sorted({cell["length"] for cell in report["cells"]})
     return {
@@ -109,7 +109,7 @@ def _quality_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
     }
 
 
-def _niah_panels(report: Mapping[str, Any], task: str) -> dict[str, Draw]:
+def _niah_panels(report: Mapping[str, Any], task: str) -> dict[str, DrawFn]:
     scores: dict[str, dict[tuple[float, int], list[float]]] = {}
     for cell, sample in _samples(report, "depth"):
         if cell["task"] == task:
@@ -120,7 +120,7 @@ def _niah_panels(report: Mapping[str, Any], task: str) -> dict[str, Draw]:
     return {short_name(policy): _needles(places) for policy, places in scores.items()}
 
 
-def _heads_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
+def _heads_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
     heads: dict[str, list[Any]] = {}
     for cell, sample in _samples(report, "attended_heads"):
         title = f"{short_name(cell['policy'])}, {tokens(cell['length'])} tokens"
@@ -128,8 +128,8 @@ def _heads_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
     return {title: _heads(np.array(fractions, float)) for title, fractions in heads.items()}
 
 
-def _by_step_panels(report: Mapping[str, Any]) -> dict[str, Draw]:
-    panels: dict[str, Draw] = {}
+def _by_step_panels(report: Mapping[str, Any]) -> dict[str, DrawFn]:
+    panels: dict[str, DrawFn] = {}
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     for metric in STEPPED:
         lines: dict[tuple[str, int], dict[str, list[float]]] = {}
@@ -171,7 +171,7 @@ def quality_points(report: Mapping[str, Any], metric: str, length: int) -> dict[
     return {name: sorted(line, key=lambda point: point.attended) for name, line in points.items()}
 
 
-def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[str]) -> Draw:
+def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[str]) -> DrawFn:
     label, factor, _ = LABELS[metric]
 
     def draw(axis: Any) -> None:
@@ -194,7 +194,7 @@ def _quality(metric: str, points: Mapping[str, list[Point]], families: Sequence[
     return draw
 
 
-def _stepped(metric: str, lines: Mapping[str, list[float]], policies: Sequence[str]) -> Draw:
+def _stepped(metric: str, lines: Mapping[str, list[float]], policies: Sequence[str]) -> DrawFn:
     def draw(axis: Any) -> None:
         for policy, values in lines.items():
             steps = [STEP_BLOCK * (block + 0.5) for block in range(len(values))]
@@ -258,7 +258,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _needles(scores: Mapping[tuple[float, int], list[float]]) -> Draw:
+def _needles(scores: Mapping[tuple[float, int], list[float]]) -> DrawFn:
     depths, lengths = (sorted(set(axis)) for axis in zip(*scores, strict=True))
     grid = np.full((len(depths), len(lengths)), np.nan)
     for (depth, length), found in scores.items():
@@ -273,7 +273,7 @@ def _needles(scores: Mapping[tuple[float, int], list[float]]) -> Draw:
     return draw
 
 
-def _heads(fractions: np.ndarray) -> Draw:
+def _heads(fractions: np.ndarray) -> DrawFn:
     """Returns the drawing of fractions [samples, L, K]."""
     means = np.ma.masked_invalid(fractions).mean(axis=0)
 
@@ -310,7 +310,7 @@ def _samples(
 
 def _save(
     report: Mapping[str, Any],
-    panels: Mapping[str, Draw],
+    panels: Mapping[str, DrawFn],
     path: Path | str,
     needed: str,
     columns: int = COLUMNS,
@@ -321,7 +321,7 @@ def _save(
     _figure_of(panels, columns, _heading(report)).savefig(path, dpi=DPI)
 
 
-def _svg(title: str, draw: Draw) -> str:
+def _svg(title: str, draw: DrawFn) -> str:
     """Returns a panel as an SVG without ground, whose black is that of the page's theme."""
     figure = _figure_of({title: draw}, 1)
     from matplotlib import rc_context
@@ -334,7 +334,7 @@ def _svg(title: str, draw: Draw) -> str:
     return text[text.index("<svg") : begin] + INK + text[begin:]
 
 
-def _figure_of(panels: Mapping[str, Draw], columns: int, heading: str | None = None) -> Any:
+def _figure_of(panels: Mapping[str, DrawFn], columns: int, heading: str | None = None) -> Any:
     """Returns a figure of equally large panels, with one legend for all."""
     try:
         from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ STEP_BLOCK = 64  # the steps of such a block
 FLOOR = 0.30  # a task that dense itself fails says nothing about a policy
 
 Transform = Callable[[Any], Any]
-Column = dict[int, float]  # a metric's values by the sample's index
+ScoresBySample = dict[int, float]  # a metric's values by the sample's index
 
 
 def family(policy: str) -> str:
@@ -110,7 +110,7 @@ def summarize(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def ratio(kl: Column, yardstick: Column) -> dict[str, Any] | None:
+def ratio(kl: ScoresBySample, yardstick: ScoresBySample) -> dict[str, Any] | None:
     """Returns how many times the mean KL of its yardstick a policy's is, over their common samples.
 
     Keys: mean, interval (None for fewer than two samples). The result is None where the yardstick's
@@ -174,16 +174,18 @@ def _by_step(metas: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[flo
     return {BY_STEP: {name: values.tolist() for name, values in means.items()}}
 
 
-def _columns(samples: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
+def _columns(samples: Iterable[Mapping[str, Any]]) -> dict[str, ScoresBySample]:
     """Returns the values of each metric by the sample's index."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, ScoresBySample] = {}
     for sample in samples:
         for metric, value in sample["values"].items():
             columns.setdefault(metric, {})[sample["index"]] = value
     return columns
 
 
-def _metrics(columns: dict[str, Column], dense: dict[str, Column]) -> dict[str, Any]:
+def _metrics(
+    columns: dict[str, ScoresBySample], dense: dict[str, ScoresBySample]
+) -> dict[str, Any]:
     wanted = {metric: (metric, mean) for metric in columns} | {
         name: made for name, made in DERIVED.items() if made[0] in columns
     }
@@ -194,7 +196,9 @@ def _metrics(columns: dict[str, Column], dense: dict[str, Column]) -> dict[str, 
     }
 
 
-def _of_yardstick(columns: dict[str, Column], policy: dict[str, Column]) -> dict[str, Any]:
+def _of_yardstick(
+    columns: dict[str, ScoresBySample], policy: dict[str, ScoresBySample]
+) -> dict[str, Any]:
     """Returns the metrics of a policy's yardstick; it has none where the policy reads all."""
     metrics = _metrics(columns, {})
     if "kl" in metrics:
@@ -202,7 +206,9 @@ def _of_yardstick(columns: dict[str, Column], policy: dict[str, Column]) -> dict
     return metrics
 
 
-def _compared(columns: list[Column], dense: list[Column], transform: Transform) -> dict[str, Any]:
+def _compared(
+    columns: list[ScoresBySample], dense: list[ScoresBySample], transform: Transform
+) -> dict[str, Any]:
     """Returns mean, difference and interval of the average over columns.
 
     `pairs` is the fewest that one of the columns has.
@@ -224,7 +230,7 @@ def _compared(columns: list[Column], dense: list[Column], transform: Transform) 
     }
 
 
-def _paired(column: Column, dense: Column) -> tuple[np.ndarray, np.ndarray]:
+def _paired(column: ScoresBySample, dense: ScoresBySample) -> tuple[np.ndarray, np.ndarray]:
     common = sorted(column.keys() & dense.keys())
     return np.array([column[index] for index in common]), np.array(
         [dense[index] for index in common]

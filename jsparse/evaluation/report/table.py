@@ -45,7 +45,7 @@ class Column(NamedTuple):
     length: int
 
 
-Measured = Mapping[tuple[str, Column], Mapping[str, Any]]  # by policy and column
+TableValues = Mapping[tuple[str, Column], Mapping[str, Any]]  # by policy and column
 
 
 class Grid(NamedTuple):
@@ -128,7 +128,9 @@ def _bracket(compared: str, interval: Sequence[float] | None, factor: float, for
     return f" ({compared}\n[{low}, {high}])"
 
 
-def _grid(report: Mapping[str, Any], measured: Measured, columns: list[Column], note: str) -> Grid:
+def _grid(
+    report: Mapping[str, Any], measured: TableValues, columns: list[Column], note: str
+) -> Grid:
     left_out = {
         Column(task, "score", row["length"])
         for row in report["averages"]

@@ -44,9 +44,9 @@ from jsparse.evaluation.tasks import (
     ruler,
     second_turn,
 )
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task
 
-__all__ = ["TASKS", "Encode", "Sample", "Task", "parse"]
+__all__ = ["TASKS", "EncodeFn", "Sample", "Task", "parse"]
 
 TASKS = {
     **ruler.TASKS,

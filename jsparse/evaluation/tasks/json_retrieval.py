@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jsparse.evaluation.tasks.niah import distinct, word_list
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled
 
 PROMPT = (
     "Here is a list of records in JSON.\n{records}\n"
@@ -51,7 +51,7 @@ def json_retrieval(name: str, files: Path | None) -> Task:
     adjectives = _plain(word_list("adjective"))
     nouns = _plain(set(word_list("noun")) - set(adjectives))
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         depth = round(rng.random(), 3)
         labels = list(itertools.islice(_labels(rng, adjectives, nouns), size))
         records = [_record(rng, " ".join(label)) for label in labels]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jsparse.evaluation.tasks import longbench_metrics as metrics
 from jsparse.evaluation.tasks.ruler_files import find_file
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, check_index, largest
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, check_index, largest
 
 MIN_PROMPT = 64  # tokens
 
@@ -250,7 +250,7 @@ def longbench_v2(name: str, files: Path | None) -> Task:
 
 
 def _task(name: str, dataset: Dataset, rows: list[dict[str, Any]]) -> Task:
-    def sample(encode: Encode, length: int, index: int) -> Sample:
+    def sample(encode: EncodeFn, length: int, index: int) -> Sample:
         check_index(name, index, len(rows))
         budget = length - dataset.max_new_tokens
         if budget < MIN_PROMPT:

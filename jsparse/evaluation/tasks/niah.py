@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from jsparse.evaluation.tasks.ruler_files import among_sentences, essay_words
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled
 from jsparse.machine.extras import install
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -120,7 +120,9 @@ class Niah:
         if self.key == "words":
             word_list("noun")
 
-        def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+        def make(
+            encode: EncodeFn, rng: random.Random, length: int, index: int, size: int
+        ) -> Sample:
             new_key = distinct(lambda: DRAW[self.key](rng))
             new_value = distinct(lambda: DRAW[self.value](rng))
             keys = list(itertools.islice(new_key, max(self.num_keys, self.num_queries)))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jsparse.evaluation.tasks.niah import DRAW, NEEDLE, NOISE, ask, word_list
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled
 
 INTRODUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -30,7 +30,7 @@ def _hide(item: str, depth: float, size: int, joint: str) -> str:
 def passkey(name: str, files: Path | None) -> Task:
     """Builds the task of a number of five digits, asked for at the end."""
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         key, depth = str(rng.randint(10000, 99999)), round(rng.random(), 3)
         text = _hide(f"The pass key is {key}. Remember it.", depth, size, " ")
         prompt = f"{INTRODUCTION}\n{text}\nWhat is the pass key?"
@@ -51,7 +51,7 @@ def niah_grid(name: str, files: Path | None, depths: Sequence[float] = GRID_DEPT
         raise ValueError(f"depths={depths!r}: must be numbers from 0 to 1, at least one")
     word_list("noun")
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         key, value, depth = DRAW["words"](rng), DRAW["numbers"](rng), depths[index % len(depths)]
         context = _hide(
             NEEDLE.format(type_needle_v="numbers", key=key, value=value), depth, size, "\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsparse.evaluation.tasks.ruler_files import find_file
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, check_index
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, check_index
 
 FILE = "questions.jsonl"
 MAX_NEW_TOKENS = 8192
@@ -73,7 +73,7 @@ def questions(name: str, files: Path | None, max_new_tokens: int = MAX_NEW_TOKEN
     """
     asked = read(find_file(name, FILE, files, "a question and its answer per line"))
 
-    def sample(encode: Encode, length: int, index: int) -> Sample:
+    def sample(encode: EncodeFn, length: int, index: int) -> Sample:
         check_index(name, index, len(asked))
         question, answer, identity = asked[index]
         meta = {"id": identity, "context_tokens": len(encode(question))}

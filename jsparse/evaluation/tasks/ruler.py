@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jsparse.evaluation.tasks.niah import NOISE, Niah, among_lines, distinct, word_list
 from jsparse.evaluation.tasks.ruler_files import qa
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled, largest
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled, largest
 
 VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following "
@@ -71,7 +71,7 @@ def _chain(rng: random.Random, name_len: int, size: int) -> tuple[str, str, list
 def vt(name: str, files: Path | None) -> Task:
     """Builds variable tracking: a chain of five variables, after an example of up to 500 tokens."""
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         seed = rng.random()
 
         def example(size: int) -> str:
@@ -116,7 +116,7 @@ def cwe(name: str, files: Path | None) -> Task:
     In budgets below 4096 tokens it is 6 times and once.
     """
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         example, counts = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
         shown, found = _common(rng, *example)
         prompt, answers = _common(rng, size, *counts)
@@ -134,7 +134,7 @@ def fwe(name: str, files: Path | None) -> Task:
     74 on, the third answer is more frequent than the word after it.
     """
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         num_words = max((length - 50) // 50, 6)
         words = [
             "...",

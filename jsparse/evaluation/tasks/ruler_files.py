@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task, filled, score_any
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task, filled, score_any
 
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent
 _ONLY = (
@@ -80,7 +80,7 @@ def among_sentences(rng: random.Random, words: Iterable[str], items: list[str]) 
     return " ".join(piece for piece in ordered if piece)
 
 
-class Question(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """Holds a question with the numbers of its documents.
 
     `gold` documents are always shown, `near` ones before any others.
@@ -92,7 +92,7 @@ class Question(NamedTuple):
     near: tuple[int, ...]
 
 
-def squad(data: Any) -> tuple[list[str], list[Question]]:
+def squad(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
     """Returns documents and answerable questions of SQuAD 2.0.
 
     The other paragraphs of an article are near.
@@ -111,11 +111,11 @@ def squad(data: Any) -> tuple[list[str], list[Question]]:
             for asked in paragraph["qas"]:
                 if not asked["is_impossible"]:
                     answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                    questions.append(Question(asked["question"], answers, (gold,), near))
+                    questions.append(DocumentQuestion(asked["question"], answers, (gold,), near))
     return documents, questions
 
 
-def hotpotqa(data: Any) -> tuple[list[str], list[Question]]:
+def hotpotqa(data: Any) -> tuple[list[str], list[DocumentQuestion]]:
     """Returns documents and questions of HotpotQA.
 
     All the paragraphs of a question are gold.
@@ -126,7 +126,7 @@ def hotpotqa(data: Any) -> tuple[list[str], list[Question]]:
     documents = sorted(set(itertools.chain.from_iterable(texts)))
     numbers = {document: i for i, document in enumerate(documents)}
     questions = [
-        Question(
+        DocumentQuestion(
             asked["question"],
             (asked["answer"],),
             tuple(numbers[text] for text in dict.fromkeys(held)),
@@ -152,7 +152,7 @@ def qa(name: str, files: Path | None) -> Task:
     file, read, source = QA_FILES[name]
     documents, questions = read(read_json(find_file(name, file, files, source)))
 
-    def make(encode: Encode, rng: random.Random, length: int, index: int, size: int) -> Sample:
+    def make(encode: EncodeFn, rng: random.Random, length: int, index: int, size: int) -> Sample:
         asked = questions[index]
         shown = {*asked.gold, *asked.near}
         near = rng.sample(asked.near, len(asked.near))

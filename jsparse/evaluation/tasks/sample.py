@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 SEED = 42
 
-Encode = Callable[[str], Sequence[int]]
+EncodeFn = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens."""
 
 
@@ -55,13 +55,13 @@ class Task:
     """
 
     name: str
-    sample: Callable[[Encode, int, int], Sample] = field(repr=False)
+    sample: Callable[[EncodeFn, int, int], Sample] = field(repr=False)
     score: Callable[[str, Sample], float] = field(repr=False)
     num_samples: int | None = None
     open_ended: bool = False
 
 
-Make = Callable[[Encode, random.Random, int, int, int], Sample]
+MakeFn = Callable[[EncodeFn, random.Random, int, int, int], Sample]
 """(encode, rng, length, index, size) -> a sample whose text has `size` units of filler; `meta`
 lacks context_tokens.
 """
@@ -85,7 +85,7 @@ def score_any(text: str, sample: Sample) -> float:
 
 def filled(
     name: str,
-    make: Make,
+    make: MakeFn,
     *,
     min_size: int,
     max_size: int | None = None,
@@ -103,7 +103,7 @@ def filled(
         num_samples: the number of samples, as in `Task`.
     """
 
-    def sample(encode: Encode, length: int, index: int) -> Sample:
+    def sample(encode: EncodeFn, length: int, index: int) -> Sample:
         check_index(name, index, num_samples)
 
         def made(at_length: int, size: int) -> Sample:
@@ -140,7 +140,7 @@ def check_index(name: str, index: int, num_samples: int | None) -> None:
         raise ValueError(f"index={index}: must be from 0, {name} has {held} samples")
 
 
-def count_tokens(encode: Encode, sample: Sample) -> int:
+def count_tokens(encode: EncodeFn, sample: Sample) -> int:
     """Counts the tokens of prompt and prefix.
 
     Each is encoded alone: a chat template stands between them.

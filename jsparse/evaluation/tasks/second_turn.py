@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jsparse.evaluation.tasks import passkey, ruler
-from jsparse.evaluation.tasks.sample import Encode, Sample, Task
+from jsparse.evaluation.tasks.sample import EncodeFn, Sample, Task
 
 ASKED = {"passkey": passkey.TASKS["passkey"], "niah_single_1": ruler.TASKS["niah_single_1"]}
 SUFFIX = "_turn2"
@@ -24,7 +24,7 @@ def second_turn(build: Callable[[str, Path | None], Task]) -> Callable[[str, Pat
     def built(name: str, files: Path | None) -> Task:
         task = build(name.removesuffix(SUFFIX), files)
 
-        def sample(encode: Encode, length: int, index: int) -> Sample:
+        def sample(encode: EncodeFn, length: int, index: int) -> Sample:
             one = task.sample(encode, length, index)
             context, newline, question = one.prompt.rpartition("\n")
             meta = one.meta | {"chat_template": False}

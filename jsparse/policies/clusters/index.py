@@ -32,7 +32,7 @@ from jsparse.pallas_kernels.point_groups import (
 from jsparse.policies.clusters.chunking import Chunks
 from jsparse.shapes import Rows
 
-Pooling = Literal["mean", "max"]
+CentroidPooling = Literal["mean", "max"]
 ITERATIONS = 10
 MAX_UNITS = 64
 
@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
     longest: int
     cluster_size: int
-    pooling: Pooling = "mean"
+    pooling: CentroidPooling = "mean"
     normalise: bool = True
     radii: bool = False
     units: bool = False

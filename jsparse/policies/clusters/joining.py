@@ -32,7 +32,7 @@ from jsparse.policies.clusters.index import (
 from jsparse.shapes import Rows
 
 
-class New(NamedTuple):
+class NewPoints(NamedTuple):
     """Describes each new point; this is the same for all layers and heads.
 
     Attributes:
@@ -69,12 +69,12 @@ def join(
     first = jnp.take_along_axis(chunks.starts, at, axis=1)
     lengths = jnp.where(there, jnp.take_along_axis(chunks.starts, at + 1, axis=1) - first, 0)
     cluster, had = nth // form.cluster_size, num_clusters(before, form)
-    fine = New(nth, there, nth % form.cluster_size == 0, cluster, had)
+    fine = NewPoints(nth, there, nth % form.cluster_size == 0, cluster, had)
 
     # clusters that are new join a unit or found one; those that moved stay in theirs
     had, now = num_units(had), num_units(cluster + 1)
     opens = now > jnp.maximum(had[:, None], jnp.pad(now, [(0, 0), (1, 0)])[:, :-1])
-    coarse = New(cluster, there & fine.opens, opens, now - 1, had)
+    coarse = NewPoints(cluster, there & fine.opens, opens, now - 1, had)
 
     keys = jnp.stack([keys_of_chunks(held, first, lengths, form) for held in caches])
     of_layers = pooled(keys, lengths, form)
@@ -130,7 +130,7 @@ def add_points(
     points: Float32[Array, "B K n H"],
     directions: Float[Array, "B K n H"],
     radius: Float32[Array, "B K n"] | None,
-    new: New,
+    new: NewPoints,
     form: Form,
 ) -> tuple[Groups, Int32[Array, "B K n"]]:
     """Adds new points to a layer's groups; `radius` is the points' own.

@@ -19,7 +19,7 @@ MAX_SLOTS = 2**30  # slots: counts are of int32
 LOG_TEMPERATURES, STEPS = (-24.0, 12.0), 40
 
 
-class Bounds(NamedTuple):
+class CountBounds(NamedTuple):
     """Holds the least and the most competing slots of a head, and how many there are per head."""
 
     min_count: int
@@ -63,7 +63,7 @@ def competing_room(budget: int, protected: int) -> int:
     return budget - protected
 
 
-def uniform(bounds: Bounds) -> CountFn:
+def uniform(bounds: CountBounds) -> CountFn:
     """Gives every head `budget` slots."""
 
     def count(scores, competing, temperatures, attention):
@@ -72,7 +72,7 @@ def uniform(bounds: Bounds) -> CountFn:
     return count
 
 
-def joint(bounds: Bounds) -> CountFn:
+def joint(bounds: CountBounds) -> CountFn:
     """Gives a layer's heads K · budget slots together: its best, whichever head has them.
 
     Source: Ada-KV (Feng et al., arXiv:2407.11550).
@@ -90,7 +90,7 @@ def joint(bounds: Bounds) -> CountFn:
     return count
 
 
-def n_star(bounds: Bounds, p: float) -> CountFn:
+def n_star(bounds: CountBounds, p: float) -> CountFn:
     """Gives a head n* slots: the fewest that carry the share p of the window's attention.
 
     The scores choose among slots, they do not count them: p means the same whatever they are.
@@ -103,7 +103,7 @@ def n_star(bounds: Bounds, p: float) -> CountFn:
 
 
 def calibrated(
-    bounds: Bounds,
+    bounds: CountBounds,
     p: float,
     logits: Callable[[Float32[Array, "B K S"]], Float32[Array, "B K S"]],
 ) -> CountFn:

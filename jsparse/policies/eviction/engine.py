@@ -34,7 +34,7 @@ from jsparse.selection import (
 from jsparse.shapes import Lengths, Queries, Rows
 
 
-class Evicting(NamedTuple):
+class EvictionState(NamedTuple):
     """Holds one layer's state; rows own all of it.
 
     Attributes:
@@ -163,7 +163,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
     slots = *heads, spec.capacity
     queries = spec.batch, settings.window, spec.num_heads, spec.head_dim
     return tuple(
-        Evicting(
+        EvictionState(
             jnp.zeros(queries, spec.dtype),
             jnp.zeros(slots, jnp.float32) if settings.tracking else None,
             jnp.zeros(heads, jnp.float32) if settings.calibrates else None,
@@ -233,8 +233,8 @@ def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, K
 
 
 def compress(
-    settings: Settings, entry: Evicting, held: LayerCache, positions: Rows
-) -> tuple[Evicting, LayerCache]:
+    settings: Settings, entry: EvictionState, held: LayerCache, positions: Rows
+) -> tuple[EvictionState, LayerCache]:
     """Drops the slots of a layer that score least, and move the rest up."""
     competing = competing_in(settings, held)
     view = LayerView(held, competing, entry.ring, positions, entry.tracked)
@@ -259,7 +259,7 @@ def compress(
     else:
         compacted = compact_pages(held, keep)
     tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
-    return Evicting(entry.ring, tracked, temperatures, missed), compacted
+    return EvictionState(entry.ring, tracked, temperatures, missed), compacted
 
 
 compress_alone = jax.jit(compress, static_argnums=0, donate_argnums=(1, 2))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jsparse.evaluation.inspection import Inspected
+from jsparse.evaluation.inspection import Inspection
 from jsparse.evaluation.report.inspect_page import page
 
 try:
@@ -28,14 +28,14 @@ TEXT = (
 )
 
 
-def made_up() -> Inspected:
+def made_up() -> Inspection:
     """A step of a model with five layers of three heads, in which layer 2 was dense."""
     words = [f" {word}" for word in TEXT.split()]
     rng = np.random.default_rng(0)
     weights = rng.dirichlet(np.full(len(words), 0.2), (5, 3)).astype(np.float32)
     attended = weights >= np.sort(weights, axis=2)[:, :, -8:-7]
     attended[2], weights[2] = True, 0
-    return Inspected(
+    return Inspection(
         *("smollm2", "quest(budget=8)", words, 26, " Ships"), *(attended, weights, (2,))
     )
 

@@ -10,7 +10,7 @@ from own_questions import ROWS, written
 import jsparse
 from jsparse.evaluation import evaluators
 from jsparse.evaluation.plan import plan, run
-from jsparse.evaluation.store import Store
+from jsparse.evaluation.store import ResultStore
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.host_reader import Generation, GenerationStats
 
@@ -38,7 +38,7 @@ def measured(params, folder, store=None, tasks=("questions",), **more):
     asked = plan(
         [SINK], tasks, [4096], 20, **{"batch": 2, "files": folder, "max_new_tokens": 6, **more}
     )
-    store = store or Store(folder / "report.json", {"model": "tiny", "samples": 20})
+    store = store or ResultStore(folder / "report.json", {"model": "tiny", "samples": 20})
     run(params, asked, store)
     return store.finish({})
 
@@ -113,25 +113,25 @@ def after_a_kill(params, tmp_path_factory):
 def killed_and_resumed(params, folder, monkeypatch):
     whole = measured(params, folder)
     settings, path = {"model": "tiny", "samples": 20}, folder / "killed.json"
-    add, killed = Store.add, Store(path, settings)
+    add, killed = ResultStore.add, ResultStore(path, settings)
 
     def dies(store, entries):
         add(store, entries)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "add", dies)
+        patched.setattr(ResultStore, "add", dies)
         with pytest.raises(KeyboardInterrupt):
             measured(params, folder, killed)
     asked = []
-    answer = evaluators.Answers.__call__
+    answer = evaluators.GreedyAnswers.__call__
 
     def counted(answers, policies, indices):
         asked.append(list(indices))
         return answer(answers, policies, indices)
 
-    monkeypatch.setattr(evaluators.Answers, "__call__", counted)
-    resumed = measured(params, folder, Store(path, settings, resume=True))
+    monkeypatch.setattr(evaluators.GreedyAnswers, "__call__", counted)
+    resumed = measured(params, folder, ResultStore(path, settings, resume=True))
     return whole["cells"], resumed["cells"], asked
 
 

@@ -18,7 +18,7 @@ from jsparse.pallas_kernels.int4_keys import Int4Keys, dequantise, quantise
 from jsparse.pallas_kernels.int4_scores import int4_scores
 from jsparse.pallas_kernels.int4_scores.cases import (
     CASES,
-    Kept,
+    FrameCase,
     build,
     frame_for,
     options,
@@ -41,7 +41,7 @@ WHOLE = Case(
 LISTED = Case("", head_dim=128, num_pages=70, bits=True, table="scrambled", dtype="bfloat16")
 
 
-FRAMED_WHOLE = Kept(
+FRAMED_WHOLE = FrameCase(
     "",
     head_dim=128,
     num_pages=70,
@@ -51,7 +51,7 @@ FRAMED_WHOLE = Kept(
     table="scrambled",
     dtype="bfloat16",
 )
-FRAMED_LISTED = Kept(
+FRAMED_LISTED = FrameCase(
     "", head_dim=128, num_pages=70, bits=True, table="scrambled", dtype="bfloat16", chosen=32
 )
 
@@ -107,7 +107,7 @@ def test_matches_the_reference(case):
 )
 def test_positions_to_128k_in_a_frame(page_size, lists, chosen):
     """Terms of 1024 spans are as exact as float32 of logits in the hundreds."""
-    case = Kept(
+    case = FrameCase(
         "",
         batch=1,
         head_dim=128,
@@ -319,7 +319,7 @@ def test_appends_what_the_reference_does(case, count):
         np.testing.assert_array_equal(part, was)  # not donated
 
 
-FRAMED_LONG = Kept(
+FRAMED_LONG = FrameCase(
     "", head_dim=128, num_pages=70, table="scrambled", dtype="bfloat16", kv_heads=3, batch=3
 )
 
@@ -346,7 +346,7 @@ def test_appends_many_tokens(case, count):
 @pytest.mark.parametrize("page_size", [1, 12])
 def test_appends_rows_and_pages_of_any_size(channels, page_size, framed):
     """Pages of 12 lie in two spans."""
-    case = Kept(
+    case = FrameCase(
         "",
         head_dim=channels,
         page_size=page_size,
@@ -362,7 +362,7 @@ def test_appends_rows_and_pages_of_any_size(channels, page_size, framed):
 
 @pytest.mark.parametrize("count", [1, 300])
 def test_appends_at_positions_to_128k(count):
-    case = Kept("", batch=1, head_dim=128, num_pages=8192, lengths="full", table="scrambled")
+    case = FrameCase("", batch=1, head_dim=128, num_pages=8192, lengths="full", table="scrambled")
     keys, layer, _, valid, _ = tokens_for(case, count)
     frame = frame_for(case)
     for last in (131072, 65536 + 7):
