@@ -1,5 +1,4 @@
 # The one list of public names: __init__.py reads it and imports each name when it is first used.
-from jsparse.builder import dense as dense
 from jsparse.cache import KVCache as KVCache
 from jsparse.conversation import Conversation as Conversation
 from jsparse.engine.async_engine import AsyncEngine as AsyncEngine
@@ -15,6 +14,17 @@ from jsparse.models.checkpoint import Params as Params
 from jsparse.models.checkpoint import load as load
 from jsparse.models.checkpoint import save as save
 from jsparse.models.transformers_models import from_transformers as from_transformers
+from jsparse.policies.expressions import as_policy as parse_policy  # noqa: F401  another name
+from jsparse.policy import Policy as Policy
+from jsparse.runtime.host_reader import Generation as Generation
+from jsparse.runtime.host_reader import GenerationStats as GenerationStats
+from jsparse.runtime.request import SamplingParams as SamplingParams
+from jsparse.runtime.scoring import logits as logits
+from jsparse.selection import Selection as Selection
+
+# isort: split
+# policies: written by .ci/policy_tables.py
+from jsparse.builder import dense as dense
 from jsparse.policies.ada_kv import ada_kv as ada_kv
 from jsparse.policies.all_pages import all_pages as all_pages
 from jsparse.policies.arkvale import arkvale as arkvale
@@ -25,7 +35,6 @@ from jsparse.policies.combinators import keep as keep
 from jsparse.policies.combinators import retrieval_heads as retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity as double_sparsity
 from jsparse.policies.duo_attention import duo_attention as duo_attention
-from jsparse.policies.expressions import as_policy as parse_policy  # noqa: F401  another name
 from jsparse.policies.h2o import h2o as h2o
 from jsparse.policies.hard_kv import hard_kv as hard_kv
 from jsparse.policies.lfps import lfps as lfps
@@ -41,12 +50,8 @@ from jsparse.policies.snapkv import snapkv as snapkv
 from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight
-from jsparse.policy import Policy as Policy
-from jsparse.runtime.host_reader import Generation as Generation
-from jsparse.runtime.host_reader import GenerationStats as GenerationStats
-from jsparse.runtime.request import SamplingParams as SamplingParams
-from jsparse.runtime.scoring import logits as logits
-from jsparse.selection import Selection as Selection
+
+# end of policies
 
 __version__: str
 __all__: list[str]

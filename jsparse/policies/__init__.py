@@ -1,6 +1,11 @@
-"""Registers the methods: POLICIES maps the name of each to its builder."""
+"""Registers the methods: each has one entry in REGISTRY, and POLICIES maps its name to its builder.
+
+The tables of README.md, docs/policies.md and docs/api.md and the names in jsparse/__init__.pyi are
+written from these entries by .ci/policy_tables.py, which reads them without importing jax.
+"""
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from jsparse.builder import dense
 from jsparse.policies.ada_kv import ada_kv
@@ -27,34 +32,280 @@ from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
 from jsparse.policy import AnyPolicy
 
-POLICIES: dict[str, Callable[..., AnyPolicy]] = {
-    build.__name__: build
-    for build in (
+
+class Method(NamedTuple):
+    """Registers a method, with what the docs say of it.
+
+    All texts are literals, given by name. The arguments in docs/policies.md are those of the
+    builder, and the link to a paper comes from the arXiv id in the docstring of its module.
+
+    Attributes:
+        build: the builder.
+        attends: what it attends to, for docs/policies.md.
+        kind: the part of docs/api.md that it belongs to.
+        paper: the method's name in its paper; empty if there is none.
+        calls: calls in the README's row, with the arguments that matter most; empty for a call
+            without arguments. Methods that are alike share the row of the first.
+        gist: what it attends to, for the README; empty if that is `attends`.
+        when: when to use it, for the README; empty if another method's row names it.
+    """
+
+    build: Callable[..., AnyPolicy]
+    attends: str
+    kind: Literal["selects", "evicts", "wraps"] = "selects"
+    paper: str = ""
+    calls: str = ""
+    gist: str = ""
+    when: str = ""
+
+
+REGISTRY: tuple[Method, ...] = (
+    Method(
         dense,
+        attends="everything",
+        when=(
+            "as the baseline, and for short contexts: with fewer than about 37,000 tokens in a "
+            "batch on an H100, or 59,000 on an H200, it beat Twilight"
+        ),
+    ),
+    Method(
         auto,
+        attends="what was measured to be fastest on this device: everything, or Twilight's choice",
+        gist=(
+            "what `jsparse recommend` found for your model and device; before that, dense "
+            "attention unless we measured something faster on your GPU at your batch size"
+        ),
+        when="to begin with; it stays close to dense",
+    ),
+    Method(
         streaming,
+        attends="the first and the newest tokens",
+        paper="StreamingLLM",
+        calls="streaming(sink, recent)",
+        when=(
+            "when only the recent text matters; nothing is scored, but no needle outside the "
+            "window is found"
+        ),
+    ),
+    Method(
         quest,
+        attends=(
+            "the pages whose least and greatest keys allow the greatest logits; these bounds are "
+            "kept in K's type or in 8 bits"
+        ),
+        paper="Quest",
+        calls="quest(budget)",
+        gist="the pages whose key bounds allow the greatest logits",
+        when="with nothing to train or calibrate; give it a large budget",
+    ),
+    Method(
         double_sparsity,
+        attends="the tokens or pages that rank best by a few heavy channels of K, kept in 4 bits",
+        paper="Double Sparsity",
+        calls="double_sparsity(budget)",
+        gist="the tokens or pages that rank best by a few heavy channels of K",
+        when=(
+            "when a small budget must still find what matters; slower per step than Quest, better "
+            "once calibrated"
+        ),
+    ),
+    Method(
         tidal,
+        attends="in all later layers, the tokens that two layers weigh most",
+        paper="TidalDecode",
+        calls="tidal(budget)",
+        gist="the tokens that two layers weigh most, in all later layers",
+        when="to choose tokens only twice per step; set its two layers for your model",
+    ),
+    Method(
         lychee_decode,
+        attends=(
+            "everything in retrieval heads; in the others, what the retrieval head of the same "
+            "index picked a few layers up"
+        ),
+        paper="LycheeDecode",
+        calls="lychee_decode(gates, value)",
+        gist="everything in a few retrieval heads, whose picks the other heads share",
+        when="for long contexts, once your model's gates are trained",
+    ),
+    Method(
         duo_attention,
+        attends="everything in retrieval heads; the first and the newest tokens in the others",
+        paper="DuoAttention",
+        calls="duo_attention(gates)",
+        gist="everything in retrieval heads, a window in the others",
+        when=(
+            "with the same gates, for sparse heads that pick and share nothing; these forget the "
+            "middle"
+        ),
+    ),
+    Method(
         lfps,
+        attends=(
+            "the share `budget` of the tokens, at the positions and distances that earlier steps "
+            "attended to"
+        ),
+        paper="LFPS",
+        calls="lfps(budget)",
+        gist="the tokens and the distances that earlier steps attended to",
+        when=(
+            "where a step must not read K to choose, such as with K and V in slow memory; it "
+            "cannot find what was never attended to, for instance what a later question asks "
+            "about"
+        ),
+    ),
+    Method(
         lychee_cluster,
+        attends=(
+            "sinks, the newest tokens, and chunks of the text in the clusters whose centroids "
+            "point where the query does"
+        ),
+        paper="LycheeCluster",
+        calls="lychee_cluster(budget), cluster_kv(budget), arkvale(budget)",
+        gist=(
+            "chunks that follow the text, single tokens, or pages, chosen by centroids of their "
+            "keys"
+        ),
+        when=(
+            "in large batches of long contexts; single tokens may be missed, least by "
+            "`cluster_kv`, which ranks more and is slower "
+            "([figures](docs/results/lychee_cluster.md))"
+        ),
+    ),
+    Method(
         cluster_kv,
+        attends="the same for single tokens, clustered by their keys",
+        paper="ClusterKV",
+    ),
+    Method(
         arkvale,
+        attends="the pages whose balls around their keys allow the greatest logits",
+        paper="ArkVale, NeurIPS 2024",
+    ),
+    Method(
         all_pages,
+        attends="every page, as a list, for `twilight(all_pages())` to prune",
+    ),
+    Method(
         hard_kv,
+        attends=(
+            "all that is left: each head keeps what it needs and one slot that stands for what it "
+            "dropped"
+        ),
+        paper="HARD-KV",
+        kind="evicts",
+        calls="hard_kv(budget, cap)",
+        gist=(
+            "only what survives eviction: it drops tokens as it decodes, by head, and keeps one "
+            "slot that stands for them"
+        ),
+        when=(
+            "for long answers and large batches, where memory is short; its defaults lose "
+            "passkeys ([eviction.md](docs/results/eviction.md)), and a later question cannot find "
+            "what was dropped"
+        ),
+    ),
+    Method(
         snapkv,
+        attends="what the prompt's last queries attended to most, and all new tokens",
+        paper="SnapKV",
+        kind="evicts",
+        calls="snapkv(budget), ada_kv(budget), h2o(budget), r_kv(budget), raas(budget)",
+        gist=(
+            "also only what survives eviction: `snapkv` and `ada_kv` keep what the prompt's last "
+            "queries attended to most, `h2o` what was used most, `r_kv` what is important or "
+            "rare, `raas` what was used last"
+        ),
+        when=(
+            "`ada_kv` or `snapkv` for one question at the end of a long prompt, though they lose "
+            "needles in real text; the others to compare with `hard_kv` in long answers"
+        ),
+    ),
+    Method(
         ada_kv,
+        attends="the same, with a layer's heads competing for its slots",
+        paper="Ada-KV",
+        kind="evicts",
+    ),
+    Method(
         h2o,
+        attends="the newest tokens and those attended to most over all steps",
+        paper="H2O",
+        kind="evicts",
+    ),
+    Method(
         r_kv,
+        attends="the newest tokens, and of the others the important and the rare",
+        paper="R-KV",
+        kind="evicts",
+    ),
+    Method(
         raas,
+        attends="the prompt, and the `budget` new tokens that were used last",
+        paper="RaaS",
+        kind="evicts",
+    ),
+    Method(
         oracle_top_k,
+        attends=(
+            "the tokens or pages of largest exact attention weight; it reads all keys to find them"
+        ),
+        calls="oracle_top_k(budget), oracle_top_p(p)",
+        gist="the tokens of largest exact weight",
+        when="as a yardstick for quality, never for speed: they read all keys",
+    ),
+    Method(
         oracle_top_p,
+        attends="the fewest tokens or pages whose exact weights sum to p; it reads all keys too",
+    ),
+    Method(
         twilight,
+        attends=(
+            "the fewest of what another policy selects whose weights, estimated from a 4-bit copy "
+            "of K, sum to p"
+        ),
+        paper="Twilight",
+        calls="twilight(base, p)",
+        gist="the least of what `base` selects that carries p of the attention mass",
+        when=(
+            "around a generous base (`all_pages()` when quality comes first), so that each head "
+            "and step takes what it needs; pays in large batches"
+        ),
+    ),
+    Method(
         keep,
+        attends="what another policy selects, and always the first and the newest tokens",
+        kind="wraps",
+        calls="keep(policy, sink, recent), dense_layers(policy, n), retrieval_heads(policy, gates)",
+        gist=(
+            "what `policy` selects, and always the first and newest tokens, or everything in the "
+            "first n layers, or in retrieval heads"
+        ),
+        when="around selectors that may miss these, such as `quest` and `twilight`",
+    ),
+    Method(
         dense_layers,
+        attends="what another policy selects, but everything in the first n layers",
+        kind="wraps",
+    ),
+    Method(
         retrieval_heads,
+        attends="what another policy selects, but everything in the heads that `gates` names",
+        kind="wraps",
+    ),
+    Method(
         offloaded,
-    )
+        attends="what another policy selects, with K and V in host memory",
+        paper="the setting of LFPS",
+        kind="wraps",
+        calls="offloaded(policy)",
+        gist="what `policy` selects, with K and V in host memory",
+        when=(
+            "for contexts past the device's memory, around `lfps`, `quest` and others with a "
+            "small index; it is slower than dense wherever K and V fit on the device"
+        ),
+    ),
+)
+POLICIES: dict[str, Callable[..., AnyPolicy]] = {
+    method.build.__name__: method.build for method in REGISTRY
 }

@@ -20,10 +20,14 @@ class Signature(NamedTuple):
     Attributes:
         parameters: the default of each argument, or REQUIRED.
         summary: the first paragraph of its docstring, as one line.
+        module: the module that defines it.
+        texts: what its entry in the registry says for the docs.
     """
 
     parameters: Mapping[str, Any]
     summary: str
+    module: str
+    texts: Mapping[str, str]
 
 
 class HasName(Protocol):
@@ -35,7 +39,7 @@ class HasName(Protocol):
 
 @functools.cache
 def registered() -> Mapping[str, Signature]:
-    """Returns the signatures of the registered policies, in the order of POLICIES."""
+    """Returns the signatures of the registered policies, in the order of REGISTRY."""
     registry = _tree("policies/__init__.py")
     homes = {
         alias.name: str(node.module)
@@ -43,7 +47,10 @@ def registered() -> Mapping[str, Signature]:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    return {name: _signature(homes[name], name) for name in _names(registry)}
+    return {
+        name: _signature(homes[name], name)._replace(texts=texts)
+        for name, texts in _entries(registry)
+    }
 
 
 def short_name(policy: HasName | str) -> str:
@@ -92,14 +99,16 @@ def _tree(path: str) -> ast.Module:
     return ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
 
 
-def _names(registry: ast.Module) -> Iterator[str]:
-    """Yields the names in the tuple that POLICIES is made of."""
+def _entries(registry: ast.Module) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the builder and the texts of each entry of REGISTRY."""
     for node in registry.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "POLICIES":
-            assert isinstance(node.value, ast.DictComp)
-            listed = node.value.generators[0].iter
-            assert isinstance(listed, ast.Tuple)
-            yield from map(ast.unparse, listed.elts)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REGISTRY":
+            assert isinstance(node.value, ast.Tuple)
+            for entry in node.value.elts:
+                assert isinstance(entry, ast.Call)
+                [build] = entry.args
+                texts = {str(word.arg): ast.literal_eval(word.value) for word in entry.keywords}
+                yield ast.unparse(build), texts
 
 
 def _signature(module: str, name: str) -> Signature:
@@ -112,7 +121,7 @@ def _signature(module: str, name: str) -> Signature:
         _value(node, constants, f"{module}.{name}") for node in optional
     ]
     summary = (ast.get_docstring(build) or "").partition("\n\n")[0].replace("\n", " ")
-    return Signature(dict(zip(parameters, values, strict=True)), summary)
+    return Signature(dict(zip(parameters, values, strict=True)), summary, module, texts={})
 
 
 def _value(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:

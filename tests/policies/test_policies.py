@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow_except
-from policy_table import MECHANISMS, METHODS, TABLE, at_dense, outermost
+from policy_table import MECHANISMS, METHODS, TABLE, at_dense, firsts, outermost
 from programs import shared
 from tiny import (
     VOCAB,
@@ -27,7 +27,7 @@ from jsparse import cache as kv_cache
 from jsparse.builder import builder, dense
 from jsparse.cache import StepView
 from jsparse.host_memory import store
-from jsparse.policies import POLICIES
+from jsparse.policies import POLICIES, REGISTRY
 from jsparse.policies.combinators import keep
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Policy, Services
@@ -102,6 +102,14 @@ def test_every_registered_policy_is_in_the_table():
     listed = {outermost(expression) for expression in TABLE}
     listed.add("auto")  # never runs itself: tests/policies/test_auto.py
     assert listed == set(POLICIES), "add expressions of the new method to tests/policy_table.py"
+
+
+def test_methods_are_registered_as_evicting_that_evict():
+    built = {name: parse(expression) for name, expression in firsts(TABLE).items()}
+    evicting = {name for name, policy in built.items() if policy.eviction is not None}
+    assert evicting == {method.build.__name__ for method in REGISTRY if method.kind == "evicts"}, (
+        "set `kind` in jsparse/policies/__init__.py"
+    )
 
 
 def decoded(expression, prompts, forced=FORCED):

@@ -1,0 +1,128 @@
+"""Writes what the docs and the stub list of policies, from the registry in jsparse/policies.
+
+Usage: python .ci/policy_tables.py
+
+It writes parts of files, each between two comments that name it, and prints the files that changed.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from jsparse.text.signatures import Signature, registered
+
+ROOT = Path(__file__).parents[1]
+COMMAND = "python3 -m uv run python .ci/policy_tables.py"
+type Policies = Mapping[str, Signature]
+
+
+def table(*rows: Iterable[str]) -> str:
+    """Returns a Markdown table, whose first row is its head."""
+    head, *lines = (f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+    return "\n".join(["", head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""])
+
+
+def uses(root: Path, policies: Policies) -> str:
+    """Returns the README's table: what policies attend to, and when to use them."""
+    rows = (
+        (
+            re.sub(r"\w+\(.*?\)", r"`\g<0>`", policy.texts.get("calls", f"{name}()")),
+            policy.texts.get("gist", policy.texts["attends"]),
+            policy.texts["when"],
+        )
+        for name, policy in policies.items()
+        if "when" in policy.texts
+    )
+    return table(("policy", "what it attends to", "when to use it"), *rows)
+
+
+def arguments(root: Path, policies: Policies) -> str:
+    """Returns the table of docs/policies.md: all policies, with their arguments and papers."""
+    rows = (
+        (
+            f"`{name}({', '.join(policy.parameters)})`",
+            policy.texts["attends"],
+            ", ".join(paper(root, policy)),
+        )
+        for name, policy in policies.items()
+    )
+    return table(("policy", "attends to", "paper"), *rows)
+
+
+def paper(root: Path, policy: Signature) -> Iterator[str]:
+    """Yields the name of a policy's paper and a link to it, as far as there are any."""
+    if "paper" in policy.texts:
+        yield policy.texts["paper"]
+        module = (root / policy.module.replace(".", "/")).with_suffix(".py")
+        docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+        if found := re.search(r"arXiv:([\d.]+\d)", docstring):
+            yield f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+
+
+def reference(kind: str) -> Callable[[Path, Policies], str]:
+    """Returns what lists the policies of a kind for the API reference."""
+
+    def listed(root: Path, policies: Policies) -> str:
+        lines = (
+            f"::: {policy.module}.{name}"
+            for name, policy in policies.items()
+            if policy.texts.get("kind", "selects") == kind
+        )
+        return "\n".join(["", *lines, "", ""])
+
+    return listed
+
+
+def imports(root: Path, policies: Policies) -> str:
+    """Returns the stub's imports of policies, sorted as ruff sorts them."""
+    homes = sorted((policy.module, name) for name, policy in policies.items())
+    lines = (f"from {module} import {name} as {name}" for module, name in homes)
+    return "\n".join([*lines, "", ""])
+
+
+# what is written of each file, by the names in the comments around it
+PARTS: Mapping[str, Mapping[str, Callable[[Path, Policies], str]]] = {
+    "README.md": {"policies": uses},
+    "docs/policies.md": {"policies": arguments},
+    "docs/api.md": {
+        "policies that select": reference("selects"),
+        "policies that evict": reference("evicts"),
+        "wrappers": reference("wraps"),
+    },
+    "jsparse/__init__.pyi": {"policies": imports},
+}
+
+
+def written(root: Path, file: str, policies: Policies) -> str:
+    """Returns the text that a file should have."""
+    text = (root / file).read_text(encoding="utf-8")
+    for part, make in PARTS[file].items():
+        begin, end = f"{part}: written by .ci/policy_tables.py", f"end of {part}"
+        comments = rf"^(?:<!--|#) {re.escape(begin)}.*\n((?:.*\n)*?)(?:<!--|#) {end}\b"
+        found = re.search(comments, text, re.MULTILINE)
+        if found is None:
+            raise SystemExit(f"{file} must have the comments '{begin}' and '{end}'")
+        text = text[: found.start(1)] + make(root, policies) + text[found.end(1) :]
+    return text
+
+
+def outdated(root: Path, policies: Policies) -> dict[str, str]:
+    """Returns the files that differ from what they should be, and what that is."""
+    texts = {file: written(root, file, policies) for file in PARTS}
+    return {
+        file: text
+        for file, text in texts.items()
+        if text != (root / file).read_text(encoding="utf-8")
+    }
+
+
+def main() -> None:
+    """Writes the files that differ."""
+    for file, text in outdated(ROOT, registered()).items():
+        (ROOT / file).write_text(text, encoding="utf-8")
+        print(file)
+
+
+if __name__ == "__main__":
+    main()
