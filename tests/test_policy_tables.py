@@ -58,11 +58,13 @@ def test_wrappers_are_the_methods_that_take_a_policy():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Returns a folder with the registry, all policies and the files that list them."""
+    """Returns a folder with the registry, all policies and the files that list just these."""
     shutil.copytree(ROOT / "jsparse" / "policies", tmp_path / "jsparse" / "policies")
     for file in ("jsparse/builder.py", *policy_tables.PARTS):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
+    for file, text in policy_tables.outdated(tmp_path, registered()).items():
+        (tmp_path / file).write_text(text, "utf-8")
     monkeypatch.setattr(signatures, "PACKAGE", tmp_path / "jsparse")
     return tmp_path
 
@@ -87,9 +89,8 @@ def test_a_method_and_its_entry_are_all_that_the_lists_need(checkout):
         ("docs/api.md", "::: jsparse.policies.newest.newest"),
         ("jsparse/__init__.pyi", "from jsparse.policies.newest import newest as newest"),
     ):
-        assert set(changed[file].splitlines()) - set(
-            (ROOT / file).read_text("utf-8").splitlines()
-        ) == {line}
+        before = (checkout / file).read_text("utf-8").splitlines()
+        assert set(changed[file].splitlines()) - set(before) == {line}
         (checkout / file).write_text(changed[file], "utf-8")
     assert not policy_tables.outdated(checkout, policies)
 
