@@ -1,0 +1,64 @@
+"""The paged KV cache, and the pure functions that append to it, read it and shrink it.
+
+The cache is head-major and has one entry per layer. A physical page holds P tokens of ONE KV head
+of ONE row. A block table maps page m of head (b, k) to its physical page. Without a table the
+mapping is the identity: it is page (b·K + k)·M + m, and reading a whole head is a reshape.
+"""
+
+from jsparse.cache.layers import FreeList, HostPages, KVCache, LayerCache, PagePool
+from jsparse.cache.reading import physical_pages, read_heads, read_pages, read_slots, slot_positions
+from jsparse.cache.spec import CacheSpec
+from jsparse.cache.views import (
+    NOTHING,
+    ReadOnly,
+    StepView,
+    step_view,
+    taking_part,
+    with_host,
+    without_host,
+)
+from jsparse.cache.writing import (
+    OPTIONAL_FIELDS,
+    append,
+    cut_pages,
+    fill,
+    grow,
+    init,
+    replace_layer,
+    spec_of,
+    taken,
+    truncate,
+    write,
+)
+
+__all__ = [
+    "NOTHING",
+    "OPTIONAL_FIELDS",
+    "CacheSpec",
+    "FreeList",
+    "HostPages",
+    "KVCache",
+    "LayerCache",
+    "PagePool",
+    "ReadOnly",
+    "StepView",
+    "append",
+    "cut_pages",
+    "fill",
+    "grow",
+    "init",
+    "physical_pages",
+    "read_heads",
+    "read_pages",
+    "read_slots",
+    "replace_layer",
+    "slot_positions",
+    "spec_of",
+    "step_view",
+    "taken",
+    "taking_part",
+    "truncate",
+    "with_host",
+    "without_host",
+    "write",
+]

@@ -1,0 +1,84 @@
+"""Defines StepView, the cache as the hooks of a policy see it in a decode step."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jsparse.cache.layers import HostPages, KVCache, LayerCache
+from jsparse.shapes import Rows
+
+
+class ReadOnly(NamedTuple):
+    """Holds what programs read beside the weights; none of it is donated or returned.
+
+    Attributes:
+        constants: arrays that belong to the model, by name, among those that the policy `needs`.
+        knobs: hyper-parameters that differ by row, by name: one number per row.
+        host: what layers have in host memory; None if K and V lie on the device.
+    """
+
+    constants: Mapping[str, Array] | None = None
+    knobs: Mapping[str, Array] | None = None
+    host: tuple[HostPages, ...] | None = None
+
+
+NOTHING = ReadOnly()
+
+
+class StepView(NamedTuple):
+    """What the hooks of a policy see of a step.
+
+    Attributes:
+        cache: K and V, in whichever memories they lie.
+        constants, knobs: as in ReadOnly.
+        active: the rows that take in a token; None is all.
+    """
+
+    cache: KVCache
+    constants: Mapping[str, Array] | None = None
+    knobs: Mapping[str, Array] | None = None
+    active: Bool[Array, "B"] | None = None
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The cache's layers."""
+        return self.cache.layers
+
+    @property
+    def positions(self) -> Rows:
+        """The text position of the token that each row takes in; between steps, of the next."""
+        return self.cache.positions
+
+
+def step_view(cache: KVCache, beside: ReadOnly) -> StepView:
+    """Returns what hooks see of a cache; `without_host` of its cache is what a program returns."""
+    return StepView(with_host(cache, beside.host), beside.constants, beside.knobs)
+
+
+def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:
+    """Returns the cache with these pages in the host memory of its layers."""
+    if host is None:
+        return cache
+    return cache._replace(layers=tuple(map(_with_host, cache.layers, host)))
+
+
+def without_host(cache: KVCache) -> KVCache:
+    """Returns the cache without what its layers have in host memory, which must not be donated."""
+    return cache._replace(layers=tuple(_with_host(layer, None) for layer in cache.layers))
+
+
+def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
+    if layer.page_pools is None:
+        return layer
+    k, v = layer.page_pools
+    k, v = k.with_host(pages and pages.k), v.with_host(pages and pages.v)
+    return layer._replace(k=k, v=v)
+
+
+def taking_part(view: StepView, tokens: int) -> Rows:
+    """Returns how many of `tokens` new tokens each row takes in: all, or none if it is inactive."""
+    if view.active is None:
+        return jnp.full(view.positions.shape, tokens, jnp.int32)
+    return jnp.where(view.active, tokens, 0)

@@ -1,0 +1,272 @@
+"""Makes caches, appends tokens to them, allocates pages and shrinks layers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jsparse.cache.layers import FreeList, KVCache, LayerCache, PagePool
+from jsparse.cache.reading import physical_pages
+from jsparse.cache.spec import CacheSpec
+from jsparse.shapes import ChunkKV, Lengths, Rows
+
+OPTIONAL_FIELDS = ("bias", "slot_positions")
+
+
+def init(spec: CacheSpec, *, fields: tuple[str, ...] = ()) -> KVCache:
+    """Returns an empty cache; where the spec has a shared pool, with block tables and free lists.
+
+    Args:
+        spec: the sizes.
+        fields: the names in OPTIONAL_FIELDS to allocate.
+
+    Raises:
+        ValueError: a field is unknown, or the pool has fewer than two pages.
+    """
+    heads, pages = (spec.batch, spec.num_kv_heads), spec.pages
+    paged = spec.pool_pages is not None
+    if paged and pages < 2:
+        raise ValueError(f"pool_pages={pages}: must be at least 2, one page and the scratch page")
+    unknown = set(fields) - set(OPTIONAL_FIELDS)
+    if unknown:
+        raise ValueError(
+            f"fields={fields}: unknown {sorted(unknown)}, must be among {OPTIONAL_FIELDS}"
+        )
+
+    def layer() -> LayerCache:
+        return LayerCache(
+            k=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
+            v=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
+            lengths=jnp.zeros(heads, jnp.int32),
+            block_table=jnp.full((*heads, spec.num_pages), pages - 1, jnp.int32) if paged else None,
+            free=FreeList(jnp.arange(pages, dtype=jnp.int32)[::-1] - 1, jnp.int32(pages - 1))
+            if paged
+            else None,
+            bias=jnp.zeros((pages, spec.page_size), jnp.float32) if "bias" in fields else None,
+            slot_positions=jnp.zeros((pages, spec.page_size), jnp.int32)
+            if "slot_positions" in fields
+            else None,
+        )
+
+    layers = tuple(layer() for _ in range(spec.num_layers))
+    no_row = jnp.zeros(spec.batch, jnp.bool_)
+    return KVCache(layers, jnp.zeros(spec.batch, jnp.int32), no_row)
+
+
+def spec_of(cache: KVCache, num_heads: int) -> CacheSpec:
+    """Returns the sizes of a cache, for a model of `num_heads` query heads."""
+    layer = cache.layers[0]
+    batch, heads = layer.lengths.shape
+    pages, page_size, head_dim = layer.k.shape
+    return CacheSpec(
+        len(cache.layers),
+        batch,
+        num_heads,
+        heads,
+        head_dim,
+        page_size,
+        layer.num_pages,
+        layer.k.dtype,
+        None if layer.block_table is None else pages,
+    )
+
+
+def append(
+    cache: KVCache,
+    layer_idx: int,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
+) -> KVCache:
+    """Appends the first `valid[b]` of T new tokens to each head of row b: `grow`, then `fill`."""
+    cache = grow(cache, valid, k.shape[1], layers=(layer_idx,))
+    return fill(cache, layer_idx, k, v, positions, taken(cache, valid))
+
+
+def grow(
+    cache: KVCache, valid: Rows, max_new: int, *, layers: Sequence[int] | None = None
+) -> KVCache:
+    """Makes room in each head of row b for the `valid[b]` ≤ `max_new` tokens that `fill` writes.
+
+    It does so in all layers at once, or in those that are named: with the identity table that is
+    one launch for all of them.
+
+    A row that finds no room in some layer, or found none earlier, is marked in `cache.overflow` and
+    grows nowhere: it keeps what it held. `taken` says how many tokens `fill` may write. Rows are
+    served in their order, and one that gets nothing takes nothing from those behind it.
+    """
+    chosen = range(len(cache.layers)) if layers is None else layers
+    held = [cache.layers[i] for i in chosen]
+    valid = taken(cache, valid)
+    # layers first, then heads: XLA would take apart a reduction over a stack of layers
+    full = functools.reduce(
+        jnp.logical_or, (layer.lengths + valid[:, None] > layer.capacity for layer in held)
+    )
+    cache = cache._replace(overflow=cache.overflow | jnp.any(full, axis=1))
+    if any(_hands_out(layer) for layer in held):
+        short = _short_of_pages(held, taken(cache, valid), max_new)
+        cache = cache._replace(overflow=cache.overflow | short)
+    valid = taken(cache, valid)
+    lengths = [layer.lengths + valid[:, None] for layer in held]
+    grown = [_allocate(layer, valid, max_new) for layer in held]
+    # nothing below reads the old lengths, which XLA would then copy before the new ones take their
+    # (donated) place
+    for i, layer, n in zip(chosen, grown, jax.lax.optimization_barrier(lengths), strict=True):
+        cache = replace_layer(cache, i, layer._replace(lengths=n))
+    return cache
+
+
+def taken(cache: KVCache, valid: Rows) -> Rows:
+    """Returns how many of `valid[b]` new tokens row b takes in: none where room ran out."""
+    return jnp.where(cache.overflow, 0, valid)
+
+
+def fill(
+    cache: KVCache,
+    layer_idx: int,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
+) -> KVCache:
+    """Writes the first `valid[b]` of T new tokens to the last slots that `grow` made room for."""
+    layer = cache.layers[layer_idx]
+    layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
+    return replace_layer(cache, layer_idx, layer)
+
+
+def write(
+    layer: LayerCache,
+    k: ChunkKV,
+    v: ChunkKV,
+    positions: Int32[Array, "B T"],
+    valid: Rows,
+    first: Lengths,
+) -> LayerCache:
+    """Stores the first `valid[b]` of T tokens at the slots first, first + 1, … of each head.
+
+    The pages must already be there; lengths do not change. `fill` uses it, and so does the
+    correction that overwrites recomputed tokens.
+    """
+    steps = jnp.arange(k.shape[1], dtype=jnp.int32)
+    slots = first[:, :, None] + steps  # [B, K, T]
+    ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)
+    pages = physical_pages(layer, jnp.where(ok, slots // layer.page_size, 0))
+    at = (jnp.where(ok, pages, layer.k.shape[0]), slots % layer.page_size)  # out of range: dropped
+
+    def put(pool: Any, rows: Array) -> Any:
+        if isinstance(pool, PagePool):
+            return pool.written(layer, slots, ok, rows)
+        return pool.at[at].set(rows.astype(pool.dtype), mode="drop")
+
+    layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))
+    if layer.bias is not None:
+        layer = layer._replace(bias=put(layer.bias, jnp.zeros(slots.shape)))
+    if layer.slot_positions is not None:
+        layer = layer._replace(
+            slot_positions=put(
+                layer.slot_positions, jnp.broadcast_to(positions[:, None], slots.shape)
+            )
+        )
+    return layer
+
+
+def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
+    """Shortens heads to `lengths` (never lengthens) and returns empty pages to the free list."""
+    lengths = jnp.minimum(lengths, layer.lengths)
+    if layer.block_table is None or layer.free is None:
+        return layer._replace(lengths=lengths)
+    page = jnp.arange(layer.num_pages, dtype=jnp.int32)
+    used, kept = (_pages_for(n, layer.page_size)[:, :, None] for n in (layer.lengths, lengths))
+    scratch = layer.k.shape[0] - 1
+    freed = ((page >= kept) & (page < used) & (layer.block_table != scratch)).reshape(-1)
+    order = jnp.cumsum(freed, dtype=jnp.int32)
+    at = jnp.where(freed, layer.free.count + order - 1, layer.k.shape[0])
+    free = FreeList(
+        layer.free.pages.at[at].set(layer.block_table.reshape(-1), mode="drop"),
+        layer.free.count + order[-1],
+    )
+    table = jnp.where(page < kept, layer.block_table, scratch)
+    return layer._replace(lengths=lengths, block_table=table, free=free)
+
+
+def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
+    """Leaves every head room for `pages` pages, in smaller pools; what lies behind them is gone.
+
+    With a block table nothing changes: heads share their pool's pages already.
+    """
+    if layer.block_table is not None or pages >= layer.num_pages:
+        return layer
+
+    def cut(pool: Array | None) -> Array | None:
+        if pool is None:
+            return None
+        by_head = pool.reshape(layer.lengths.size, layer.num_pages, *pool.shape[1:])
+        return by_head[:, :pages].reshape(-1, *pool.shape[1:])
+
+    pools = {name: cut(getattr(layer, name)) for name in ("k", "v", *OPTIONAL_FIELDS)}
+    return layer._replace(**pools)
+
+
+def replace_layer(cache: KVCache, layer_idx: int, layer: LayerCache) -> KVCache:
+    """Returns the cache with one layer's entry replaced."""
+    return cache._replace(layers=(*cache.layers[:layer_idx], layer, *cache.layers[layer_idx + 1 :]))
+
+
+def _pages_for(tokens: Lengths, page_size: int) -> Lengths:
+    return (tokens + page_size - 1) // page_size
+
+
+def _wanted(layer: LayerCache, valid: Rows, max_new: int) -> tuple[Array, Array]:
+    """Returns the logical pages that `valid[b]` ≤ `max_new` tokens may touch, and which are new.
+
+    Both are [B, K, n].
+    """
+    first = _pages_for(layer.lengths, layer.page_size)
+    last = _pages_for(layer.lengths + valid[:, None], layer.page_size)
+    page = first[:, :, None] + jnp.arange(-(-max_new // layer.page_size) + 1, dtype=jnp.int32)
+    return page, (page < last[:, :, None]) & (page < layer.num_pages)
+
+
+def _hands_out(layer: LayerCache) -> bool:
+    """Returns whether the device hands out the layer's pages."""
+    return layer.block_table is not None and layer.free is not None
+
+
+def _short_of_pages(layers: Sequence[LayerCache], valid: Rows, max_new: int) -> Bool[Array, "B"]:
+    """Marks the rows for which some layer has too few free pages."""
+    counted = [
+        (jnp.sum(_wanted(layer, valid, max_new)[1], axis=(1, 2), dtype=jnp.int32), layer.free.count)
+        for layer in layers
+        if layer.free is not None
+    ]
+    wanted, free = (jnp.stack(column) for column in zip(*counted, strict=True))  # [L, B], [L]
+
+    def serve(left: Array, row: Array) -> tuple[Array, Array]:
+        fits = jnp.all(row <= left)
+        return left - jnp.where(fits, row, 0), ~fits
+
+    return jax.lax.cond(
+        jnp.any(jnp.sum(wanted, axis=1) > free),
+        lambda: jax.lax.scan(serve, free, wanted.T)[1],
+        lambda: jnp.zeros(valid.shape, jnp.bool_),
+    )
+
+
+def _allocate(layer: LayerCache, valid: Rows, max_new: int) -> LayerCache:
+    """Gives heads the pages for `valid[b]` ≤ `max_new` more tokens, which must be free."""
+    if layer.block_table is None or layer.free is None:
+        return layer
+    page, wanted = _wanted(layer, valid, max_new)
+    order = jnp.cumsum(wanted.reshape(-1), dtype=jnp.int32).reshape(wanted.shape)
+    pages = layer.free.pages[jnp.maximum(layer.free.count - order, 0)]
+    row, head = jnp.indices(layer.lengths.shape, dtype=jnp.int32)
+    table = layer.block_table.at[
+        row[:, :, None], head[:, :, None], jnp.where(wanted, page, layer.num_pages)
+    ].set(pages, mode="drop")
+    free = layer.free._replace(count=layer.free.count - order.reshape(-1)[-1])
+    return layer._replace(block_table=table, free=free)
