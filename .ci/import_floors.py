@@ -25,7 +25,7 @@ FLOORS = (
         "model_facts.boundary_classes",
     ),
     ("kernels", "pallas_kernels", "host_memory.pool"),
-    ("contract", "policy", "builder", "hyper_parameters"),
+    ("contract", "policy", "hooks", "builder", "hyper_parameters"),
     ("policies", "policies", "extend"),
     ("models", "models"),
     (

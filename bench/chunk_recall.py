@@ -55,6 +55,7 @@ from bench.lib.text import text_tokens
 from bench.page_ranking import from_file, recorded
 from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.evaluation.tasks import parse as tasks_of
+from jsparse.hooks import State
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params, load
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
@@ -63,7 +64,7 @@ from jsparse.policies.clusters.search import best_units, unit_scores, units_that
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, State, at_layer
+from jsparse.policy import Policy, at_layer
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
 from jsparse.selection import Selection, token_mask

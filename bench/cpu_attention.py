@@ -38,11 +38,12 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import available_cores, describe
 from bench.lib.subprocesses import run_child, spread, write_report
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, append, init, read_heads
+from jsparse.hooks import PrefillView, State
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import softmax_partial
 from jsparse.policies.expressions import parse
 from jsparse.policies.lfps import share_of
-from jsparse.policy import Policy, PrefillView, State
+from jsparse.policy import Policy
 from jsparse.runtime.decode_step import attend_layer
 from jsparse.selection import Selection
 from jsparse.shapes import Queries

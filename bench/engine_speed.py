@@ -103,7 +103,7 @@ class Bench:
         To warm up it reads two chunks, which is all that is compiled, and decodes a little.
         """
         from jsparse.policies.expressions import parse
-        from jsparse.runtime import capacity, prefill
+        from jsparse.runtime import capacity, chunk_attention
         from jsparse.runtime.sampling import greedy
         from jsparse.runtime.session import Session
 
@@ -111,7 +111,7 @@ class Bench:
         spec = capacity.cache_spec(self.params, rows, limits, None, 16)
         session = Session(self.params, parse(policy), spec)
         if warm:
-            few = 2 * prefill.chunk_tokens(self.params.decoder, len(rows))
+            few = 2 * chunk_attention.chunk_tokens(self.params.decoder, len(rows))
             rows = [ids[:few] for ids in rows]
             limits = [min(limit, 18) for limit in limits]
         began = time.perf_counter()

@@ -36,13 +36,14 @@ from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, fill, grow, read_heads
+from jsparse.hooks import PrefillView
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import softmax_partial
 from jsparse.policies.combinators import WrappedState, with_state
-from jsparse.policies.eviction.engine import EvictionState
+from jsparse.policies.eviction.settings import EvictionState
 from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, PrefillView, at_layer
+from jsparse.policy import Policy, at_layer
 from jsparse.runtime import capacity
 from jsparse.runtime.sampling import forced
 from jsparse.runtime.session import Session

@@ -28,10 +28,11 @@ from jsparse.builder import builder, dense
 from jsparse.cache import StepView
 from jsparse.evaluation.closeness import windows
 from jsparse.evaluation.teacher_forcing import force
+from jsparse.hooks import State
 from jsparse.models.checkpoint import Params, load
 from jsparse.partials import Stats
 from jsparse.policies.head_gates import SUFFIX, HeadGates, save
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 from jsparse.train.families import hardened, one_in_eight
 
 SINK, RECENT = 64, 256

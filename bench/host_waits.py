@@ -64,7 +64,8 @@ def served(
     engine: Any, rows: list[list[int]], new: int, repeats: int, **sampling: Any
 ) -> dict[str, Any]:
     """Times an engine that answers prompts, and the part of it in which the host dispatches."""
-    from jsparse.runtime.request import SamplingParams, requests
+    from jsparse.runtime.request import requests
+    from jsparse.runtime.sampling_params import SamplingParams
 
     given = {"temperature": 0, "max_tokens": new, "ignore_eos": True} | sampling
     asked = requests(engine.params, rows, SamplingParams(**given), engine.policy)

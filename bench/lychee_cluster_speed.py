@@ -54,9 +54,10 @@ from bench.lib.subprocesses import run_child, spread, write_report
 from bench.twilight_speed import contender, dense, peers, spec_of
 from bench.twilight_speed import line as line_of_case
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
+from jsparse.hooks import PrefillView, State
 from jsparse.policies.expressions import parse
-from jsparse.policy import Policy, PrefillView, State
-from jsparse.runtime.prefill import FLASH_CHUNK
+from jsparse.policy import Policy
+from jsparse.runtime.chunk_attention import FLASH_CHUNK
 
 PARTS = ("operator", "index", "prefill", "search")
 SHAPES, CONTEXTS = ((1, 131072), (8, 131072), (1, 32768), (8, 32768)), (32768, 131072)

@@ -40,8 +40,9 @@ from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
+from jsparse.hooks import PrefillView, State
 from jsparse.models.checkpoint import Params, load
-from jsparse.policy import Policy, PrefillView, State, at_layer
+from jsparse.policy import Policy, at_layer
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
 

@@ -36,13 +36,14 @@ from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import recorded
 from jsparse.cache import LayerCache
+from jsparse.hooks import State
 from jsparse.models.checkpoint import load
 from jsparse.pallas_kernels.table_candidates import Kurtosis, table_candidates
 from jsparse.policies.expressions import parse
 from jsparse.policies.lfps import WINDOW, History, wanted
 from jsparse.policies.lfps_variants import SINKS
 from jsparse.policies.oracle import attention_logits
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 from jsparse.selection import Selection, token_mask
 from jsparse.threshold import top_k_mask
 

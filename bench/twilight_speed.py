@@ -37,7 +37,8 @@ from bench.lib.peers import numbers
 from bench.lib.replay import parse
 from bench.lib.subprocesses import run_child, write_report
 from jsparse.cache import CacheSpec, KVCache, StepView
-from jsparse.policy import Policy, State
+from jsparse.hooks import State
+from jsparse.policy import Policy
 from jsparse.runtime.decode_step import attend_layer
 from jsparse.selection import everything
 

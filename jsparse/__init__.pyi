@@ -18,7 +18,7 @@ from jsparse.policies.expressions import as_policy as parse_policy  # noqa: F401
 from jsparse.policy import Policy as Policy
 from jsparse.runtime.host_reader import Generation as Generation
 from jsparse.runtime.host_reader import GenerationStats as GenerationStats
-from jsparse.runtime.request import SamplingParams as SamplingParams
+from jsparse.runtime.sampling_params import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection
 

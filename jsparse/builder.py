@@ -10,7 +10,8 @@ from typing import Any, cast
 from jaxtyping import Array
 
 from jsparse.cache import StepView
-from jsparse.policy import Offload, Policy, StandIn, State, never_dense
+from jsparse.hooks import State
+from jsparse.policy import Offload, Policy, StandIn, never_dense
 from jsparse.selection import everything
 
 SOME_TOKENS = 8192  # of a prompt, as an example in messages

@@ -12,7 +12,8 @@ from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_resumable
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
-from jsparse.runtime.request import SamplingParams, per_prompt, requests
+from jsparse.runtime.request import per_prompt, requests
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
 from jsparse.text.signatures import short_name

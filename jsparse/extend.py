@@ -17,6 +17,21 @@ from jsparse.cache import (
     taking_part,
     truncate,
 )
+from jsparse.hooks import (
+    AfterPromptFn,
+    AppendFn,
+    CheckFn,
+    DenseBelowFn,
+    InitFn,
+    MaintainFn,
+    MaxLengthFn,
+    PrefillFn,
+    PrefillView,
+    SelectFn,
+    State,
+    StatsFn,
+    UpdateFn,
+)
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.compact_pages import compact_pages
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
@@ -24,29 +39,7 @@ from jsparse.partials import ListedLogits, Stats, StatsKind, Summary, merge
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
-from jsparse.policy import (
-    AfterPromptFn,
-    AppendFn,
-    CheckFn,
-    DenseBelowFn,
-    Eviction,
-    InitFn,
-    MaintainFn,
-    MaxLengthFn,
-    Policy,
-    PrefillFn,
-    PrefillView,
-    SelectFn,
-    Services,
-    Shares,
-    StandIn,
-    State,
-    StatsFn,
-    UpdateFn,
-    at_layer,
-    knob,
-    without_knob,
-)
+from jsparse.policy import Eviction, Policy, Services, Shares, StandIn, at_layer, knob, without_knob
 from jsparse.selection import (
     Granularity,
     Selection,

@@ -24,15 +24,9 @@ from jsparse.runtime.host_reader import (
     TokenStreamer,
     text_stream,
 )
-from jsparse.runtime.request import (
-    Request,
-    SamplingParams,
-    knobs,
-    per_prompt,
-    requests,
-    require_alone,
-)
+from jsparse.runtime.request import Request, knobs, per_prompt, requests, require_alone
 from jsparse.runtime.sampling import chooser, forced_then_greedy
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.runtime.session import Session
 from jsparse.text import prompts
 

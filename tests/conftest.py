@@ -58,8 +58,10 @@ pytest_plugins = ("tiers", "programs")
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
     "cache",
-    "host_pool",
-    "key_constants",
+    "host_memory.attention",
+    "host_memory.pool",
+    "model_facts.constants",
+    "model_facts.key_constants",
     "models.layers",
     "models.transformer",
     "pallas_kernels.block_sparse_decode.reference",
@@ -89,10 +91,9 @@ ARRAY_MODULES = (
     "policies.eviction.merging",
     "policies.eviction.window",
     "partials",
-    "runtime.constants",
+    "runtime.chunk_attention",
     "runtime.correct",
     "runtime.decode_step",
-    "runtime.host_attention",
     "runtime.prefill",
     "runtime.scoring",
     "selection",
@@ -106,6 +107,10 @@ ARRAY_MODULES = (
     "train.stretch_and_rectify",
 )
 if os.environ.get("JSPARSE_CHECK_TYPES"):
+    for name in ARRAY_MODULES:
+        module = ROOT.joinpath("jsparse", *name.split("."))
+        if not (module.is_dir() or module.with_suffix(".py").is_file()):
+            raise ValueError(f"ARRAY_MODULES names {name}: there is no such module")
     install_import_hook([f"jsparse.{name}" for name in ARRAY_MODULES], "beartype.beartype")
 
 settings.register_profile("jsparse", deadline=None, derandomize=True)

@@ -24,7 +24,7 @@ from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode, mosaic, schedule
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction import budgets as rules
-from jsparse.policies.eviction.engine import best
+from jsparse.policies.eviction.compression import best
 from jsparse.policies.eviction.merging import merged_slot
 from jsparse.policies.eviction.window import mean_query
 from jsparse.policies.expressions import parse

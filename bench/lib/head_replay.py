@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
+from jsparse.hooks import PrefillView, State
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
-from jsparse.policy import Policy, PrefillView, State
+from jsparse.policy import Policy
 from jsparse.selection import Selection
 
 PAGE = 16

@@ -13,9 +13,10 @@ from jaxtyping import Array
 
 from bench.lib.environment import REPOSITORY
 from jsparse.cache import StepView
+from jsparse.hooks import State
 from jsparse.policies import expressions
 from jsparse.policies.own_code import resolve
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 
 TRACE = REPOSITORY / "bench/results/twilight_trace/cpu.json"
 LENGTHS_TRACE = REPOSITORY / "bench/results/eviction_trace/cpu.json"

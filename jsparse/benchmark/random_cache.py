@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, StepView
-from jsparse.policy import Policy, PrefillView, State
+from jsparse.hooks import PrefillView, State
+from jsparse.policy import Policy
 
 
 def random_cache(spec: CacheSpec, tokens: int, fields: tuple[str, ...] = ()) -> KVCache:

@@ -14,7 +14,8 @@ import numpy as np
 from jsparse.benchmark.workload import WorkloadRequest
 from jsparse.engine.core import Engine
 from jsparse.engine.outputs import RequestOutput
-from jsparse.runtime.request import SamplingParams, requests
+from jsparse.runtime.request import requests
+from jsparse.runtime.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,13 +13,15 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from jsparse.engine.core import Engine, RequestState
+from jsparse.engine.core import Engine
 from jsparse.engine.errors import EngineError
 from jsparse.engine.outputs import RequestOutput
+from jsparse.engine.request_state import RequestState
 from jsparse.models.checkpoint import Params, given_params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy
-from jsparse.runtime.request import Request, SamplingParams, requests
+from jsparse.runtime.request import Request, requests
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.text import prompts
 
 MAX_WAITING = 1024

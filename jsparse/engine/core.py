@@ -5,15 +5,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import jax
 
 from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
-from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
+from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.programs import Programs
+from jsparse.engine.request_state import Counters, RequestState
 from jsparse.engine.runner import PendingResults, Runner
 from jsparse.engine.scheduler import Answer, Rules, Scheduler
 from jsparse.hyper_parameters import whole_number
@@ -27,49 +28,6 @@ from jsparse.runtime.request import Request
 
 # steps and chunks that may have been dispatched without their results having been read
 LAG = 2
-
-
-@dataclass
-class Counters:
-    """Counts prompt tokens computed, decode steps, the rows in these, tokens, and host seconds."""
-
-    read_tokens: int = 0
-    decode_steps: int = 0
-    row_steps: int = 0
-    new_tokens: int = 0
-    plan_seconds: float = 0.0
-    dispatch_seconds: float = 0.0
-    results_seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class RequestState:
-    """Holds a request and its answers."""
-
-    request_id: str
-    prompt: str | None
-    ids: list[int]
-    answers: list[Answer]
-    growing: list[AnswerBuilder]
-    metrics: RequestMetrics
-    policy: str
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether all answers are complete."""
-        return None not in (growing.finish for growing in self.growing)
-
-    def output(self, *, new: bool = False) -> RequestOutput:
-        """Returns the request's answers as they are now, or what is `new` since the last output."""
-        # what another thread adds in the meantime is in all of it or in none
-        made = [growing.output(new=new) for growing in self.growing]
-        return RequestOutput(
-            *(self.request_id, self.prompt, self.ids, made),
-            max(answer.cached for answer in self.answers),
-            self.metrics,
-            all(answer.finish_reason is not None for answer in made),
-            self.policy,
-        )
 
 
 def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:

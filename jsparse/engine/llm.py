@@ -13,7 +13,8 @@ from jsparse.models.tokenizer import Tokenizer
 from jsparse.names import ANSWER, CHAT, ENGINE, takes
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.interrupts import interrupts_wait
-from jsparse.runtime.request import Request, SamplingParams, default_sampling, requests
+from jsparse.runtime.request import Request, default_sampling, requests
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.text.prompts import encode, plain, tokenizer_of
 
 

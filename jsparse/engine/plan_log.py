@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.scheduler import Chunk, Decode, StepPlan
-from jsparse.runtime.request import Request, SamplingParams
+from jsparse.runtime.request import Request
+from jsparse.runtime.sampling_params import SamplingParams
 
 
 class PlanLog:

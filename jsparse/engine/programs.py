@@ -27,7 +27,7 @@ from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
-from jsparse.runtime.request import OFF, Request, SamplingParams
+from jsparse.runtime.request import Request
 from jsparse.runtime.rows import (
     Batch,
     decode_steps,
@@ -37,6 +37,7 @@ from jsparse.runtime.rows import (
     take,
 )
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
+from jsparse.runtime.sampling_params import OFF, SamplingParams
 from jsparse.runtime.shared_pages import SharedPages, empty_pages
 
 # How tokens are chosen: all rows take the likeliest; each by its own options; and with the

@@ -10,7 +10,7 @@ from jsparse.engine.scheduler import EngineSizes
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime import capacity, prefill
+from jsparse.runtime import capacity, chunk_attention
 
 # Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B
 # model on an H200, at any position. Without flash attention scores are stored: chunks are smaller.
@@ -92,7 +92,7 @@ def sizes_of(
         ValueError: an argument is out of its range, or memory does not suffice.
     """
     on_gpu = jax.default_backend() == "gpu"
-    flash = prefill.has_flash(spec.head_dim, spec.dtype)
+    flash = chunk_attention.has_flash(spec.head_dim, spec.dtype)
     try:
         rungs = tuple((at, size) for at, size in ladder or (LADDER if flash else PLAIN_LADDER))
     except (TypeError, ValueError):

@@ -42,7 +42,8 @@ from jsparse.policies.own_code import resolve
 from jsparse.policy import AnyPolicy
 from jsparse.runtime import capacity, scoring
 from jsparse.runtime.capacity import PAGE_SIZES
-from jsparse.runtime.request import OFF, end_tokens
+from jsparse.runtime.request import end_tokens
+from jsparse.runtime.sampling_params import OFF
 from jsparse.text.prompts import tokenizer_of
 
 _log = logging.getLogger(__name__)

@@ -16,11 +16,12 @@ from jaxtyping import Array, Bool, Float32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, StepView, replace_layer, truncate
+from jsparse.hooks import State
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import Decoder, Weights, weight_shapes
-from jsparse.policy import Policy, State, never_dense
+from jsparse.policy import Policy, never_dense
 from jsparse.runtime import correct, prefill, room, rows
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.decode_step import decode_step

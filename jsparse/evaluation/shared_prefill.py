@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from jsparse import generation
 from jsparse.builder import dense
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, StepView
+from jsparse.hooks import PrefillView, State
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy, PrefillView, State
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.host_reader import Generation, OnChunk
-from jsparse.runtime.request import OFF, requests
+from jsparse.runtime.request import requests
+from jsparse.runtime.sampling_params import OFF
 from jsparse.runtime.session import PrefillResult, Session
 from jsparse.text import prompts
 

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float32, Int32
 
 from jsparse.builder import dense
 from jsparse.evaluation.shared_prefill import SharedPrefill, as_policies, prime
+from jsparse.hooks import State
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
-from jsparse.policy import AnyPolicy, Policy, State
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.host_reader import OnChunk

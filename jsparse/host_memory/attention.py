@@ -16,11 +16,12 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import LayerCache, StepView
+from jsparse.hooks import State
 from jsparse.host_memory.pool import GatherFn, HostPool, pools
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, ListedLogits, StatsKind
-from jsparse.policy import Offload, Policy, State, selected
+from jsparse.policy import Offload, Policy, selected
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Ids, Lengths, Queries
 

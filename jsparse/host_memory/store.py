@@ -19,10 +19,11 @@ import psutil
 from jsparse import cache as kv_cache
 from jsparse.builder import require_offloadable
 from jsparse.cache import CacheSpec, HostPages, KVCache, with_host, without_host
+from jsparse.hooks import State
 from jsparse.host_memory import pool as host_pool
 from jsparse.machine import memory
 from jsparse.pallas_kernels.dispatch import no_triton
-from jsparse.policy import Offload, Policy, State
+from jsparse.policy import Offload, Policy
 from jsparse.shapes import Rows
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64

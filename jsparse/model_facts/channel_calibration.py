@@ -18,6 +18,7 @@ from jaxtyping import Array, Float32
 
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
+from jsparse.hooks import PrefillView, State
 from jsparse.model_facts.key_constants import (
     KEY_CONSTANTS,
     KeyFrame,
@@ -27,8 +28,8 @@ from jsparse.model_facts.key_constants import (
 )
 from jsparse.models.checkpoint import Params
 from jsparse.policies.channel_ranking import Ranking
-from jsparse.policy import Policy, PrefillView, State, at_layer
-from jsparse.runtime import capacity, prefill
+from jsparse.policy import Policy, at_layer
+from jsparse.runtime import capacity, chunk_attention
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.session import Session
@@ -54,10 +55,13 @@ def calibrate_channels(
     """
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)
-    chunk, report = prefill.chunk_tokens(params.decoder, 1), on_progress or (lambda *_: None)
+    chunk, report = (
+        chunk_attention.chunk_tokens(params.decoder, 1),
+        on_progress or (lambda *_: None),
+    )
     weights = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim))
     for ids in rows:
-        policy = _weighed(max(prefill.chunk_sizes(len(ids), chunk)))
+        policy = _weighed(max(chunk_attention.chunk_sizes(len(ids), chunk)))
         with capacity.exhaustion(spec):
             session = Session(params, policy, spec)
             session.read([ids], report)

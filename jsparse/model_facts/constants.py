@@ -27,7 +27,8 @@ from jsparse.models.constants_file import read_constants, write_constants
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy
-from jsparse.runtime.prefill import OnChunk, flash
+from jsparse.runtime.chunk_attention import flash
+from jsparse.runtime.prefill import OnChunk
 from jsparse.shapes import Tokens
 
 TOKENS = 1024  # read to find the constants

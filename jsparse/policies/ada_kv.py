@@ -12,7 +12,8 @@ from math import inf
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import MAX_SLOTS, CountBounds, competing_room, joint
-from jsparse.policies.eviction.engine import Settings, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import Settings
 from jsparse.policies.snapkv import Pooling, pooled_attention
 from jsparse.policy import Policy
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder
 from jsparse.cache import StepView
-from jsparse.policy import Policy, State
+from jsparse.hooks import State
+from jsparse.policy import Policy
 from jsparse.selection import Selection
 
 

@@ -17,11 +17,12 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
+from jsparse.hooks import State
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 BallRank = Literal["bound", "centroid"]

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
+from jsparse.hooks import PrefillView, State
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.model_facts.key_constants import (
     KEY_CONSTANTS,
@@ -41,7 +42,7 @@ from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import OutputGranularity
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import Sidecar, framed_sidecar
-from jsparse.policy import Policy, PrefillView, State, at_layer
+from jsparse.policy import Policy, at_layer
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 

@@ -15,7 +15,8 @@ from jsparse.builder import builder
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, Settings, Tracking, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import LayerView, Settings, Tracking
 from jsparse.policy import Policy
 
 

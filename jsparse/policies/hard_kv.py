@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, one_of, whole_number
 from jsparse.policies.eviction import budgets as rules
-from jsparse.policies.eviction.engine import ScoreFn, Settings, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import ScoreFn, Settings
 from jsparse.policies.h2o import SUMS, accumulated
 from jsparse.policies.r_kv import IMPORTANCE, important_and_rare
 from jsparse.policies.snapkv import POOL, POOLING, pooled_attention

@@ -31,6 +31,7 @@ from jaxtyping import Array, BFloat16, Float, Float32
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, physical_pages
+from jsparse.hooks import PrefillView
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, table_candidates
 from jsparse.pallas_kernels.table_update import table_update
@@ -47,7 +48,7 @@ from jsparse.policies.lfps_variants import (
     no_prompt,
     scaled_products,
 )
-from jsparse.policy import Policy, PrefillView, Services, at_layer, knob
+from jsparse.policy import Policy, Services, at_layer, knob
 from jsparse.shapes import Lengths, Queries, Rows
 
 WINDOW = 32  # s, the last prompt queries from which the tables are built

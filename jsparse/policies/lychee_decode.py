@@ -25,12 +25,13 @@ from jaxtyping import Array, Bool
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, LayerCache, StepView
+from jsparse.hooks import State
 from jsparse.hyper_parameters import below_one, fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import Threshold, TopK, TopP
 from jsparse.partials import StatsKind
 from jsparse.policies import head_gates
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, Services, State, knob
+from jsparse.policy import Policy, Services, knob
 from jsparse.selection import Granularity, Selection
 
 PickRule = Literal["top_k", "top_p", "threshold", "ratio"]

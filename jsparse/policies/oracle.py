@@ -16,9 +16,10 @@ from jaxtyping import Array, Float32
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView, read_heads
+from jsparse.hooks import State
 from jsparse.hyper_parameters import fraction, one_of, whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, TopP, threshold_select
-from jsparse.policy import Policy, State, knob
+from jsparse.policy import Policy, knob
 from jsparse.selection import Granularity
 
 

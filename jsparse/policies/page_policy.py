@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jsparse.cache import CacheSpec, LayerCache, StepView, physical_pages, read_pages
+from jsparse.hooks import State
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import sidecar
-from jsparse.policy import Policy, State, knob
+from jsparse.policy import Policy, knob
 from jsparse.selection import Selection
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 

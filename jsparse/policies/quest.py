@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from jsparse.builder import builder
 from jsparse.cache import LayerCache, StepView
+from jsparse.hooks import State
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.model_facts.key_constants import KEY_CONSTANTS, KeyFrame, frame_at
 from jsparse.pallas_kernels import key_bounds
@@ -31,7 +32,7 @@ from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
 from jsparse.pallas_kernels.page_bounds import page_bounds
 from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.policies.sidecars import framed_sidecar, sidecar
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 from jsparse.shapes import Queries
 
 FORMS: dict[str | None, type[Bounds]] = {None: PageBounds, "uint8": PageBounds8}

@@ -16,7 +16,8 @@ from jsparse.cache import LayerCache, read_heads
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.window_attention import window_attention
 from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, Settings, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import LayerView, Settings
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
 

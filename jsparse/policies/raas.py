@@ -14,7 +14,8 @@ from jaxtyping import Array, Float32
 from jsparse.builder import builder
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.policies.eviction.budgets import CountFn, competing_room
-from jsparse.policies.eviction.engine import LayerView, Settings, Tracking, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import LayerView, Settings, Tracking
 from jsparse.policy import Policy
 
 PROMPT = 2.0**30  # the stamp of the prompt's tokens, above every position

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from jsparse.cache import CacheSpec, LayerCache, StepView, taking_part
+from jsparse.hooks import AppendFn, InitFn, PrefillFn, PrefillView, State
 from jsparse.model_facts.key_constants import KeyFrame, frame_at
-from jsparse.policy import AppendFn, InitFn, PrefillFn, PrefillView, State, at_layer
+from jsparse.policy import at_layer
 from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
 
 

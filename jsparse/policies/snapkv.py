@@ -16,7 +16,8 @@ from jsparse.builder import builder
 from jsparse.hyper_parameters import one_of, whole_number
 from jsparse.pallas_kernels.window_attention import NormaliseOver, window_attention
 from jsparse.policies.eviction.budgets import CountBounds, competing_room, uniform
-from jsparse.policies.eviction.engine import LayerView, ScoreFn, Settings, evicting
+from jsparse.policies.eviction.engine import evicting
+from jsparse.policies.eviction.settings import LayerView, ScoreFn, Settings
 from jsparse.policies.eviction.window import pooled
 from jsparse.policy import Policy
 

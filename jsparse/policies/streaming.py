@@ -8,8 +8,9 @@ inside the window), and the middle stays in the cache, unread.
 
 from jsparse.builder import builder
 from jsparse.cache import StepView
+from jsparse.hooks import State
 from jsparse.hyper_parameters import whole_number
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
 from jsparse.selection import MAX_BITS_PAGE, window
 
 

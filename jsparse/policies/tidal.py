@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 from jsparse.builder import builder
 from jsparse.cache import CacheSpec, StepView
+from jsparse.hooks import State
 from jsparse.hyper_parameters import whole_number
 from jsparse.pallas_kernels.threshold_select import TopK
 from jsparse.policies.picks import pick
-from jsparse.policy import Policy, Services, State
+from jsparse.policy import Policy, Services
 from jsparse.selection import Selection, everything
 from jsparse.shapes import Queries
 

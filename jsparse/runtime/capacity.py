@@ -14,7 +14,7 @@ from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention
 
 PAGE_SIZES = (8, 16, 32, 64)
 
@@ -103,7 +103,7 @@ def policy_bytes(spec: CacheSpec, policy: Policy) -> int:
 
 def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
-    chunk = prefill.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
+    chunk = chunk_attention.tokens_per_chunk(spec.head_dim, spec.dtype, spec.batch)
     own = policy_bytes(spec, policy)  # a policy refuses sizes that do not fit it
     return own + store.store_of(policy, spec).device_bytes(chunk)
 

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jsparse.cache import NOTHING, KVCache, ReadOnly, replace_layer, step_view, without_host, write
+from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights, hidden_states
-from jsparse.policy import Policy, State
+from jsparse.policy import Policy
+from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import note_trace, program
-from jsparse.runtime.prefill import attend_chunk
 from jsparse.shapes import Tokens
 
 

@@ -22,13 +22,14 @@ from jsparse.cache import (
     taken,
     without_host,
 )
+from jsparse.hooks import State
 from jsparse.host_memory import attention as host_attention
 from jsparse.host_memory.attention import Prefetch, fetch_ahead
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, Summary, merge
-from jsparse.policy import Policy, State, kept, selected
+from jsparse.policy import Policy, kept, selected
 from jsparse.runtime.owners import keep_inactive
 from jsparse.selection import Selection, count_tokens
 from jsparse.shapes import Lengths, Queries, Rows

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.hooks import State
 from jsparse.host_memory.store import empty_rows
 from jsparse.models.checkpoint import Params
-from jsparse.policy import State
 from jsparse.runtime.admission import Admission
 from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.pauses import due, next_steps, until_due

@@ -16,7 +16,8 @@ import numpy as np
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.decoding import StepResult
 from jsparse.runtime.prefill import OnChunk
-from jsparse.runtime.request import Request, SamplingParams
+from jsparse.runtime.request import Request
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.text.stream import TextStream
 
 # steps that the device may be ahead of the host; one program, where that is more

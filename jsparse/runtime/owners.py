@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import CacheSpec, KVCache
-from jsparse.policy import Policy, State
+from jsparse.hooks import State
+from jsparse.policy import Policy
 from jsparse.runtime.shared_pages import SharedPages
 
 # sizes to look at: primes, so that no axis has one of them by chance

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float32
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly
+from jsparse.hooks import State
 from jsparse.host_memory.store import KVStore
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import to_logits
-from jsparse.policy import Policy, State
-from jsparse.runtime import prefill
+from jsparse.policy import Policy
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.compilation import program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import OnChunk, PrefillCarry
@@ -112,7 +113,7 @@ class Reading:
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first prompts."""
         decoder = self._params.decoder
-        empty = self._store.begin(prefill.chunk_tokens(decoder, self._spec.batch))
+        empty = self._store.begin(chunk_attention.chunk_tokens(decoder, self._spec.batch))
         return prefill.start(decoder, self._policy, *empty)
 
     def _resume(self, held: PrefillResult, end: PromptEnd) -> PrefillCarry:

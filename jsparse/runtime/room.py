@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
-from jsparse.policy import Eviction, Policy, State
+from jsparse.hooks import State
+from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity
 
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import NOTHING, CacheSpec, KVCache, ReadOnly, step_view, without_host
+from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.policy import Policy, ServiceKind, State, maintained
+from jsparse.policy import Policy, ServiceKind, maintained
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import StepStats, decode_step

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder, Weights, hidden_states, to_logits
-from jsparse.runtime.prefill import flash, has_flash
+from jsparse.runtime.chunk_attention import flash, has_flash
 from jsparse.shapes import Tokens
 
 

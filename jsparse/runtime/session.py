@@ -22,7 +22,7 @@ from jsparse.host_memory.store import HostLayers
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy
-from jsparse.runtime import prefill, room
+from jsparse.runtime import chunk_attention, room
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.decoding import Decoding, StepResult, with_logits, without_logits
@@ -170,7 +170,7 @@ class Session:
         They go where the session's store keeps them; `pages` are those in host memory, if they have
         been copied there.
         """
-        chunk = prefill.chunk_tokens(self.params.decoder, self.spec.batch)
+        chunk = chunk_attention.chunk_tokens(self.params.decoder, self.spec.batch)
         held = held._replace(cache=self.store.adopt(held.cache, chunk, pages))
         self._stage = Ready(held, None)
 

@@ -9,7 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from jsparse.engine.core import Engine, RequestState
+from jsparse.engine.core import Engine
+from jsparse.engine.request_state import RequestState
 from jsparse.server.metrics import kv_cache_usage
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import MAX_WAITING, AsyncEngine
-from jsparse.engine.core import RequestState
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
-from jsparse.runtime.request import SamplingParams
+from jsparse.engine.request_state import RequestState
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import log
 from jsparse.server.errors import ApiError, full, shown
 from jsparse.server.metrics import Metrics

@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from jsparse.engine.core import RequestState
 from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 
 # a long prompt keeps a thread busy for a second; the tokenizer lets other threads run meanwhile

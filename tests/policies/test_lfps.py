@@ -15,11 +15,11 @@ from tiny import engine_logits, random_prompts, random_tokens, tiny_params
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
+from jsparse.hooks import PrefillView
 from jsparse.pallas_kernels.table_update import table_update
 from jsparse.partials import ListedLogits
 from jsparse.policies.expressions import parse
 from jsparse.policies.lfps import History, Tables
-from jsparse.policy import PrefillView
 from jsparse.runtime.decode_step import attend_layer
 
 SINKS, PAGE, BATCH, HEADS, GROUP, DIM = 4, 8, 2, 2, 2, 16

@@ -13,6 +13,7 @@ from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_par
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, StepView
+from jsparse.hooks import PrefillView
 from jsparse.pallas_kernels import point_blocks
 from jsparse.pallas_kernels.point_groups import centroids_of
 from jsparse.policies.clusters import engine, index, search
@@ -20,7 +21,6 @@ from jsparse.policies.clusters.chunking import Chunks, cut_on
 from jsparse.policies.clusters.engine import outside
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
-from jsparse.policy import PrefillView
 from jsparse.runtime import prefill
 from jsparse.runtime.session import Session
 from jsparse.selection import token_mask

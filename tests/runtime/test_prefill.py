@@ -14,7 +14,7 @@ from jsparse.cache import LayerCache
 from jsparse.host_memory.store import empty_rows
 from jsparse.models.transformer import to_logits
 from jsparse.policy import at_layer
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.reading import first_logits
 
@@ -181,7 +181,7 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
 
     The blocks need not tile 8.
     """
-    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared by the 3 rows
+    monkeypatch.setattr(chunk_attention, "PLAIN_CHUNK", 3 * pages * PAGE)  # shared by the 3 rows
     rng = np.random.default_rng(5)
     lengths, valid = np.array([0, 11, 60]), np.array([4, 2, 4])
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -203,7 +203,7 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
     @jax.jit
     def attended(q, k, v, valid, *held):
         cache = kv_cache.append(kv_cache.init(spec), 0, *held)
-        return prefill.attend_chunk(q, k, v, cache.layers[0], valid)
+        return chunk_attention.attend_chunk(q, k, v, cache.layers[0], valid)
 
     held = k_all, v_all, everything, total
     o = np.asarray(attended(q, *chunk, valid.astype(np.int32), *held))
@@ -223,12 +223,12 @@ def test_attend_chunk_over_several_blocks(pages, monkeypatch):
      (200, 64, [64, 64, 64, 16]), (127, 64, [64, 64]), (5, 8, [8])],
 )  # fmt: skip
 def test_chunk_sizes(length, chunk, sizes):
-    assert prefill.chunk_sizes(length, chunk) == sizes
+    assert chunk_attention.chunk_sizes(length, chunk) == sizes
 
 
 def test_chunks_shrink_with_the_batch_and_stay_powers_of_two():
     decoder = tiny_params(num_layers=2).decoder
-    sizes = [prefill.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
+    sizes = [chunk_attention.chunk_tokens(decoder, batch) for batch in (1, 2, 3, 8, 10_000)]
     assert sizes == [512, 256, 128, 64, 64]
 
 

@@ -12,7 +12,7 @@ from tiny import random_prompts, tiny_params
 
 import jsparse
 from jsparse.runtime import sampling as ways
-from jsparse.runtime.request import OFF, Request, SamplingParams
+from jsparse.runtime.request import Request
 from jsparse.runtime.sampling import (
     RowSampling,
     adjusted,
@@ -23,6 +23,7 @@ from jsparse.runtime.sampling import (
     top_logprobs,
     truncated,
 )
+from jsparse.runtime.sampling_params import OFF, SamplingParams
 
 V = 12
 draw = jax.jit(sampled)

@@ -19,7 +19,7 @@ from tiny import random_prompts, tiny_params
 import jsparse
 from jsparse.builder import dense
 from jsparse.policies.expressions import parse
-from jsparse.runtime import compilation, fingerprint, prefill, stored
+from jsparse.runtime import chunk_attention, compilation, fingerprint, prefill, stored
 from jsparse.runtime import rows as driver
 from jsparse.runtime.compilation import Program
 from jsparse.runtime.stored import ProgramStore
@@ -149,8 +149,8 @@ def test_what_has_been_replaced_at_run_time_shows(monkeypatch):
     assert "jsparse.runtime.prefill" in modules
     assert fingerprint.still_hold(modules)
     changes = [
-        (prefill, "PLAIN_CHUNK", 64),
-        (prefill, "attend_chunk", scaled(2)),
+        (chunk_attention, "PLAIN_CHUNK", 64),
+        (chunk_attention, "attend_chunk", scaled(2)),
         (jsparse.LLM, "chat", scaled(2)),
     ]
     for where, name, value in changes:
@@ -253,7 +253,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(store, weighing, caplog):
 def test_what_has_changed_since_is_made_anew(store, weighing, monkeypatch):
     run(weighing())
     store.settle(1)
-    monkeypatch.setattr(prefill, "PLAIN_CHUNK", 64)
+    monkeypatch.setattr(chunk_attention, "PLAIN_CHUNK", 64)
     run(weighing())
     assert store.found == 0
 

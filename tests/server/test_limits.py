@@ -9,7 +9,7 @@ import pytest
 from serving_http import a_service, an_engine, at_rest, serving
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.request import SamplingParams
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server import connections
 
 BODY = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from jsparse.engine.errors import EngineFull
 from jsparse.names import SAMPLING
-from jsparse.runtime.request import SamplingParams
+from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.errors import ApiError, as_api_error
 from jsparse.server.protocol import (
     SAME,

@@ -18,13 +18,14 @@ import numpy as np
 from jaxtyping import Array, UInt8
 
 from jsparse.cache import CacheSpec, KVCache, StepView, taking_part
+from jsparse.hooks import PrefillView
 from jsparse.pallas_kernels.runs_to_tokens import runs_to_tokens
 from jsparse.pallas_kernels.threshold_select import Budget, threshold_select
 from jsparse.policies.clusters.chunking import Chunks, boundaries, cut, cut_on, marks
 from jsparse.policies.clusters.index import Clusters, Form, build, empty, num_clusters
 from jsparse.policies.clusters.joining import join
 from jsparse.policies.clusters.search import cluster_scores
-from jsparse.policy import Policy, PrefillView, Services, at_layer
+from jsparse.policy import Policy, Services, at_layer
 from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows, Tokens
 

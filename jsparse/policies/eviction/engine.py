@@ -10,136 +10,17 @@ first is the first to be merged: of itself alone, that changes nothing.
 """
 
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, UInt8
 
-from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, cut_pages, replace_layer
-from jsparse.pallas_kernels.compact_pages import compact_pages
-from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
-from jsparse.policies.eviction.budgets import MAX_SLOTS, CountFn
-from jsparse.policies.eviction.merging import merged_slot, put_slot
-from jsparse.policies.eviction.window import as_ring, mean_query
-from jsparse.policy import Eviction, MaxLengthFn, Policy, PrefillView, Services, State, at_layer
-from jsparse.selection import (
-    MAX_BITS_PAGE,
-    Selection,
-    everything,
-    from_token_mask,
-    token_mask,
-    union,
-)
-from jsparse.shapes import Lengths, Queries, Rows
-
-
-class EvictionState(NamedTuple):
-    """Holds one layer's state; rows own all of it.
-
-    Attributes:
-        ring: the newest W queries; that of position p lies at p % W.
-        tracked: a number per slot that the method keeps up to date; None if it has none.
-        temperatures: those of the budget rule `calibrated`; 0 where it has found none yet.
-        missed: how many compressions in a row left out each slot that waits; None without patience.
-    """
-
-    ring: Float[Array, "B W N H"]
-    tracked: Float32[Array, "B K S"] | None = None
-    temperatures: Float32[Array, "B K"] | None = None
-    missed: UInt8[Array, "B K S"] | None = None
-
-
-class LayerView(NamedTuple):
-    """Holds what a method scores the slots of a layer by.
-
-    Attributes:
-        held: the layer's cache.
-        competing: the slots to score.
-        ring, tracked: those of the state.
-        positions: the number of tokens so far of each row.
-    """
-
-    held: LayerCache
-    competing: Bool[Array, "B K S"]
-    ring: Float[Array, "B W N H"]
-    positions: Rows
-    tracked: Float32[Array, "B K S"] | None
-
-
-class ScoreFn(Protocol):
-    """Return a score for every slot; those that do not compete are ignored."""
-
-    def __call__(self, view: LayerView, /) -> Float32[Array, "B K S"]: ...
-
-
-class TrackFn(Protocol):
-    """Return the tracked numbers after a step.
-
-    `shares` are of the attention of the group's mean query, 0 where nothing is held; `positions`
-    are those of the newest tokens.
-    """
-
-    def __call__(
-        self,
-        tracked: Float32[Array, "B K S"],
-        shares: Float32[Array, "B K S"],
-        lengths: Lengths,
-        positions: Rows,
-        /,
-    ) -> Float32[Array, "B K S"]: ...
-
-
-class Tracking(NamedTuple):
-    """Says how the tracked numbers begin at the prompt's end, and how every step moves them."""
-
-    begin: ScoreFn
-    step: TrackFn
-
-
-class Settings(NamedTuple):
-    """Holds what the methods differ in.
-
-    Attributes:
-        score: scores slots.
-        rule: says how many competing slots each head keeps.
-        max_length: the slots that a head can come to hold, as in Policy.
-        window: W, the number of newest queries that are kept for `score`.
-        attention: what `rule` may look at as the window's attention; None if scores are that.
-        kept: the most that `rule` returns.
-        sink: the number of protected slots at the front, the merged one not counted.
-        recent: the number of protected newest slots; None is W.
-        period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
-        merge: whether what is dropped is merged into a slot behind the sinks.
-        patience: the compressions for which the `period` best losers of a head wait: they are not
-            read, but can be taken in again.
-        tracking: how numbers per slot are kept up to date; None if there are none.
-        calibrates: whether `rule` keeps temperatures.
-    """
-
-    score: ScoreFn
-    rule: CountFn
-    max_length: MaxLengthFn
-    window: int
-    attention: ScoreFn | None = None
-    kept: int = MAX_SLOTS
-    sink: int = 0
-    recent: int | None = None
-    period: int = 0
-    merge: bool = False
-    patience: int = 0
-    tracking: Tracking | None = None
-    calibrates: bool = False
-
-    @property
-    def first(self) -> int:
-        """The number of protected slots at the front."""
-        return self.sink + self.merge
-
-    @property
-    def newest(self) -> int:
-        """The number of protected newest slots."""
-        return self.window if self.recent is None else self.recent
+from jsparse.cache import CacheSpec, KVCache, StepView, cut_pages, replace_layer
+from jsparse.hooks import PrefillView, State
+from jsparse.policies.eviction.compression import competing_in, compress, not_waiting
+from jsparse.policies.eviction.settings import EvictionState, LayerView, Settings
+from jsparse.policies.eviction.window import as_ring
+from jsparse.policy import Eviction, Policy, Services, at_layer
+from jsparse.shapes import Queries
 
 
 def evicting(settings: Settings) -> Policy:
@@ -210,7 +91,7 @@ def select(settings: Settings, state: State, layer: int, q: Queries, view: StepV
         row, at = jnp.arange(q.shape[0]), view.positions % settings.window
         ring = entry.ring.at[row, at].set(q.astype(entry.ring.dtype))
         state = at_layer(state, layer, entry._replace(ring=ring))
-    return _not_waiting(held, entry.missed), None, state
+    return not_waiting(held, entry.missed), None, state
 
 
 def update(settings: Settings, state: State, layer: int, stats, view: StepView) -> State:
@@ -232,104 +113,4 @@ def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, K
     return state, cache
 
 
-def compress(
-    settings: Settings, entry: EvictionState, held: LayerCache, positions: Rows
-) -> tuple[EvictionState, LayerCache]:
-    """Drops the slots of a layer that score least, and move the rest up."""
-    competing = competing_in(settings, held)
-    view = LayerView(held, competing, entry.ring, positions, entry.tracked)
-    scores = settings.score(view)
-
-    def attended() -> Float32[Array, "B K S"]:
-        return settings.attention(view) if settings.attention else scores
-
-    wanted, temperatures = settings.rule(scores, competing, entry.temperatures, attended)
-    scores = jnp.where(competing, scores, -jnp.inf)
-    chosen, missed = best(scores, wanted, settings.kept), entry.missed
-    if missed is not None:
-        lost, period = ~_marked(chosen, held) & (missed < settings.patience), settings.period
-        waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
-        missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
-        chosen = union(chosen, waiting, held.capacity)
-    keep = _between(chosen, competing, held, settings.first, settings.newest)
-    if settings.merge:
-        dropped = competing & ~_marked(chosen, held)
-        query = mean_query(entry.ring, positions, held.lengths.shape[1])
-        compacted = _merging(held, keep, dropped, query, settings.sink)
-    else:
-        compacted = compact_pages(held, keep)
-    tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
-    return EvictionState(entry.ring, tracked, temperatures, missed), compacted
-
-
 compress_alone = jax.jit(compress, static_argnums=0, donate_argnums=(1, 2))
-
-
-def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
-    """Marks the slots that compete: neither the first, which are protected, nor the newest."""
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
-
-
-def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> Selection:
-    """Lists the `wanted` ≤ `max_length` best slots of each head, as tokens, never one of -inf."""
-    scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
-    capacity = max(min(max_length, scores.shape[-1]), 1)
-    return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
-
-
-def _between(
-    chosen: Selection, competing: Bool[Array, "B K S"], held: LayerCache, first: int, newest: int
-) -> Selection:
-    """Lists a head's protected slots and, between them, those chosen of the competing ones."""
-    nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, held.capacity), dtype=jnp.int32)
-    dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
-    behind = first + chosen.count[..., None]
-    at = jnp.clip(nth - first, 0, chosen.ids.shape[-1] - 1)
-    inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*behind.shape[:2], nth.size)), 2)
-    ids = jnp.where(nth < first, nth, jnp.where(nth < behind, inside, nth + dropped[..., None]))
-    count = held.lengths - dropped
-    ids = jnp.where(nth < count[..., None], ids, 0)
-    return Selection(ids, count, granularity="token")
-
-
-def _merging(
-    held: LayerCache,
-    keep: Selection,
-    dropped: Bool[Array, "B K S"],
-    query: Float32[Array, "B K H"],
-    slot: int,
-) -> LayerCache:
-    """Merges what is dropped into one slot, and move what is kept."""
-    slots = jnp.arange(held.capacity, dtype=jnp.int32)
-    merged = merged_slot(held, dropped | (slots == slot), query)
-    # all that is dropped is read before anything moves, or XLA would move a copy
-    held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
-    return put_slot(compact_pages(held, keep), slot, merged, keep.count < held.lengths)
-
-
-def _not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
-    """Selects everything but the slots that wait."""
-    if missed is None:
-        return everything(held.lengths)
-    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
-    pages = held.page_size <= MAX_BITS_PAGE
-    return from_token_mask(
-        there & (missed == 0),
-        held.num_pages if pages else held.capacity,
-        page_size=held.page_size,
-        granularity="page" if pages else "token",
-    )
-
-
-def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
-    """Marks the slots that are listed, and perhaps the newest, which does not compete."""
-    return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
-
-
-def _moved(numbers: Array, keep: Selection) -> Array:
-    """Moves numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
-    nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
-    moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
-    moved = jnp.where(nth < keep.count[..., None], moved, 0)
-    return jnp.zeros_like(numbers).at[..., : nth.size].set(moved)

@@ -1,0 +1,133 @@
+"""Defines the signatures of a policy's hooks: jsparse.policy says when each is called."""
+
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Float
+
+from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
+from jsparse.partials import ListedLogits, Stats, StatsKind, Summary
+from jsparse.selection import Selection
+from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
+
+State = Any
+
+
+class PrefillView(NamedTuple):
+    """What a policy sees of one prompt chunk in one layer.
+
+    Attributes:
+        tokens, positions, k, v: the chunk, padded to T; the first `valid[b]` of row b count.
+        step: the cache with the chunk appended; `step.layers[layer].lengths` is right for every
+            row.
+        q_window: the last W queries of each row so far, aligned to the row's own end (the newest
+            last), whatever the chunking or the rest of the batch; the first W - window_valid of a
+            short row are 0.
+        last: static; no chunk follows this one for any row.
+    """
+
+    tokens: Tokens
+    positions: Tokens
+    k: ChunkKV
+    v: ChunkKV
+    valid: Rows
+    step: StepView
+    q_window: Float[Array, "B W N H"]
+    window_valid: Rows
+    last: bool
+
+
+class InitFn(Protocol):
+    """Return the first state, for a cache of these sizes."""
+
+    def __call__(self, spec: CacheSpec, /) -> State: ...
+
+
+class PrefillFn(Protocol):
+    """Take in one prompt chunk of a layer."""
+
+    def __call__(self, state: State, layer: int, view: PrefillView, /) -> State: ...
+
+
+class AppendFn(Protocol):
+    """Take in T ≥ 1 new tokens, which the cache already holds, before `select`."""
+
+    def __call__(
+        self,
+        state: State,
+        layer: int,
+        k: ChunkKV,
+        v: ChunkKV,
+        tokens: Tokens,
+        positions: Tokens,
+        view: StepView,
+        /,
+    ) -> State: ...
+
+
+class SelectFn(Protocol):
+    """Choose what each KV head attends to in one decode step.
+
+    The second result is None or a Summary, which is merged into attention's result.
+    """
+
+    def __call__(
+        self, state: State, layer: int, q: Queries, view: StepView, /
+    ) -> tuple[Selection, Summary | None, State]: ...
+
+
+class UpdateFn(Protocol):
+    """Take in what attention reported, if `stats` asked for a report in this layer."""
+
+    def __call__(
+        self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /
+    ) -> State: ...
+
+
+class MaintainFn(Protocol):
+    """Rework state and cache between steps, in a jitted call of its own.
+
+    Both hold only the rows that are due. Rows are treated apart: what becomes of one must not
+    depend on the others.
+    """
+
+    def __call__(self, state: State, view: StepView, /) -> tuple[State, KVCache]: ...
+
+
+class AfterPromptFn(Protocol):
+    """Rework state and cache once, after the prompt and before the first step.
+
+    It runs outside jit: what it returns may have other capacities, or lie in another memory. A head
+    can come to hold `slots` slots from then on, as `max_length` says: room for these must be left.
+    """
+
+    def __call__(self, state: State, view: StepView, slots: int, /) -> tuple[State, KVCache]: ...
+
+
+class MaxLengthFn(Protocol):
+    """Return the number of slots that a head can come to hold after `after_prompt`."""
+
+    def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
+
+
+class StatsFn(Protocol):
+    """Name the report that attention must make in a layer, if any."""
+
+    def __call__(self, layer: int, /) -> StatsKind | None: ...
+
+
+class DenseHeadsFn(Protocol):
+    """Name the KV heads that attend to everything in every step of a layer, ascending."""
+
+    def __call__(self, layer: int, num_kv_heads: int, /) -> tuple[int, ...]: ...
+
+
+class DenseBelowFn(Protocol):
+    """Return the number of tokens below which a row is dense in a layer, by the layer's shapes."""
+
+    def __call__(self, held: LayerCache, /) -> int: ...
+
+
+class CheckFn(Protocol):
+    """Raise ValueError unless a hyper-parameter of this name may have this value."""
+
+    def __call__(self, name: str, value: Any, /) -> None: ...

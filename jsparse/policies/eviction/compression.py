@@ -1,0 +1,121 @@
+"""Compresses a layer: chooses the slots that its heads keep, and moves them to the front."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, UInt8
+
+from jsparse.cache import LayerCache
+from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
+from jsparse.policies.eviction.merging import merged_slot, put_slot
+from jsparse.policies.eviction.settings import EvictionState, LayerView, Settings
+from jsparse.policies.eviction.window import mean_query
+from jsparse.selection import (
+    MAX_BITS_PAGE,
+    Selection,
+    everything,
+    from_token_mask,
+    token_mask,
+    union,
+)
+from jsparse.shapes import Lengths, Rows
+
+
+def compress(
+    settings: Settings, entry: EvictionState, held: LayerCache, positions: Rows
+) -> tuple[EvictionState, LayerCache]:
+    """Drops the slots of a layer that score least, and move the rest up."""
+    competing = competing_in(settings, held)
+    view = LayerView(held, competing, entry.ring, positions, entry.tracked)
+    scores = settings.score(view)
+
+    def attended() -> Float32[Array, "B K S"]:
+        return settings.attention(view) if settings.attention else scores
+
+    wanted, temperatures = settings.rule(scores, competing, entry.temperatures, attended)
+    scores = jnp.where(competing, scores, -jnp.inf)
+    chosen, missed = best(scores, wanted, settings.kept), entry.missed
+    if missed is not None:
+        lost, period = ~_marked(chosen, held) & (missed < settings.patience), settings.period
+        waiting = best(jnp.where(lost, scores, -jnp.inf), jnp.full_like(wanted, period), period)
+        missed = jnp.where(_marked(waiting, held) & competing, missed + 1, 0).astype(jnp.uint8)
+        chosen = union(chosen, waiting, held.capacity)
+    keep = _between(chosen, competing, held, settings.first, settings.newest)
+    if settings.merge:
+        dropped = competing & ~_marked(chosen, held)
+        query = mean_query(entry.ring, positions, held.lengths.shape[1])
+        compacted = _merging(held, keep, dropped, query, settings.sink)
+    else:
+        compacted = compact_pages(held, keep)
+    tracked, missed = (x if x is None else _moved(x, keep) for x in (entry.tracked, missed))
+    return EvictionState(entry.ring, tracked, temperatures, missed), compacted
+
+
+def competing_in(settings: Settings, held: LayerCache) -> Bool[Array, "B K S"]:
+    """Marks the slots that compete: neither the first, which are protected, nor the newest."""
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    return (slots >= settings.first) & (slots < held.lengths[..., None] - settings.newest)
+
+
+def best(scores: Float32[Array, "B K S"], wanted: Lengths, max_length: int) -> Selection:
+    """Lists the `wanted` ≤ `max_length` best slots of each head, as tokens, never one of -inf."""
+    scores = jnp.where((wanted > 0)[..., None], scores, -jnp.inf)
+    capacity = max(min(max_length, scores.shape[-1]), 1)
+    return threshold_select(scores[:, :, None], TopK(wanted), capacity=capacity, weights="raw")
+
+
+def _between(
+    chosen: Selection, competing: Bool[Array, "B K S"], held: LayerCache, first: int, newest: int
+) -> Selection:
+    """Lists a head's protected slots and, between them, those chosen of the competing ones."""
+    nth = jnp.arange(min(first + chosen.ids.shape[-1] + newest, held.capacity), dtype=jnp.int32)
+    dropped = jnp.sum(competing, -1, dtype=jnp.int32) - chosen.count
+    behind = first + chosen.count[..., None]
+    at = jnp.clip(nth - first, 0, chosen.ids.shape[-1] - 1)
+    inside = jnp.take_along_axis(chosen.ids, jnp.broadcast_to(at, (*behind.shape[:2], nth.size)), 2)
+    ids = jnp.where(nth < first, nth, jnp.where(nth < behind, inside, nth + dropped[..., None]))
+    count = held.lengths - dropped
+    ids = jnp.where(nth < count[..., None], ids, 0)
+    return Selection(ids, count, granularity="token")
+
+
+def _merging(
+    held: LayerCache,
+    keep: Selection,
+    dropped: Bool[Array, "B K S"],
+    query: Float32[Array, "B K H"],
+    slot: int,
+) -> LayerCache:
+    """Merges what is dropped into one slot, and move what is kept."""
+    slots = jnp.arange(held.capacity, dtype=jnp.int32)
+    merged = merged_slot(held, dropped | (slots == slot), query)
+    # all that is dropped is read before anything moves, or XLA would move a copy
+    held, keep, merged = jax.lax.optimization_barrier((held, keep, merged))
+    return put_slot(compact_pages(held, keep), slot, merged, keep.count < held.lengths)
+
+
+def not_waiting(held: LayerCache, missed: UInt8[Array, "B K S"] | None) -> Selection:
+    """Selects everything but the slots that wait."""
+    if missed is None:
+        return everything(held.lengths)
+    there = jnp.arange(held.capacity, dtype=jnp.int32) < held.lengths[..., None]
+    pages = held.page_size <= MAX_BITS_PAGE
+    return from_token_mask(
+        there & (missed == 0),
+        held.num_pages if pages else held.capacity,
+        page_size=held.page_size,
+        granularity="page" if pages else "token",
+    )
+
+
+def _marked(chosen: Selection, held: LayerCache) -> Bool[Array, "B K S"]:
+    """Marks the slots that are listed, and perhaps the newest, which does not compete."""
+    return token_mask(chosen, held.lengths, num_pages=held.num_pages, page_size=held.page_size)
+
+
+def _moved(numbers: Array, keep: Selection) -> Array:
+    """Moves numbers per slot as compact_pages moves rows; behind what is kept they are 0."""
+    nth = jnp.arange(keep.ids.shape[-1], dtype=jnp.int32)
+    moved = jnp.take_along_axis(numbers, keep.ids, axis=-1)
+    moved = jnp.where(nth < keep.count[..., None], moved, 0)
+    return jnp.zeros_like(numbers).at[..., : nth.size].set(moved)

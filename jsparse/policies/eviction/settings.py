@@ -1,0 +1,118 @@
+"""Defines what methods of eviction differ in, and the state that they share."""
+
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Float, Float32, UInt8
+
+from jsparse.cache import LayerCache
+from jsparse.hooks import MaxLengthFn
+from jsparse.policies.eviction.budgets import MAX_SLOTS, CountFn
+from jsparse.shapes import Lengths, Rows
+
+
+class EvictionState(NamedTuple):
+    """Holds one layer's state; rows own all of it.
+
+    Attributes:
+        ring: the newest W queries; that of position p lies at p % W.
+        tracked: a number per slot that the method keeps up to date; None if it has none.
+        temperatures: those of the budget rule `calibrated`; 0 where it has found none yet.
+        missed: how many compressions in a row left out each slot that waits; None without patience.
+    """
+
+    ring: Float[Array, "B W N H"]
+    tracked: Float32[Array, "B K S"] | None = None
+    temperatures: Float32[Array, "B K"] | None = None
+    missed: UInt8[Array, "B K S"] | None = None
+
+
+class LayerView(NamedTuple):
+    """Holds what a method scores the slots of a layer by.
+
+    Attributes:
+        held: the layer's cache.
+        competing: the slots to score.
+        ring, tracked: those of the state.
+        positions: the number of tokens so far of each row.
+    """
+
+    held: LayerCache
+    competing: Bool[Array, "B K S"]
+    ring: Float[Array, "B W N H"]
+    positions: Rows
+    tracked: Float32[Array, "B K S"] | None
+
+
+class ScoreFn(Protocol):
+    """Return a score for every slot; those that do not compete are ignored."""
+
+    def __call__(self, view: LayerView, /) -> Float32[Array, "B K S"]: ...
+
+
+class TrackFn(Protocol):
+    """Return the tracked numbers after a step.
+
+    `shares` are of the attention of the group's mean query, 0 where nothing is held; `positions`
+    are those of the newest tokens.
+    """
+
+    def __call__(
+        self,
+        tracked: Float32[Array, "B K S"],
+        shares: Float32[Array, "B K S"],
+        lengths: Lengths,
+        positions: Rows,
+        /,
+    ) -> Float32[Array, "B K S"]: ...
+
+
+class Tracking(NamedTuple):
+    """Says how the tracked numbers begin at the prompt's end, and how every step moves them."""
+
+    begin: ScoreFn
+    step: TrackFn
+
+
+class Settings(NamedTuple):
+    """Holds what the methods differ in.
+
+    Attributes:
+        score: scores slots.
+        rule: says how many competing slots each head keeps.
+        max_length: the slots that a head can come to hold, as in Policy.
+        window: W, the number of newest queries that are kept for `score`.
+        attention: what `rule` may look at as the window's attention; None if scores are that.
+        kept: the most that `rule` returns.
+        sink: the number of protected slots at the front, the merged one not counted.
+        recent: the number of protected newest slots; None is W.
+        period: the new tokens of a row between compressions; 0 compresses after the prompt alone.
+        merge: whether what is dropped is merged into a slot behind the sinks.
+        patience: the compressions for which the `period` best losers of a head wait: they are not
+            read, but can be taken in again.
+        tracking: how numbers per slot are kept up to date; None if there are none.
+        calibrates: whether `rule` keeps temperatures.
+    """
+
+    score: ScoreFn
+    rule: CountFn
+    max_length: MaxLengthFn
+    window: int
+    attention: ScoreFn | None = None
+    kept: int = MAX_SLOTS
+    sink: int = 0
+    recent: int | None = None
+    period: int = 0
+    merge: bool = False
+    patience: int = 0
+    tracking: Tracking | None = None
+    calibrates: bool = False
+
+    @property
+    def first(self) -> int:
+        """The number of protected slots at the front."""
+        return self.sink + self.merge
+
+    @property
+    def newest(self) -> int:
+        """The number of protected newest slots."""
+        return self.window if self.recent is None else self.recent

@@ -1,0 +1,114 @@
+"""Attention of a chunk of the prompt, and the sizes of chunks."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jsparse.cache import (
+    LayerCache,
+    read_pages,
+)
+from jsparse.models.transformer import Decoder
+from jsparse.partials import merge
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows
+
+# Tokens per chunk, and per block of the cache that it attends to. Flash attention stores nothing of
+# that size squared; without it the scores are stored.
+FLASH_CHUNK, PLAIN_CHUNK = 8192, 512
+
+
+def attend_chunk(
+    q: ChunkQueries, k: ChunkKV, v: ChunkKV, held: LayerCache, valid: Rows
+) -> ChunkQueries:
+    """Attends causally from a chunk to itself and to everything its row's heads held before it.
+
+    The chunk's own k and v are the last `valid[b]` tokens that the cache holds. All heads of a row
+    must hold the same number of tokens, as they do unless a policy has compacted them.
+    """
+    lengths = held.lengths[:, 0] - valid
+    pages = min(
+        max(q.shape[1], _flash_tokens(q.shape[-1], q.dtype) // q.shape[0]) // held.page_size,
+        held.num_pages,
+    )
+    pages = max(pages, 1)
+    block = pages * held.page_size
+
+    def step(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        # the last block may extend past the last page: what it reads again there lies beyond every
+        # length
+        logical = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), held.num_pages - 1)
+        logical = jnp.broadcast_to(logical, (*held.lengths.shape, pages))
+        keys, values = (_by_token(read_pages(pool, held, logical)) for pool in (held.k, held.v))
+        seen = jnp.clip(lengths - i * block, 0, block)
+        return merge(*so_far, *flash(q, keys, values, kv_lengths=seen))
+
+    blocks = (jnp.max(lengths) + block - 1) // block
+    o, _ = jax.lax.fori_loop(0, blocks, step, flash(q, k, v, causal=True))
+    return o.astype(q.dtype)
+
+
+def flash(
+    q: ChunkQueries,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = False,
+    kv_lengths: Rows | None = None,
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """Returns (o, lse) of one block.
+
+    It uses cuDNN's flash attention where the GPU and dtype allow, plain XLA elsewhere.
+    """
+    o, lse = jax.nn.dot_product_attention(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        is_causal=causal,
+        key_value_seq_lengths=kv_lengths,
+        implementation="cudnn" if has_flash(q.shape[-1], q.dtype) else "xla",
+        return_residual=True,
+    )
+    o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)
+    if kv_lengths is None:
+        return o, lse
+    some = (kv_lengths > 0)[:, None, None]
+    return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
+
+
+def has_flash(head_dim: int, dtype: Any) -> bool:
+    """Returns whether cuDNN's flash attention takes head_dim and dtype on the default device."""
+    fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
+    return fits and jax.default_backend() == "gpu"
+
+
+def _flash_tokens(head_dim: int, dtype: Any) -> int:
+    return FLASH_CHUNK if has_flash(head_dim, dtype) else PLAIN_CHUNK
+
+
+def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
+    batch, heads, n, size, head_dim = pages.shape
+    return pages.reshape(batch, heads, n * size, head_dim).swapaxes(1, 2)
+
+
+def chunk_tokens(decoder: Decoder, batch: int) -> int:
+    """Returns the number of tokens per prompt chunk.
+
+    It is large enough to fill the device, and small enough to keep activations and scores small.
+    """
+    return tokens_per_chunk(decoder.config.head_dim, decoder.dtype, batch)
+
+
+def tokens_per_chunk(head_dim: int, dtype: Any, batch: int) -> int:
+    """Returns `chunk_tokens` of a decoder with this head dimension and dtype."""
+    maximum = _flash_tokens(head_dim, dtype)
+    return max(64, 2 ** int(math.log2(max(maximum // batch, 1))))
+
+
+def chunk_sizes(length: int, chunk: int, *, smallest: int = 16) -> list[int]:
+    """Cuts a prompt of `length` tokens into whole chunks and one padded up to a power of two."""
+    whole, rest = divmod(length, chunk)
+    sizes = [chunk] * whole
+    return [*sizes, min(chunk, max(smallest, 2 ** math.ceil(math.log2(rest))))] if rest else sizes

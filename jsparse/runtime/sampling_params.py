@@ -1,0 +1,218 @@
+"""Defines SamplingParams, the options of an answer, and checks their values."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from jsparse.names import SAMPLING, takes
+
+if TYPE_CHECKING:
+    pass
+from jsparse.runtime.request import FLOAT32_MAX, MAX_BIASES
+
+# the value at which each option does nothing, for models that name no default of their own
+OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Says how to continue one prompt, with the names that vLLM uses.
+
+    Options change the logits in this order: logit_bias, min_tokens, repetition_penalty,
+    presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. At temperature 0 the
+    likeliest token after the penalties is taken. None for an option from temperature to
+    repetition_penalty means the value in the model's generation_config, else off.
+
+    Attributes:
+        temperature: the sampling temperature; 0 is greedy.
+        top_k: the number of likeliest tokens to keep; 0 and -1 are off.
+        top_p: the total probability of the likeliest tokens to keep; 1 is off.
+        min_p: the least probability to keep, relative to the likeliest token's; 0 is off.
+        repetition_penalty: the factor that divides positive and multiplies negative logits of
+            tokens in the prompt or generated so far; 1 is off.
+        presence_penalty: the number, from -2 to 2, that is subtracted from the logit of each token
+            generated so far; tokens of the prompt do not count.
+        frequency_penalty: the number, from -2 to 2, that is subtracted from a token's logit for
+            each time it was generated.
+        logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300.
+            Ids may be strings of digits, as in JSON.
+        n: the number of answers, from 1 to 16; `generate` gives one.
+        seed: the random seed; the same seed gives the same text, whatever runs beside it. None
+            draws from the seed of the call, differently for each prompt.
+        stop: strings that end the text and are cut off.
+        include_stop_str_in_output: whether the stop string stays in the text.
+        skip_special_tokens: whether special tokens other than the one that ends the text are left
+            out of it.
+        stop_token_ids: ids that end the text, beside the model's own end tokens.
+        ignore_eos: whether the model's own end tokens do not end the text.
+        max_tokens: the maximum number of tokens to generate.
+        min_tokens: the number of tokens before which nothing ends the text: no end token can be
+            chosen, and a stop string counts only if a later token completes it.
+        logprobs: the number of likeliest tokens, up to 20, to return log-probabilities of at each
+            place, beside that of the generated token; 0 is the generated token's alone, None
+            returns none. `generate` takes None and 0.
+        policy: hyper-parameters of the policy for this prompt: any that the policy lists in
+            `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
+        cache_salt: a secret of those who may share what has been read of their prompts: an engine's
+            prefix cache serves nobody who names another one. How many tokens were cached then tells
+            them nothing of the prompts of others.
+
+    None for logit_bias, stop and stop_token_ids is none of them. What vLLM has beyond these options
+    is refused by name (jsparse.names).
+
+    Raises:
+        ValueError: a value is outside its range, or an option is refused.
+        TypeError: there is no option of that name.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
+    n: int = 1
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    max_tokens: int = 128
+    min_tokens: int = 0
+    logprobs: int | None = None
+    policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks what does not depend on the model."""
+        for name in OFF:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _option(name, value))
+        for name in ("presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, _option(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r}: must be true or false")
+        maximum = self.max_tokens
+        _require_int("n", self.n, 1, 16, "an integer from 1 to 16")
+        _require_int("max_tokens", maximum, 1, math.inf, "an integer of at least 1")
+        rule = f"an integer from 0 to max_tokens, which is {maximum}"
+        _require_int("min_tokens", self.min_tokens, 0, maximum, rule)
+        if self.seed is not None:
+            _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, 20, "None or an integer from 0 to 20")
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt={self.cache_salt!r}: must be a string")
+        if not isinstance(self.policy, Mapping):
+            raise ValueError(f"policy={self.policy!r}: must map names to values")
+        object.__setattr__(self, "policy", dict(self.policy))
+        for name, check, none in (
+            ("logit_bias", _biases, {}),
+            ("stop", _stop_strings, ()),
+            ("stop_token_ids", _ids, ()),
+        ):
+            given = getattr(self, name)
+            object.__setattr__(self, name, check(none if given is None else given))
+
+    @property
+    def greedy(self) -> bool:
+        """Returns whether the likeliest token is taken as it is; only for checked requests."""
+        return (
+            self.temperature == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == self.frequency_penalty == 0
+            and not self.logit_bias
+            and self.min_tokens == 0
+        )
+
+
+SamplingParams.__init__ = takes(SAMPLING)(SamplingParams.__init__)
+
+
+def _option(name: str, value: Any) -> Any:
+    if not _is_number(value):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be a number that fits in a float") from None
+    number = int(value) if isinstance(value, Integral) else number
+    ok, rule = {
+        "temperature": (number >= 0, "a number of at least 0 (0 is greedy)"),
+        "top_k": (
+            number >= -1 and number % 1 == 0,
+            "an integer of at least 0 (0 and -1 are off)",
+        ),
+        "top_p": (0 < number <= 1, "a number above 0 and at most 1 (1 is off)"),
+        "min_p": (0 <= number <= 1, "a number from 0 to 1 (0 is off)"),
+        "repetition_penalty": (number > 0, "a number above 0 (1 is off)"),
+        "presence_penalty": (-2 <= number <= 2, "a number from -2 to 2 (0 is off)"),
+        "frequency_penalty": (-2 <= number <= 2, "a number from -2 to 2 (0 is off)"),
+    }[name]
+    if not ok or (name != "top_k" and number > FLOAT32_MAX):
+        raise ValueError(f"{name}={value!r}: must be {rule}")
+    return max(number, 0) if name == "top_k" else number
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop, Sequence):
+        raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop={list(stop)!r}: must be strings of at least one character")
+    return stop
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise ValueError(f"stop_token_ids={tokens!r}: must be a list of token ids")
+    for token in tokens:
+        if not _is_int(token) or token < 0:
+            raise ValueError(f"stop_token_ids={token!r}: must be token ids, integers from 0 on")
+    return tuple(map(int, tokens))
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias={biases!r}: must map token ids to numbers")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} entries: must have at most {MAX_BIASES}")
+    made: dict[int, float] = {}
+    for key, bias in biases.items():
+        token = _token_id(key)
+        if token is None:
+            raise ValueError(f"logit_bias={key!r}: must map token ids, integers from 0 on")
+        if token in made:
+            raise ValueError(f"logit_bias={key!r}: must name each token once")
+        if not _is_number(bias) or not abs(bias) <= 100:
+            raise ValueError(f"logit_bias={{{key!r}: {bias!r}}}: must be numbers from -100 to 100")
+        made[token] = float(bias)
+    return made
+
+
+def _token_id(key: Any) -> int | None:
+    if isinstance(key, str):
+        # int() refuses thousands of digits, and no id has more than these
+        return int(key) if re.fullmatch("[0-9]{1,18}", key) else None
+    return int(key) if _is_int(key) and key >= 0 else None
+
+
+def _require_int(name: str, value: Any, low: int, high: float, rule: str) -> None:
+    if not _is_int(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: must be {rule}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
