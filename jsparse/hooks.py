@@ -37,19 +37,19 @@ class PrefillView(NamedTuple):
 
 
 class InitFn(Protocol):
-    """Return the first state, for a cache of these sizes."""
+    """Returns the first state, for a cache of these sizes."""
 
     def __call__(self, spec: CacheSpec, /) -> State: ...
 
 
 class PrefillFn(Protocol):
-    """Take in one prompt chunk of a layer."""
+    """Takes in one prompt chunk of a layer."""
 
     def __call__(self, state: State, layer: int, view: PrefillView, /) -> State: ...
 
 
 class AppendFn(Protocol):
-    """Take in T ≥ 1 new tokens, which the cache already holds, before `select`."""
+    """Takes in T ≥ 1 new tokens, which the cache already holds, before `select`."""
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ class AppendFn(Protocol):
 
 
 class SelectFn(Protocol):
-    """Choose what each KV head attends to in one decode step.
+    """Chooses what each KV head attends to in one decode step.
 
     The second result is None or a Summary, which is merged into attention's result.
     """
@@ -76,7 +76,7 @@ class SelectFn(Protocol):
 
 
 class UpdateFn(Protocol):
-    """Take in what attention reported, if `stats` asked for a report in this layer."""
+    """Takes in what attention reported, if `stats` asked for a report in this layer."""
 
     def __call__(
         self, state: State, layer: int, stats: Stats | ListedLogits | None, view: StepView, /
@@ -84,7 +84,7 @@ class UpdateFn(Protocol):
 
 
 class MaintainFn(Protocol):
-    """Rework state and cache between steps, in a jitted call of its own.
+    """Reworks state and cache between steps, in a jitted call of its own.
 
     Both hold only the rows that are due. Rows are treated apart: what becomes of one must not
     depend on the others.
@@ -94,7 +94,7 @@ class MaintainFn(Protocol):
 
 
 class AfterPromptFn(Protocol):
-    """Rework state and cache once, after the prompt and before the first step.
+    """Reworks state and cache once, after the prompt and before the first step.
 
     It runs outside jit: what it returns may have other capacities, or lie in another memory. A head
     can come to hold `slots` slots from then on, as `max_length` says: room for these must be left.
@@ -104,30 +104,30 @@ class AfterPromptFn(Protocol):
 
 
 class MaxLengthFn(Protocol):
-    """Return the number of slots that a head can come to hold after `after_prompt`."""
+    """Returns the number of slots that a head can come to hold after `after_prompt`."""
 
     def __call__(self, prompt_tokens: int, new_tokens: int, /) -> int: ...
 
 
 class StatsFn(Protocol):
-    """Name the report that attention must make in a layer, if any."""
+    """Names the report that attention must make in a layer, if any."""
 
     def __call__(self, layer: int, /) -> StatsKind | None: ...
 
 
 class DenseHeadsFn(Protocol):
-    """Name the KV heads that attend to everything in every step of a layer, ascending."""
+    """Names the KV heads that attend to everything in every step of a layer, ascending."""
 
     def __call__(self, layer: int, num_kv_heads: int, /) -> tuple[int, ...]: ...
 
 
 class DenseBelowFn(Protocol):
-    """Return the number of tokens below which a row is dense in a layer, by the layer's shapes."""
+    """Returns the number of tokens below which a row is dense in a layer, by the layer's shapes."""
 
     def __call__(self, held: LayerCache, /) -> int: ...
 
 
 class CheckFn(Protocol):
-    """Raise ValueError unless a hyper-parameter of this name may have this value."""
+    """Raises ValueError unless a hyper-parameter of this name may have this value."""
 
     def __call__(self, name: str, value: Any, /) -> None: ...

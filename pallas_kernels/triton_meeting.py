@@ -24,7 +24,7 @@ def meet(
     meetings,
     PROGRAMS: tl.constexpr,
 ):
-    """Waits for the other programs, see all that they stored, and return the number of meetings."""
+    """Waits until all that other programs stored is visible; returns the number of meetings."""
     tl.debug_barrier()  # every thread has stored
     if PROGRAMS > 1:
         tl.atomic_add(arrived_ptr, 1, sem="release")

@@ -146,7 +146,7 @@ def taken_in(
 
 
 def prefill(state: State, layer: int, view: PrefillView) -> State:
-    """Finds a row's heavy channels when its prompt ends, and label all of it."""
+    """Finds a row's heavy channels when its prompt ends, and labels all of it."""
     if not view.last:
         return state
     held, frame = view.step.layers[layer], frame_at(view.step, layer)

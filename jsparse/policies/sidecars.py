@@ -23,7 +23,7 @@ class Sidecar(NamedTuple):
 
 
 class TakeInFn(Protocol):
-    """Take new tokens of a layer into its entry."""
+    """Takes new tokens of a layer into its entry."""
 
     def __call__(
         self, entry: Any, held: LayerCache, k: ChunkKV, valid: Rows, first: Lengths, /
@@ -31,7 +31,7 @@ class TakeInFn(Protocol):
 
 
 class TakeIntoFrameFn(Protocol):
-    """Take new tokens of a layer into an entry that is kept in the layer's frame."""
+    """Takes new tokens of a layer into an entry that is kept in the layer's frame."""
 
     def __call__(
         self,

@@ -30,7 +30,7 @@ MAX_COUNTED = np.iinfo(np.uint16).max
 
 
 class ChooseFn(Protocol):
-    """Choose token number `nth` of each row; return it, its log-probability and what to carry on.
+    """Chooses token number `nth` of each row; returns it, its log-probability and the carry.
 
     The log-probability is under the model's own softmax, before any options. What is chosen for
     rows that are not `active` means nothing; None is that all are.

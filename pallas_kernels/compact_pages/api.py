@@ -29,7 +29,7 @@ def compact_pages(
     rewrite: HeadFlags | None = None,
     implementation: str | None = None,
 ) -> LayerCache:
-    """Moves row `keep.ids[b, k, j]` of each head to its row j, and forget the head's other rows.
+    """Moves row `keep.ids[b, k, j]` of each head to its row j, and forgets the head's other rows.
 
     K, V, and bias and positions where the layer has them, move together; the order stays. The
     head's length becomes `keep.count`, and pages that become empty go back to the free list. Rows

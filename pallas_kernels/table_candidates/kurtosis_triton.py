@@ -195,7 +195,7 @@ def table_ranks_kernel(
     A: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Ranks the slots of one part of a head, and count those that are marked."""
+    """Ranks the slots of one part of a head, and counts those that are marked."""
     pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     newest = tl.load(lengths_ptr + pair) - 1
     row = pair.to(tl.int64) * SLOTS

@@ -158,7 +158,7 @@ def list_entries(
     SHIFT: tl.constexpr,
     row: tl.constexpr,
 ):
-    """Writes the names of marked entries, ascending, up to the capacity, and return their number.
+    """Writes the names of marked entries, ascending, up to the capacity, and returns their number.
 
     The words of a tile are listed at once. `row` is a SearchedRow.
     """

@@ -41,7 +41,7 @@ def token_sparse_decode(
 def _listed(
     q: Float[Array, "B N H"], layer: LayerCache, selection: Selection, sm_scale: float
 ) -> AttentionOut:
-    """Attends to the listed tokens, and report the logit that every query head gave to each."""
+    """Attends to the listed tokens, and reports the logit that every query head gave to each."""
     ids, count = listed_tokens(selection, layer.lengths)
     valid = jnp.arange(ids.shape[-1], dtype=jnp.int32) < count[..., None]
     grouped = q.reshape(*count.shape, -1, q.shape[-1])

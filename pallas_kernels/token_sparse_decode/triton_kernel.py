@@ -78,7 +78,7 @@ def attend_kernel(
     number_ptr,  # [pairs] where plan.listed
     plan: tl.constexpr,
 ):
-    """Computes the partial (o, lse) of every unit, and store what is reported."""
+    """Computes the partial (o, lse) of every unit, and stores the report."""
     heads = HeadArrays(
         lengths_ptr,
         count_ptr,

@@ -77,7 +77,7 @@ class Layer:
         return chosen, q
 
     def maintain(self):
-        """Does so if it is due, and say whether it was."""
+        """Does so if it is due, and says whether it was."""
         if self.steps % self.policy.services.period:
             return False
         self.state, self.cache = _maintain(self.policy, self.state, self.cache)

@@ -24,7 +24,7 @@ from jsparse.shapes import Lengths, Rows
 def compress(
     settings: Settings, entry: EvictionState, held: LayerCache, positions: Rows
 ) -> tuple[EvictionState, LayerCache]:
-    """Drops the slots of a layer that score least, and move the rest up."""
+    """Drops the slots of a layer that score least, and moves the rest up."""
     competing = competing_in(settings, held)
     view = LayerView(held, competing, entry.ring, positions, entry.tracked)
     scores = settings.score(view)
@@ -86,7 +86,7 @@ def _merging(
     query: Float32[Array, "B K H"],
     slot: int,
 ) -> LayerCache:
-    """Merges what is dropped into one slot, and move what is kept."""
+    """Merges what is dropped into one slot, and moves the kept ones."""
     slots = jnp.arange(held.capacity, dtype=jnp.int32)
     merged = merged_slot(held, dropped | (slots == slot), query)
     # all that is dropped is read before anything moves, or XLA would move a copy

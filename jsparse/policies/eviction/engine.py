@@ -55,7 +55,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
 
 
 def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> State:
-    """Keeps the prompt's last queries, and begin to track."""
+    """Keeps the prompt's last queries, and begins to track."""
     if not view.last:
         return state
     held = view.step.layers[layer]
@@ -71,7 +71,7 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
 def after_prompt(
     settings: Settings, state: State, view: StepView, slots: int
 ) -> tuple[State, KVCache]:
-    """Compresses the prompt, and leave each head room for `slots` slots."""
+    """Compresses the prompt, and leaves each head room for `slots` slots."""
     cache = view.cache
     # layer by layer, so that no more than one layer is ever there twice
     for layer, entry in enumerate(state):

@@ -44,13 +44,13 @@ class LayerView(NamedTuple):
 
 
 class ScoreFn(Protocol):
-    """Return a score for every slot; those that do not compete are ignored."""
+    """Returns a score for every slot; those that do not compete are ignored."""
 
     def __call__(self, view: LayerView, /) -> Float32[Array, "B K S"]: ...
 
 
 class TrackFn(Protocol):
-    """Return the tracked numbers after a step.
+    """Returns the tracked numbers after a step.
 
     `shares` are of the attention of the group's mean query, 0 where nothing is held; `positions`
     are those of the newest tokens.
