@@ -36,8 +36,8 @@ def jsparse_decode(
 ) -> dict[str, Any]:
     """Times generation with at most `count` decode steps per program."""
     import jsparse
-    from jsparse.generation import run
     from jsparse.policies.expressions import parse
+    from jsparse.runtime.answers import run
     from jsparse.runtime.capacity import cache_spec
     from jsparse.runtime.request import requests
     from jsparse.runtime.session import Session

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from jsparse.cache import CacheSpec
-from jsparse.generation import GenerateOptions, Message, chosen_sampling, generate, run
+from jsparse.generation import Message, generate
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_resumable
+from jsparse.runtime.answers import run
+from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling
 from jsparse.runtime.host_reader import Generation, OnChunk, Streamer
 from jsparse.runtime.request import per_prompt, requests
 from jsparse.runtime.sampling_params import SamplingParams

@@ -10,6 +10,12 @@ def whole_number(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name}={value!r}: must be an integer of at least {minimum}")
 
 
+def flag(name: str, value: Any) -> None:
+    """Raises ValueError unless a hyper-parameter is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be true or false")
+
+
 def fraction(name: str, value: Any) -> None:
     """Raises ValueError unless a hyper-parameter is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:

@@ -11,13 +11,13 @@ from programs import shared
 from tiny import random_prompts, tiny_params, traces
 
 import jsparse
-from jsparse import SamplingParams, generation
+from jsparse import SamplingParams
 from jsparse.builder import dense
 from jsparse.conversation import Conversation
 from jsparse.host_memory import store
 from jsparse.machine import memory
 from jsparse.policy import Policy, Services
-from jsparse.runtime import capacity, prefill, reading, sampling, session
+from jsparse.runtime import answers, capacity, prefill, reading, sampling, session
 from jsparse.runtime import rows as driver
 from jsparse.selection import everything
 
@@ -68,7 +68,7 @@ def forced(params, rows, monkeypatch, prompt=None, **options):
     # one size for any number of steps: tables of two sizes would be two programs
     table = np.array([r + [5] * (32 - len(r)) for r in ids], np.int32)
 
-    monkeypatch.setattr(generation, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
+    monkeypatch.setattr(answers, "chooser", lambda *_: (sampling.forced, jnp.asarray(table.T)))
     prompts = [[1, 2, 3]] * len(rows) if prompt is None else prompt
     usual = {} if "sampling" in options else {"max_new_tokens": steps, "eos_token_id": []}
     return generate(params, prompts, **(usual | options))

@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,28 +14,20 @@ from jsparse.engine import plan_log, setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics
 from jsparse.engine.programs import Programs
-from jsparse.engine.request_state import Counters, RequestState
+from jsparse.engine.request_state import Counters, RequestState, policy_of
 from jsparse.engine.runner import PendingResults, Runner
-from jsparse.engine.scheduler import Answer, Rules, Scheduler
-from jsparse.hyper_parameters import whole_number
+from jsparse.engine.scheduler import Scheduler
+from jsparse.engine.step_plan import Answer
+from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import ENGINE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy
-from jsparse.runtime.admission import admit
+from jsparse.policy import AnyPolicy
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.request import Request
 
 # steps and chunks that may have been dispatched without their results having been read
 LAG = 2
-
-
-def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:
-    """Returns the policy that decodes a request which sets some of its hyper-parameters."""
-    if own.get("dense"):
-        return "dense"
-    changed = ", ".join(f"{name}={value}" for name, value in own.items() if name != "dense")
-    return f"{policy.name} with {changed}" if changed else policy.name
 
 
 class Engine:
@@ -88,44 +80,32 @@ class Engine:
         require_params(params)
         if max_waiting is not None:
             whole_number("max_waiting", max_waiting, 0)
-        rows = setup.cache_spec(
-            params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
-        )
-        if not isinstance(enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching={enable_prefix_caching!r}: must be true or false"
-            )
-        admitted = admit(
+        flag("enable_prefix_caching", enable_prefix_caching)
+        spec = setup.engine_spec(
             params,
             as_policy(policy),
-            rows,
-            rows_join=True,
-            per_request=per_request,
-            steps_per_program=steps_per_program,
-            allocates=False,
-        )
-        policy = admitted.policy
-        self.sizes = setup.sizes_of(
-            *(policy, rows),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             kv_cache_tokens=kv_cache_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
-            steps=admitted.max_steps,
+            page_size=page_size,
+            per_request=per_request,
+            layer_stats=bool(layer_stats),
+            steps_per_program=steps_per_program,
             decode_rows=decode_rows,
             ladder=ladder,
-            max_model_len=max_model_len,
         )
-        knobs = tuple(sorted(set(per_request)))
-        cache = setup.pooled(rows, self.sizes)
-        spec = setup.EngineSpec(params, policy, cache, self.sizes, knobs, bool(layer_stats))
-        self.params, self.policy, self.spec = params, policy, cache
-        shares = enable_prefix_caching and policy.shares is not None
-        periods = tuple(policy.services.every.values())
+        self.params, self.policy, self.spec, self.sizes = (
+            params,
+            spec.policy,
+            spec.cache,
+            spec.sizes,
+        )
         self.scheduler = Scheduler(
-            self.sizes,
-            Rules(policy.name if shares else None, policy.window, policy.shares == "keys", periods),
+            self.sizes, setup.rules(spec.policy, share=enable_prefix_caching)
         )
-        self._per_request, self._layer_stats, self._clock = knobs, layer_stats, clock
-        self._log = None if record is None else self._begin_log(record)
+        self._per_request, self._layer_stats, self._clock = spec.knobs, layer_stats, clock
+        self._log = None if record is None else plan_log.PlanLog(record, spec)
         self.programs = Programs(spec)
         if prepare or (prepare is None and jax.default_backend() == "gpu"):
             self.programs.prepare()
@@ -201,7 +181,10 @@ class Engine:
             # each answer draws from a stream of its own
             own = replace(request, stream=request.stream + (index << 20))
             answer = Answer(
-                *(next(self._numbers), own.ids, own.sampling.max_tokens, now),
+                next(self._numbers),
+                own.ids,
+                max_tokens=own.sampling.max_tokens,
+                born=now,
                 salt=own.sampling.cache_salt,
             )
             if self._log is not None:
@@ -315,14 +298,3 @@ class Engine:
         self._live.clear()
         self._requests.clear()
         self._flying.clear()
-
-    def _begin_log(self, file: str | os.PathLike[str]) -> plan_log.PlanLog:
-        engine = {
-            "model": self.params.name,
-            "policy": self.policy.name,
-            "dtype": str(self.spec.dtype),
-            "sizes": self.sizes._asdict(),
-            "per_request": self._per_request,
-            "layer_stats": bool(self._layer_stats),
-        }
-        return plan_log.PlanLog(file, engine)

@@ -66,36 +66,30 @@ class LLM:
 
         Args:
             model: what `jsparse.load` takes, or what it returned.
-            policy: the policy, or its expression, that chooses what decoding attends to. Those that
-                evict tokens or keep K and V in host memory are refused.
+            policy: the policy or its expression; not one that evicts tokens or is offloaded.
             seed: the seed of requests whose SamplingParams names none.
             dtype: "float32", "bfloat16" or "float16"; None is bfloat16 on a GPU and float32
                 elsewhere. It and the next two are for `jsparse.load`.
             revision: a branch, tag or commit, for Hub ids.
-            tokenizer: a fast transformers tokenizer, or a jsparse one, to use in place of the
-                model's.
+            tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
             max_num_seqs: the most requests that decode together; None is 64 on a GPU and 8 on a
                 CPU. A step computes this many rows whether or not they hold requests.
             max_model_len: the most tokens of prompt and answer together; None is the model's
                 maximum on a GPU and at most 2048 on a CPU, where attention walks through all of it.
-            max_waiting: the most requests that may wait, beside those with a slot; None is any
-                number.
+            max_waiting: the most requests that may wait for a slot; None is any number.
             kv_cache_tokens: the tokens whose K and V the engine holds; None is as many as
                 `gpu_memory_utilization` allows, but no more than all slots can use.
-            gpu_memory_utilization: the share of the device's memory, from 0 to 1, that model, K and
-                V and the policy's state may take; what is left is for the programs. On a CPU it is
-                the share of the memory that is free.
+            gpu_memory_utilization: the share of the device's memory, on a CPU of its free memory,
+                that model, K and V and the policy's state may take; programs need the rest.
             page_size: the number of tokens per page.
-            enable_prefix_caching: whether requests share what others have read of the same prompt,
-                where the policy's state allows that.
+            enable_prefix_caching: whether prompts that begin alike are read once, if `policy` can.
             per_request: the names of the hyper-parameters that requests may set, among those that
                 the policy lists in `per_row`, and "dense". Each makes the step a little slower.
             layer_stats: whether outputs hold the shares attended and read of each layer and step;
                 "newest" keeps those of the newest step alone, for those who watch.
             steps_per_program: the most decode steps per program; None is 8 on a GPU and 1 on a CPU.
-            decode_rows: the numbers of rows for which decode programs are made, rising up to
-                `max_num_seqs`; a step runs the smallest that has its slots, of which the lowest are
-                taken first. None is 8 and all on a GPU, and 1 and all on a CPU.
+            decode_rows: the numbers of rows of decode programs, ascending to `max_num_seqs`; a step
+                runs the smallest that fits. None is 8 and all on a GPU, 1 and all on a CPU.
             ladder: the sizes of prompt chunks, as (position, size) pairs, from position 0 on.
             record: a file for a log of all plans (jsparse.engine.plan_log).
             prepare: whether all programs but those that return likely tokens are compiled now,

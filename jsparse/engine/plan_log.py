@@ -8,12 +8,12 @@ scheduler and without the time that it was.
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsparse.engine.outputs import AnswerBuilder
-from jsparse.engine.scheduler import Chunk, Decode, StepPlan
+from jsparse.engine.setup import EngineSpec
+from jsparse.engine.step_plan import Chunk, Decode, StepPlan
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
 
@@ -21,10 +21,18 @@ from jsparse.runtime.sampling_params import SamplingParams
 class PlanLog:
     """Writes a log, line by line: a crash loses no complete line."""
 
-    def __init__(self, file: str | os.PathLike[str], engine: Mapping[str, Any]) -> None:
-        """Begins a log with what there is to know of the engine."""
+    def __init__(self, file: str | os.PathLike[str], spec: EngineSpec) -> None:
+        """Begins a log with a description of the engine."""
         self._path = Path(file)
         self._path.write_text("", encoding="utf-8")
+        engine = {
+            "model": spec.params.name,
+            "policy": spec.policy.name,
+            "dtype": str(spec.cache.dtype),
+            "sizes": spec.sizes._asdict(),
+            "per_request": spec.knobs,
+            "layer_stats": spec.layer_stats,
+        }
         self._write(engine=engine)
 
     def asked(self, number: int, request: Request) -> None:

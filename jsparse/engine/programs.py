@@ -9,16 +9,17 @@ at a time.
 import logging
 from collections.abc import Iterable
 from functools import cached_property, partial
-from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jsparse.cache import KVCache, ReadOnly
 from jsparse.engine.packing import Packed, pack
+from jsparse.engine.program_keys import SamplingMode, answer_keys, engine_keys
 from jsparse.engine.setup import EngineSpec
+from jsparse.engine.slots import OpenPrompt, Slots, neutral, no_knobs, no_recent
 from jsparse.model_facts.constants import constants
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import ServiceKind
@@ -26,8 +27,7 @@ from jsparse.runtime import prefill
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.owners import row_arrays, with_row_arrays
 from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
-from jsparse.runtime.program_set import ProgramKey, ProgramSet
-from jsparse.runtime.request import Request
+from jsparse.runtime.program_set import ProgramSet
 from jsparse.runtime.rows import (
     Batch,
     decode_steps,
@@ -37,31 +37,12 @@ from jsparse.runtime.rows import (
     take,
 )
 from jsparse.runtime.sampling import ChooseFn, RowSampling, greedy, row_sampling, sampled
-from jsparse.runtime.sampling_params import OFF, SamplingParams
-from jsparse.runtime.shared_pages import SharedPages, empty_pages
+from jsparse.runtime.shared_pages import empty_pages
 
-# How tokens are chosen: all rows take the likeliest; each by its own options; and with the
-# likeliest tokens beside the chosen one.
-SamplingMode = Literal["greedy", "sampled", "top"]
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
-# All rows of an engine, whether or not they hold requests.
-Slots = Batch[SharedPages]
 
 logger = logging.getLogger("jsparse.engine")
-
-
-class OpenPrompt(NamedTuple):
-    """Holds what belongs to a prompt that is being read, beside its pages.
-
-    Attributes:
-        rows: the arrays of the policy's state that rows own, for one row.
-        last_hidden, windows: as in PrefillCarry.
-    """
-
-    rows: list[Array]
-    last_hidden: Float[Array, "1 D"]
-    windows: tuple[Float[Array, "1 W N H"], ...]
 
 
 class Programs(ProgramSet):
@@ -96,34 +77,14 @@ class Programs(ProgramSet):
 
         Its prompt is read from the token `start` on up to `end`, and it decodes in `slot`.
         """
-        wanted = [
-            ProgramKey.of("read", size, last=last) for size, last in self._sizes.chunks(start, end)
-        ]
-        wanted.append(ProgramKey.of("join", choice=choice))
-        if new_tokens > 1:
-            rows = self._sizes.rows_for(slot)
-            count = self._sizes.steps if new_tokens > self._sizes.steps else 1
-            wanted.append(ProgramKey.of("decode", rows, count=count, choice=choice))
-        self.expect(wanted)
+        self.expect(answer_keys(self._sizes, start, end, new_tokens, slot, choice))
 
     def prepare(self, choices: Iterable[SamplingMode] = ("greedy", "sampled")) -> None:
         """Compiles all programs that requests of these kinds need, several at a time."""
-        wanted = [ProgramKey.of("start"), ProgramKey.of("begin")]
-        full = {size for _, size in self._sizes.ladder}
-        for size in full | set(self._sizes.tails):
-            for last in (True, False) if size in full else (True,):
-                wanted.append(ProgramKey.of("read", size, last=last))
-            if self._policy.shares == "keys" and size in full:
-                wanted.append(ProgramKey.of("replay", size))
-        for choice in choices:
-            wanted.append(ProgramKey.of("join", choice=choice))
-            for rows, count in product(self._sizes.rows, sorted({1, self._sizes.steps})):
-                wanted.append(ProgramKey.of("decode", rows, count=count, choice=choice))
-        wanted += [ProgramKey.of("service", service=name) for name in self._policy.services.every]
-        self.compile(wanted, logger)
+        self.compile(engine_keys(self._sizes, self._policy, choices), logger)
 
     def made_from(self) -> tuple[Any, ...]:
-        """Returns all that programs depend on beside their arguments."""
+        """Returns everything that programs depend on beside their arguments."""
         params, *others = self._made_for
         return params.decoder, *others
 
@@ -141,7 +102,15 @@ class Programs(ProgramSet):
             tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
             return batch, prompt, tokens, groups, number, number
         if name == "join":
-            return batch, prompt, number, groups, number, self._sampling, self._no_knobs(1)
+            return (
+                batch,
+                prompt,
+                number,
+                groups,
+                number,
+                self._sampling,
+                no_knobs(self._made_for.knobs, 1),
+            )
         return batch, (jnp.zeros(size, jnp.int32) if name == "decode" else number)
 
     def _start(self) -> Slots:
@@ -154,12 +123,12 @@ class Programs(ProgramSet):
             state=self._policy.init(self._spec),
             given=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), self._sampling),
             made=zeros,
-            recent=self._no_recent(rows),
-            knobs=self._no_knobs(rows),
+            recent=no_recent(self._policy, rows),
+            knobs=no_knobs(self._made_for.knobs, rows),
         )
 
     def _begin(self) -> OpenPrompt:
-        """Returns what belongs to a prompt of which nothing has been read."""
+        """Returns the state of a prompt before its first chunk."""
         policy, spec = self._policy, self._spec
         no_pages = spec._replace(batch=1, pool_pages=spec.num_kv_heads)
         nothing = KVCache((), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.bool_))
@@ -185,8 +154,13 @@ class Programs(ProgramSet):
         """
         note_trace()
         carry = inlined(prefill_chunk)(
-            *(self._decoder, self._policy, weights, tokens, valid[None]),
-            *(self._carry(batch, prompt, groups, start), beside),
+            self._decoder,
+            self._policy,
+            weights,
+            tokens,
+            valid=valid[None],
+            carry=self._carry(batch, prompt, groups, start),
+            beside=beside,
             last=last,
         )
         return *self._parted(batch, carry), start + valid
@@ -219,7 +193,8 @@ class Programs(ProgramSet):
         return PrefillCarry(
             batch.cache.rows(groups[None], length[None]).of_rows(),
             with_row_arrays(self._policy, self._spec, batch.state, prompt.rows),
-            *(prompt.last_hidden, prompt.windows),
+            prompt.last_hidden,
+            prompt.windows,
         )
 
     def _parted(self, batch: Slots, carry: PrefillCarry) -> tuple[Slots, OpenPrompt]:
@@ -257,7 +232,7 @@ class Programs(ProgramSet):
             state=with_row_arrays(policy, spec, batch.state, prompt.rows),
             given=sampling,
             made=jnp.ones(1, jnp.int32),
-            recent=self._no_recent(1),
+            recent=no_recent(self._policy, 1),
             knobs=knobs,
         )
         return put(policy, spec, batch, row, slot[None]), packed
@@ -276,8 +251,15 @@ class Programs(ProgramSet):
         policy, spec, rows = self._policy, self._spec, counts.size
         few = batch if rows == spec.batch else take(policy, spec, batch, rows)
         few, packed = inlined(decode_steps)(
-            *(self._decoder, policy, CHOICES[choice], count, self._kept(choice)),
-            *(weights, beside, few, counts),
+            self._decoder,
+            policy,
+            CHOICES[choice],
+            count,
+            self._kept(choice),
+            weights=weights,
+            beside=beside,
+            batch=few,
+            counts=counts,
         )
         return (few if rows == spec.batch else put(policy, spec, batch, few, rows)), packed
 
@@ -292,28 +274,17 @@ class Programs(ProgramSet):
     ) -> Slots:
         """Runs one of the policy's services on one row."""
         return serviced_rows(
-            *(service, self._decoder, self._policy, self._spec, weights, beside, batch),
-            slot[None],
+            service,
+            self._decoder,
+            self._policy,
+            self._spec,
+            weights=weights,
+            beside=beside,
+            batch=batch,
+            rows=slot[None],
         )
 
     def _kept(self, choice: SamplingMode) -> Any:
-        """Returns what makes of a step what the host wants to know."""
+        """Returns the function that packs the results of a step for the host."""
         wanted = {"layer_stats": self._made_for.layer_stats, "top": choice == "top"}
         return partial(pack, num_layers=self._spec.num_layers, **wanted)
-
-    def _no_recent(self, rows: int) -> Int32[Array, "B n"]:
-        return jnp.zeros((rows, self._policy.services.correct_every), jnp.int32)
-
-    def _no_knobs(self, rows: int) -> dict[str, Array]:
-        """Returns hyper-parameters that no row sets."""
-        return {
-            name: jnp.zeros(rows, jnp.bool_)
-            if name == "dense"
-            else jnp.full(rows, jnp.nan, jnp.float32)
-            for name in self._made_for.knobs
-        }
-
-
-def neutral() -> Request:
-    """Returns a request that takes the likeliest token."""
-    return Request([], SamplingParams(**OFF), frozenset(), 0)

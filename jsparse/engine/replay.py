@@ -6,7 +6,7 @@ from jsparse.engine import plan_log, setup
 from jsparse.engine.outputs import AnswerBuilder
 from jsparse.engine.programs import Programs
 from jsparse.engine.runner import Runner
-from jsparse.engine.scheduler import EngineSizes
+from jsparse.engine.sizes import EngineSizes
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.runtime.admission import admit

@@ -1,9 +1,11 @@
 """Defines RequestState, a request of an engine with its answers, and the counters of an engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jsparse.engine.outputs import AnswerBuilder, RequestMetrics, RequestOutput
-from jsparse.engine.scheduler import Answer
+from jsparse.engine.step_plan import Answer
+from jsparse.policy import Policy
 
 
 @dataclass
@@ -17,6 +19,14 @@ class Counters:
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
+
+
+def policy_of(policy: Policy, own: Mapping[str, float | bool]) -> str:
+    """Returns the policy that decodes a request which sets some of its hyper-parameters."""
+    if own.get("dense"):
+        return "dense"
+    changed = ", ".join(f"{name}={value}" for name, value in own.items() if name != "dense")
+    return f"{policy.name} with {changed}" if changed else policy.name
 
 
 @dataclass(eq=False)

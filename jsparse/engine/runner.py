@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jsparse.engine.packing import TokenResult, unpack
-from jsparse.engine.programs import CHOICES, OpenPrompt, Programs, SamplingMode, Slots, neutral
-from jsparse.engine.scheduler import Chunk, Decode, StepPlan
+from jsparse.engine.program_keys import SamplingMode
+from jsparse.engine.programs import CHOICES, Programs
 from jsparse.engine.setup import EngineSpec
+from jsparse.engine.slots import OpenPrompt, Slots, neutral
+from jsparse.engine.step_plan import Chunk, Decode, StepPlan
 from jsparse.runtime.pauses import due
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.request import Request, knob_row

@@ -1,4 +1,4 @@
-"""Chooses an engine's sizes."""
+"""Checks an engine's options and chooses its sizes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 
 from jsparse.cache import CacheSpec
-from jsparse.engine.scheduler import EngineSizes
+from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
-from jsparse.policy import Policy
+from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention
+from jsparse.runtime.admission import admit
 
 # Chunks are small enough that those who decode beside them do not wait for long: 0.1 s of an 8B
 # model on an H200, at any position. Without flash attention scores are stored: chunks are smaller.
@@ -46,6 +47,69 @@ class EngineSpec(NamedTuple):
     def vocab_size(self) -> int:
         """The number of tokens that the model knows."""
         return self.params.config.vocab_size
+
+
+def engine_spec(
+    params: Params,
+    policy: AnyPolicy,
+    *,
+    max_num_seqs: int | None,
+    max_model_len: int | None,
+    kv_cache_tokens: int | None,
+    gpu_memory_utilization: float,
+    page_size: int,
+    per_request: Sequence[str],
+    layer_stats: bool,
+    steps_per_program: int | None,
+    decode_rows: Sequence[int] | None,
+    ladder: Sequence[tuple[int, int]] | None,
+) -> EngineSpec:
+    """Returns the spec of an engine; `LLM` says what the arguments are and what None means.
+
+    Raises:
+        ValueError: an argument is out of its range, the policy cannot be served, or memory does not
+            suffice.
+    """
+    rows = cache_spec(
+        params, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=page_size
+    )
+    admitted = admit(
+        params,
+        policy,
+        rows,
+        rows_join=True,
+        per_request=per_request,
+        steps_per_program=steps_per_program,
+        allocates=False,
+    )
+    sizes = sizes_of(
+        admitted.policy,
+        rows,
+        kv_cache_tokens=kv_cache_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        steps=admitted.max_steps,
+        decode_rows=decode_rows,
+        ladder=ladder,
+        max_model_len=max_model_len,
+    )
+    return EngineSpec(
+        params,
+        admitted.policy,
+        cache=pooled(rows, sizes),
+        sizes=sizes,
+        knobs=tuple(sorted(set(per_request))),
+        layer_stats=layer_stats,
+    )
+
+
+def rules(policy: Policy, *, share: bool) -> Rules:
+    """Returns the rules by which requests are planned; if `share`, they share prompts."""
+    return Rules(
+        root=policy.name if share and policy.shares is not None else None,
+        window=policy.window,
+        replays=policy.shares == "keys",
+        periods=tuple(policy.services.every.values()),
+    )
 
 
 def pooled(rows: CacheSpec, sizes: EngineSizes) -> CacheSpec:

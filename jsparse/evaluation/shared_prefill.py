@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsparse import generation
 from jsparse.builder import dense
 from jsparse.cache import OPTIONAL_FIELDS, CacheSpec, KVCache, StepView
 from jsparse.hooks import PrefillView, State
 from jsparse.models.checkpoint import Params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
-from jsparse.runtime import capacity
+from jsparse.runtime import answers, capacity, generate_options
 from jsparse.runtime.admission import admit
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.host_reader import Generation, OnChunk
@@ -156,7 +155,7 @@ def generate(
         read the prompt itself.
     """
     rows, _ = prompts.encode(params, prompt)
-    options = generation.sampling_params(
+    options = generate_options.sampling_params(
         params,
         max_new_tokens=max_new_tokens,
         stop=stop,
@@ -184,7 +183,7 @@ def generate(
         began = time.perf_counter() - read
         with capacity.exhaustion(spec):
             session = shared.session(index)
-            made = generation.answers(session, asked, silent, report, began, questions)
+            made = answers.answers(session, asked, silent, report, began, questions)
         if any(out.finish_reason == "overflow" for out in made):
             raise ValueError(
                 f"policy={chosen[index]}: must leave room in the cache for the whole answer"

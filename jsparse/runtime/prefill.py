@@ -28,7 +28,8 @@ from jsparse.host_memory.pool import whole
 from jsparse.host_memory.store import KVStore
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, kept
-from jsparse.runtime.chunk_attention import attend_chunk, chunk_sizes, chunk_tokens
+from jsparse.runtime import chunk_attention
+from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import inlined, program
 from jsparse.shapes import ChunkQueries, Rows, Tokens
 
@@ -83,7 +84,8 @@ def read_prompts(
     """
     read_chunk = inlined(prefill_chunk) if within else prefill_chunk
     batch, longest = tokens.shape
-    sizes = chunk_sizes(longest, chunk_tokens(decoder, batch))
+    chunk = chunk_attention.chunk_tokens(decoder, batch)
+    sizes = chunk_attention.chunk_sizes(longest, chunk)
     array = np if isinstance(tokens, np.ndarray) else jnp
     tokens = array.pad(tokens, ((0, 0), (0, sum(sizes) - longest)))
     done = 0

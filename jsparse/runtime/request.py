@@ -1,4 +1,4 @@
-"""Defines what one prompt asks for: SamplingParams, and the Request that they are checked into."""
+"""Defines Request, a prompt with its sampling parameters, and checks prompts into requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jsparse.runtime.sampling_params import MAX_END_IDS, OFF, SamplingParams
 from jsparse.text import prompts
 
 if TYPE_CHECKING:
@@ -13,13 +14,6 @@ if TYPE_CHECKING:
 
     from jsparse.models.checkpoint import Params
     from jsparse.policy import Policy
-from jsparse.runtime.sampling_params import OFF, SamplingParams
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-# sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
-MAX_BIASES, MAX_END_IDS = 300, 16
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
-from jsparse.runtime.request import MAX_BIASES, MAX_END_IDS, Request
+from jsparse.runtime.request import Request
+from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
 from jsparse.shapes import Rows
 from jsparse.threshold import top_k_mask, top_p_mask
 

@@ -5,14 +5,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from jsparse.names import SAMPLING, takes
 
-if TYPE_CHECKING:
-    pass
-from jsparse.runtime.request import FLOAT32_MAX, MAX_BIASES
-
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+# sizes of the arrays that a row of jsparse.runtime.sampling.RowSampling takes
+MAX_BIASES, MAX_END_IDS = 300, 16
 # the value at which each option does nothing, for models that name no default of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 

@@ -17,8 +17,7 @@ from pydantic import (
 
 from jsparse.models.chat_template import joined
 from jsparse.names import SAMPLING
-from jsparse.runtime.request import MAX_BIASES
-from jsparse.runtime.sampling_params import SamplingParams
+from jsparse.runtime.sampling_params import MAX_BIASES, SamplingParams
 from jsparse.server.errors import ApiError, shown
 
 # bounds on what the engine would work through for each token or each prompt

@@ -13,8 +13,8 @@ from tiny import random_prompts, tiny_params
 import jsparse
 from jsparse import SamplingParams
 from jsparse.engine import plan_log
-from jsparse.engine.core import policy_of
 from jsparse.engine.replay import replay
+from jsparse.engine.request_state import policy_of
 from jsparse.runtime.compilation import traces
 from jsparse.runtime.request import requests
 

@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jsparse.engine.scheduler import MAX_READING, Answer, EngineSizes, Phase, Rules, Scheduler
+from jsparse.engine.scheduler import MAX_READING, Scheduler
+from jsparse.engine.sizes import EngineSizes, Rules
+from jsparse.engine.step_plan import Answer, Phase
 
 pytestmark = pytest.mark.pure
 

@@ -23,7 +23,7 @@ from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Policy, Services
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.decode_step import decode_step
 
 PAGE, CHUNK, STEPS = 8, 16, 10
@@ -152,7 +152,7 @@ def test_a_shared_prefill_changes_no_bit():
 
 @pytest.mark.slow
 def test_policies_see_their_own_window_and_fields(monkeypatch):
-    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: CHUNK)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: CHUNK)
     policies = [newest_queries(), newest_queries(5), newest_queries(0), shrink()]
     shared = force(params(), policies, PROMPTS, max_new_tokens=1, page_size=PAGE).shared
     alone = force(params(), policies[:1], PROMPTS, max_new_tokens=1, page_size=PAGE).shared

@@ -32,7 +32,7 @@ from jsparse.model_facts.key_constants import KEY_CONSTANTS, frame_at, into_fram
 from jsparse.pallas_kernels.int4_keys import dequantise, quantise
 from jsparse.policies import channel_ranking
 from jsparse.policies.double_sparsity import double_sparsity, key_magnitudes
-from jsparse.runtime import prefill
+from jsparse.runtime import chunk_attention, prefill
 from jsparse.runtime.correct import correct
 from jsparse.runtime.decode_step import decode_step
 from jsparse.runtime.session import Session
@@ -441,7 +441,7 @@ def slow_weights(row):
 @pytest.mark.parametrize("chunk", slow_except([16, 512], 16))
 def test_calibration_ranks_by_the_products_of_queries_and_keys(chunk, monkeypatch):
     params = tiny_params(LAYERS)
-    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: chunk)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: chunk)
     model = SlowModel(params)
     weights = [slow_weights(SlowRow(model, prompt)) for prompt in PROMPTS]
     one = jsparse.calibrate_channels(params, PROMPTS[0])

@@ -23,7 +23,7 @@ from jsparse import SamplingParams, generation
 from jsparse.builder import dense
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.policy import Services
-from jsparse.runtime import compilation, decoding, prefill, sampling
+from jsparse.runtime import chunk_attention, compilation, decoding, sampling
 from jsparse.runtime import rows as driver
 from jsparse.runtime.request import requests
 from jsparse.runtime.session import Session
@@ -35,7 +35,7 @@ PROMPTS = random_prompts((37, 18, 3))
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Prompts are read in chunks of 16 tokens."""
-    monkeypatch.setattr(prefill, "chunk_tokens", lambda decoder, batch: 16)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda decoder, batch: 16)
 
 
 # Several steps in one program

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import jsparse
-from jsparse import SamplingParams, generation
-from jsparse.runtime import sampling
+from jsparse import SamplingParams
+from jsparse.runtime import answers, sampling
 
 GGUF = Path(__file__).parents[1] / "fixtures" / "hf" / "llama" / "model.gguf"
 
@@ -17,7 +17,7 @@ def test_generate_passes_options_on(monkeypatch):
     assert texts.tokenizer is not None
     ids = texts.tokenizer.encode("one. two. one. two.", add_special_tokens=False)
     table = jnp.asarray([[token] * 3 for token in ids], jnp.int32)
-    monkeypatch.setattr(generation, "chooser", lambda *_: (sampling.forced, table))
+    monkeypatch.setattr(answers, "chooser", lambda *_: (sampling.forced, table))
     first = len(texts.tokenizer.encode("one. two.", add_special_tokens=False))
     usual: dict[str, Any] = {"stop": "two", "ignore_eos": True, "max_tokens": len(ids)}
     asked = [

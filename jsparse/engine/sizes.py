@@ -1,0 +1,79 @@
+"""Defines EngineSizes, the static sizes of an engine, and the rules of its scheduler."""
+
+from typing import NamedTuple
+
+
+class EngineSizes(NamedTuple):
+    """Holds the static sizes of an engine.
+
+    Attributes:
+        num_slots: the most requests that decode together, B.
+        max_model_len: the most tokens of prompt and answer together.
+        page_size: the number of tokens per page.
+        num_groups: the number of groups of pages, of which the last is scratch.
+        ladder: the sizes of prompt chunks, as (position, size) pairs: the size counts from that
+            position on. Chunks begin where position alone says, so that what another request has
+            read of the same prompt is, bit for bit, what would be read again.
+        tails: the sizes that a prompt's last chunk may be padded to, beside those of the ladder.
+        block_tokens: the number of tokens per block that requests share.
+        steps: the most decode steps per program.
+        rows: the numbers of rows for which decode programs are made, rising up to num_slots.
+    """
+
+    num_slots: int
+    max_model_len: int
+    page_size: int
+    num_groups: int
+    ladder: tuple[tuple[int, int], ...]
+    tails: tuple[int, ...]
+    block_tokens: int
+    steps: int
+    rows: tuple[int, ...]
+
+    def chunk_size(self, position: int) -> int:
+        """Returns the size of the chunk that begins at a position."""
+        return next(size for first, size in reversed(self.ladder) if position >= first)
+
+    def chunk_start(self, position: int) -> int:
+        """Returns the last start of a chunk at or before a position."""
+        first, size = next(step for step in reversed(self.ladder) if position >= step[0])
+        return first + (position - first) // size * size
+
+    def padded(self, tokens: int, position: int) -> int:
+        """Returns the size to which a chunk of `tokens` at a position is padded."""
+        maximum = self.chunk_size(position)
+        sizes = {size for _, size in self.ladder} | set(self.tails)
+        return min(size for size in sizes if tokens <= size <= maximum)
+
+    def chunks(self, start: int, end: int) -> list[tuple[int, bool]]:
+        """Returns the chunks that tokens from `start` to `end` are read in, as (size, last)."""
+        chunks = []
+        while start < end:
+            valid = min(self.chunk_size(start), end - start)
+            chunks.append((self.padded(valid, start), start + valid == end))
+            start += valid
+        return chunks
+
+    def rows_for(self, slot: int) -> int:
+        """Returns the rows of the smallest decode program that has a slot and those below it."""
+        return next(rows for rows in self.rows if rows > slot)
+
+    def groups_for(self, tokens: int) -> int:
+        """Returns the number of groups that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+
+class Rules(NamedTuple):
+    """Holds what the scheduler must know of a policy.
+
+    Attributes:
+        root: what K and V depend on beside the tokens; None if nothing may be shared.
+        window: the last tokens of a prompt that must be read by the request itself.
+        replays: whether a row's state must be built anew from K and V that are shared.
+        periods: numbers of decoded tokens after which a row is serviced, by a program of its own.
+    """
+
+    root: str | None
+    window: int
+    replays: bool
+    periods: tuple[int, ...]

@@ -1,0 +1,94 @@
+"""Reads the prompts of a session's turn and decodes the answers."""
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jsparse.runtime import capacity
+from jsparse.runtime.compilation import keep_compilations
+from jsparse.runtime.host_reader import (
+    AnswerRow,
+    Generation,
+    OnChunk,
+    Reader,
+    Streamer,
+    TokenStreamer,
+    text_stream,
+)
+from jsparse.runtime.request import Request, knobs
+from jsparse.runtime.sampling import chooser, forced_then_greedy
+from jsparse.runtime.session import Session
+
+
+def run(
+    session: Session,
+    asked: Sequence[Request],
+    streamers: Sequence[Streamer],
+    report: OnChunk,
+    read: Sequence[Sequence[int]] | None = None,
+) -> list[Generation]:
+    """Reads the prompts of a session's next turn and decodes the answers.
+
+    `read` are the tokens to read of each prompt, where a further turn has read some before.
+
+    Raises:
+        ValueError: the device's memory does not suffice.
+    """
+    keep_compilations()
+    began = session.clock()
+    for request, streamer in zip(asked, streamers, strict=True):
+        if isinstance(streamer, TokenStreamer):
+            streamer.put(np.array([request.ids]))
+    with capacity.exhaustion(session.spec):
+        session.expect(
+            *chooser(asked, session.params.config.vocab_size),
+            limits=[request.sampling.max_tokens for request in asked],
+            knobs=knobs(asked),
+            report=report,
+        )
+        session.read([request.ids for request in asked] if read is None else read, report)
+        return answers(session, asked, streamers, report, began)
+
+
+def answers(
+    session: Session,
+    asked: Sequence[Request],
+    streamers: Sequence[Streamer],
+    report: OnChunk,
+    began: float,
+    questions: Sequence[Sequence[int]] | None = None,
+) -> list[Generation]:
+    """Decodes the answers to prompts that the session has read, since the time `began`.
+
+    `questions` are tokens that follow each prompt and that decode steps take in, one by one, before
+    they answer greedily: a policy that compresses the prompt does not know them then.
+    """
+    tokenizer = session.params.tokenizer
+    turns = [()] * len(asked) if questions is None else questions
+    rows = [
+        AnswerRow(request, text_stream(tokenizer, request.sampling), emit, len(turn))
+        for request, emit, turn in zip(asked, streamers, turns, strict=True)
+    ]
+    reader = Reader(rows, report, session.clock)
+    if questions is None:
+        choose, given = chooser(asked, session.params.config.vocab_size)
+    else:
+        choose, given = forced_then_greedy, _table(questions)
+    limits = [row.given + row.request.sampling.max_tokens for row in rows]
+    steps = session.steps(choose, given, limits=limits, knobs=knobs(asked))
+    # so that the session is at rest even while someone looks at an exception
+    with closing(steps):
+        reader.read_all(steps)
+    return reader.generations(began, session.policy.name)
+
+
+def _table(questions: Sequence[Sequence[int]]) -> Int32[Array, "n B"]:
+    """Returns the questions by step, with -1 behind them; few sizes, since each compiles."""
+    steps = capacity.bucket(max(1, *map(len, questions)), 1)
+    table = np.full((steps, len(questions)), -1, np.int32)
+    for row, question in enumerate(questions):
+        table[: len(question), row] = question
+    return jnp.asarray(table)
