@@ -53,6 +53,7 @@ from bench.lib.head_replay import PAGE, RecordedHeads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import from_file, recorded
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, LayerCache, StepView
 from jsparse.evaluation.tasks import parse as tasks_of
 from jsparse.hooks import State
@@ -67,7 +68,7 @@ from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, at_layer
 from jsparse.runtime.capacity import cache_spec
 from jsparse.runtime.session import Session
-from jsparse.selection import Selection, token_mask
+from jsparse.selection import Selection
 from jsparse.text.prompts import tokenizer_of
 from jsparse.threshold import top_k_mask
 

@@ -226,7 +226,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
     """Times contenders one after the other, until the time is over; yields a row each."""
     import jax.numpy as jnp
 
-    from jsparse.host_memory import pool as host_pool
+    from jsparse.host_memory.pages import moved
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
 
@@ -235,7 +235,7 @@ def steps(config, context: int, names: list[str], seconds: float) -> Iterator[di
     params = Params(weights, config, None, {}, "random", constants=boundary_constants())
     spec = sizes(config, context)
     cache = full_cache(spec, context - WARM_UP - RUNS * CALLS - 8)
-    host = SimpleNamespace(pages=host_pool.moved(cache))
+    host = SimpleNamespace(pages=moved(cache))
     for pages in host.pages:
         pages.v.block_until_ready()
     yield {"name": "setup", "wall_seconds": time.perf_counter() - began}

@@ -35,6 +35,7 @@ from bench.lib.head_replay import PAGE, RecordedHeads, replay
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
 from bench.page_ranking import recorded
+from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.hooks import State
 from jsparse.models.checkpoint import load
@@ -44,7 +45,7 @@ from jsparse.policies.lfps import WINDOW, History, wanted
 from jsparse.policies.lfps_variants import SINKS
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy
-from jsparse.selection import Selection, token_mask
+from jsparse.selection import Selection
 from jsparse.threshold import top_k_mask
 
 LENGTHS, BUDGETS, STEPS = (4096, 8176), (0.02, 0.04), 160

@@ -29,6 +29,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import write_report
 from bench.lib.text import text_tokens
+from jsparse.attended import count_tokens, token_mask
 from jsparse.cache import LayerCache, StepView
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.models.checkpoint import Params, load
@@ -38,7 +39,7 @@ from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policies.twilight import Prune, twilight
 from jsparse.policy import Policy, at_layer
-from jsparse.selection import Selection, count_tokens, token_mask
+from jsparse.selection import Selection
 
 BASES = ("all_pages()", "quest(budget=512)", "streaming(sink=4, recent=508)", "tidal(budget=512)")
 PRUNES: tuple[Prune, ...] = ("page_mass", "bits", "token")

@@ -111,7 +111,7 @@ def paged(selection: Selection, *, num_pages: int, page_size: int) -> Selection:
         )
     if selection.ids.shape[-1] == 0:
         return Selection(selection.ids, selection.count, dense=selection.dense)
-    valid, page = _valid(selection), selection.ids // page_size
+    valid, page = valid_ids(selection), selection.ids // page_size
     first = valid.at[..., 1:].set(valid[..., 1:] & (page[..., 1:] != page[..., :-1]))
     at, count = compact(first, min(page.shape[-1], num_pages))
     row, head = (i[..., None] for i in jnp.indices(count.shape))
@@ -161,9 +161,9 @@ def window(
     if page_size > MAX_BITS_PAGE:
         return Selection(ids, count)
     held = lengths[..., None] - ids * page_size  # slots from each page's first on
-    inside = _low_bits(sink - ids * page_size) | ~_low_bits(held - recent)
+    inside = low_bits(sink - ids * page_size) | ~low_bits(held - recent)
     return Selection(
-        ids, count, bits=inside & _low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0))
+        ids, count, bits=inside & low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0))
     )
 
 
@@ -184,10 +184,10 @@ def union(a: Selection, b: Selection, num_units: int) -> Selection:
     def both(field):
         return jnp.concatenate([field(a), field(b)], axis=-1)
 
-    ids = both(lambda s: jnp.where(_valid(s), s.ids, far))
+    ids = both(lambda s: jnp.where(valid_ids(s), s.ids, far))
     bits = None
     if a.bits is not None or b.bits is not None:
-        bits = both(lambda s: jnp.where(_valid(s), _bits(s), jnp.uint32(0)))
+        bits = both(lambda s: jnp.where(valid_ids(s), bits_of(s), jnp.uint32(0)))
         ids, bits = jax.lax.sort((ids, bits), num_keys=1)
         same = ids[..., :-1] == ids[..., 1:]
         bits = bits.at[..., :-1].set(
@@ -202,76 +202,6 @@ def union(a: Selection, b: Selection, num_units: int) -> Selection:
     if bits is not None:
         bits = jnp.where(valid, jnp.take_along_axis(bits, at, -1), jnp.uint32(0))
     return Selection(ids, count, bits=bits, dense=dense, granularity=a.granularity)
-
-
-def token_mask(
-    selection: Selection, lengths: Lengths, *, num_pages: int, page_size: int
-) -> Bool[Array, "B K S"]:
-    """Marks the slots that each head attends to: what a selection means.
-
-    The rule of the newest token is included.
-    """
-    slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
-    valid = _valid(selection)
-    row, head = (i[..., None] for i in jnp.indices(lengths.shape))
-    if selection.granularity == "token":
-        at = jnp.where(valid, selection.ids, slots.size)
-        listed = (
-            jnp.zeros((*lengths.shape, slots.size), jnp.bool_)
-            .at[row, head, at]
-            .set(True, mode="drop")
-        )
-    else:
-        at = jnp.where(valid, selection.ids, num_pages)
-        paged = jnp.zeros((*lengths.shape, num_pages, page_size), jnp.bool_)
-        marks = (
-            unpack_bits(_bits(selection), page_size)
-            if selection.bits is not None
-            else jnp.bool_(True)
-        )
-        listed = paged.at[row, head, at].set(marks, mode="drop").reshape(*lengths.shape, slots.size)
-    newest = slots == lengths[..., None] - 1
-    mask = listed | (newest & (selection.count > 0)[..., None])
-    if selection.dense is not None:
-        mask |= selection.dense[..., None]
-    return mask & (slots < lengths[..., None])
-
-
-def attended_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """Counts the slots that each head attends to, from the list alone."""
-    return count_tokens(selection, lengths, page_size)[0]
-
-
-def read_tokens(selection: Selection, lengths: Lengths, page_size: int) -> Lengths:
-    """Counts the slots whose K and V are read.
-
-    Pages are read whole, the newest token's too, up to what the head holds.
-    """
-    return count_tokens(selection, lengths, page_size)[1]
-
-
-def count_tokens(selection: Selection, lengths: Lengths, page_size: int) -> tuple[Lengths, Lengths]:
-    """Returns `attended_tokens` and `read_tokens`, in one pass over the list.
-
-    The newest token and its page count whether listed or not, once for each list that is not empty.
-    """
-    unit = page_size if selection.granularity == "page" else 1
-    newest, listed = lengths - 1, (selection.count > 0) & (lengths > 0)
-    # slots of an entry without the newest: all of its unit or none, except in the newest's page
-    before = jnp.where(
-        _valid(selection), jnp.clip(newest[..., None] - selection.ids * unit, 0, unit), 0
-    )
-    last = jnp.where(listed, newest % unit + 1, 0)
-    if selection.bits is None:
-        attended = jnp.sum(before, -1, dtype=jnp.int32)
-        whole = attended // unit * unit
-    else:
-        marked = jax.lax.population_count(selection.bits & _low_bits(before)).astype(jnp.int32)
-        attended, whole = _sum_both(marked, jnp.where(before == unit, unit, 0))
-    attended, read = attended + listed, whole + last
-    if selection.dense is not None:
-        attended, read = (jnp.where(selection.dense, lengths, n) for n in (attended, read))
-    return attended, read
 
 
 def pack_bits(mask: Bool[Array, "*batch P"]) -> UInt32[Array, "*batch"]:
@@ -291,23 +221,19 @@ def unpack_bits(bits: UInt32[Array, "*batch"], page_size: int) -> Bool[Array, "*
     return (bits[..., None] >> jnp.arange(page_size, dtype=jnp.uint32)) & 1 == 1
 
 
-def _valid(selection: Selection) -> Bool[Array, "B K C"]:
+def valid_ids(selection: Selection) -> Bool[Array, "B K C"]:
+    """Marks the ids that are valid, the first `count` of each head."""
     return jnp.arange(selection.ids.shape[-1], dtype=jnp.int32) < selection.count[..., None]
 
 
-def _bits(selection: Selection) -> UInt32[Array, "B K C"]:
+def bits_of(selection: Selection) -> UInt32[Array, "B K C"]:
+    """Returns the bits of a selection; all are set where it has none."""
     if selection.bits is None:
         return jnp.full(selection.ids.shape, 0xFFFFFFFF, jnp.uint32)
     return selection.bits
 
 
-def _sum_both(a: Int32[Array, "B K C"], b: Int32[Array, "B K C"]) -> tuple[Lengths, Lengths]:
-    """Sums both over C in one reduction, which XLA joins over several layers in one kernel."""
-    both = jnp.sum(jnp.stack([a, b]), -1, dtype=jnp.int32)
-    return both[0], both[1]
-
-
-def _low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
+def low_bits(count: Int32[Array, "*batch"]) -> UInt32[Array, "*batch"]:
     """Returns words with the lowest `count` bits set: none below 0, all from 32 on."""
     low = (jnp.uint32(1) << jnp.maximum(count, 0).astype(jnp.uint32)) - 1
     return jnp.where(count >= 32, jnp.uint32(0xFFFFFFFF), low)

@@ -57,9 +57,12 @@ pytest_plugins = ("tiers", "programs")
 
 # The modules that take arrays. The others take what users write and check it themselves.
 ARRAY_MODULES = (
+    "attended",
     "cache",
     "host_memory.attention",
+    "host_memory.pages",
     "host_memory.pool",
+    "host_memory.tails",
     "model_facts.constants",
     "model_facts.key_constants",
     "models.layers",

@@ -10,17 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import slow_except
 
+from jsparse.attended import attended_tokens, read_tokens, token_mask
 from jsparse.selection import (
     Selection,
-    attended_tokens,
     everything,
     from_page_mask,
     from_token_mask,
     nothing,
     pack_bits,
     paged,
-    read_tokens,
-    token_mask,
     union,
     unpack_bits,
     window,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.attended import count_tokens, token_mask
 from jsparse.builder import builder, require_policy, require_stays
 from jsparse.cache import CacheSpec, LayerCache, StepView, read_heads
 from jsparse.evaluation.teacher_forcing import Forcing
@@ -25,7 +26,7 @@ from jsparse.policies.expressions import parse
 from jsparse.policies.oracle import attention_logits
 from jsparse.policy import Policy, at_layer, selected
 from jsparse.runtime.decode_step import dense_rows
-from jsparse.selection import Selection, count_tokens, token_mask
+from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 from jsparse.threshold import top_k_mask
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView, slot_positions
 from jsparse.hyper_parameters import whole_number
 from jsparse.models.checkpoint import Params
@@ -23,7 +24,6 @@ from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.host_reader import OnChunk
 from jsparse.runtime.sampling import greedy
 from jsparse.runtime.session import Session
-from jsparse.selection import token_mask
 from jsparse.shapes import Queries, Rows
 from jsparse.text import prompts
 

@@ -3,7 +3,7 @@
 A page is read from the tail, a ring of R pages per head on the device, where it is one of the
 newest R that the head holds, and from host memory otherwise. Nothing but the head's length says
 which. Whoever writes tokens must have stored a page in host memory before the ring takes its place
-(`stored`), and nothing else is ever written there.
+(`pages.stored`), and nothing else is ever written there.
 
 Pages in host memory are not part of the cache: programs borrow them (`jsparse.cache.with_host`), so
 that no donated buffer is ever one of them. The heads that attend to everything in every step can
@@ -11,19 +11,17 @@ have all their pages on the device, too.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import CacheSpec, HostPages, KVCache, LayerCache, PagePool, physical_pages, write
+from jsparse.cache import LayerCache, PagePool, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
-from jsparse.pallas_kernels.row_scatter import row_scatter
-from jsparse.shapes import ChunkKV, Lengths, Rows, Tokens
+from jsparse.shapes import Lengths
 
 GatherFn = Callable[..., Array]
 
@@ -177,163 +175,3 @@ def pools(layer: LayerCache) -> tuple[HostPool, HostPool]:
     assert isinstance(k, HostPool)
     assert isinstance(v, HostPool)
     return k, v
-
-
-def in_tail(layer: LayerCache, ring_pages: int, heads: tuple[int, ...] = ()) -> LayerCache:
-    """Returns an empty layer whose K and V lie in host memory, with rings of that many pages.
-
-    Resident heads' pages are those of the layer, which has the identity table.
-    """
-    batch, kv_heads = layer.lengths.shape
-
-    def pool(pages: Array) -> HostPool:
-        shape = (batch, kv_heads, layer.num_pages, *pages.shape[1:])
-        own = pages.reshape(shape)[:, list(heads)] if heads else None
-        return HostPool(
-            ring=jnp.zeros((batch * kv_heads * ring_pages, *pages.shape[1:]), pages.dtype),
-            host=None,
-            resident=None if own is None else own.reshape(-1, *pages.shape[1:]),
-            pages=pages.shape[0],
-            heads=heads,
-        )
-
-    k, v = map(pool, layer.arrays)
-    return layer._replace(k=k, v=v)
-
-
-def refilled(layer: LayerCache) -> LayerCache:
-    """Returns a layer with the newest pages of every head in its ring, as host memory has them."""
-    k, v = pools(layer)
-    size = k.ring_pages(layer)
-    newest = (layer.lengths[..., None] - 1) // layer.page_size
-    pages = newest - jnp.arange(size, dtype=jnp.int32)
-    ids = jnp.where(pages >= 0, physical_pages(layer, jnp.maximum(pages, 0)), -1)
-    at = jnp.where(pages >= 0, k.ring_at(layer, pages), k.ring.shape[0])
-
-    def ring(pool: HostPool) -> HostPool:
-        assert pool.host is not None
-        rows = row_gather(pool.host, ids)
-        return replace(pool, ring=pool.ring.at[at].set(rows, mode="drop"))
-
-    return layer._replace(k=ring(k), v=ring(v))
-
-
-def whole(
-    layer: LayerCache,
-    q: Array,
-    new: tuple[ChunkKV, ChunkKV],
-    positions: Tokens,
-    valid: Rows,
-) -> tuple[LayerCache, Array]:
-    """Returns a layer with all of K and V on the device, or as it is if it lies there, and q.
-
-    What was held before the first `valid[b]` of the new tokens comes from host memory, once the
-    queries q are there, so that no two layers are on the device for long. (XLA drops the order of
-    the two unless the q that is returned is used.)
-    """
-    if layer.page_pools is None:
-        return layer, q
-    k, v = pools(layer)
-    first = layer.lengths - valid[:, None]
-    count = (first + layer.page_size - 1) // layer.page_size
-    pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
-    ids = physical_pages(layer, jnp.broadcast_to(pages, (*count.shape, pages.size)))
-    ids, q = jax.lax.optimization_barrier((ids, q))
-
-    def fetched(pool: HostPool) -> Array:
-        assert pool.host is not None
-        return row_gather(pool.host, ids, count).reshape(pool.shape)
-
-    held = layer._replace(k=fetched(k), v=fetched(v))
-    return write(held, *new, positions, valid, first), q
-
-
-def newest_pages(
-    layer: LayerCache, first: Lengths, max_new: int
-) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
-    """Returns the pages of the tokens from `first` on, at most `max_new`, and their K and V.
-
-    Ids are physical; -1 is none.
-    """
-    k, v = pools(layer)
-    count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))
-    page = first[..., None] // layer.page_size + jnp.arange(count, dtype=jnp.int32)
-    held = page * layer.page_size < layer.lengths[..., None]
-    ids = jnp.where(held, physical_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
-    at = k.ring_at(layer, page)
-    return ids, (k.ring[at], v.ring[at])
-
-
-def host_sharding() -> SingleDeviceSharding:
-    """Returns where pages in host memory lie; on a CPU it is the memory of everything.
-
-    Raises:
-        ValueError: the default device can address no pinned host memory.
-    """
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return SingleDeviceSharding(device)
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-        raise ValueError(
-            f"device {device.device_kind}: must address pinned_host memory for K and V on the "
-            f"host, and addresses {kinds}"
-        )
-    return SingleDeviceSharding(device, memory_kind="pinned_host")
-
-
-@functools.cache
-def _programs() -> tuple[Any, Any]:
-    """Returns the jitted functions that make pages in host memory and write into them."""
-    place = host_sharding()
-
-    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        return jnp.zeros(shape, dtype)
-
-    return (
-        jax.jit(zeros, static_argnums=(0, 1), out_shardings=place),
-        jax.jit(row_scatter, donate_argnums=0, out_shardings=place),
-    )
-
-
-def empty_pages(spec: CacheSpec) -> tuple[HostPages, ...]:
-    """Returns all layers' pages in host memory, zeros."""
-    make, shape = _programs()[0], (spec.pages, spec.page_size, spec.head_dim)
-
-    def pages() -> Array:
-        # zeros are made on the device: one array after the other
-        return make(shape, jnp.dtype(spec.dtype)).block_until_ready()
-
-    return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
-
-
-@functools.partial(jax.jit, static_argnames="max_new")
-def _leaving(
-    layer: LayerCache, count: Rows, max_new: int
-) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
-    return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), max_new)
-
-
-def stored(
-    host: Sequence[HostPages], cache: KVCache, count: Rows, max_new: int
-) -> tuple[HostPages, ...]:
-    """Writes the pages of each row's newest `count[b]` ≤ `max_new` tokens into host memory.
-
-    `host` is donated and written in place.
-    """
-    put = _programs()[1]
-
-    def of_layer(pages: HostPages, layer: LayerCache) -> HostPages:
-        ids, (k, v) = _leaving(layer, count, max_new=max_new)
-        return HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
-
-    return tuple(map(of_layer, host, cache.layers))
-
-
-def moved(cache: KVCache) -> tuple[HostPages, ...]:
-    """Returns the pages of a cache on the device, copied to host memory."""
-    place = host_sharding()
-    return tuple(
-        HostPages(*(jax.device_put(x, place, may_alias=False) for x in pages))
-        for pages in ((layer.k, layer.v) for layer in cache.layers)
-    )

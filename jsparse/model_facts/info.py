@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory.store import available_host_bytes, store_of
+from jsparse.host_memory.host_store import available_host_bytes
+from jsparse.host_memory.store import store_of
 from jsparse.machine import memory
 from jsparse.models.checkpoint import FAMILIES, read_config
 from jsparse.models.config import ModelConfig

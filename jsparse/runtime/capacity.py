@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
-from jsparse.host_memory import store
+from jsparse.host_memory import host_store, store
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
@@ -111,7 +111,7 @@ def device_bytes(spec: CacheSpec, policy: Policy) -> int:
 def fits(spec: CacheSpec, policy: Policy) -> bool:
     """Returns whether the cache and the policy's state fit in the memory that is free."""
     on_host = store.store_of(policy, spec).host_bytes()
-    if on_host and on_host > store.available_host_bytes():
+    if on_host and on_host > host_store.available_host_bytes():
         return False
     return device_bytes(spec, policy) <= memory.available_bytes()
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
+from jsparse.attended import count_tokens
 from jsparse.cache import (
     NOTHING,
     KVCache,
@@ -31,7 +32,7 @@ from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.partials import AttentionOut, Summary, merge
 from jsparse.policy import Policy, kept, selected
 from jsparse.runtime.owners import keep_inactive
-from jsparse.selection import Selection, count_tokens
+from jsparse.selection import Selection
 from jsparse.shapes import Lengths, Queries, Rows
 
 ATTENTION = {"page": block_sparse_decode, "token": token_sparse_decode}

@@ -24,8 +24,8 @@ from jsparse.cache import (
     without_host,
 )
 from jsparse.hooks import PrefillView, State
-from jsparse.host_memory.pool import whole
 from jsparse.host_memory.store import KVStore
+from jsparse.host_memory.tails import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, kept
 from jsparse.runtime import chunk_attention

@@ -18,7 +18,7 @@ import jax
 from jaxtyping import Array
 
 from jsparse.cache import CacheSpec, ReadOnly
-from jsparse.host_memory.store import HostLayers
+from jsparse.host_memory.pages import HostLayers
 from jsparse.model_facts.constants import constants
 from jsparse.models.checkpoint import Params
 from jsparse.policy import AnyPolicy

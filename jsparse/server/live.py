@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jsparse.server.metrics import kv_cache_usage
-from jsparse.server.service import PromptStream, Service
+from jsparse.server.prompt_stream import PromptStream
+from jsparse.server.service import Service
 
 INTERVAL = 0.5
 # speed is averaged over this many seconds

@@ -1,60 +1,26 @@
 """Defines what clients may send, and turns it into SamplingParams.
 
-Names are OpenAI's and, for what OpenAI lacks, vLLM's. What is unknown is refused by name.
+Names are OpenAI's and, for what OpenAI lacks, vLLM's.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
 from jsparse.models.chat_template import joined
-from jsparse.names import SAMPLING
 from jsparse.runtime.sampling_params import MAX_BIASES, SamplingParams
-from jsparse.server.errors import ApiError, shown
+from jsparse.server.body import RequestBody
+from jsparse.server.errors import ApiError
 
 # bounds on what the engine would work through for each token or each prompt
 MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
-
-# fields that other servers know
-REFUSED = {
-    **{name: refused.rule for name, refused in SAMPLING.items()},
-    "audio": "audio is not supported",
-    "chat_template": "a template from a request is never run: the model's own is used",
-    "chat_template_kwargs": "the model's own template is used as it is",
-    "documents": "documents are not supported: write them into a message",
-    "function_call": "functions are not supported",
-    "functions": "functions are not supported",
-    "guided_json": "structured output is not supported",
-    "modalities": "answers are text alone",
-    "parallel_tool_calls": "tools are not supported",
-    "response_format": "structured output is not supported",
-    "suffix": "text is continued, never filled in",
-    "tool_choice": "tools are not supported",
-    "tools": "tools are not supported",
-}
-# what clients send without asking for anything; it is dropped
-NOTHING_ASKED: dict[str, Any] = {
-    **{name: refused.nothing for name, refused in SAMPLING.items()},
-    "continuous_usage_stats": False,
-    "include_obfuscation": False,
-    "metadata": {},
-    "parallel_tool_calls": False,
-    "response_format": {"type": "text"},
-    "store": False,
-    "tool_calls": [],
-    "tool_choice": "none",
-    "tools": [],
-}
 # SamplingParams' fields that requests set under the same name
 SAME = (
     "temperature",
@@ -111,12 +77,18 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 _PROMPT_SCHEMA = {
     "anyOf": [{"type": "string"}, _IDS, _TEXTS, {"type": "array", "items": _IDS}],
 }
+
+
 Prompt = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
 Content = Annotated[
     str,
     BeforeValidator(joined),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
+
+
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
     Field(max_length=MAX_STOPS),
@@ -125,39 +97,13 @@ Stops = Annotated[
 ]
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    if value is None:
-        return True
-    # True is no 1
-    known = name in NOTHING_ASKED and type(value) is type(NOTHING_ASKED[name])
-    return known and value == NOTHING_ASKED[name]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _what_is_asked(cls, given: Any) -> Any:
-        """Drops nulls and what asks for nothing, and all unknown fields but the first."""
-        if not isinstance(given, dict):
-            return given
-        asked = {name: value for name, value in given.items() if not _asks_nothing(name, value)}
-        unknown = next((name for name in asked if name not in cls.model_fields), None)
-        return {
-            name: value
-            for name, value in asked.items()
-            if name in cls.model_fields or name == unknown
-        }
-
-
-class StreamOptions(_Body):
+class StreamOptions(RequestBody):
     """Says what a stream holds beside the answers."""
 
     include_usage: bool = False
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(RequestBody):
     """Holds what both kinds of requests have in common."""
 
     model: str | None = None
@@ -239,7 +185,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class ChatMessage(_Body):
+class ChatMessage(RequestBody):
     """Holds one message of a chat."""
 
     role: Annotated[
@@ -285,7 +231,7 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(RequestBody):
     """Asks for the ids of a text or a chat; exactly one of them."""
 
     model: str | None = None
@@ -300,7 +246,7 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(RequestBody):
     """Asks for the text of ids."""
 
     model: str | None = None
@@ -310,41 +256,3 @@ class DetokenizeRequest(_Body):
 def chat_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
     """Returns messages as templates take them."""
     return [{"role": each.role, "content": each.content} for each in messages]
-
-
-def parse[Body: _Body](kind: type[Body], data: bytes) -> Body:
-    """Returns the body of a request.
-
-    Raises:
-        ApiError: it is malformed; the message names the field, its value and the rule.
-    """
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    where, rule = _place(first["loc"]), first["msg"].removeprefix("Value error, ")
-    name = first["loc"][0] if first["loc"] else None
-    if first["type"] == "extra_forbidden":
-        rule = (
-            REFUSED.get(str(name), "unknown field") if len(first["loc"]) == 1 else "unknown field"
-        )
-        message = f"{where}: {rule}"
-    elif first["type"] == "missing":
-        message = f"{where}: must be given"
-    elif not where:  # the whole body, or a rule about several fields, which names them
-        message, word = rule, rule.split("=")[0].split(":")[0]
-        where = word if word in kind.model_fields else ""
-    else:
-        message = f"{where}={shown(first['input'])}: {rule}"
-    raise ApiError(400, message, param=where or None)
-
-
-def _place(loc: tuple[int | str, ...]) -> str:
-    """Returns the place of an error, such as messages[0].content."""
-    place = ""
-    for part in loc:
-        if isinstance(part, int):
-            place += f"[{part}]"
-        elif part not in ("bool", "float"):  # these are branches of a union
-            place += f".{part}" if place else part
-    return place

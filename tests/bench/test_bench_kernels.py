@@ -26,7 +26,7 @@ from bench.lib.kernel_timing import (
     segments,
     summary,
 )
-from jsparse.selection import read_tokens
+from jsparse.attended import read_tokens
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would time the GPU")
 

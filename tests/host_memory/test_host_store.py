@@ -22,9 +22,11 @@ from tiny import (
 import jsparse
 from jsparse.evaluation.attention_metrics import measured
 from jsparse.host_memory import attention as host_attention
-from jsparse.host_memory import store
+from jsparse.host_memory import host_store
+from jsparse.host_memory import pages as host_pages
+from jsparse.host_memory.host_store import OnHost
 from jsparse.host_memory.pool import HostPool
-from jsparse.host_memory.store import OnHost, store_of
+from jsparse.host_memory.store import store_of
 from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity, prefill
 from jsparse.runtime import rows as driver
@@ -156,7 +158,7 @@ def test_the_device_holds_the_tail_and_dense_heads():
 
 
 def test_host_memory_that_is_too_small_is_refused_before_anything_moves(monkeypatch):
-    monkeypatch.setattr(store, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(host_store, "available_host_bytes", lambda: 1000)
     policy, spec = parse(offloaded(QUEST, tail=64)), spec_of(params(), 2, page_size=PAGE)
     message = r"max_length=128 for 2 prompt\(s\) takes 128.00 KiB of host memory: must fit in"
     with pytest.raises(ValueError, match=message + r" the 1000 B that are free"):
@@ -256,9 +258,9 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch):
         def addressable_memories(self):
             return []
 
-    monkeypatch.setattr(store.host_pool.jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(host_pages.jax, "local_devices", lambda: [Device()])
     with pytest.raises(ValueError, match=r"device Abacus: must address pinned_host memory"):
-        store.host_pool.host_sharding()
+        host_pages.host_sharding()
 
 
 def test_lengths_tell_what_lies_in_the_ring():

@@ -3,7 +3,9 @@
 import jax
 
 from jsparse.cache import HostPages, LayerCache
-from jsparse.host_memory.pool import host_sharding, in_tail, pools, refilled
+from jsparse.host_memory.pages import host_sharding
+from jsparse.host_memory.pool import pools
+from jsparse.host_memory.tails import in_tail, refilled
 
 
 def on_host(x: jax.Array) -> jax.Array:

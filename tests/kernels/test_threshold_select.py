@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from marks import slow_except_named
 
+from jsparse.attended import token_mask
 from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, TopP, threshold_select
 from jsparse.pallas_kernels.threshold_select.cases import CASES, JUNK
-from jsparse.selection import Selection, token_mask, unpack_bits
+from jsparse.selection import Selection, unpack_bits
 
 by_name = {case.name: case for case in CASES}
 

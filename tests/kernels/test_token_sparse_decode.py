@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from marks import slow_except_named
 
+from jsparse.attended import token_mask
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.cases import CASES
 from jsparse.partials import ListedLogits
-from jsparse.selection import Selection, from_token_mask, nothing, token_mask
+from jsparse.selection import Selection, from_token_mask, nothing
 from tests.kernels.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,

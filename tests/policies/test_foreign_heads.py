@@ -24,6 +24,7 @@ from tiny import (
 
 import jsparse
 from jsparse import cache as kv_cache
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, KVCache, StepView
 from jsparse.model_facts.constants import mid_and_scale
 from jsparse.model_facts.key_constants import KeyConstants, angles_at, rotated
@@ -32,7 +33,6 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import weight_shapes
 from jsparse.policies import channel_ranking
 from jsparse.policies.expressions import parse
-from jsparse.selection import token_mask
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
 PAGE, PROMPTS, FORCED = 8, random_prompts((37, 9)), random_tokens(2, 20)

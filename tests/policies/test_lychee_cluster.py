@@ -12,6 +12,7 @@ from marks import slow_except
 from tiny import engine_logits, random_prompts, random_tokens, spec_of, tiny_params
 
 from jsparse import cache as kv_cache
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView
 from jsparse.hooks import PrefillView
 from jsparse.pallas_kernels import point_blocks
@@ -23,7 +24,6 @@ from jsparse.policies.clusters.joining import join
 from jsparse.policies.expressions import parse
 from jsparse.runtime import prefill
 from jsparse.runtime.session import Session
-from jsparse.selection import token_mask
 
 PAGE, ROWS, HEADS, GROUP, DIM, VOCAB = 8, 2, 2, 2, 16, 50
 SMALL = "budget=28, sink=2, recent=3, period=4"

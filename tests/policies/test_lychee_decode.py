@@ -16,11 +16,11 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, tin
 
 import jsparse
 from jsparse import cache as kv_cache
+from jsparse.attended import token_mask
 from jsparse.cache import CacheSpec, StepView
 from jsparse.partials import Stats
 from jsparse.policies.expressions import parse
 from jsparse.runtime import rows as driver
-from jsparse.selection import token_mask
 
 # head 0 picks in layers 0 and 3, head 1 in layer 1; layer 2 hands on what it was handed
 GATES = ((1, 1), (0, 1), (0, 0), (1, 0), (0, 0))

@@ -16,12 +16,12 @@ from tiny import assert_close, engine_logits, random_prompts, random_tokens, tin
 from toy_policies import bypass, shrink
 
 import jsparse
+from jsparse.attended import token_mask
 from jsparse.cache import LayerCache
 from jsparse.evaluation.attention_metrics import attention_metrics, measured
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies.expressions import parse
 from jsparse.policies.twilight import break_even
-from jsparse.selection import token_mask
 
 BASES = (
     "all_pages()",

@@ -6,7 +6,8 @@ from tiny import spec_of, tiny_params
 from toy_policies import page_bound
 
 from jsparse.builder import dense
-from jsparse.host_memory.store import OnDevice, OnHost
+from jsparse.host_memory.host_store import OnHost
+from jsparse.host_memory.store import OnDevice
 from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy, parse
 from jsparse.runtime.admission import admit

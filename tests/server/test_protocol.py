@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from jsparse.engine.errors import EngineFull
 from jsparse.names import SAMPLING
 from jsparse.runtime.sampling_params import SamplingParams
+from jsparse.server.body import parse
 from jsparse.server.errors import ApiError, as_api_error
 from jsparse.server.protocol import (
     SAME,
@@ -17,7 +18,6 @@ from jsparse.server.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse,
 )
 
 pytestmark = pytest.mark.pure

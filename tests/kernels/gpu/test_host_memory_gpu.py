@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jsparse.host_memory import attention as host_attention
-from jsparse.host_memory.pool import host_sharding
+from jsparse.host_memory.pages import host_sharding
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cases import Case
 from jsparse.pallas_kernels.bounds_append import bounds_append

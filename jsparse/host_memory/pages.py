@@ -1,0 +1,90 @@
+"""Makes, writes and copies the pages of K and V in host memory."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Int32
+
+from jsparse.cache import CacheSpec, HostPages, KVCache, LayerCache
+from jsparse.host_memory.tails import newest_pages
+from jsparse.pallas_kernels.row_scatter import row_scatter
+from jsparse.shapes import Rows
+
+HostLayers = tuple[HostPages, ...]
+
+
+def host_sharding() -> SingleDeviceSharding:
+    """Returns where pages in host memory lie; on a CPU it is the memory of everything.
+
+    Raises:
+        ValueError: the default device can address no pinned host memory.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return SingleDeviceSharding(device)
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"device {device.device_kind}: must address pinned_host memory for K and V on the "
+            f"host, and addresses {kinds}"
+        )
+    return SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+@functools.cache
+def _programs() -> tuple[Any, Any]:
+    """Returns the jitted functions that make pages in host memory and write into them."""
+    place = host_sharding()
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+        return jnp.zeros(shape, dtype)
+
+    return (
+        jax.jit(zeros, static_argnums=(0, 1), out_shardings=place),
+        jax.jit(row_scatter, donate_argnums=0, out_shardings=place),
+    )
+
+
+def empty_pages(spec: CacheSpec) -> HostLayers:
+    """Returns all layers' pages in host memory, zeros."""
+    make, shape = _programs()[0], (spec.pages, spec.page_size, spec.head_dim)
+
+    def pages() -> Array:
+        # zeros are made on the device: one array after the other
+        return make(shape, jnp.dtype(spec.dtype)).block_until_ready()
+
+    return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
+
+
+@functools.partial(jax.jit, static_argnames="max_new")
+def _leaving(
+    layer: LayerCache, count: Rows, max_new: int
+) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
+    return newest_pages(layer, jnp.maximum(layer.lengths - count[:, None], 0), max_new)
+
+
+def stored(host: Sequence[HostPages], cache: KVCache, count: Rows, max_new: int) -> HostLayers:
+    """Writes the pages of each row's newest `count[b]` ≤ `max_new` tokens into host memory.
+
+    `host` is donated and written in place.
+    """
+    put = _programs()[1]
+
+    def of_layer(pages: HostPages, layer: LayerCache) -> HostPages:
+        ids, (k, v) = _leaving(layer, count, max_new=max_new)
+        return HostPages(put(pages.k, ids, k), put(pages.v, ids, v))
+
+    return tuple(map(of_layer, host, cache.layers))
+
+
+def moved(cache: KVCache) -> HostLayers:
+    """Returns the pages of a cache on the device, copied to host memory."""
+    place = host_sharding()
+    return tuple(
+        HostPages(*(jax.device_put(x, place, may_alias=False) for x in pages))
+        for pages in ((layer.k, layer.v) for layer in cache.layers)
+    )

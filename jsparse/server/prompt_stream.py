@@ -1,0 +1,108 @@
+"""Defines PromptStream, one prompt on its way through the engine, and the usage of several."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jsparse.engine.outputs import CompletionOutput, RequestOutput
+from jsparse.engine.request_state import RequestState
+from jsparse.runtime.sampling_params import SamplingParams
+from jsparse.server import log
+
+if TYPE_CHECKING:
+    from jsparse.server.service import Service
+
+
+class PromptStream:
+    """Holds one prompt that the engine works on, until it is closed.
+
+    Attributes:
+        name: the request's name.
+        served: what the engine knows of it.
+    """
+
+    served: RequestState
+
+    def __init__(
+        self, service: "Service", name: str, ids: list[int], options: SamplingParams
+    ) -> None:
+        """Prepares to ask the engine."""
+        self._service, self.name = service, name
+        self._news = service.ready.follow(ids, options, name)
+        self._begun = False
+
+    async def begin(self) -> None:
+        """Hands the prompt to the engine; returns when it has it, or raises why it refuses."""
+        self.served = await anext(self._news)
+        self._service.live[self.name] = self
+
+    async def deltas(self) -> AsyncGenerator[RequestOutput]:
+        """Yields what is new, whenever there is; the last output is `finished`."""
+        async for served in self._followed():
+            output = await self._service.texts.output(served, new=True)
+            if output.finished or any(answer.token_ids for answer in output.outputs):
+                yield output
+            if output.finished:
+                return
+
+    async def whole(self) -> RequestOutput:
+        """Returns the output when it is finished."""
+        async for served in self._followed():
+            if served.finished:
+                break
+        return await self._service.texts.output(self.served, new=False)
+
+    async def close(self) -> None:
+        """Leaves the engine, which drops what it has not finished."""
+        if self._service.live.pop(self.name, None) is not None:
+            self._count_beginning(self.served)
+            self._service.metrics.left(self.served)
+            log.logger.info(log.of_request(self.served))
+        await self._news.aclose()
+
+    async def _followed(self) -> AsyncGenerator[RequestState]:
+        if self.served.finished:
+            yield self.served
+            return
+        async for served in self._news:
+            self._count_beginning(served)
+            yield served
+
+    def _count_beginning(self, served: RequestState) -> None:
+        if served.metrics.token_times and not self._begun:
+            self._begun = True
+            self._service.metrics.begun(served)
+
+
+async def all_of[Result](works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns all results; raises the first error when nothing runs any more."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # pyright: ignore[reportReturnType]
+
+
+def usage(outputs: Sequence[RequestOutput], new_tokens: int) -> dict[str, Any]:
+    """Returns what requests took, by the last output of each and the number of new tokens."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    answers = [answer for output in outputs for answer in output.outputs]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt + new_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs)
+        },
+        "jsparse": {
+            "attended": _mean(answers, "attended"),
+            "read": _mean(answers, "read"),
+            "policy": outputs[0].policy,
+        },
+    }
+
+
+def _mean(answers: Sequence[CompletionOutput], share: str) -> float | None:
+    known = [getattr(answer, f"{share}_fraction") for answer in answers]
+    known = [value for value in known if value is not None]
+    return sum(known) / len(known) if known else None
