@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
-from jsparse.cli.options import GenerationOptions, takes_generation_options, takes_model
+from jsparse.cli.options import GenerationOptions, takes_model, takes_options
 
 if TYPE_CHECKING:
     from jsparse.conversation import Conversation
@@ -85,7 +85,7 @@ class Chat:
 
 
 @takes_model
-@takes_generation_options
+@takes_options(GenerationOptions)
 def chat(
     options: GenerationOptions,
     system: Annotated[

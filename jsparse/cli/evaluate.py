@@ -6,13 +6,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich import progress
 from rich.console import Console
-from typer import Option
 
 from jsparse.cli.console import Bars, print_wrote
+from jsparse.cli.evaluate_options import (
+    BatchOption,
+    ChatOption,
+    FilesOption,
+    LengthsOption,
+    MaxNewTokensOption,
+    OutOption,
+    PlotsOption,
+    ReportOption,
+    ResumeOption,
+    SamplesOption,
+    StepsOption,
+    TasksOption,
+    TextOption,
+    YardstickOption,
+)
 from jsparse.cli.options import (
     DtypeName,
     DtypeOption,
@@ -35,62 +50,20 @@ DEFAULT_TASKS = "kl,ppl,passkey"
 def evaluate(
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
-    tasks: Annotated[
-        str,
-        Option(
-            help="Comma-separated tasks: kl, ppl, attention, passkey, niah_grid, json_retrieval, "
-            "RULER's (vt, cwe, …), longbench_…, questions."
-        ),
-    ] = DEFAULT_TASKS,
-    lengths: Annotated[
-        str,
-        Option(
-            help="Comma-separated lengths in tokens, prompt and answer together; the task "
-            "questions has its own."
-        ),
-    ] = "1024",
-    max_new_tokens: Annotated[
-        int, Option(help="Maximum number of tokens per answer of the task questions.")
-    ] = 8192,
-    samples: Annotated[int, Option(help="Number of samples per task and length.")] = 20,
-    batch: Annotated[int, Option(help="Number of prompts per batch.")] = 4,
-    steps: Annotated[int, Option(help="Decode steps per sample of kl, ppl and attention.")] = 64,
-    chat: Annotated[
-        bool, Option("--chat", help="Send each prompt as a user message, for a chat model.")
-    ] = False,
-    yardstick: Annotated[
-        bool,
-        Option(
-            "--yardstick",
-            help="Beside the task kl, measure exact top-k attention that reads as many bytes as "
-            "each policy.",
-        ),
-    ] = False,
-    text: Annotated[
-        Path | None,
-        Option(help="UTF-8 text file for kl, ppl and attention, instead of the built-in text."),
-    ] = None,
-    files: Annotated[
-        Path | None,
-        Option(
-            help="Folder with the files that some tasks need, such as questions.jsonl: one object "
-            "per line with question, answer and, optionally, id."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        Option("--json", help="File to write all results to; partial results are kept beside it."),
-    ] = None,
-    resume: Annotated[
-        bool, Option("--resume", help="Continue an unfinished run that used --json.")
-    ] = False,
-    plots: Annotated[
-        Path | None, Option(help="Folder to draw the plots in: quality, by step, needles, heads.")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        Option(help="File to write a page to, for a browser: tables, plots, samples; no network."),
-    ] = None,
+    tasks: TasksOption = DEFAULT_TASKS,
+    lengths: LengthsOption = "1024",
+    max_new_tokens: MaxNewTokensOption = 8192,
+    samples: SamplesOption = 20,
+    batch: BatchOption = 4,
+    steps: StepsOption = 64,
+    chat: ChatOption = False,
+    yardstick: YardstickOption = False,
+    text: TextOption = None,
+    files: FilesOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    plots: PlotsOption = None,
+    report: ReportOption = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:

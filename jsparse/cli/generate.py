@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
-from jsparse.cli.options import GenerationOptions, read_prompt, takes_generation_options
+from jsparse.cli.options import GenerationOptions, read_prompt, takes_options
 
 if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
     from jsparse.runtime.host_reader import Generation
 
 
-@takes_generation_options
+@takes_options(GenerationOptions)
 def generate(
     options: GenerationOptions,
     prompt: Annotated[

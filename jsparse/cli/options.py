@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -113,23 +113,32 @@ class GenerationOptions:
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
 
 
-def takes_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the command's parameter `options` by one per field of GenerationOptions."""
-    hints = get_type_hints(GenerationOptions, include_extras=True)
+def takes_options(
+    kind: type[Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces a command's parameter `options` by one per field of a dataclass, `kind`."""
+    hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is MISSING else f.default,
+            annotation=hints[f.name],
         )
-        for f in fields(GenerationOptions)
+        for f in fields(kind)
     ]
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
 
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
-        options = GenerationOptions(**{p.name: given.pop(p.name) for p in shared})
-        command(options=options, **given)
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
 
-    return _with_parameters(wrapper, [*own, *shared])
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            options = kind(**{p.name: given.pop(p.name) for p in shared})
+            command(options=options, **given)
+
+        return _with_parameters(wrapper, [*own, *shared])
+
+    return decorated
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:

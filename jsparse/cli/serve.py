@@ -15,82 +15,99 @@ if TYPE_CHECKING:
     from jsparse.policy import Policy
 
 
+HostOption = Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")]
+PortOption = Annotated[int, Option(help="Port to listen on; 0 picks a free one.")]
+MaxModelLenOption = Annotated[
+    int | None,
+    Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
+]
+MaxNumSeqsOption = Annotated[
+    int | None,
+    Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
+]
+GpuMemoryUtilizationOption = Annotated[
+    float,
+    Option(help="Share of the memory that model, K and V and the policy's state may take."),
+]
+EnablePrefixCachingOption = Annotated[
+    bool, Option(help="Whether requests share what others have read of the same prompt.")
+]
+ApiKeyOption = Annotated[
+    str | None,
+    Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
+]
+ServedModelNameOption = Annotated[
+    str | None, Option(help="Name of the model for clients; the default is the model as given.")
+]
+MaxWaitingOption = Annotated[int, Option(help="Most requests that wait; further ones get 429.")]
+MaxLogprobsOption = Annotated[
+    int,
+    Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
+]
+DefaultMaxTokensOption = Annotated[
+    int | None,
+    Option(
+        help="Most tokens of answers to chats that name no number; the default is as many as "
+        "there is room for, and a request waits until that much is free."
+    ),
+]
+PerRequestOption = Annotated[
+    list[str] | None,
+    Option(
+        metavar="<name>",
+        help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
+        "Repeatable.",
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    Option(help="Random seed of requests that name none; the default is drawn at the start."),
+]
+DrainSecondsOption = Annotated[
+    float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
+]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    Option(
+        metavar="<host>",
+        help="Further name under which browsers may reach a server of this machine alone that "
+        "has no key; * is any. Repeatable.",
+    ),
+]
+SpecialTokensInMessagesOption = Annotated[
+    bool,
+    Option(help="Whether special tokens spelled in messages count: users could write turns."),
+]
+LogLevelOption = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Option(
+        help="Least level of what is logged: info has a line for each request, and how fast "
+        "the engine is every ten seconds; warning only what goes wrong."
+    ),
+]
+
+
 @takes_model
 def serve(
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000,
-    max_model_len: Annotated[
-        int | None,
-        Option(help="Most tokens of prompt and answer; the default is the model's on a GPU."),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None,
-        Option(help="Most requests that decode together; the default is 64 on a GPU, else 8."),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float,
-        Option(help="Share of the memory that model, K and V and the policy's state may take."),
-    ] = 0.9,
-    enable_prefix_caching: Annotated[
-        bool, Option(help="Whether requests share what others have read of the same prompt.")
-    ] = True,
-    api_key: Annotated[
-        str | None,
-        Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, Option(help="Name of the model for clients; the default is the model as given.")
-    ] = None,
-    max_waiting: Annotated[
-        int, Option(help="Most requests that wait; further ones get 429.")
-    ] = 1024,
-    max_logprobs: Annotated[
-        int,
-        Option(help="Most likely tokens that requests may ask for; without any it starts sooner."),
-    ] = 20,
-    default_max_tokens: Annotated[
-        int | None,
-        Option(
-            help="Most tokens of answers to chats that name no number; the default is as many as "
-            "there is room for, and a request waits until that much is free."
-        ),
-    ] = None,
-    per_request: Annotated[
-        list[str] | None,
-        Option(
-            metavar="<name>",
-            help="Hyper-parameter of the policy that requests may set, such as p, or dense. "
-            "Repeatable.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        Option(help="Random seed of requests that name none; the default is drawn at the start."),
-    ] = None,
-    drain_seconds: Annotated[
-        float, Option(help="Seconds that SIGTERM leaves to the requests that have begun.")
-    ] = 30.0,
-    allowed_host: Annotated[
-        list[str] | None,
-        Option(
-            metavar="<host>",
-            help="Further name under which browsers may reach a server of this machine alone that "
-            "has no key; * is any. Repeatable.",
-        ),
-    ] = None,
-    special_tokens_in_messages: Annotated[
-        bool,
-        Option(help="Whether special tokens spelled in messages count: users could write turns."),
-    ] = False,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Option(
-            help="Least level of what is logged: info has a line for each request, and how fast "
-            "the engine is every ten seconds; warning only what goes wrong."
-        ),
-    ] = "info",
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = 0.9,
+    enable_prefix_caching: EnablePrefixCachingOption = True,
+    api_key: ApiKeyOption = None,
+    served_model_name: ServedModelNameOption = None,
+    max_waiting: MaxWaitingOption = 1024,
+    max_logprobs: MaxLogprobsOption = 20,
+    default_max_tokens: DefaultMaxTokensOption = None,
+    per_request: PerRequestOption = None,
+    seed: SeedOption = None,
+    drain_seconds: DrainSecondsOption = 30.0,
+    allowed_host: AllowedHostOption = None,
+    special_tokens_in_messages: SpecialTokensInMessagesOption = False,
+    log_level: LogLevelOption = "info",
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -111,16 +128,8 @@ def serve(
         ) from None
     from jsparse.policies.own_code import resolve
 
-    _require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
-    _require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
-    _require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
-    if default_max_tokens is not None:
-        _require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
-    _require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
-    _require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
-    # the key stays out of the message
-    if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
-        raise ValueError("--api-key: must be one or more visible ASCII characters")
+    _check_numbers(port, max_waiting, max_logprobs, default_max_tokens, seed, drain_seconds)
+    _check_key(api_key)
     chosen = resolve(policy)
     listening = run.listen(host, port)
     address, at = listening.getsockname()[:2]
@@ -181,3 +190,27 @@ def _what_is_sparse(policy: "Policy", per_request: Sequence[str]) -> str:
 def _require(option: str, value: float | None, holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(f"{option} {value}: must be {rule}")
+
+
+def _check_numbers(
+    port: int,
+    max_waiting: int,
+    max_logprobs: int,
+    default_max_tokens: int | None,
+    seed: int | None,
+    drain_seconds: float,
+) -> None:
+    """Raises ValueError if a number is out of range."""
+    _require("--port", port, 0 <= port <= 65535, "from 0 to 65535")
+    _require("--max-waiting", max_waiting, max_waiting >= 0, "at least 0")
+    _require("--max-logprobs", max_logprobs, 0 <= max_logprobs <= 20, "from 0 to 20")
+    if default_max_tokens is not None:
+        _require("--default-max-tokens", default_max_tokens, default_max_tokens > 0, "at least 1")
+    _require("--seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2^63 - 1")
+    _require("--drain-seconds", drain_seconds, drain_seconds >= 0, "at least 0")
+
+
+def _check_key(api_key: str | None) -> None:
+    """Raises ValueError if clients could not send the key; it stays out of the message."""
+    if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
+        raise ValueError("--api-key: must be one or more visible ASCII characters")
