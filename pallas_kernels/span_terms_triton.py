@@ -30,7 +30,9 @@ def span_terms(
     (batch, heads, head_dim), (spans, _) = q.shape, frame.angles.shape
     kv_heads, rows = frame.mid.shape[0], batch * heads
     return triton_call(
-        *(q, frame.mid, frame.angles),
+        q,
+        frame.mid,
+        frame.angles,
         kernel=terms_kernel,
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, spans, cols), jnp.float32),
         grid=(triton.cdiv(spans, SPANS), triton.cdiv(rows, QUERIES)),

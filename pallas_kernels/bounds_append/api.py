@@ -55,7 +55,10 @@ def bounds_append(
         "bounds_append",
         implementation,
         BACKENDS,
-        *(bounds, layer, valid, first),
+        bounds,
+        layer,
+        valid,
+        first,
         touched=touched,
         frame=frame,
     )

@@ -38,11 +38,19 @@ def centroid_scores(
     block = min(block, max(triton.next_power_of_2(clusters), MIN_BLOCK))
     blocks = triton.cdiv(clusters, block)
     group = q.shape[1] // heads
-    return triton_call(
-        *(q, centroids, number, centroids if radius is None else radius),
+    inputs = (
+        q,
+        centroids,
+        number,
+        # stand-ins for arrays that the call lacks are never read
+        centroids if radius is None else radius,
         number if unit is None else unit,
         number if chosen is None else chosen.astype(jnp.int32),
-        *(number if x is None else x for x in (scale, middle)),
+        number if scale is None else scale,
+        number if middle is None else middle,
+    )
+    return triton_call(
+        *inputs,
         kernel=score_kernel,
         out_shape=jax.ShapeDtypeStruct((batch, heads, clusters), jnp.float32),
         grid=(batch * heads * blocks,),

@@ -103,6 +103,13 @@ def centroid_update(
                 f"{name}: must be int32 {list(wanted)}, not {array.dtype} {list(array.shape)}"
             )
     return run(
-        *("centroid_update", implementation, BACKENDS, groups, points, radius, group, nth),
+        "centroid_update",
+        implementation,
+        BACKENDS,
+        groups,
+        points,
+        radius,
+        group,
+        nth,
         normalise=normalise,
     )

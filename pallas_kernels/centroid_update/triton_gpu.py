@@ -34,10 +34,16 @@ def centroid_update(
     arrays = (groups.centroid, groups.size, groups.of_point, groups.radius, groups.scale)
     kept = [i for i, x in enumerate(arrays) if x is not None]
     none = jax.ShapeDtypeStruct((1,), jnp.float32)
-    centroid, size, of_point, grown, scale = triton_call(
+    inputs = (
         *(points if x is None else x for x in arrays),  # stand-ins are never read
-        *(points, points if radius is None else radius, group, nth),
+        points,
+        points if radius is None else radius,
+        group,
+        nth,
         points if groups.middle is None else groups.middle,
+    )
+    centroid, size, of_point, grown, scale = triton_call(
+        *inputs,
         kernel=update_kernel,
         out_shape=[none if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
         input_output_aliases={i: i for i in kept},
@@ -58,9 +64,12 @@ def centroid_update(
         MAX_BYTE=point_groups.MAX_BYTE,
     )
     return Groups(
-        *(centroid, size, of_point, grown if radii else None),
-        scale if in_bytes else None,
-        groups.middle,
+        centroid=centroid,
+        size=size,
+        of_point=of_point,
+        radius=grown if radii else None,
+        scale=scale if in_bytes else None,
+        middle=groups.middle,
     )
 
 

@@ -63,6 +63,12 @@ def group_means(
     if type(max_groups) is not int or max_groups < 1:
         raise ValueError(f"max_groups={max_groups!r}: must be an integer of at least 1")
     return run(
-        *("group_means", implementation, BACKENDS, points, of_point, number, groups),
+        "group_means",
+        implementation,
+        BACKENDS,
+        points,
+        of_point,
+        number,
+        groups,
         max_groups=max_groups,
     )

@@ -35,7 +35,10 @@ def group_means(
     channels = max(16, triton.next_power_of_2(width))
     return tuple(
         triton_call(
-            *(points, of_point, number, groups),
+            points,
+            of_point,
+            number,
+            groups,
             kernel=means_kernel,
             out_shape=[
                 jax.ShapeDtypeStruct((batch, heads, max_groups, width), jnp.float32),

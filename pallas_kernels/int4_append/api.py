@@ -66,7 +66,11 @@ def int4_append(
         "int4_append",
         implementation,
         BACKENDS,
-        *(keys, layer, k, valid, first),
+        keys,
+        layer,
+        k,
+        valid,
+        first,
         frame=frame,
         channels=channels,
     )

@@ -58,7 +58,9 @@ def int4_append(
     table = layer.block_table
     absent = first  # stands in for arrays that the call lacks; never read
     given = (
-        *(k.astype(layer.k.dtype), valid, first),
+        k.astype(layer.k.dtype),
+        valid,
+        first,
         absent if table is None else table,
         *((absent,) * 3 if frame is None else frame),
         absent if channels is None else channels,

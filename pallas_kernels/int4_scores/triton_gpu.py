@@ -79,13 +79,20 @@ def int4_scores(
         1 + (selection is not None) + (layer.block_table is not None)
     )  # loads that wait for one another
     width, cols = 2 * keys.packed.shape[-1], max(8, triton.next_power_of_2(group))
-    return triton_call(
-        *(q, *keys, layer.lengths),
-        *((absent, absent) if selection is None else (selection.ids, selection.count)),
+    inputs = (
+        q,
+        *keys,
+        layer.lengths,
+        absent if selection is None else selection.ids,
+        absent if selection is None else selection.count,
         absent if bits is None else bits,
         absent if layer.block_table is None else layer.block_table,
         absent if channels is None else channels,
-        *((absent,) * 2 if frame is None else (frame.key_scale, span_terms(q, frame, cols))),
+        absent if frame is None else frame.key_scale,
+        absent if frame is None else span_terms(q, frame, cols),
+    )
+    return triton_call(
+        *inputs,
         kernel=scores_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(triton.cdiv(tiles, per_program), batch * heads),

@@ -45,7 +45,11 @@ def nearest_centroid(
     splits = triton.cdiv(max_groups, SPAN) if count <= FEW else 1
     parts = (batch * heads, splits, count)
     best, nearest = triton_call(
-        *(points, centroid, number, groups, number if scale is None else scale),
+        points,
+        centroid,
+        number,
+        groups,
+        number if scale is None else scale,
         kernel=nearest_kernel,
         out_shape=[
             jax.ShapeDtypeStruct(parts if splits > 1 else (1,), jnp.float32),
@@ -68,7 +72,8 @@ def nearest_centroid(
     )
     if splits > 1:
         nearest = triton_call(
-            *(best, nearest),
+            best,
+            nearest,
             kernel=reduce_kernel,
             out_shape=jax.ShapeDtypeStruct((batch * heads, count), jnp.int32),
             grid=(batch * heads,),

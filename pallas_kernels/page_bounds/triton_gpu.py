@@ -97,7 +97,9 @@ def launch(
     group, table = q.shape[1] // heads, layer.block_table
     columns = 1 if slack == 1 else 2
     return triton_call(
-        *(q, *bounds, layer.lengths),
+        q,
+        *bounds,
+        layer.lengths,
         layer.lengths if table is None else table,  # a stand-in, never read
         *more,
         kernel=kernel,

@@ -78,7 +78,12 @@ def place_logits(
             f"logits.shape={logits.shape}: must have room for {maximum} pages of {page_size}"
         )
     return run(
-        *("place_logits", implementation, BACKENDS, logits, selection, lengths),
+        "place_logits",
+        implementation,
+        BACKENDS,
+        logits,
+        selection,
+        lengths,
         stats=stats,
         num_pages=num_pages,
         page_size=page_size,

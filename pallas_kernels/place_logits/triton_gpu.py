@@ -39,7 +39,9 @@ def place_logits(
     tokens = triton.next_power_of_2(page_size)
     block = min(max(TILE // tokens, 1), triton.next_power_of_2(entries))
     return triton_call(
-        *(logits, lengths, selection.count),
+        logits,
+        lengths,
+        selection.count,
         selection.ids if capacity else lengths,  # a stand-in, never read; so is the next
         lengths if dense is None else dense,
         nothing,

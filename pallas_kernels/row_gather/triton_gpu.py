@@ -58,8 +58,12 @@ def row_gather(
     cols = min(triton.next_power_of_2(width), elements)
     rows = elements // cols
     return triton_call(
-        *(pool, ids, ids if count is None else count),  # ids stand in for a count; never read
-        *(ids.size, ids.shape[-1], prod(pool.shape[:row_axes])),
+        pool,
+        ids,
+        ids if count is None else count,  # ids stand in for a count; never read
+        ids.size,
+        ids.shape[-1],
+        prod(pool.shape[:row_axes]),
         kernel=gather_kernel,
         out_shape=jax.ShapeDtypeStruct(shape, pool.dtype),
         grid=(triton.cdiv(ids.size, rows), triton.cdiv(width, cols)),

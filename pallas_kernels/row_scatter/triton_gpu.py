@@ -28,8 +28,11 @@ def row_scatter(
     cols = min(triton.next_power_of_2(width), elements)
     tile = elements // cols
     return triton_call(
-        *(pool, ids, rows),
-        *(ids.size, pool.shape[0]),
+        pool,
+        ids,
+        rows,
+        ids.size,
+        pool.shape[0],
         kernel=scatter_kernel,
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={0: 0},

@@ -67,6 +67,12 @@ def runs_to_tokens(
     if type(capacity) is not int or capacity < 1:
         raise ValueError(f"capacity={capacity!r}: must be an integer of at least 1")
     return run(
-        *("runs_to_tokens", implementation, BACKENDS, ids, count, edges, lengths),
+        "runs_to_tokens",
+        implementation,
+        BACKENDS,
+        ids,
+        count,
+        edges,
+        lengths,
         capacity=capacity,
     )

@@ -33,7 +33,10 @@ def runs_to_tokens(
     batch, heads, listed = ids.shape
     outside = lengths is not None
     tokens, total = triton_call(
-        *(ids, count, edges, lengths if outside else count),
+        ids,
+        count,
+        edges,
+        lengths if outside else count,  # a stand-in, never read
         kernel=list_kernel,
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),

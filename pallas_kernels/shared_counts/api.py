@@ -72,7 +72,11 @@ def shared_counts(
             f"min_count={min_count}: must be at least 0 and at most max_count={max_count}"
         )
     return run(
-        *("shared_counts", implementation, BACKENDS, scores, total.astype(jnp.int32)),
+        "shared_counts",
+        implementation,
+        BACKENDS,
+        scores,
+        total.astype(jnp.int32),
         min_count=min_count,
         max_count=max_count,
     )

@@ -42,7 +42,8 @@ def shared_counts(
     chunks = triton.cdiv(slots, width)
     head = 1 << (chunks.bit_length() - 1)
     return triton_call(
-        *(scores, total),
+        scores,
+        total,
         kernel=counts_kernel,
         out_shape=jax.ShapeDtypeStruct((batch, lists), total.dtype),
         grid=(batch,),

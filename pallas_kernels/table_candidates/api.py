@@ -82,7 +82,13 @@ def table_candidates(
         if value.shape != heads:
             raise ValueError(f"rule.{name}.shape={value.shape}: must be [B, K] = {heads}")
     return run(
-        *("table_candidates", implementation, BACKENDS, vertical, distance, lengths, rule),
+        "table_candidates",
+        implementation,
+        BACKENDS,
+        vertical,
+        distance,
+        lengths,
+        rule,
         capacity=capacity,
         sink=sink,
     )

@@ -83,8 +83,10 @@ def table_candidates(
         jax.ShapeDtypeStruct((pairs,), jnp.int32),
     )
     ids, count, *_ = triton_call(
-        *(jax.lax.bitcast_convert_type(table, jnp.int16) for table in (vertical, distance)),
-        *(lengths, rule.number),
+        jax.lax.bitcast_convert_type(vertical, jnp.int16),
+        jax.lax.bitcast_convert_type(distance, jnp.int16),
+        lengths,
+        rule.number,
         kernel=candidates_kernel,
         out_shape=outputs,
         grid=(pairs * parts,),

@@ -86,7 +86,14 @@ def table_update(
     if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < 1:
         raise ValueError(f"penalty={penalty!r}: must be a number from 0 to below 1")
     return run(
-        *("table_update", implementation, BACKENDS, vertical, distance, listed, lengths, scale),
+        "table_update",
+        implementation,
+        BACKENDS,
+        vertical,
+        distance,
+        listed,
+        lengths,
+        scale,
         sink=sink,
         penalty=penalty,
     )

@@ -39,8 +39,14 @@ def table_update(
     share = triton.cdiv(entries, parts)
     tables = [jax.ShapeDtypeStruct(vertical.shape, jnp.bfloat16)] * 2
     vertical, distance, *_ = triton_call(
-        *(vertical, distance, listed.ids, listed.count, listed.logits, listed.lse),
-        *(lengths, scale),
+        vertical,
+        distance,
+        listed.ids,
+        listed.count,
+        listed.logits,
+        listed.lse,
+        lengths,
+        scale,
         kernel=update_kernel,
         out_shape=[
             *tables,

@@ -23,7 +23,9 @@ def products(
 
     (batch, heads, group, width), number = q.shape, at.shape[2]
     (logits,) = triton_call(
-        *(q, rows, at),
+        q,
+        rows,
+        at,
         kernel=listed_products_kernel,
         out_shape=[jax.ShapeDtypeStruct((batch, heads, group, number), jnp.float32)],
         grid=(batch * heads * triton.cdiv(number, BLOCK),),

@@ -146,16 +146,30 @@ def token_sparse_decode(
     of_list = jax.ShapeDtypeStruct((batch, heads, group, capacity + 1), jnp.float32)
     nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
     arrays = (
-        *(q, pools.k, pools.v, layer.lengths, selection.count, selection.dense),
-        *(selection.ids if capacity else None, layer.block_table, layer.bias),
+        q,
+        pools.k,
+        pools.v,
+        layer.lengths,
+        selection.count,
+        selection.dense,
+        selection.ids if capacity else None,
+        layer.block_table,
+        layer.bias,
         jnp.full(whole_row.shape, -jnp.inf, jnp.float32) if by_slot else None,
-        *(pools.ring_k, pools.ring_v, pools.own_k, pools.own_v, pools.own_first),
+        pools.ring_k,
+        pools.ring_v,
+        pools.own_k,
+        pools.own_v,
+        pools.own_first,
         with_newest(q, layer, selection, sm_scale) if plan.known else None,
     )
     o, lse, used, scores, ids, count = triton_call(
         # the lengths stand in for arrays that the call lacks; they are not read there
         *(layer.lengths if array is None else array for array in arrays),
-        *(pairs, capacity, layer.num_pages, splits),
+        pairs,
+        capacity,
+        layer.num_pages,
+        splits,
         kernel=attend_kernel,
         out_shape=[
             jax.ShapeDtypeStruct((pairs, splits, rows, head_dim), jnp.float32),

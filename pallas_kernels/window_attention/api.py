@@ -90,7 +90,10 @@ def window_attention(
         "window_attention",
         implementation,
         BACKENDS,
-        *(queries, positions, layer, competing),
+        queries,
+        positions,
+        layer,
+        competing,
         group=group,
         over=over,
     )
